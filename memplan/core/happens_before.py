@@ -1,8 +1,10 @@
 """Proves that the copies of a plan cannot race with its ops: the happens-before order of every two uses of a byte.
 
-Ops run on the compute lane of their device, copies on a lane for each direction and device; a lane runs its work in
-order, and lanes run beside each other. A copy starts after all work that was launched before it, and what is launched
-after its wait runs after the copy. Nothing else orders lanes. Two uses of a byte, at least one of which writes it, must
+Ops run on the compute lane of the device whose arena they use, copies on a lane for each direction and pair of
+devices; a lane runs its work in order, and lanes run beside each other. A copy starts after all work that was launched
+before it on the devices between which it copies, and what is launched on any device after its wait runs after the copy.
+An op that uses no arena is the host's: it runs between what was launched on compute lanes before it, and after it.
+Nothing else orders lanes. Two uses of a byte, at least one of which writes it, must
 be ordered. Vector clocks (Mattern, 1989; as race detectors use them, FastTrack, 2009) tell whether they are.
 
 The check shares no code with the policies that place copies, nor with the comparison of contents in
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from memplan.core.evictions import OFFLOAD, RELOAD, SEND, TRANSFERS
@@ -23,6 +25,7 @@ from memplan.core.plan import Plan
 from memplan.errors import InvalidPlan
 
 _STARTS = (OFFLOAD, RELOAD, SEND)
+_ARENA, _HOST = "arena of ", "host"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,7 @@ class Race:
     """Two uses of the same bytes that nothing orders.
 
     `first` and `second` are names of ops in the order in which they are launched; `space` names the memory ("arena of
-    cuda:0", "host copies", or a storage outside both), and the bytes are [start, end) in it.
+    cuda:0", "memory of host copies", or a storage outside both), and the bytes are [start, end) in it.
     """
 
     first: str
@@ -109,7 +112,7 @@ _Clock = dict[str, int]  # lane -> how many of its uses of memory are known to b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bytes:
-    """The bytes [start, end) of a memory, and the device whose compute lane uses them ("" for host copies)."""
+    """The bytes [start, end) of a memory, and the device whose compute lane uses them ("" for memory of the host)."""
 
     space: str
     start: int
@@ -132,20 +135,29 @@ class _Lanes:
 
     def __init__(self, plan: Plan) -> None:
         self.graph: Graph = plan.placed
-        self.bytes = _bytes_of(plan)
+        placed = plan.solution.offsets
+        self.devices = tuple(dict.fromkeys(s.device for s in plan.graph.storages if s.name in placed))
+        self.bytes = _bytes_of(plan, self.devices)
         self.clocks: defaultdict[str, _Clock] = defaultdict(dict)
         self.uses: defaultdict[str, defaultdict[str, list[_Use]]] = defaultdict(lambda: defaultdict(list))
         self.ended: dict[tuple[int, int], tuple[str, _Clock]] = {}  # (source, destination) -> its lane and clock
         self.races: list[Race] = []
 
     def run(self, op: Op) -> None:
-        """Run an op on the compute lane of its device."""
-        device = next((self.bytes[s].device for s in (*self.graph.written(op), *self.graph.touched(op))), "")
-        self._use(device, op)
+        """Run an op on the compute lane of the device whose arena it uses, or on the host."""
+        touched = sorted(self.graph.touched(op), key=lambda s: not self.bytes[s].space.startswith(_ARENA))
+        device = next((self.bytes[s].device for s in touched if self.bytes[s].device), "")
+        if not device:  # its operands arrived by copies that the host waited for
+            for other in self.devices:
+                _join(self.clocks[_HOST], self.clocks[other])
+        self._use(device or _HOST, op)
+        if not device:
+            for other in self.devices:
+                _join(self.clocks[other], self.clocks[_HOST])
 
     def start(self, op: Op, *, ordered: bool) -> None:
         """Start a copy on the lane of its direction and devices."""
-        pair = self._pair(op.reads[0], op.writes[0])
+        pair = self._pair(op, op.reads[:1], op.writes[:1])
         lane = " ".join((op.target, *(self.bytes[s].device for s in pair)))
         if ordered:
             for compute in self._compute(pair):
@@ -155,10 +167,12 @@ class _Lanes:
 
     def wait(self, op: Op) -> bool:
         """Order what is launched from now on after a copy; return whether it was before."""
-        pair = self._pair(op.reads[0], op.reads[1])
+        pair = self._pair(op, op.reads[:1], op.reads[1:2])
+        if pair not in self.ended:
+            raise InvalidPlan("waits for a copy that was not started", where=f"op {op.name}")
         lane, ended = self.ended.pop(pair)
-        known = all(self.clocks[c].get(lane, 0) >= ended[lane] for c in self._compute(pair))
-        for compute in self._compute(pair):
+        known = all(self.clocks[compute].get(lane, 0) >= ended[lane] for compute in self.devices)
+        for compute in self.devices:
             _join(self.clocks[compute], ended)
         return known
 
@@ -186,11 +200,14 @@ class _Lanes:
                     space = use.bytes.space
                     self.races.append(Race(first=before.by, second=use.by, space=space, start=start, end=end))
 
-    def _pair(self, source: int, destination: int) -> tuple[int, int]:
-        return self.graph.values[source].storage, self.graph.values[destination].storage
+    def _pair(self, op: Op, sources: Sequence[int], destinations: Sequence[int]) -> tuple[int, int]:
+        """Return the storages between which an op copies."""
+        if not sources or not destinations or not op.writes:
+            raise InvalidPlan("is not a copy from one storage to another", where=f"op {op.name}")
+        return self.graph.values[sources[0]].storage, self.graph.values[destinations[0]].storage
 
     def _compute(self, storages: tuple[int, int]) -> list[str]:
-        """Return the compute lanes of the devices that hold these storages."""
+        """Return the compute lanes of the devices whose arenas hold these storages."""
         return sorted({self.bytes[s].device for s in storages} - {""})
 
 
@@ -199,18 +216,19 @@ def _join(clock: _Clock, other: _Clock) -> None:
         clock[lane] = max(clock.get(lane, 0), time)
 
 
-def _bytes_of(plan: Plan) -> list[_Bytes]:
-    """Return the bytes of every storage: in the arena, in the memory of host copies, or in memory of its own."""
+def _bytes_of(plan: Plan, devices: Collection[str]) -> list[_Bytes]:
+    """Return the bytes of every storage: in the arena of one of `devices`, among the host copies, or of its own."""
     sizes = {b.id: b.size for b in plan.problem.buffers}
     host = plan.eviction.host.offsets if plan.eviction else {}
     found = []
     for storage in plan.graph.storages:
-        space, start, size, device = f"storage {storage.name}", 0, storage.nbytes, storage.device
+        space, start, size = f"storage {storage.name}", 0, storage.nbytes
+        device = storage.device if storage.device in devices else ""
         if storage.kind is StorageKind.HOST:
             device = ""
             if storage.name in host:
                 space, start = "memory of host copies", host[storage.name]
         elif storage.name in sizes:
-            space, start, size = f"arena of {device}", plan.solution.offsets[storage.name], sizes[storage.name]
+            space, start, size = f"{_ARENA}{device}", plan.solution.offsets[storage.name], sizes[storage.name]
         found.append(_Bytes(space=space, start=start, end=start + size, device=device))
     return found

@@ -14,14 +14,14 @@ def host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_accelerator(device))
 
 
-def pin(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Move the bytes of tensors to memory that is pinned for `device`, in place; tensors that share memory still do."""
+def pin(tensors: Iterable[torch.Tensor]) -> None:
+    """Move the bytes of tensors to pinned memory, in place; tensors that share memory still do."""
     moved: dict[int, torch.UntypedStorage] = {}
     for t in tensors:
         storage = t.untyped_storage()
-        if not storage.nbytes() or storage.is_pinned(device.type):
+        if not storage.nbytes() or storage.is_pinned():
             continue
         key = storage.data_ptr()
         if key not in moved:
-            moved[key] = storage.pin_memory(device.type)
+            moved[key] = storage.pin_memory()
         t.data = torch.empty(0, dtype=t.dtype).set_(moved[key], t.storage_offset(), t.shape, t.stride())

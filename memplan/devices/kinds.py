@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from memplan.errors import UnsupportedDevice
+
 HOST = "cpu"
 REFUSED = {"mps": "has no streams, and no tensor can be made at an address of its memory"}
 _CACHE_LINE, _ALLOCATION = 64, 512  # bytes: of a CPU, and what CUDA's allocator rounds to
@@ -14,11 +16,18 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in (HOST, "meta")
 
 
+def require_supported(device: torch.device) -> None:
+    """Raise `UnsupportedDevice` for a device on which no arena can be."""
+    if device.type in REFUSED:
+        hint = "move the model and its inputs to the CPU"
+        raise UnsupportedDevice(f"{device.type!r} {REFUSED[device.type]}", where="model", hint=hint, see="device")
+
+
 def is_available(kind: str) -> bool:
     """Return whether this machine has a device of a kind ("cpu", "cuda", "xpu"), so that tensors there hold numbers."""
     if kind == HOST:
         return True
-    found = torch.accelerator.current_accelerator(check_available=True)
+    found = torch.accelerator.current_accelerator(check_available=True)  # one kind of accelerator in a process
     return found is not None and found.type == kind
 
 

@@ -160,7 +160,7 @@ def _races(plan: Plan) -> Proof:
     if found.races:
         how = f"{found.races[0].text}; {len(found.races)} such pairs in two steps"
     state = ProofState.FALSE if found.races else ProofState.PROVEN
-    return Proof(of="races", state=state, bound=0, how=how, independent=True)
+    return Proof(of="races", state=state, bound=0, how=how, independent=False)
 
 
 def _problems(plan: Plan) -> list[Problem]:

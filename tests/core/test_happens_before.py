@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import pairwise
 
 import networkx as nx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, TRANSFERS
-from memplan.core.graph import Graph, Phase, StorageKind
+from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, SEND, TRANSFERS
+from memplan.core.graph import Graph, Op, Phase, StorageKind
 from memplan.core.happens_before import follow, require_no_races
 from memplan.core.plan import Plan
 from memplan.errors import InvalidPlan
 from memplan.evict.graph.apply import apply
+from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.flow import flow
 from memplan.planning.make_plan import ScheduledGraph, make_plan
+from memplan.planning.partition.divide import devices_of, divide
 from memplan.schedule import make_schedule
 from tests.evict.judge import workload_of
 from tests.graph_strategies import GraphBuilder, graphs
 from tests.runtime.budgets import everything
 
 SIZE = 256
+STARTS = (OFFLOAD, RELOAD, SEND)
+DEVICES = ("late:0", "late:1", "late:2")
 
 
 def _plan(graph: Graph) -> Plan:
@@ -31,54 +36,80 @@ def _plan(graph: Graph) -> Plan:
     return make_plan(ScheduledGraph(model="m", graph=graph, schedule=schedule, alignment=64, versions={}))
 
 
+class _Order:
+    """The nodes of two steps, an edge from each to what runs after it for sure."""
+
+    def __init__(self, plan: Plan, without: Collection[int], unordered: Collection[int]) -> None:
+        self.graph, self.without, self.unordered = plan.placed, without, unordered
+        self.devices = {s.device for s in self.graph.storages if s.name in plan.solution.offsets}
+        self.before: nx.DiGraph = nx.DiGraph()
+        self.lanes: dict[object, list[object]] = {device: [] for device in ("", *self.devices)}
+        self.flying: dict[tuple[int, int], object] = {}
+        self.uses: list[tuple[tuple[int, int], Op]] = []
+        for node in itertools.product(range(2), range(len(plan.schedule.order))):
+            op = self.graph.ops[plan.schedule.order[node[1]]]
+            if op.target not in TRANSFERS:
+                self.run(op, node)
+            elif op.target in STARTS:
+                self.start(op, node)
+            elif node[1] not in without:
+                self.wait(op, node)
+
+    def add(self, lane: object, node: object) -> None:
+        self.before.add_edges_from((last, node) for last in self.lanes.setdefault(lane, [])[-1:])
+        self.lanes[lane].append(node)
+
+    def run(self, op: Op, node: tuple[int, int]) -> None:
+        touched = [self.graph.storages[s] for s in self.graph.touched(op)]
+        arenas = [s.device for s in touched if s.planned and s.nbytes]
+        lane = next(iter([*arenas, *(s.device for s in touched if s.device in self.devices)]), "")
+        if not lane:  # on the host, between what it launched before and after
+            self.before.add_edges_from((self.lanes[d][-1], node) for d in self.devices if self.lanes[d])
+        for each in [lane] if lane else ["", *self.devices]:
+            self.add(each, node)
+        self.uses.append((node, op))
+
+    def ends(self, source: int, destination: int) -> tuple[tuple[int, int], list[str]]:
+        pair = self.graph.values[source].storage, self.graph.values[destination].storage
+        storages = [self.graph.storages[s] for s in pair if self.graph.storages[s].kind is not StorageKind.HOST]
+        return pair, [s.device for s in storages if s.device in self.devices]
+
+    def start(self, op: Op, node: tuple[int, int]) -> None:
+        pair, here = self.ends(op.reads[0], op.writes[0])
+        self.add((op.target, *here), node)
+        if node[1] not in self.unordered:
+            self.before.add_edges_from((self.lanes[d][-1], node) for d in here if self.lanes[d])
+        self.flying[pair] = node
+        self.uses.append((node, op))
+
+    def wait(self, op: Op, node: tuple[int, int]) -> None:
+        pair, _ = self.ends(*op.reads)
+        for device in self.devices:
+            self.before.add_edge(self.flying[pair], (*node, device))
+            self.add(device, (*node, device))
+
+
 def _races(plan: Plan, without: Collection[int], unordered: Collection[int]) -> set[tuple[str, str]]:
     """Pairs of ops of two steps that use the same bytes, one of them writing, with no path between them."""
-    graph, order = plan.placed, plan.schedule.order
-    before: nx.DiGraph = nx.DiGraph()
-    lanes: dict[str, list[tuple[int, int]]] = {}
-    compute: list[tuple[int, int]] = []
-    flying: dict[tuple[int, int], tuple[int, int]] = {}
-    waited: list[tuple[int, int]] = []  # nodes that the next compute node follows
-    nodes: list[tuple[tuple[int, int], str]] = []
-    for step in range(2):
-        for position, index in enumerate(order):
-            op, node = graph.ops[index], (step, position)
-            if op.target in (OFFLOAD_WAIT, RELOAD_WAIT):
-                pair = graph.values[op.reads[0]].storage, graph.values[op.reads[1]].storage
-                if position not in without:
-                    waited.append(flying[pair])
-                continue
-            before.add_node(node)
-            if op.target in (OFFLOAD, RELOAD):
-                lanes.setdefault(op.target, []).append(node)
-                flying[graph.values[op.reads[0]].storage, graph.values[op.writes[0]].storage] = node
-                if position not in unordered:
-                    before.add_edges_from((other, node) for other in (*compute[-1:], *waited))
-            else:
-                before.add_edges_from((other, node) for other in waited)
-                waited = []
-                compute.append(node)
-            nodes.append((node, op.name))
-    for lane in (compute, *lanes.values()):
-        before.add_edges_from(pairwise(lane))
-    after = {node: nx.descendants(before, node) for node, _ in nodes}
+    order = _Order(plan, without, unordered)
     found = set()
-    for k, (one, first) in enumerate(nodes):
-        for two, second in nodes[k + 1 :]:
-            if two not in after[one] and _conflict(plan, graph, order[one[1]], order[two[1]]):
-                found.add((first, second))
+    for k, (one, first) in enumerate(order.uses):
+        after = nx.descendants(order.before, one) if one in order.before else set()
+        for two, second in order.uses[k + 1 :]:
+            if two not in after and _conflict(plan, order.graph, first, second):
+                found.add((first.name, second.name))
     return found
 
 
-def _conflict(plan: Plan, graph: Graph, one: int, two: int) -> bool:
-    def uses(op: int) -> list[tuple[str, int, int, bool]]:
+def _conflict(plan: Plan, graph: Graph, one: Op, two: Op) -> bool:
+    def uses(op: Op) -> list[tuple[str, int, int, bool]]:
         found = []
-        for values, writes in ((graph.ops[op].reads, False), (graph.ops[op].writes, True)):
+        for values, writes in ((op.reads, False), (op.writes, True)):
             for value in values:
                 s = graph.storages[graph.values[value].storage]
                 low = plan.solution.offsets.get(s.name, 0)
                 size = -(-s.nbytes // 64) * 64
-                found.append(("arena" if s.name in plan.solution.offsets else s.name, low, low + size, writes))
+                found.append((s.device if s.name in plan.solution.offsets else s.name, low, low + size, writes))
         return found
 
     return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] and (a[3] or b[3]) for a in uses(one) for b in uses(two))
@@ -88,12 +119,26 @@ def _conflict(plan: Plan, graph: Graph, one: int, two: int) -> bool:
 @given(st.data())
 def test_races_are_those_of_the_transitive_closure(data: st.DataObject) -> None:
     workload = workload_of(data.draw(graphs(max_ops=10)))
-    plan = _plan(apply(workload, everything(workload)).graph)
+    _check(data, _plan(apply(workload, everything(workload)).graph))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_races_between_several_devices_too(data: st.DataObject) -> None:
+    workload = replace(workload_of(data.draw(graphs(max_ops=8)), host_resident=True), device=DEVICES[0])
+    workload = workload.within(measure(workload, workload.plain).peak)
+    whole = apply(workload, flow(workload))
+    wanted = [data.draw(st.integers(0, len(DEVICES) - 1)) for _ in whole.graph.ops]
+    divided = divide(whole.graph, whole.sources, devices_of(whole.graph, wanted), DEVICES)
+    _check(data, _plan(divided.graph))
+
+
+def _check(data: st.DataObject, plan: Plan) -> None:
     assert not _races(plan, (), ())
     assert not follow(plan).races
     targets = [plan.graph.ops[index].target for index in plan.schedule.order]
-    waits = [p for p, target in enumerate(targets) if target in (OFFLOAD_WAIT, RELOAD_WAIT)]
-    starts = [p for p, target in enumerate(targets) if target in (OFFLOAD, RELOAD)]
+    waits = [p for p, target in enumerate(targets) if target in TRANSFERS and target not in STARTS]
+    starts = [p for p, target in enumerate(targets) if target in STARTS]
     without = data.draw(st.sets(st.sampled_from(waits))) if waits else set()
     unordered = data.draw(st.sets(st.sampled_from(starts))) if starts else set()
     found = follow(plan, without=without, unordered=unordered).races
@@ -162,3 +207,29 @@ def test_plans_without_copies_need_no_check() -> None:
     require_no_races(plan)
     assert follow(plan).copies == 0
     assert not any(op.target in TRANSFERS for op in plan.graph.ops)
+
+
+def test_a_result_that_the_forward_leaves_on_the_host_is_ordered_by_its_device() -> None:
+    """As `y.cpu()`: the op writes a tensor of the host, and reads an arena."""
+    plan = _offloaded()
+    storages = tuple(replace(s, device="late:0") if s.planned else s for s in plan.graph.storages)
+    plan = _plan(replace(plan.graph, storages=storages))
+    assert {s.device for s in plan.graph.storages} == {"cpu", "late:0"}
+    assert not follow(plan).races
+    assert follow(plan, without={2}).races
+
+
+@pytest.mark.parametrize(("target", "match"), [(OFFLOAD_WAIT, "is not a copy"), (RELOAD_WAIT, "is not a copy")])
+def test_what_is_no_copy_is_named(target: str, match: str) -> None:
+    plan = _offloaded()
+    ops = tuple(replace(op, target=target) if op.target in STARTS else op for op in plan.graph.ops)
+    broken = replace(plan, graph=replace(plan.graph, ops=ops))
+    with pytest.raises(InvalidPlan, match=match):
+        require_no_races(broken)
+
+
+def test_a_wait_without_a_start_is_named() -> None:
+    plan = _offloaded()
+    moved = replace(plan, schedule=replace(plan.schedule, order=(0, 2, 1, 3, 4, 5, 6, 7)))
+    with pytest.raises(InvalidPlan, match="op op2: waits for a copy that was not started"):
+        require_no_races(moved)

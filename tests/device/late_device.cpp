@@ -226,7 +226,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t n) const override {
     Locked locked(lock);
-    run_all();
+    if (n) run_all();  // as CUDA, which only lets go of the bytes when nothing is left of them
     c10::DataPtr made = device_memory.allocate(n);
     if (n && storage.nbytes()) device_memory.copy_data(made.get(), storage.data(), std::min(n, storage.nbytes()));
     storage.set_data_ptr_noswap(std::move(made));

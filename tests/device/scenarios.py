@@ -208,7 +208,7 @@ def streams(device: LateDevice) -> dict[str, Any]:
 def dropped(device: LateDevice) -> dict[str, Any]:
     """A module that is deleted while another stream than that of its memory still computes in it."""
 
-    def outcome(keep: bool) -> bool:
+    def outcome() -> bool:
         model = _layers()
         x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).to(HERE)
         compiled = memplan.compile(model, x, gradients="safe")
@@ -223,18 +223,66 @@ def dropped(device: LateDevice) -> dict[str, Any]:
         others = [torch.full((nbytes,), 255, dtype=torch.uint8, device=HERE) for _ in range(2)]
         torch.accelerator.current_stream(HERE).synchronize()
         stream.synchronize()
-        right = torch.equal(result.cpu(), expected) and all(bool((t.cpu() == 255).all()) for t in others)
-        del others, keep
-        return right
+        return torch.equal(result.cpu(), expected) and all(bool((t.cpu() == 255).all()) for t in others)
 
     device.run(Policy.MAIN_FIRST)
-    recorded = outcome(True)
+    recorded = outcome()
     record, torch.Tensor.record_stream = torch.Tensor.record_stream, lambda self, stream: None  # type: ignore[method-assign, assignment]
     device.run(Policy.MAIN_FIRST)
-    forgotten = outcome(False)
+    forgotten = outcome()
     torch.Tensor.record_stream = record  # type: ignore[method-assign]
     device.run(Policy.EARLY)
     return {"wrong": [] if recorded else ["overwritten"], "seen without record_stream": not forgotten}
+
+
+class _LeavesOnTheHost(nn.Module):
+    """A model that returns a result on the host beside one on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = _layers()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.layers(x)
+        return y.square().mean(), y.detach().cpu()
+
+
+def left_on_host(device: LateDevice) -> dict[str, Any]:
+    """A forward that copies a result to the host by itself, within a budget that is kept by copies."""
+    model = _LeavesOnTheHost()
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).to(HERE)
+
+    def step(call: Callable[..., Any]) -> Bits:
+        model.zero_grad()
+        loss, left = call(x)
+        loss.backward()
+        return [loss.detach().cpu(), left, *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
+
+    expected = step(model)
+    compiled = memplan.compile(model, x, arena_budget=0.8, gradients="safe")
+    return {
+        "wrong": wrong_orders(device, lambda: step(compiled), expected),
+        "evictions": len(compiled.plan.evictions),
+    }
+
+
+def grown(device: LateDevice) -> dict[str, Any]:
+    """An arena that is replaced by a larger one while a stream still computes in it."""
+    model = _layers()
+    x, larger = (torch.randn(n, 32, generator=torch.Generator().manual_seed(n)).to(HERE) for n in (8, 64))
+
+    def outcome(call: Callable[..., Any]) -> Bits:
+        stream = torch.Stream(HERE)
+        stream.wait_stream(torch.accelerator.current_stream(HERE))
+        with torch.no_grad():
+            with stream:
+                small = call(x)
+            result = call(larger)
+        torch.accelerator.current_stream(HERE).wait_stream(stream)
+        return [small.cpu(), result.cpu()]
+
+    expected = outcome(model)
+    return {"wrong": wrong_orders(device, lambda: outcome(memplan.compile(model, x, train=False)), expected)}
 
 
 def threads(device: LateDevice) -> dict[str, Any]:
@@ -330,7 +378,9 @@ def host_reads(device: LateDevice) -> dict[str, Any]:
     """The host reads device memory by its address: the process must end."""
     import ctypes
 
-    ctypes.string_at(torch.ones(8, device=HERE).data_ptr(), 8)
+    tensor = torch.ones(8, device=HERE)
+    print("reads", flush=True)
+    ctypes.string_at(tensor.data_ptr(), 8)
     return {"wrong": ["the host can read device memory"]}
 
 
@@ -342,6 +392,8 @@ SCENARIOS: dict[str, Callable[[LateDevice], dict[str, Any]]] = {
     "whole step": whole_step,
     "streams": streams,
     "dropped": dropped,
+    "left on the host": left_on_host,
+    "grown": grown,
     "threads": threads,
     "mutations": mutations,
     "host reads": host_reads,

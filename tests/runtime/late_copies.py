@@ -29,7 +29,7 @@ class LateCopies:
         self.queues: dict[Direction, list[LateCopy]] = {direction: [] for direction in Direction}
         self._chance = random.Random(seed) if seed is not None else None
 
-    def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> LateCopy:
+    def copy(self, direction: Direction, host: torch.Tensor) -> LateCopy:
         """Return a new planned copy."""
         self.planned += 1
         return LateCopy(self, self.queues[direction], self.planned - 1, host)

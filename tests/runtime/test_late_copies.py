@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -23,12 +24,13 @@ from tests.runtime.late_copies import LateCopies
 
 
 def _late(monkeypatch: pytest.MonkeyPatch, made: LateCopies) -> None:
-    monkeypatch.setattr(arena, "make_copies", lambda device: made)
+    monkeypatch.setattr(arena, "make_copies", lambda *devices: made)
 
 
 def _waits(plan: Plan) -> Iterator[tuple[int, int]]:
     """Pairs of a wait's position in the schedule and the number of its copy, in the order of starts."""
     started: dict[tuple[int, int], int] = {}
+    numbers = itertools.count()
     for position, index in enumerate(plan.schedule.order):
         op = plan.graph.ops[index]
         if op.target not in TRANSFERS:
@@ -37,7 +39,7 @@ def _waits(plan: Plan) -> Iterator[tuple[int, int]]:
         values = (op.reads[0], op.writes[0]) if starts else op.reads
         pair = plan.graph.values[values[0]].storage, plan.graph.values[values[1]].storage
         if starts:
-            started[pair] = len(started) if pair not in started else max(started.values()) + 1
+            started[pair] = next(numbers)
         else:
             yield position, started[pair]
 

@@ -85,6 +85,6 @@ def virtual(
     with monkeypatch.context() as patch:
         patch.setattr("memplan.runtime.profiling.op_timer.perf_counter", clock)
         patch.setattr(
-            "memplan.runtime.memory.arena.make_copies", lambda _: VirtualCopies(clock, seconds, said or seconds)
+            "memplan.runtime.memory.arena.make_copies", lambda *_: VirtualCopies(clock, seconds, said or seconds)
         )
         yield clock

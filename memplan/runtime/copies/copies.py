@@ -1,6 +1,6 @@
 """The protocols of copies between the arena and the host: one op starts a copy, another op waits for it.
 
-Copies in one direction run in the order of their starts, in a thread on the CPU and in a stream on CUDA.
+Copies in one direction run in the order of their starts, in a thread on the CPU and in a stream on an accelerator.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Copy(Protocol):
 class Copies(Protocol):
     """The copies of one arena."""
 
-    def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> Copy:
-        """Return a new planned copy to or from `device` (None: that of the arena).
+    def copy(self, direction: Direction, host: torch.Tensor) -> Copy:
+        """Return a new planned copy.
 
         `host` is the host memory of its bytes, which the copy keeps alive until it is complete.
         """

@@ -17,16 +17,19 @@ from memplan.runtime.copies.copies import Direction
 
 
 class StreamCopies:
-    """Copies in a stream for each direction and device, to and from pinned memory, and between devices."""
+    """Copies in a stream for each direction and device, to and from pinned memory, and between devices.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    `devices` are those of the arena.
+    """
+
+    def __init__(self, *devices: torch.device) -> None:
+        self.devices = devices
         self.pending: set[StreamCopy] = set()
         self.timed = False
         self._streams: dict[tuple[Direction, torch.device], torch.Stream] = {}
         self._hosts: dict[int, torch.Tensor] = {}
 
-    def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> StreamCopy:
+    def copy(self, direction: Direction, host: torch.Tensor) -> StreamCopy:
         """Return a new planned copy.
 
         `host` is kept alive until `close`: a copy may still run when the program is deleted, and torch's allocator of
@@ -118,8 +121,9 @@ class StreamCopy:
             event.record(stream)
 
     def wait(self) -> None:
-        """Make all work that is launched from now on run after the copy."""
-        for device in self._devices:
+        """Make all work that is launched from now on run after the copy, on every device: one may copy to the host what
+        another takes from there."""
+        for device in self._owner.devices:
             for event in self._done:
                 current_stream(device).wait_event(event)
         self._owner.pending.discard(self)

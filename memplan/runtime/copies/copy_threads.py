@@ -31,7 +31,7 @@ class ThreadCopies:
         for lane in self._lanes.values():
             lane.before = action
 
-    def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> ThreadCopy:
+    def copy(self, direction: Direction, host: torch.Tensor) -> ThreadCopy:
         """Return a new planned copy."""
         if direction not in self._lanes:
             lane = self._lanes[direction] = _Lane(f"memplan copies {direction.value}")

@@ -40,9 +40,7 @@ def bind_transfers(
         source = kernel.reads[0]
         if kernel.target in _DIRECTIONS:
             (destination,) = kernel.writes
-            there = graph.values[source if kernel.target == OFFLOAD else destination].storage
-            device = torch.device(graph.storages[there].device)
-            copy = copies.copy(_DIRECTIONS[kernel.target], host, device)
+            copy = copies.copy(_DIRECTIONS[kernel.target], host)
             in_flight[_storages(graph, source, destination)] = copy
             started.append(copy)
             bound[index] = _bound(CallForm.START, copy.start, Ref(destination), Ref(source))

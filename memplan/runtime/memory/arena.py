@@ -17,7 +17,7 @@ import torch
 from memplan.core.evictions import DeviceArena
 from memplan.core.graph import Value
 from memplan.core.plan import Plan
-from memplan.devices.kinds import is_accelerator
+from memplan.devices.kinds import is_accelerator, require_supported
 from memplan.planning.consistency import require_budget
 from memplan.runtime.copies.copies import Copies
 from memplan.runtime.copies.copy_streams import StreamCopies
@@ -60,11 +60,14 @@ class Memory:
 
 
 class Arena(Memory):
-    """The memory of a step. Programs that share it run one at a time (`ownership`) and share its copies to the host."""
+    """The memory of a step. Programs that share it run one at a time (`ownership`) and share its copies to the host.
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    `others`: further devices on which the same steps run.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, *others: torch.device) -> None:
         super().__init__(nbytes, device)
-        self.copies = make_copies(self.device)
+        self.copies = make_copies(self.device, *others)
         weakref.finalize(self, self.copies.close)  # before its bytes are freed
         used_by = partial(_keep_for, (self._allocated,))
         self.ownership = ArenaOwnership(self.copies.drain, make_stream_ordering(self.device, used_by=used_by))
@@ -104,16 +107,16 @@ def _keep_for(allocations: Sequence[Sequence[torch.Tensor]], stream: torch.Strea
                 made.record_stream(stream)
 
 
-def make_copies(device: torch.device) -> Copies:
-    """Return the copies between an arena on `device` and the host. No thread or stream starts before the first copy."""
-    return StreamCopies(device) if is_accelerator(device) else ThreadCopies()
+def make_copies(*devices: torch.device) -> Copies:
+    """Return the copies between an arena on `devices` and the host. A thread or stream starts with the first copy."""
+    return StreamCopies(*devices) if is_accelerator(devices[0]) else ThreadCopies()
 
 
 class Arenas(Arena):
     """An arena on each of several devices. Offsets count through the device arenas of the plan, laid end to end."""
 
     def __init__(self, sections: Sequence[DeviceArena]) -> None:
-        super().__init__(0, torch.device(sections[0].device))
+        super().__init__(0, *(torch.device(section.device) for section in sections))
         self._memories = tuple(Memory(section.size, torch.device(section.device)) for section in sections)
         used_by = partial(_keep_for, tuple(memory._allocated for memory in self._memories))
         devices = dict.fromkeys(memory.device for memory in self._memories)
@@ -159,10 +162,13 @@ class Arenas(Arena):
 
 
 def arena_for(plan: Plan, device: torch.device, room: int = 0) -> Arena:
-    """Return a new arena for `plan`. Raises `InvalidPlan` if the plan exceeds its own budget.
+    """Return a new arena for `plan`.
+
+    Raises `InvalidPlan` if the plan exceeds its own budget, and `UnsupportedDevice` if no arena can be on `device`.
 
     `room`: the least size in bytes of an arena on one device.
     """
+    require_supported(device)
     require_budget(plan)
     return Arenas(plan.devices) if plan.devices else Arena(max(plan.arena_size, room), device)
 

@@ -16,8 +16,8 @@ def prepare_host(model: nn.Module, traced: TracedGraph, optimizer: torch.optim.O
     Their bytes move to page-locked memory, once; the tensors stay the same objects.
     """
     if traced.runs_on and is_accelerator(traced.device):
-        pin(model.parameters(), traced.device)
-        pin(model.buffers(), traced.device)
+        pin(model.parameters())
+        pin(model.buffers())
         if optimizer is not None:
             state = (t for state in optimizer.state.values() for t in state.values())
-            pin((t for t in state if isinstance(t, torch.Tensor)), traced.device)
+            pin(t for t in state if isinstance(t, torch.Tensor))
