@@ -43,7 +43,11 @@ class Measured:
 
 
 def build_measured(
-    build: Callable[[Sequence[Measured | None]], Sequence[Built]], count: int, *, again: bool = True, alone: bool = False
+    build: Callable[[Sequence[Measured | None]], Sequence[Built]],
+    count: int,
+    *,
+    again: bool = True,
+    alone: bool = False,
 ) -> Sequence[Built]:
     """Return `count` programs whose totals, measured temporaries included, keep their budgets.
 
