@@ -240,6 +240,20 @@ def test_measured_times_come_first() -> None:
     assert costs.seconds(graph)[1] < 1.0
 
 
+def test_the_frontier_keeps_a_limit_of_the_host() -> None:
+    graph = chain(10, size=64 * SIZE)
+    costs = replace(
+        DEVICES["a100"],
+        to_host=Link(bytes_per_second=1e15, latency=0.0),
+        to_device=Link(bytes_per_second=1e15, latency=0.0),
+    )  # copies take no time
+    points = frontier(graph, traced(graph), alignment=64, costs=costs, shares=(0.5,)).points
+    assert any(point.offloaded for point in points)
+    points = frontier(graph, traced(graph), alignment=64, costs=costs, shares=(0.5,), host_budget=0).points
+    assert not any(point.offloaded for point in points)
+    assert any(point.recomputed for point in points)
+
+
 def test_a_step_without_intermediates_has_a_frontier_too() -> None:
     b = GraphBuilder()
     x = b.storage(StorageKind.INPUT, 64, planned=False)
