@@ -101,6 +101,25 @@ def test_arenas_do_not_grow_when_budgets_fall() -> None:
     assert arenas == sorted(arenas, reverse=True)
 
 
+@pytest.mark.parametrize("policy", ["auto", "recompute"])
+def test_separate_plans_take_no_less_time_under_smaller_budgets(policy: str) -> None:
+    graph, seconds, refused = chain(16), list[float](), list[int]()
+    for percent in (100, 90, 80, 70, 60, 50, 45, 40, 35, 30, 25, 20, 15, 10, 5):
+        try:
+            plan = within(f"{percent}%", graph, policy=policy)
+        except BudgetInfeasible as error:
+            refused.append(error.smallest)
+            continue
+        assert not refused, "a smaller budget is kept"
+        assert plan.eviction is not None
+        assert plan.arena_size <= need(graph) * percent // 100
+        seconds.append(plan.eviction.seconds)
+    assert len(seconds) >= 8
+    assert seconds == sorted(seconds)
+    assert len(set(refused)) == 1
+    assert within(refused[0], graph, policy=policy).arena_size <= refused[0]
+
+
 @pytest.mark.parametrize("budget", ["5 parsecs", "150%", 1.5, -1, 0.0, True, [3]])
 def test_what_is_no_budget_is_said(budget: object) -> None:
     with pytest.raises(InvalidSize):
