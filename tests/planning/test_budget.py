@@ -101,6 +101,25 @@ def test_arenas_do_not_grow_when_budgets_fall() -> None:
     assert arenas == sorted(arenas, reverse=True)
 
 
+@pytest.mark.parametrize("policy", ["auto", "recompute"])
+def test_separate_plans_take_no_less_time_under_smaller_budgets(policy: str) -> None:
+    graph, seconds, refused = chain(16), list[float](), list[int]()
+    for percent in (100, 90, 80, 70, 60, 50, 45, 40, 35, 30, 25, 20, 15, 10, 5):
+        try:
+            plan = within(f"{percent}%", graph, policy=policy)
+        except BudgetInfeasible as error:
+            refused.append(error.smallest)
+            continue
+        assert not refused, "a smaller budget is kept"
+        assert plan.eviction is not None
+        assert plan.arena_size <= need(graph) * percent // 100
+        seconds.append(plan.eviction.seconds)
+    assert len(seconds) >= 8
+    assert seconds == sorted(seconds)
+    assert len(set(refused)) == 1
+    assert within(refused[0], graph, policy=policy).arena_size <= refused[0]
+
+
 @pytest.mark.parametrize("budget", ["5 parsecs", "150%", 1.5, -1, 0.0, True, [3]])
 def test_what_is_no_budget_is_said(budget: object) -> None:
     with pytest.raises(InvalidSize):
@@ -238,6 +257,20 @@ def test_measured_times_come_first() -> None:
     costs: CostModel = replace(DEVICES["a100"], measured={signature: 2.0})
     assert costs.seconds(graph)[0] == 2.0
     assert costs.seconds(graph)[1] < 1.0
+
+
+def test_the_frontier_keeps_a_limit_of_the_host() -> None:
+    graph = chain(10, size=64 * SIZE)
+    costs = replace(
+        DEVICES["a100"],
+        to_host=Link(bytes_per_second=1e15, latency=0.0),
+        to_device=Link(bytes_per_second=1e15, latency=0.0),
+    )  # copies take no time
+    points = frontier(graph, traced(graph), alignment=64, costs=costs, shares=(0.5,)).points
+    assert any(point.offloaded for point in points)
+    points = frontier(graph, traced(graph), alignment=64, costs=costs, shares=(0.5,), host_budget=0).points
+    assert not any(point.offloaded for point in points)
+    assert any(point.recomputed for point in points)
 
 
 def test_a_step_without_intermediates_has_a_frontier_too() -> None:
