@@ -62,6 +62,23 @@ class Computed:
     example: float
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class GeneratedKernel:
+    """A kernel that a compiler generated, or that its code calls, in place of an ATen op.
+
+    It writes into its arguments and returns no tensor that is used. `name` is the target of its ops, and has a digest
+    of its `source`, if it was generated. `draws`: it draws random numbers.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    source: str = field(default="", repr=False)
+    draws: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCall:
     """The call that an op of the graph makes: a kernel and its arguments.
@@ -72,7 +89,7 @@ class KernelCall:
     numbers again; None: it draws from the generator, or not at all.
     """
 
-    target: OpOverload
+    target: OpOverload | GeneratedKernel
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outs: tuple[int | None, ...]
