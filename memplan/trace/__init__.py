@@ -21,11 +21,12 @@ from memplan.trace.planning import (
 )
 from memplan.trace.retracer import Retracer
 from memplan.trace.traced import TracedGraph
-from memplan.trace.tracing import CapturedStep, capture_call, trace, trace_captured, trace_graph
+from memplan.trace.tracing import CapturedCall, CapturedStep, capture_call, trace, trace_captured, trace_graph
 from memplan.trace.whole_step import CapturedLoss, capture_loss, capture_step
 
 __all__ = [
     "Captured",
+    "CapturedCall",
     "CapturedLoss",
     "CapturedStep",
     "Retracer",

@@ -46,6 +46,7 @@ def plan(
         device=options.device,
         gradients_in_arena=options.gradients_in_arena,
         copy_gradients=options.gradients_copied,
+        kernels=options.kernels,
     )
     captured.warn()
     return plan_step(captured.retrace(), captured, options)[1]

@@ -89,12 +89,22 @@ class KernelCall:
     numbers again; None: it draws from the generator, or not at all.
     """
 
-    target: OpOverload | GeneratedKernel
+    target: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outs: tuple[int | None, ...]
     returns_sequence: bool = False
     opaque_results: tuple[tuple[int, int], ...] = ()
+    state: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedCall:
+    """The call of a kernel that a compiler generated, which writes into its arguments. `state`: as in `KernelCall`."""
+
+    kernel: GeneratedKernel
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     state: int | None = None
 
 
@@ -116,6 +126,9 @@ class Transfer:
     target: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+
+
+Kernel = KernelCall | GeneratedCall | SaveState | Transfer
 
 
 class Source(enum.Enum):
@@ -203,7 +216,7 @@ class TracedGraph:
 
     model: str
     graph: Graph
-    kernels: tuple[KernelCall | SaveState | Transfer, ...]
+    kernels: tuple[Kernel, ...]
     bindings: tuple[Binding, ...]
     results: Results
     in_spec: pytree.TreeSpec

@@ -41,8 +41,8 @@ def several_graphs(
     """Return the model compiled as several graphs, and log why one graph could not hold it.
 
     Raises `refused`, the error of the model as one graph, where graph breaks would not help or an option needs one
-    graph: a given plan, `device`, `dynamic_shapes`, `cuda_graph`, `divide`, `compress`, measured costs, and gradients
-    in the arena or added in place.
+    graph: a given plan, `kernels`, `device`, `dynamic_shapes`, `cuda_graph`, `divide`, `compress`, measured costs, and
+    gradients in the arena or added in place.
     """
     if given is not None or not breaks(refused) or not _allows_several(options):
         raise refused
@@ -143,7 +143,8 @@ class CompiledGraphs(CompiledModule):
         return _remade, (self._original, self._layouts, {"options": self._requested, "train": self._train}, modes)
 
 
-_OF_ONE_GRAPH = ("gradients", "device", "divide", "compress", "dynamic_shapes")  # options that `Backend` does not take
+# options that `Backend` does not take
+_OF_ONE_GRAPH = ("gradients", "device", "kernels", "divide", "compress", "dynamic_shapes")
 
 
 def _allows_several(options: CompileOptions) -> bool:

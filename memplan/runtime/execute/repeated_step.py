@@ -17,7 +17,7 @@ import torch
 from memplan.core.graph import Phase
 from memplan.errors import StaleActivationsError
 from memplan.runtime.memory.arena_ownership import ArenaOwnership, InFlight
-from memplan.trace.traced import GeneratedKernel, KernelCall, Ref, Source, TracedGraph
+from memplan.trace.traced import KernelCall, Ref, Source, TracedGraph
 
 if TYPE_CHECKING:
     from memplan.runtime.execute.runner import Runner
@@ -119,8 +119,6 @@ def reason_against(traced: TracedGraph, order: Sequence[int], *, recorded: bool)
 
 def _running_statistics(kernel: KernelCall) -> set[int]:
     """Return the values of the running statistics that a batch norm only updates, because it is training."""
-    if isinstance(kernel.target, GeneratedKernel):
-        return set()
     names = [a.name for a in kernel.target._schema.arguments]
     given = {**dict(zip(names, kernel.args, strict=False)), **kernel.kwargs}
     if not given.get("training", given.get("train", False)):

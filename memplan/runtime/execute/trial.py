@@ -18,11 +18,11 @@ from memplan.core.graph import Graph, StorageKind, Value
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedGraph
 from memplan.runtime.codegen.step_ir import Layout, refs
-from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm, KernelSelector, materialise
+from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm, KernelSelector, generated_op, materialise
 from memplan.runtime.kernels.stand_ins import select_on_stand_ins
 from memplan.runtime.memory.arena import dtype_of, offset_within, view_of
 from memplan.runtime.memory.measure import peak_bytes
-from memplan.trace.traced import KernelCall, Source, TracedGraph
+from memplan.trace.traced import GeneratedCall, KernelCall, Source, TracedGraph
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
@@ -76,6 +76,9 @@ def _select_kernels(
         if isinstance(kernel, KernelCall):
             memory.before_call(refs((kernel.args, kernel.kwargs)))
             bound[index] = selector.select(kernel, env)
+        elif isinstance(kernel, GeneratedCall):  # it is compiled for these very tensors: there is no choice
+            memory.before_call(refs((kernel.args, kernel.kwargs)))
+            bound[index] = generated_op(kernel)
         memory.before(index, bound[index])
         if leaves_users_alone(traced, layout, index):
             run_bound(bound[index], env, memory.adopt)

@@ -95,7 +95,7 @@ def capture(
     with contextlib.ExitStack() as stack:
         prepare(stack, traced, train=train)
         front_ends = (identity,) if by_dynamo else (export,) if is_patched(traced) else (dynamo, export)
-        joint = _capture_joint(stack, traced, args, kwargs, front_ends, decompositions)
+        joint = _capture_joint(stack, traced, args, kwargs, front_ends, decompositions=decompositions)
     as_eager = decompositions is None
     return captured(model, joint, in_spec, inputs, train=train and not by_dynamo, as_eager=as_eager)
 
@@ -208,6 +208,7 @@ def _capture_joint(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     front_ends: tuple[FrontEnd, ...],
+    *,
     decompositions: Decompositions | None,
 ) -> Any:
     """Try each front end in turn. If all fail, raise the error that is clearest to the user."""

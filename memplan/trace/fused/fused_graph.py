@@ -29,7 +29,7 @@ from memplan.trace.passes.out_variants import out_variant
 from memplan.trace.passes.own_outputs import returned_by
 from memplan.trace.passes.randomness import draws
 from memplan.trace.passes.rewrite import aten
-from memplan.trace.traced import Binding, GeneratedKernel, KernelCall, Ref, Source, TracedGraph
+from memplan.trace.traced import Binding, GeneratedCall, GeneratedKernel, KernelCall, Ref, Source, TracedGraph
 
 _EXTERN = "extern_kernels."
 _DIGITS = 12  # of a digest in a target
@@ -82,9 +82,7 @@ def fused_graph(
 class _Builder:
     """Builds one graph."""
 
-    def __init__(
-        self, captured: Captured, halves: Halves, model: str, needs: Mapping[Any, frozenset[int]]
-    ) -> None:
+    def __init__(self, captured: Captured, halves: Halves, model: str, needs: Mapping[Any, frozenset[int]]) -> None:
         self.captured, self.halves, self.model, self.needs = captured, halves, model, needs
         self.graph = captured.graph_module.graph
         self.steps = [_Step(phase=Phase.FORWARD, run=run) for run in halves.forward.runs]
@@ -162,9 +160,9 @@ class _Builder:
             if not isinstance(piece, Piece):
                 continue
             gradient = isinstance(desc, GradAOTOutput)
-            if gradient and gradients_in_arena and isinstance(desc.grad_of, ParamAOTInput):
-                if piece.block not in returns:
-                    continue
+            of_parameter = gradient and isinstance(desc.grad_of, ParamAOTInput)
+            if of_parameter and gradients_in_arena and piece.block not in returns:
+                continue
             owned.setdefault(piece.block, StorageKind.GRADIENT if gradient else StorageKind.OUTPUT)
         return owned
 
@@ -258,27 +256,28 @@ class _Builder:
 
     # -- ops ---------------------------------------------------------------------------------------------
 
-    def _op(self, step: _Step) -> tuple[Op, KernelCall]:
+    def _op(self, step: _Step) -> tuple[Op, KernelCall | GeneratedCall]:
         """Return the op of a step, and its kernel call."""
         kernel, name = self._kernel(step)
-        random = kernel.target.draws if isinstance(kernel.target, GeneratedKernel) else draws(
-            kernel.target, kernel.args, kernel.kwargs
-        )
-        generated = isinstance(kernel.target, GeneratedKernel) or not kernel.outs
+        if isinstance(kernel, GeneratedCall):
+            target, random, direct = kernel.kernel.name, kernel.kernel.draws, True
+        else:
+            target, random = str(kernel.target), draws(kernel.target, kernel.args, kernel.kwargs)
+            direct = not kernel.outs or out_variant(kernel.target) is not None
         self.names[name] += 1
         op = Op(
             name=name if self.names[name] == 1 else f"{name}:{self.names[name]}",
-            target=str(kernel.target),
+            target=target,
             phase=step.phase,
             reads=tuple(dict.fromkeys(map(self._value, step.reads))),
             writes=tuple(dict.fromkeys(map(self._value, step.writes))),
-            direct=generated or out_variant(kernel.target) is not None,  # type: ignore[arg-type]
+            direct=direct,
             random=random,
             origin=step.run.origin if step.run is not None else Origin(op="copy_"),
         )
         return op, kernel
 
-    def _kernel(self, step: _Step) -> tuple[KernelCall, str]:
+    def _kernel(self, step: _Step) -> tuple[KernelCall | GeneratedCall, str]:
         """Return the kernel call of a step, and a name for its op."""
         run = step.run
         if run is None:
@@ -291,8 +290,7 @@ class _Builder:
         args, kwargs = self._refs((run.args, run.kwargs))
         short = run.name.rsplit(".", 1)[-1]
         short = run.name.split(".")[-2] if run.name.startswith("torch.ops.") else short
-        target = _generated(run)
-        return KernelCall(target=target, args=args, kwargs=kwargs, outs=()), short
+        return GeneratedCall(kernel=_generated(run), args=args, kwargs=kwargs), short
 
     def _functional(self, run: KernelRun) -> tuple[KernelCall, str]:
         """Return the call of an op that returns new tensors, with its arguments in the order of its schema."""
@@ -313,14 +311,14 @@ class _Builder:
 
         return pytree.tree_map(ref, tree, is_leaf=lambda leaf: isinstance(leaf, Piece))
 
-    def _finish(self, ops: Sequence[Op], kernels: Sequence[KernelCall], pieces: Sequence[Any]) -> TracedGraph:
+    def _finish(
+        self, ops: Sequence[Op], kernels: Sequence[KernelCall | GeneratedCall], pieces: Sequence[Any]
+    ) -> TracedGraph:
         """Return the traced graph, with what leaves it."""
         made = {self.values[v].storage for op in ops for v in op.writes}
         bindings = tuple(replace(b, written=self.values[b.value].storage in made) for b in self.bindings)
         results, value_of = self._results(pieces)
-        read = read_results(
-            results, value_of, self.values, bindings, made, self.captured.differentiable, self.needs
-        )
+        read = read_results(results, value_of, self.values, bindings, made, self.captured.differentiable, self.needs)
         captured = self.captured
         return TracedGraph(
             model=self.model,

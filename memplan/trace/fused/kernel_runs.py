@@ -17,10 +17,13 @@ import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 
 from memplan.core.graph import Origin
-from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode
 from memplan.trace.fused.wrapper import refused
+from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), type),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -117,11 +120,7 @@ class _Callee:
 
 def _stand_in(thing: Any, path: str, calls: list[_Call]) -> Any:
     """Return what the code finds under a name: plain values and classes as they are, and a callee for all else."""
-    if isinstance(thing, _PLAIN) or isinstance(thing, type) or thing is torch.contiguous_format:
-        return thing
-    if isinstance(thing, torch.memory_format):
-        return thing
-    return _Callee(thing, path, calls)
+    return thing if isinstance(thing, _PLAIN) else _Callee(thing, path, calls)
 
 
 def _as_type(piece: Piece, dtype: torch.dtype) -> Piece:

@@ -115,6 +115,4 @@ def _refused_by_inductor(model: nn.Module, error: Exception) -> UnsupportedGraph
     """Return Inductor's error as one sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     what = f"Inductor cannot compile it: {type(error).__name__}: {lines[0] if lines else 'no message'}"
-    return UnsupportedGraph(
-        type(model).__name__, what, 'leave out kernels="inductor"', see="inductor-refuses"
-    )
+    return UnsupportedGraph(type(model).__name__, what, 'leave out kernels="inductor"', see="inductor-refuses")

@@ -54,7 +54,7 @@ class KernelLine:
     changed: frozenset[str] = frozenset()
     known: bool = True
     overload: OpOverload | None = None
-    origin: Origin = Origin()
+    origin: Origin = field(default_factory=Origin)
 
 
 WrittenLine = Allocation | Renaming | KernelLine

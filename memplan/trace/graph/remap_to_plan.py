@@ -12,7 +12,7 @@ from memplan.core.evictions import SAVE_RNG
 from memplan.core.graph import Graph, Op, require_same
 from memplan.core.plan import Plan
 from memplan.evict.graph.equivalent import require_equivalent
-from memplan.trace.traced import Computed, KernelCall, Ref, SaveState, TracedGraph, Transfer
+from memplan.trace.traced import Computed, GeneratedCall, Kernel, KernelCall, Ref, SaveState, TracedGraph, Transfer
 
 
 def require_planned(traced: TracedGraph, plan: Plan) -> None:
@@ -69,16 +69,14 @@ def _moved(leaf: Any, where: torch.device) -> Any:
     return where if isinstance(leaf, torch.device) and leaf.type == where.type == "cuda" else leaf
 
 
-def _kernel(
-    traced: TracedGraph, graph: Graph, op: Op, source: int, *, multi_device: bool
-) -> KernelCall | SaveState | Transfer:
+def _kernel(traced: TracedGraph, graph: Graph, op: Op, source: int, *, multi_device: bool) -> Kernel:
     """Return the traced op's kernel on the values of `op`, which are in the same positions as in `traced`."""
     if op.target == SAVE_RNG:
         return SaveState(value=op.writes[0])
     if source < 0:
         return Transfer(target=op.target, reads=op.reads, writes=op.writes)
     kernel, base = traced.kernels[source], traced.graph.ops[source]
-    assert isinstance(kernel, KernelCall)
+    assert isinstance(kernel, (KernelCall, GeneratedCall))
     state = graph.saved_state(op)
     reads = op.reads if state is None else op.reads[:-1]
     new = dict(zip((*base.reads, *base.writes), (*reads, *op.writes), strict=True))
@@ -89,6 +87,8 @@ def _kernel(
         return Ref(new.get(leaf.value, leaf.value)) if isinstance(leaf, Ref) else leaf
 
     args, kwargs = pytree.tree_map(moved, (kernel.args, kernel.kwargs))
+    if isinstance(kernel, GeneratedCall):
+        return replace(kernel, args=args, kwargs=kwargs, state=state)
     outs = tuple(None if out is None else new[out] for out in kernel.outs)
     if multi_device:
         where = torch.device(graph.storages[graph.values[op.writes[0]].storage].device)
