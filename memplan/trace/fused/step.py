@@ -95,7 +95,10 @@ class FusedStep:
                 )
         except MemplanError:
             raise
-        except Exception as error:  # Inductor may raise anything
+        except Exception as error:  # Inductor may raise anything, and wraps what is raised inside
+            ours = _ours(error)
+            if ours is not None:
+                raise ours from None
             raise _refused_by_inductor(self.model, error) from error
         return fused_graph(
             replace(captured, graph_module=joint),
@@ -109,6 +112,13 @@ class FusedStep:
 
 def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(graph_module, copy_of(graph_module.graph))
+
+
+def _ours(error: BaseException | None) -> MemplanError | None:
+    """Return the error of memplan's that made Inductor raise `error`; None if there is none."""
+    while error is not None and not isinstance(error, MemplanError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _refused_by_inductor(model: nn.Module, error: Exception) -> UnsupportedGraph:

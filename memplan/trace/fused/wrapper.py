@@ -127,6 +127,8 @@ def read_line(line: Any, text: str) -> WrittenLine | None:
     """
     if isinstance(line, _SILENT):
         return None
+    if type(line) is lines.UnbackedSymbolDefsLine and not line.unbacked_bindings:  # it defines nothing
+        return None
     if isinstance(line, (str, DeferredLineBase)):
         return _read_text(text)
     if type(line) is lines.AllocateLine and not line.comm_buffer:
