@@ -18,7 +18,7 @@ from memplan.core.arguments import arguments_of
 from memplan.core.choices import Kernels
 from memplan.core.division import Division, compression_of
 from memplan.core.in_place import with_inplace_candidates
-from memplan.trace.capture.joint_graph import Captured, capture
+from memplan.trace.capture.joint_graph import Captured, capture, quiet
 from memplan.trace.chunking.chunk import divide
 from memplan.trace.compression.pack import pack_masks
 from memplan.trace.compression.quantize import quantize
@@ -108,7 +108,8 @@ def capture_call(
     `kernels`: what computes the ops ("inductor": kernels that Inductor generates, which decides what is in place).
     """
     if kernels == "inductor":
-        from memplan.trace.fused.step import capture_fused  # imports Inductor
+        with quiet():
+            from memplan.trace.fused.step import capture_fused  # imports Inductor
 
         return capture_fused(
             model,

@@ -22,6 +22,9 @@ from memplan.errors import (
 )
 from memplan.runtime import CompiledModule
 
+# torch's own compilation, which is the reference, imports modules of torch that warn
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 
 class Block(nn.Module):
     """Embedding, attention, norms, dropout and a loss, with weights that are used twice."""

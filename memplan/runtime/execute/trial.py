@@ -139,7 +139,7 @@ def _copy_changed(env: list[torch.Tensor | None], traced: TracedGraph) -> frozen
         tensor = env[index]
         if value.storage in changed and tensor is not None:
             if value.storage not in copies:
-                copies[value.storage] = tensor.untyped_storage().clone()
+                copies[value.storage] = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
             env[index] = view_of(copies[value.storage], value, int(tensor.storage_offset()))
     return frozenset(copies)
 

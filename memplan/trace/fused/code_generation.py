@@ -18,7 +18,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import compile_fx, config
 from torch._inductor.virtualized import V
 
-from memplan.trace.fused.kernel_runs import Block, KernelRun, Piece, Replay, piece_of
+from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, Replay, piece_of
 from memplan.trace.fused.wrapper import recording, refused
 from memplan.trace.fused.written import WrittenCode
 from memplan.trace.passes.rewrite import fake_mode_of
@@ -47,7 +47,7 @@ class Half:
 
     code: WrittenCode
     runs: tuple[KernelRun, ...]
-    inputs: tuple[Piece | None, ...]
+    inputs: tuple[BlockView | None, ...]
     outputs: tuple[Any, ...]
     constants: tuple[Block, ...]
 
@@ -62,7 +62,7 @@ class Halves:
 
     forward: Half
     backward: Half | None
-    given: dict[str, Piece]
+    given: dict[str, BlockView]
     returned: int
 
 
@@ -88,12 +88,13 @@ def generate(joint: fx.GraphModule, *, returned: int, static: Sequence[int], tra
         saved = _names_of_outputs(first)[returned:]
         names = [n.name for n in second.graph.find_nodes(op="placeholder")]
         forward = _forward(first, given, returned, inference=False)
-        found = dict(zip(saved, forward.outputs[returned:], strict=True))
+        pairs = zip(saved, forward.outputs[returned:], strict=True)
+        found = {name: piece for name, piece in pairs if name is not None}
         backward = _backward(second, names, {**given, **found})
     return Halves(forward=forward, backward=backward, given=given, returned=returned)
 
 
-def _forward(graph: fx.GraphModule, given: dict[str, Piece], returned: int, *, inference: bool) -> Half:
+def _forward(graph: fx.GraphModule, given: dict[str, BlockView], returned: int, *, inference: bool) -> Half:
     names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
     values = _values_of(graph)
     extra = compile_fx.create_compiler_config_extra(graph)
@@ -115,7 +116,7 @@ def _backward(graph: fx.GraphModule, names: Sequence[str], known: dict[str, Any]
     values = _values_of(graph)
     for i, (name, value) in enumerate(zip(names, values, strict=True)):
         piece = known.get(name)
-        if isinstance(value, torch.Tensor) and isinstance(piece, Piece) and value.stride() != piece.strides:
+        if isinstance(value, torch.Tensor) and isinstance(piece, BlockView) and value.stride() != piece.strides:
             values[i] = value.as_strided(value.size(), piece.strides)
     extra = compile_fx.create_compiler_config_extra(graph)
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
@@ -126,7 +127,7 @@ def _backward(graph: fx.GraphModule, names: Sequence[str], known: dict[str, Any]
 
 
 def _half(code: WrittenCode, inputs: Sequence[Any], label: str) -> Half:
-    pieces = [piece if isinstance(piece, Piece) else None for piece in inputs]
+    pieces = [piece if isinstance(piece, BlockView) else None for piece in inputs]
     named = {name: piece for name, piece in zip(code.inputs, pieces, strict=True) if piece is not None}
     replay = Replay(code, named, label)
     runs = replay.run()
@@ -173,7 +174,7 @@ def _compiling(mode: Any) -> Iterator[None]:
         yield
 
 
-def _given(node: fx.Node) -> Piece:
+def _given(node: fx.Node) -> BlockView:
     """Return the piece of an input of the step."""
     tensor = node.meta["val"]
     nbytes = 0 if tensor.numel() == 0 else tensor.untyped_storage().nbytes()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch._inductor import exc
 from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
 
 from memplan.errors import UnsupportedDevice
 
@@ -24,7 +24,7 @@ def require_inductor() -> None:
         )
     try:
         get_cpp_compiler()
-    except (exc.InvalidCxxCompiler, RuntimeError) as error:
+    except (InvalidCxxCompiler, RuntimeError) as error:
         raise UnsupportedDevice(
             "Inductor finds no C++ compiler, which its kernels for the CPU need",
             where='kernels="inductor"',

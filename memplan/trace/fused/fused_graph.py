@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from memplan.core.graph import GIVEN, Graph, Op, Origin, Phase, Storage, StorageKind, Value
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.fused.code_generation import Half, Halves
-from memplan.trace.fused.kernel_runs import Block, KernelRun, Piece, extent
+from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, extent
 from memplan.trace.fused.wrapper import refused
 from memplan.trace.graph.build import KIND_OF, binding_of
 from memplan.trace.graph.output_spec import read_results
@@ -41,16 +41,16 @@ class _Step:
 
     phase: Phase
     run: KernelRun | None = None
-    source: Piece | None = None
-    target: Piece | None = None
+    source: BlockView | None = None
+    target: BlockView | None = None
 
     @property
-    def reads(self) -> tuple[Piece, ...]:
+    def reads(self) -> tuple[BlockView, ...]:
         """The pieces that it reads."""
         return self.run.reads if self.run is not None else (self.source,) if self.source is not None else ()
 
     @property
-    def writes(self) -> tuple[Piece, ...]:
+    def writes(self) -> tuple[BlockView, ...]:
         """The pieces that it writes."""
         return self.run.writes if self.run is not None else (self.target,) if self.target is not None else ()
 
@@ -123,21 +123,21 @@ class _Builder:
         tangents = {n.meta["desc"].output for n in self.graph.find_nodes(op="placeholder") if _is_tangent(n)}
         found, taken = list(pieces), set[Block]()
         for i, (piece, desc) in enumerate(zip(pieces, descs, strict=True)):
-            if isinstance(piece, Piece) and desc in tangents:
+            if isinstance(piece, BlockView) and desc in tangents:
                 if piece.block.given or piece.block in taken:
                     found[i] = self._copied(piece, Phase.FORWARD)
                 taken.add(found[i].block)
-        lasting = {p.block for p in found[: self.halves.returned] if isinstance(p, Piece)}
+        lasting = {p.block for p in found[: self.halves.returned] if isinstance(p, BlockView)}
         lasting |= {p.block for run in self.halves.forward.runs for p in (*run.reads, *run.writes)}
         for i, (piece, desc) in enumerate(zip(pieces, descs, strict=True)):
-            if isinstance(piece, Piece) and isinstance(desc, GradAOTOutput):
+            if isinstance(piece, BlockView) and isinstance(desc, GradAOTOutput):
                 early = copy_gradients and isinstance(desc.grad_of, ParamAOTInput)
                 if early or piece.block.given or piece.block in lasting:
                     found[i] = self._copied(piece, Phase.BACKWARD, early=early)
                 lasting.add(found[i].block)
         return found
 
-    def _copied(self, piece: Piece, phase: Phase, *, early: bool = False) -> Piece:
+    def _copied(self, piece: BlockView, phase: Phase, *, early: bool = False) -> BlockView:
         """Add a copy of a piece, with dense memory of its own, at the end of a phase or as early as possible."""
         n = sum(step.run is None for step in self.steps)
         strides = piece.strides if _is_dense(piece) else _contiguous(piece.shape)
@@ -157,7 +157,7 @@ class _Builder:
         returns = {p.block for s in self.steps if s.run is not None for p in s.run.results.values()}
         owned: dict[Block, StorageKind] = {}
         for piece, desc in zip(pieces, descs, strict=True):
-            if not isinstance(piece, Piece):
+            if not isinstance(piece, BlockView):
                 continue
             gradient = isinstance(desc, GradAOTOutput)
             of_parameter = gradient and isinstance(desc.grad_of, ParamAOTInput)
@@ -183,7 +183,7 @@ class _Builder:
                 self._add_storage(block, StorageKind.CONSTANT, planned=False, origin=Origin(op=GIVEN))
                 tensor = block.constant
                 assert tensor is not None
-                piece = Piece(
+                piece = BlockView(
                     block=block,
                     dtype=tensor.dtype,
                     shape=tuple(tensor.shape),
@@ -198,7 +198,7 @@ class _Builder:
     def _make_storages(self, owned: Mapping[Block, StorageKind]) -> None:
         """Add a storage, and a value that spans it, for each block that the step makes."""
         spans = Counter[Block]()
-        whole: dict[Block, Piece] = {}
+        whole: dict[Block, BlockView] = {}
         for piece in self._all_pieces():
             spans[piece.block] = max(spans[piece.block], extent(piece))
             whole.setdefault(piece.block, piece)
@@ -218,7 +218,7 @@ class _Builder:
                     first = replace(first, shape=(elements,), strides=(1,), offset=0)
                 self._value(first)
 
-    def _all_pieces(self) -> Iterable[Piece]:
+    def _all_pieces(self) -> Iterable[BlockView]:
         for step in self.steps:
             yield from step.writes
             yield from step.reads
@@ -233,7 +233,7 @@ class _Builder:
             Storage(name=block.name, nbytes=nbytes, device=device, kind=kind, planned=planned, origin=origin)
         )
 
-    def _value(self, piece: Piece) -> int:
+    def _value(self, piece: BlockView) -> int:
         """Return the index of the value that stands for a piece."""
         storage = self.storage_of.get(piece.block)
         if storage is None:
@@ -307,9 +307,9 @@ class _Builder:
 
     def _refs(self, tree: Any) -> Any:
         def ref(leaf: Any) -> Any:
-            return Ref(self._value(leaf)) if isinstance(leaf, Piece) else leaf
+            return Ref(self._value(leaf)) if isinstance(leaf, BlockView) else leaf
 
-        return pytree.tree_map(ref, tree, is_leaf=lambda leaf: isinstance(leaf, Piece))
+        return pytree.tree_map(ref, tree, is_leaf=lambda leaf: isinstance(leaf, BlockView))
 
     def _finish(
         self, ops: Sequence[Op], kernels: Sequence[KernelCall | GeneratedCall], pieces: Sequence[Any]
@@ -353,7 +353,7 @@ class _Builder:
         output, _, descs = returned_by(self.graph)
         results: list[Any] = []
         for i, piece in enumerate(pieces):
-            if isinstance(piece, Piece):
+            if isinstance(piece, BlockView):
                 made = graph.call_function(aten.alias.default, name=f"result_{i}")
                 value_of[made] = self._value(piece)
                 results.append(made)
@@ -389,7 +389,7 @@ def _in_order(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
     return tuple(placed), left
 
 
-def _is_dense(piece: Piece) -> bool:
+def _is_dense(piece: BlockView) -> bool:
     """Return whether a piece's elements fill their bytes without gaps or overlaps."""
     expected = 1
     for stride, n in sorted((s, n) for s, n in zip(piece.strides, piece.shape, strict=True) if n > 1):

@@ -1,6 +1,6 @@
 """Replay the code of Inductor's wrapper with stand-ins for tensors, to learn what each kernel reads and writes.
 
-The lines are Python. Run with `Piece`s in place of tensors, and with kernels that only note how they were called, they
+The lines are Python. Run with `BlockView`s in place of tensors, and with kernels that only note how they were called, they
 tell the arguments of each call exactly, views included, without a parser and without computing anything.
 """
 
@@ -43,7 +43,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class BlockView:
     """The stand-in for a tensor: a strided view of a block."""
 
     block: Block
@@ -52,7 +52,7 @@ class Piece:
     strides: tuple[int, ...]
     offset: int
 
-    def view(self, shape: Sequence[int], strides: Sequence[int], offset: int = 0) -> Piece:
+    def view(self, shape: Sequence[int], strides: Sequence[int], offset: int = 0) -> BlockView:
         """Return what `reinterpret_tensor` does: another view, `offset` elements behind this one."""
         return replace(self, shape=tuple(shape), strides=tuple(strides), offset=self.offset + offset)
 
@@ -61,7 +61,7 @@ class Piece:
 class KernelRun:
     """One call of a kernel.
 
-    `function` is called with `args` and `kwargs`, where `Piece`s stand for tensors. `results` are those of its results
+    `function` is called with `args` and `kwargs`, where `BlockView`s stand for tensors. `results` are those of its results
     that are new tensors, by position; empty for a kernel that writes into its arguments. `overload` is the op that
     returns them. `source` is the source code of a generated kernel.
     """
@@ -70,9 +70,9 @@ class KernelRun:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    reads: tuple[Piece, ...]
-    writes: tuple[Piece, ...]
-    results: dict[int, Piece]
+    reads: tuple[BlockView, ...]
+    writes: tuple[BlockView, ...]
+    results: dict[int, BlockView]
     overload: OpOverload | None
     source: str
     origin: Origin
@@ -87,7 +87,7 @@ class _Call:
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: dict[int, Piece] = field(default_factory=dict)
+    results: dict[int, BlockView] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def _stand_in(thing: Any, path: str, calls: list[_Call]) -> Any:
     return thing if isinstance(thing, _PLAIN) else _Callee(thing, path, calls)
 
 
-def _as_type(piece: Piece, dtype: torch.dtype) -> Piece:
+def _as_type(piece: BlockView, dtype: torch.dtype) -> BlockView:
     """Return the piece as another type of the same size."""
     if piece.dtype.itemsize != dtype.itemsize:
         raise refused("a view as a type of another size")
@@ -136,9 +136,9 @@ class Replay(MutableMapping[str, Any]):
     `tensors` are the pieces of its inputs, by name. `label` begins the names of the blocks that it allocates.
     """
 
-    def __init__(self, code: WrittenCode, tensors: Mapping[str, Piece], label: str = "") -> None:
+    def __init__(self, code: WrittenCode, tensors: Mapping[str, BlockView], label: str = "") -> None:
         self._code, self._label = code, label
-        self._names: dict[str, Any] = {**tensors, "reinterpret_tensor": Piece.view}
+        self._names: dict[str, Any] = {**tensors, "reinterpret_tensor": BlockView.view}
         self._calls: list[_Call] = []
         self.constants: dict[str, Block] = {}
 
@@ -151,7 +151,7 @@ class Replay(MutableMapping[str, Any]):
                 self._names[line.name] = _piece(self._new_block(line.name, spec), spec)
                 continue
             before = len(self._calls)
-            exec(line.text, {}, self)  # type: ignore[arg-type]
+            exec(line.text, {}, self)
             made = self._calls[before:]
             if isinstance(line, Renaming):
                 if made:
@@ -164,7 +164,7 @@ class Replay(MutableMapping[str, Any]):
 
     def outputs(self) -> tuple[Any, ...]:
         """Return what the code returns: a piece, or a plain value, for each output."""
-        return tuple(eval(source, {}, self) for source in self._code.outputs)  # type: ignore[arg-type]
+        return tuple(eval(source, {}, self) for source in self._code.outputs)
 
     def _new_block(self, name: str, spec: TensorSpec) -> Block:
         if spec.device.type != "cpu":
@@ -174,9 +174,9 @@ class Replay(MutableMapping[str, Any]):
     def _finished(self, line: KernelLine, call: _Call) -> KernelRun:
         """Return a call with what it reads and writes, once all of its results are known."""
         given = dict[int | str, Any]((*enumerate(call.args), *call.kwargs.items()))
-        changed = {self._names[name].block for name in line.changed if isinstance(self._names.get(name), Piece)}
-        reads: dict[Piece, None] = {}
-        writes: dict[Piece, None] = {}
+        changed = {self._names[name].block for name in line.changed if isinstance(self._names.get(name), BlockView)}
+        reads: dict[BlockView, None] = {}
+        writes: dict[BlockView, None] = {}
         for place, thing in given.items():
             for piece in _pieces(thing):
                 written = not line.known or place in line.written or piece.block in changed
@@ -230,14 +230,14 @@ class Replay(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return len(self._names)
 
-    def _adopted(self, name: str, result: _Result, spec: TensorSpec) -> Piece:
+    def _adopted(self, name: str, result: _Result, spec: TensorSpec) -> BlockView:
         """Return the piece of a new tensor that a call returned."""
         known = result.call.results.get(result.position)
         if known is None:
             known = result.call.results[result.position] = _piece(self._new_block(name, spec), spec)
         return known
 
-    def _constant(self, name: str, tensor: torch.Tensor) -> Piece:
+    def _constant(self, name: str, tensor: torch.Tensor) -> BlockView:
         if name not in self.constants:
             nbytes = tensor.untyped_storage().nbytes()
             self.constants[name] = Block(
@@ -249,9 +249,9 @@ class Replay(MutableMapping[str, Any]):
 _MISSING = object()
 
 
-def piece_of(block: Block, tensor: torch.Tensor) -> Piece:
+def piece_of(block: Block, tensor: torch.Tensor) -> BlockView:
     """Return the piece that stands for a real or fake tensor whose bytes are `block`."""
-    return Piece(
+    return BlockView(
         block=block,
         dtype=tensor.dtype,
         shape=tuple(map(int, tensor.shape)),
@@ -260,7 +260,7 @@ def piece_of(block: Block, tensor: torch.Tensor) -> Piece:
     )
 
 
-def extent(piece: Piece) -> int:
+def extent(piece: BlockView) -> int:
     """Return the bytes from the start of its block to the end of a piece."""
     if not math.prod(piece.shape):
         return 0
@@ -268,10 +268,10 @@ def extent(piece: Piece) -> int:
     return int((piece.offset + last + 1) * piece.dtype.itemsize)
 
 
-def _piece(block: Block, spec: TensorSpec) -> Piece:
-    return Piece(block=block, dtype=spec.dtype, shape=spec.shape, strides=spec.strides, offset=spec.offset)
+def _piece(block: Block, spec: TensorSpec) -> BlockView:
+    return BlockView(block=block, dtype=spec.dtype, shape=spec.shape, strides=spec.strides, offset=spec.offset)
 
 
-def _pieces(thing: Any) -> list[Piece]:
-    leaves = pytree.tree_leaves(thing, is_leaf=lambda leaf: isinstance(leaf, Piece))
-    return [leaf for leaf in leaves if isinstance(leaf, Piece)]
+def _pieces(thing: Any) -> list[BlockView]:
+    leaves = pytree.tree_leaves(thing, is_leaf=lambda leaf: isinstance(leaf, BlockView))
+    return [leaf for leaf in leaves if isinstance(leaf, BlockView)]

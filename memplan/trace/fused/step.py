@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput
+from torch._inductor.decomposition import select_decomp_table
 
 from memplan.core.arguments import arguments_of
 from memplan.core.division import Division
@@ -49,8 +50,6 @@ def capture_fused(
         UnsupportedDevice: Inductor cannot generate kernels here, or for this version of torch memplan cannot run them.
     """
     require_inductor()
-    from torch._inductor.decomposition import select_decomp_table
-
     args, kwargs = arguments_of(example_inputs, example_kwargs)
     train = bool(getattr(model, "training", True)) if train is None else train
     captured = capture(model, args, kwargs, train=train, decompositions=select_decomp_table())

@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -21,7 +21,7 @@ from torch._inductor import config, ir
 from torch._inductor.codegen import common
 from torch._inductor.codegen import wrapper as lines
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-from torch._inductor.utils import DeferredLineBase
+from torch._inductor.utils import DeferredLineBase, LineContext
 from torch._inductor.virtualized import V
 
 from memplan.core.graph import Origin
@@ -62,10 +62,15 @@ class RecordingWrapper(PythonWrapperCodegen):
     ) -> PythonWrapperCodegen:
         """Return a recording wrapper for this thread's compilation, and Inductor's own for any other."""
         if getattr(_current, "code", None) is None:
-            return PythonWrapperCodegen.create(is_subgraph, subgraph_name, parent_wrapper, partition_signatures)
+            own: Any = PythonWrapperCodegen
+            return cast(
+                "PythonWrapperCodegen",
+                own.create(is_subgraph, subgraph_name, parent_wrapper, partition_signatures),
+            )
         if is_subgraph:
             raise refused("a graph inside the graph (control flow, or a partition)")
-        return RecordingWrapper()
+        recorder: Any = RecordingWrapper
+        return cast("PythonWrapperCodegen", recorder())
 
     def run_wrapper_ir_passes(self, is_inference: bool) -> None:
         """Settle the lines, and record them."""
@@ -74,7 +79,7 @@ class RecordingWrapper(PythonWrapperCodegen):
             super().run_wrapper_ir_passes(is_inference)
             return
         with config.patch(allow_buffer_reuse=False):
-            self.memory_plan_reuse()
+            self.memory_plan_reuse()  # type: ignore[no-untyped-call]
         code.inputs = tuple(V.graph.graph_input_names)
         for name, buffer in V.graph.name_to_buffer.items():
             spec = _spec_of(buffer)
@@ -82,7 +87,7 @@ class RecordingWrapper(PythonWrapperCodegen):
                 code.specs[name] = spec
         self.lines = [_RecordedLine(line, code) for line in self.lines]  # type: ignore[misc]
 
-    def get_output_refs(self) -> list[str]:
+    def get_output_refs(self) -> list[str]:  # type: ignore[override]
         """Return the sources of what the code returns, and record them."""
         found: list[str] = super().get_output_refs()
         code: WrittenCode | None = getattr(_current, "code", None)
@@ -100,7 +105,7 @@ class _RecordedLine(lines.WrapperLine):
     def codegen(self, code: Any) -> None:
         """Write the line."""
         before = len(code._lines)
-        if isinstance(self._line, lines.WrapperLine):
+        if hasattr(self._line, "codegen"):
             self._line.codegen(code)
         else:
             code.writeline(self._line)
@@ -116,7 +121,7 @@ class _RecordedLine(lines.WrapperLine):
 
 _SILENT = (
     *(lines.FreeIfNotReusedLine, lines.FreeLine, lines.NullLine, lines.AssertSizeStrideLine, lines.CommentLine),
-    lines.LineContext,
+    LineContext,
 )
 
 
@@ -138,7 +143,8 @@ def read_line(line: Any, text: str) -> WrittenLine | None:
     read = _READERS.get(type(line))
     if read is None:
         raise refused(f"a line of Inductor's code that is not known ({type(line).__name__})")
-    return replace(read(line), text=text)
+    found: KernelLine = read(line)
+    return replace(found, text=text)
 
 
 def _read_text(line: str) -> WrittenLine | None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memplan.errors import UnsupportedGraph
-from memplan.trace.fused.kernel_runs import Block, Piece, Replay, extent, piece_of
+from memplan.trace.fused.kernel_runs import Block, BlockView, Replay, extent, piece_of
 from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode
 
 CPU = torch.device("cpu")
@@ -20,11 +20,11 @@ def _spec(*shape: int) -> TensorSpec:
     return TensorSpec(dtype=torch.float32, device=CPU, shape=shape, strides=strides, offset=0, nbytes=nbytes)
 
 
-def _given(name: str, *shape: int) -> Piece:
+def _given(name: str, *shape: int) -> BlockView:
     return piece_of(Block(name=name, device=CPU, nbytes=4 * torch.Size(shape).numel(), given=True), torch.empty(shape))
 
 
-def _replay(lines: list[Any], **inputs: Piece) -> Replay:
+def _replay(lines: list[Any], **inputs: BlockView) -> Replay:
     specs = {f"buf{i}": _spec(4, 4) for i in range(6)}
     namespace = {"cpp_fused": lambda *_: None, "torch": torch, "aten": torch.ops.aten, "table": torch.ones(3)}
     return Replay(WrittenCode(lines=lines, inputs=tuple(inputs), specs=specs, namespace=namespace), inputs)

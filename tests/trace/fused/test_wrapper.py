@@ -51,8 +51,12 @@ def test_the_registration_is_restored_also_after_an_error() -> None:
     assert common.device_codegens["cpu"] is before
 
 
-def test_a_compilation_that_is_not_recorded_gets_inductors_own_wrapper() -> None:
-    assert type(RecordingWrapper.create(False, None, None)) is lines.PythonWrapperCodegen
+def test_a_compilation_that_is_not_recorded_gets_inductors_own_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = object()
+    monkeypatch.setattr(lines.PythonWrapperCodegen, "create", lambda *_: own)
+    assert RecordingWrapper.create(False, None, None) is own  # type: ignore[comparison-overlap]
+    with recording("cpu"), pytest.raises(UnsupportedGraph, match="a graph inside the graph"):
+        RecordingWrapper.create(True, "", None)
 
 
 def test_a_line_that_is_not_known_is_refused_by_name() -> None:
@@ -93,7 +97,7 @@ def test_another_version_of_torch_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> str:
-        raise environment.exc.InvalidCxxCompiler
+        raise environment.InvalidCxxCompiler
 
     monkeypatch.setattr(environment, "get_cpp_compiler", none)
     with pytest.raises(UnsupportedDevice, match=r"no C\+\+ compiler") as refused:
