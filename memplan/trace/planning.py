@@ -95,7 +95,7 @@ def plan_step(
         except BudgetInfeasible as error:
             failed = error
     assert failed is not None
-    if retracer is not None and options.division is None:
+    if retracer is not None and options.division is None and options.kernels == "aten":
         gain = gain_of_dividing(traced, retracer, alignment)
         failed.hint = "; ".join(filter(None, (failed.hint, gain)))
     raise failed

@@ -1,7 +1,7 @@
 """Replay the code of Inductor's wrapper with stand-ins for tensors, to learn what each kernel reads and writes.
 
-The lines are Python. Run with `BlockView`s in place of tensors, and with kernels that only note how they were called, they
-tell the arguments of each call exactly, views included, without a parser and without computing anything.
+The lines are Python. Run with `BlockView`s in place of tensors, and with kernels that only note how they were called,
+they tell the arguments of each call exactly, views included, without a parser and without computing anything.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class BlockView:
 class KernelRun:
     """One call of a kernel.
 
-    `function` is called with `args` and `kwargs`, where `BlockView`s stand for tensors. `results` are those of its results
-    that are new tensors, by position; empty for a kernel that writes into its arguments. `overload` is the op that
-    returns them. `source` is the source code of a generated kernel.
+    `function` is called with `args` and `kwargs`, where `BlockView`s stand for tensors. `results` are those of its
+    results that are new tensors, by position; empty for a kernel that writes into its arguments. `overload` is the op
+    that returns them. `source` is the source code of a generated kernel.
     """
 
     name: str

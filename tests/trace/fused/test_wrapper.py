@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._inductor.codegen import common
 from torch._inductor.codegen import wrapper as lines
+from torch._inductor.exc import InvalidCxxCompiler
 
 from memplan.errors import UnsupportedDevice, UnsupportedGraph
 from memplan.trace.fused import environment
@@ -54,7 +55,7 @@ def test_the_registration_is_restored_also_after_an_error() -> None:
 def test_a_compilation_that_is_not_recorded_gets_inductors_own_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     own = object()
     monkeypatch.setattr(lines.PythonWrapperCodegen, "create", lambda *_: own)
-    assert RecordingWrapper.create(False, None, None) is own  # type: ignore[comparison-overlap]
+    assert RecordingWrapper.create(False, None, None) is own
     with recording("cpu"), pytest.raises(UnsupportedGraph, match="a graph inside the graph"):
         RecordingWrapper.create(True, "", None)
 
@@ -97,7 +98,7 @@ def test_another_version_of_torch_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> str:
-        raise environment.InvalidCxxCompiler
+        raise InvalidCxxCompiler
 
     monkeypatch.setattr(environment, "get_cpp_compiler", none)
     with pytest.raises(UnsupportedDevice, match=r"no C\+\+ compiler") as refused:
