@@ -185,6 +185,10 @@ class Replay(MutableMapping[str, Any]):
                 if not written or piece.block.touched or piece.block.given:
                     reads[piece] = None
         writes.update(dict.fromkeys(call.results.values()))
+        first = {piece.block for piece in writes if not piece.block.touched and not piece.block.given}
+        for piece in [piece for piece in reads if piece.block in first]:  # written just before, under another name
+            del reads[piece]
+            writes[piece] = None
         for piece in (*reads, *writes):
             piece.block.touched = True
         overload = call.function if isinstance(call.function, OpOverload) else line.overload

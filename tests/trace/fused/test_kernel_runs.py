@@ -69,6 +69,18 @@ def test_views_have_their_layout_and_offset() -> None:
     assert run.reads[0].shape == (16,)
 
 
+def test_a_kernel_that_reads_what_it_wrote_itself_reads_nothing_from_before() -> None:
+    lines = [
+        Allocation(name="buf0"),
+        Renaming(text="buf1 = reinterpret_tensor(buf0, (2, 4), (4, 1), 0)  # alias"),
+        Renaming(text="buf2 = reinterpret_tensor(buf0, (2, 4), (4, 1), 8)  # alias"),
+        _call("cpp_fused(x, buf1, buf2, buf0)", 1, 2),
+    ]
+    (run,) = _replay(lines, x=_given("x", 4, 4)).run()
+    assert [p.block.name for p in run.reads] == ["x"]
+    assert [p.offset for p in run.writes] == [0, 8, 0]
+
+
 def test_an_input_that_is_written_is_read_too() -> None:
     (run,) = _replay([_call("cpp_fused(x)", 0)], x=_given("x", 4, 4)).run()
     assert run.reads == run.writes
