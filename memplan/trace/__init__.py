@@ -2,7 +2,8 @@
 
 In: an `nn.Module` and example inputs. Out: a `TracedGraph`. Start at `tracing.py`. It runs `capture/` (one joint
 graph on fake tensors), then the passes over that graph (`passes/`, `lowering/`, `chunking/`, `compression/`,
-`optimizer/`), then `graph/` (from the fx graph to the types in `traced.py`). `planning.py` plans the result, and asks a
+`optimizer/`), then `graph/` (from the fx graph to the types in `traced.py`). With `kernels="inductor"`, `fused/` has
+Inductor generate the kernels instead of the passes. `planning.py` plans the result, and asks a
 `Retracer` (`retracer.py`) for other variants of a step.
 
 No other package knows AOTAutograd. Two parts of `runtime/` import dynamo or fx: `runtime/dynamo/`, the backend of
