@@ -18,7 +18,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import compile_fx, config
 from torch._inductor.virtualized import V
 
-from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, Replay, piece_of
+from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, Replay, extent, piece_of
 from memplan.trace.fused.wrapper import recording, refused
 from memplan.trace.fused.written import WrittenCode
 from memplan.trace.passes.rewrite import fake_mode_of
@@ -177,8 +177,9 @@ def _compiling(mode: Any) -> Iterator[None]:
 def _given(node: fx.Node) -> BlockView:
     """Return the piece of an input of the step."""
     tensor = node.meta["val"]
-    nbytes = 0 if tensor.numel() == 0 else tensor.untyped_storage().nbytes()
-    return piece_of(Block(name=node.name, device=tensor.device, nbytes=int(nbytes), given=True), tensor)
+    piece = piece_of(Block(name=node.name, device=tensor.device, nbytes=0, given=True), tensor)
+    piece.block.nbytes = extent(piece)  # a fake storage may be larger
+    return piece
 
 
 def _is_tangent(node: fx.Node) -> bool:
