@@ -126,8 +126,10 @@ def test_the_kernels_are_inductors_and_everything_is_in_one_arena(pair: Any) -> 
     assert len(fused) > 4
     assert {op.phase.value for op in fused} == {"forward", "backward"}
     assert any(" + " in op.origin.op for op in fused)
-    assert all(op.origin.source for op in fused if op.phase.value == "forward")
-    assert plan.arena_size == plan.max_live + plan.padding or plan.arena_size <= plan.max_live * 1.05
+    placed = [op.origin for op in fused if op.phase.value == "forward" and op.origin.source]
+    assert placed  # kernels that only change a layout come from nowhere
+    assert all(origin.source.startswith("test_inductor_kernels.py:") for origin in placed)
+    assert plan.arena_size <= plan.max_live * 1.05
 
 
 def test_torchs_own_compilation_is_left_as_it_is(pair: Any) -> None:
