@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from memplan.analysis.diff import diff
     from memplan.analysis.explain import explain
     from memplan.core import csvio
-    from memplan.core.choices import Checkpoint, Gradients, Layout
+    from memplan.core.choices import Checkpoint, Gradients, Kernels, Layout
     from memplan.core.division import Compression, Divide, Division
     from memplan.core.plan import Plan
     from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
@@ -177,6 +177,7 @@ def plan(
     policy: str | EvictionPolicy = "auto",
     costs: Costs | None = None,
     checkpoint: Checkpoint = "follow",
+    kernels: Kernels = "aten",
     divide: Divide = None,
     compress: Compression | None = None,
     gradients: Gradients = "auto",
@@ -211,6 +212,8 @@ def plan(
         checkpoint: What activation checkpoints of the model (`torch.utils.checkpoint`) mean without a budget: with
             "follow", what they drop is computed again where eager does; "plan" takes the bytes of that step as the
             budget of its arena, and lets `policy` decide what is computed again or offloaded, in at most the time.
+        kernels: What computes the ops: "aten", the kernels of eager, or "inductor", the fused kernels that
+            `torch.compile` generates, with its partition of forward and backward. The code is generated; nothing runs.
         divide: True allows ops with independent rows (a softmax and its cross-entropy, forward and backward) to run in
             blocks of rows, with the same bits, where evictions alone do not keep the budget; a number always runs them
             in that many blocks; a `Division` sets more.
@@ -256,6 +259,7 @@ def plan(
         policy=policy,
         costs=costs,
         checkpoint=checkpoint,
+        kernels=kernels,
         divide=divide,
         compress=compress,
         gradients=gradients,

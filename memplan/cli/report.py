@@ -13,7 +13,7 @@ import typer
 from memplan.cli.console import console
 
 if TYPE_CHECKING:
-    from memplan.core.choices import Checkpoint, Gradients
+    from memplan.core.choices import Checkpoint, Gradients, Kernels
     from memplan.core.plan import Plan
     from memplan.report.summary import Report
 
@@ -88,6 +88,9 @@ def report(
         str,
         typer.Option("--checkpoint", metavar="HOW", help="follow: drop what eager drops; plan: no more bytes, faster."),
     ] = "follow",
+    kernels: Annotated[
+        str, typer.Option("--kernels", metavar="KIND", help="aten: those of eager; inductor: fused, of torch.compile.")
+    ] = "aten",
     gradients: Annotated[
         str,
         typer.Option("--gradients", metavar="WHERE", help="auto, arena: planned; added, safe, owned: outside."),
@@ -120,7 +123,7 @@ def report(
     pictures = {"--html": html, "--svg": svg, "--png": png, "--trace": trace, "--snapshot": snapshot}
     require_outputs({"--save": save, "--json": json_file, **pictures}, target, costs)
     budgets = (budget, arena_budget, host_budget, pinned_budget, reserve)
-    words = (gradients, checkpoint, solver) != ("auto", "follow", "auto")
+    words = (gradients, checkpoint, kernels, solver) != ("auto", "follow", "aten", "auto")
     given = (infer, words, any(one is not None for one in budgets), costs is not None, limit is not None)
     require_model(target, any(given))  # before their values are checked, which would not matter
     options = PlanOptions(
@@ -131,6 +134,7 @@ def report(
         reserve=reserve or 0,
         costs=costs,
         checkpoint=cast("Checkpoint", checkpoint),
+        kernels=cast("Kernels", kernels),
         gradients=cast("Gradients", gradients),  # `PlanOptions` refuses any other text
         solver=solver,
         time_limit=limit,

@@ -9,12 +9,14 @@ from memplan.errors import MemplanError
 
 Checkpoint = Literal["follow", "plan"]
 Gradients = Literal["auto", "arena", "added", "safe", "owned"]
+Kernels = Literal["aten", "inductor"]
 Layout = Literal["auto", "tstack"]
 Sanitize = Literal["poison", "redzone"]
 OnMismatch = Literal["replan", "error", "eager", "passive"]
 
 CHECKPOINTS: tuple[Checkpoint, ...] = get_args(Checkpoint)
 GRADIENTS: tuple[Gradients, ...] = get_args(Gradients)
+KERNELS: tuple[Kernels, ...] = get_args(Kernels)
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 SANITIZERS: tuple[Sanitize, ...] = get_args(Sanitize)
 ON_MISMATCH: tuple[OnMismatch, ...] = get_args(OnMismatch)

@@ -11,7 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from memplan.core.choices import CHECKPOINTS, GRADIENTS, LAYOUTS, Checkpoint, Gradients, Layout, require_choice
+from memplan.core.choices import (
+    CHECKPOINTS,
+    GRADIENTS,
+    KERNELS,
+    LAYOUTS,
+    Checkpoint,
+    Gradients,
+    Kernels,
+    Layout,
+    require_choice,
+)
 from memplan.core.division import Compression, Divide, Division, compression_of, division_of
 from memplan.core.units import parse_share, parse_size
 from memplan.errors import InvalidShapes, InvalidSize, UnsupportedCall, UnsupportedProblem
@@ -50,6 +60,7 @@ class PlanKeywords(TypedDict, total=False):
     policy: str | EvictionPolicy
     costs: Costs | None
     checkpoint: Checkpoint
+    kernels: Kernels
     divide: Divide
     compress: Compression | None
     schedule: str | SchedulePolicy
@@ -80,6 +91,7 @@ class PlanOptions:
     policy: str | EvictionPolicy = "auto"
     costs: Costs | None = None
     checkpoint: Checkpoint = "follow"
+    kernels: Kernels = "aten"
     divide: Divide = None
     compress: Compression | None = None
     gradients: Gradients = "auto"
@@ -93,6 +105,9 @@ class PlanOptions:
     def __post_init__(self) -> None:
         require_choice("checkpoint", self.checkpoint, CHECKPOINTS)
         require_choice("gradients", self.gradients, GRADIENTS)
+        require_choice("kernels", self.kernels, KERNELS)
+        if self.kernels != "aten":
+            self._refuse_beside_kernels()
         refuse_beside_gradients(self.gradients, device=self.device)
         if self.dynamic_shapes is not None:
             self._refuse_beside_dynamic_shapes()
@@ -201,6 +216,17 @@ class PlanOptions:
             from memplan.evict.costs import cost_model
 
             cost_model(self.costs)
+
+    def _refuse_beside_kernels(self) -> None:
+        """Raise `UnsupportedCall` for options that cannot be combined with generated kernels yet."""
+        for name in ("device", "dynamic_shapes", "divide", "compress"):
+            if getattr(self, name):
+                raise UnsupportedCall(
+                    f"is not supported with kernels={self.kernels!r} yet",
+                    where=name,
+                    hint=f'leave out {name}=, or take kernels="aten", the default',
+                    see="inductor-options",
+                )
 
     def _refuse_beside_dynamic_shapes(self) -> None:
         """Raise `InvalidShapes` for options beside `dynamic_shapes` that work for one shape only."""

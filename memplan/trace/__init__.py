@@ -2,7 +2,8 @@
 
 In: an `nn.Module` and example inputs. Out: a `TracedGraph`. Start at `tracing.py`. It runs `capture/` (one joint
 graph on fake tensors), then the passes over that graph (`passes/`, `lowering/`, `chunking/`, `compression/`,
-`optimizer/`), then `graph/` (from the fx graph to the types in `traced.py`). `planning.py` plans the result, and asks a
+`optimizer/`), then `graph/` (from the fx graph to the types in `traced.py`). With `kernels="inductor"`, `fused/` has
+Inductor generate the kernels instead of the passes. `planning.py` plans the result, and asks a
 `Retracer` (`retracer.py`) for other variants of a step.
 
 No other package knows AOTAutograd. Two parts of `runtime/` import dynamo or fx: `runtime/dynamo/`, the backend of
@@ -20,11 +21,12 @@ from memplan.trace.planning import (
 )
 from memplan.trace.retracer import Retracer
 from memplan.trace.traced import TracedGraph
-from memplan.trace.tracing import CapturedStep, capture_call, trace, trace_captured, trace_graph
+from memplan.trace.tracing import CapturedCall, CapturedStep, capture_call, trace, trace_captured, trace_graph
 from memplan.trace.whole_step import CapturedLoss, capture_loss
 
 __all__ = [
     "Captured",
+    "CapturedCall",
     "CapturedLoss",
     "CapturedStep",
     "Retracer",

@@ -47,6 +47,7 @@ def plan(
         device=options.device,
         gradients_in_arena=options.gradients_in_arena,
         copy_gradients=options.gradients_copied,
+        kernels=options.kernels,
     )
     captured.warn()
     return plan_step(captured.retrace(), captured, options)[1]
@@ -95,7 +96,7 @@ def plan_step(
         except BudgetInfeasible as error:
             failed = error
     assert failed is not None
-    if retracer is not None and options.division is None:
+    if retracer is not None and options.division is None and options.kernels == "aten":
         gain = gain_of_dividing(traced, retracer, alignment)
         failed.hint = "; ".join(filter(None, (failed.hint, gain)))
     raise failed

@@ -62,6 +62,23 @@ class Computed:
     example: float
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class GeneratedKernel:
+    """A kernel that a compiler generated, or that its code calls, in place of an ATen op.
+
+    It writes into its arguments and returns no tensor that is used. `name` is the target of its ops, and has a digest
+    of its `source`, if it was generated. `draws`: it draws random numbers.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    source: str = field(default="", repr=False)
+    draws: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCall:
     """The call that an op of the graph makes: a kernel and its arguments.
@@ -78,6 +95,16 @@ class KernelCall:
     outs: tuple[int | None, ...]
     returns_sequence: bool = False
     opaque_results: tuple[tuple[int, int], ...] = ()
+    state: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedCall:
+    """The call of a kernel that a compiler generated, which writes into its arguments. `state`: as in `KernelCall`."""
+
+    kernel: GeneratedKernel
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     state: int | None = None
 
 
@@ -99,6 +126,9 @@ class Transfer:
     target: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+
+
+Kernel = KernelCall | GeneratedCall | SaveState | Transfer
 
 
 class Source(enum.Enum):
@@ -186,7 +216,7 @@ class TracedGraph:
 
     model: str
     graph: Graph
-    kernels: tuple[KernelCall | SaveState | Transfer, ...]
+    kernels: tuple[Kernel, ...]
     bindings: tuple[Binding, ...]
     results: Results
     in_spec: pytree.TreeSpec

@@ -10,14 +10,15 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import fx, nn
 
 from memplan.core.arguments import arguments_of
+from memplan.core.choices import Kernels
 from memplan.core.division import Division, compression_of
 from memplan.core.in_place import with_inplace_candidates
-from memplan.trace.capture.joint_graph import Captured, capture
+from memplan.trace.capture.joint_graph import Captured, capture, quiet
 from memplan.trace.chunking.chunk import divide
 from memplan.trace.compression.pack import pack_masks
 from memplan.trace.compression.quantize import quantize
@@ -30,12 +31,24 @@ from memplan.trace.passes.own_outputs import own_outputs, tangents_needed, write
 from memplan.trace.passes.rewrite import copy_of
 from memplan.trace.passes.simplify import simplify
 from memplan.trace.passes.sums import accumulate_in_place
+from memplan.trace.retracer import Retracer
 from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
     from memplan.planning.options import Device
 
 _log = logging.getLogger("memplan")
+
+
+class CapturedCall(Retracer, Protocol):
+    """A captured call of a model, which can be traced in several variants."""
+
+    @property
+    def captured(self) -> Captured:
+        """The graph that was captured."""
+
+    def warn(self) -> None:
+        """Log what the step computes unlike eager."""
 
 
 def trace(
@@ -88,8 +101,24 @@ def capture_call(
     device: Device | None = None,
     gradients_in_arena: bool = False,
     copy_gradients: bool = False,
-) -> CapturedStep:
-    """Return one step of `model`, captured. The arguments and errors are those of `trace`."""
+    kernels: Kernels = "aten",
+) -> CapturedCall:
+    """Return one step of `model`, captured. The arguments and errors are those of `trace`.
+
+    `kernels`: what computes the ops ("inductor": kernels that Inductor generates, which decides what is in place).
+    """
+    if kernels == "inductor":
+        with quiet():
+            from memplan.trace.fused.step import capture_fused  # imports Inductor
+
+        return capture_fused(
+            model,
+            example_inputs,
+            example_kwargs,
+            train=train,
+            gradients_in_arena=gradients_in_arena,
+            copy_gradients=copy_gradients,
+        )
     args, kwargs = arguments_of(example_inputs, example_kwargs)
     train = bool(getattr(model, "training", True)) if train is None else train
     captured, target = captured_for(device, model, args, kwargs, train=train)

@@ -21,7 +21,7 @@ from memplan.errors import BudgetInfeasible, InvalidSize
 from memplan.evict.costs import DEVICES
 from memplan.evict.workload_limits import floor
 from memplan.planning.fit import make_workload
-from memplan.trace import CapturedStep, capture_call
+from memplan.trace import CapturedCall, capture_call
 from memplan.trace.chunking.chunk import divide
 from memplan.trace.passes.rewrite import copy_of
 from memplan.trace.traced import TracedGraph
@@ -75,7 +75,7 @@ MODELS = {"gpt2": _causal, "bert": _masked}
 
 
 @cache
-def _step(name: str) -> CapturedStep:
+def _step(name: str) -> CapturedCall:
     model, args = MODELS[name]()
     return capture_call(model, args, train=True)
 

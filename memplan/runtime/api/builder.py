@@ -33,7 +33,7 @@ from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwnership, part_of
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
-from memplan.trace import CapturedStep, capture_call
+from memplan.trace import CapturedCall, capture_call
 from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class Builder:
     def _recorder(self, device: torch.device) -> Recorder | None:
         return make_recorder(device, self.options.sanitize) if self.options.cuda_graph else None
 
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> tuple[TracedGraph, CapturedStep]:
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> tuple[TracedGraph, CapturedCall]:
         """Return the step of a call as it is traced first, and what traces its other variants."""
         require_real(self.model, args, kwargs)
         options = self.options
@@ -199,6 +199,7 @@ class Builder:
             device=options.device,
             gradients_in_arena=options.gradients_in_arena,
             copy_gradients=options.gradients_copied,
+            kernels=options.kernels,
         )
         if not self._warned:  # once, and not for every shape and mode
             self._warned = bool(captured.captured.warnings)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from memplan.core.arguments import arguments_of
-from memplan.core.choices import Checkpoint, Gradients, Layout, OnMismatch, Sanitize
+from memplan.core.choices import Checkpoint, Gradients, Kernels, Layout, OnMismatch, Sanitize
 from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedGraph
@@ -37,6 +37,7 @@ def compile(
     policy: str | EvictionPolicy = "auto",
     costs: Costs | None = None,
     checkpoint: Checkpoint = "follow",
+    kernels: Kernels = "aten",
     divide: Divide = None,
     compress: Compression | None = None,
     schedule: str | SchedulePolicy = "auto",
@@ -79,6 +80,8 @@ def compile(
         policy: The policy that decides what is evicted.
         costs: The cost model of the policy. "measure" measures the first steps and plans again from the measured
             times, until no better plan is found (`CompiledModule.measurements`).
+        kernels: "aten" runs the kernels of eager, with the bits of eager. "inductor" runs the fused kernels that
+            `torch.compile` generates, with its bits, and takes the time of its compilation.
         divide: As in `memplan.plan`.
         compress: As in `memplan.plan`.
         checkpoint: As in `memplan.plan`.
@@ -160,6 +163,7 @@ def compile(
         policy=policy,
         costs=costs,
         checkpoint=checkpoint,
+        kernels=kernels,
         divide=divide,
         compress=compress,
         schedule=schedule,

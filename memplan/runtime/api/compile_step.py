@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memplan.core.arguments import arguments_of
-from memplan.core.choices import Checkpoint, Layout, OnMismatch, Sanitize
+from memplan.core.choices import Checkpoint, Kernels, Layout, OnMismatch, Sanitize
 from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
 from memplan.errors import MemplanError
@@ -45,6 +45,7 @@ def compile_step(
     policy: str | EvictionPolicy = "auto",
     costs: Costs | None = None,
     checkpoint: Checkpoint = "follow",
+    kernels: Kernels = "aten",
     divide: Divide = None,
     compress: Compression | None = None,
     schedule: str | SchedulePolicy = "auto",
@@ -82,6 +83,7 @@ def compile_step(
             does after k times `(loss_fn(...) / k).backward()`; each call returns its loss undivided. The sums of
             gradients persist between calls; they are outside the arena and count as optimizer state.
         plan: A saved plan, or its path, of this very step, to run instead of making one; without `accumulate`.
+        kernels: "aten" runs the kernels of eager. "inductor", as in `memplan.compile`, is not supported yet.
         on_mismatch: What happens if a batch, the model's mode or the optimizer's groups differ from what was planned:
             "replan" makes another plan (up to 8, in one arena; calls beyond run eagerly, with a warning), "error"
             raises, "eager" runs the step eagerly, and "passive" also offloads saved activations on demand to keep
@@ -130,6 +132,7 @@ def compile_step(
         policy=policy,
         costs=costs,
         checkpoint=checkpoint,
+        kernels=kernels,
         divide=divide,
         compress=compress,
         schedule=schedule,

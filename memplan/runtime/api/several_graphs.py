@@ -16,7 +16,8 @@ from memplan.runtime.options import CompileOptions, RunOptions
 from memplan.trace.capture.refusals import breaks
 
 _MAX_RECOMPILES = 64  # of one function of the model, beyond which dynamo runs it eagerly
-_OF_ONE_GRAPH = ("gradients", "device", "divide", "compress", "dynamic_shapes")  # options that `Backend` does not take
+# options that `Backend` does not take
+_OF_ONE_GRAPH = ("gradients", "device", "kernels", "divide", "compress", "dynamic_shapes")
 
 
 class SeveralGraphs:

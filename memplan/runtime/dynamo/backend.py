@@ -67,6 +67,13 @@ class Backend:
             raise MemplanError(
                 "graphs of torch.compile run on the device of their tensors", where="device", hint=hint, see="backend"
             )
+        if options.get("kernels", "aten") != "aten":
+            raise UnsupportedCall(
+                f"torch.compile's graphs do not run kernels={options['kernels']!r} yet",
+                where="kernels",
+                hint="use memplan.compile(model, inputs, kernels=...), for a model that is one graph",
+                see="inductor-options",
+            )
         for name in ("divide", "compress"):
             if options.get(name):
                 hint = f"use memplan.compile(model, inputs, {name}=...), for a model that is one graph"

@@ -19,11 +19,11 @@ from memplan.core.plan import Plan
 from memplan.devices.generators import forked
 from memplan.errors import UnsupportedGraph
 from memplan.runtime.codegen.step_ir import Layout, refs
-from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm, KernelSelector, materialise
+from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm, KernelSelector, generated_op, materialise
 from memplan.runtime.kernels.stand_ins import select_on_stand_ins
 from memplan.runtime.memory.arena import dtype_of, offset_within, view_of
 from memplan.runtime.memory.measure import peak_bytes
-from memplan.trace.traced import KernelCall, Source, TracedGraph
+from memplan.trace.traced import GeneratedCall, KernelCall, Source, TracedGraph
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
@@ -47,14 +47,17 @@ def run_trial(
     """
     env = [*(static.get(index) for index in range(len(traced.graph.values))), *[None] * traced.opaque_count]
     fill_inputs(env, traced, tensors)
+    copied = _copy_changed(env, traced)
     memory = TrialMemory(env, traced.graph, layout, plan.schedule.order)
     with torch.no_grad(), forked(traced.device), without_autocast(traced.device):
         known = {index: t for index, t in enumerate(env[: len(traced.graph.values)]) if t is not None}
         selector = select_on_stand_ins(traced, plan.schedule.order, known)
-        bound = _select_kernels(traced, plan, layout, env, memory=memory, selector=selector, transfers=transfers)
+        bound = _select_kernels(
+            traced, plan, layout, env, memory=memory, selector=selector, transfers=transfers, copied=copied
+        )
         temporaries = None
         if not torch.autograd.profiler._is_profiler_enabled:  # it would end a session of the user
-            temporaries = _measure(traced, plan, layout, bound, env, memory=memory)
+            temporaries = _measure(traced, plan, layout, bound, env, memory=memory, copied=copied)
     ops = zip(plan.graph.ops, bound, strict=True)
     measured = tuple(replace(op, direct=b.form is not CallForm.FUNCTIONAL) for op, b in ops)
     return replace(plan, graph=replace(plan.graph, ops=measured), temporaries=temporaries), bound
@@ -69,6 +72,7 @@ def _select_kernels(
     memory: TrialMemory,
     selector: KernelSelector,
     transfers: Mapping[int, BoundOp],
+    copied: frozenset[int],
 ) -> tuple[BoundOp, ...]:
     bound = dict(transfers)
     for index in plan.schedule.order:
@@ -76,8 +80,11 @@ def _select_kernels(
         if isinstance(kernel, KernelCall):
             memory.before_call(refs((kernel.args, kernel.kwargs)))
             bound[index] = selector.select(kernel, env)
+        elif isinstance(kernel, GeneratedCall):  # it is compiled for these very tensors: there is no choice
+            memory.before_call(refs((kernel.args, kernel.kwargs)))
+            bound[index] = generated_op(kernel)
         memory.before(index, bound[index])
-        if leaves_users_alone(traced, layout, index):
+        if leaves_users_alone(traced, layout, index, copied):
             run_bound(bound[index], env, memory.adopt)
         memory.after(index)
     memory.clear()
@@ -92,10 +99,11 @@ def _measure(
     env: list[torch.Tensor | None],
     *,
     memory: TrialMemory,
+    copied: frozenset[int],
 ) -> tuple[int, ...]:
     """Return for each op the most bytes outside the arena while it runs, without those that the caller will own."""
     graph = traced.graph
-    tried = {i for i in plan.schedule.order if leaves_users_alone(traced, layout, i)}
+    tried = {i for i in plan.schedule.order if leaves_users_alone(traced, layout, i, copied)}
     thunks: list[Callable[[], None]] = []
     for i in plan.schedule.order:
         run = partial(run_bound, bound[i], env, memory.adopt) if i in tried else _nothing
@@ -117,14 +125,36 @@ def _nothing() -> None:
     """Does nothing: it stands for an op that cannot be tried."""
 
 
-def leaves_users_alone(traced: TracedGraph, layout: Layout, index: int) -> bool:
-    """Return whether an op can be tried: it changes no tensor of the user, and is not a check that only raises."""
+def _copy_changed(env: list[torch.Tensor | None], traced: TracedGraph) -> frozenset[int]:
+    """Put copies in `env` for the user's tensors that generated kernels change, and return their storages.
+
+    Such a kernel has other results too, which the kernels after it take as indices: it is not left out of the trial.
+    """
+    graph = traced.graph
+    made = {i for i, s in enumerate(graph.storages) if s.planned}
+    pairs = zip(graph.ops, traced.kernels, strict=True)
+    changed = {s for op, k in pairs if isinstance(k, GeneratedCall) for s in graph.written(op)} - made
+    copies: dict[int, torch.UntypedStorage] = {}
+    for index, value in enumerate(graph.values):
+        tensor = env[index]
+        if value.storage in changed and tensor is not None:
+            if value.storage not in copies:
+                copies[value.storage] = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+            env[index] = view_of(copies[value.storage], value, int(tensor.storage_offset()))
+    return frozenset(copies)
+
+
+def leaves_users_alone(traced: TracedGraph, layout: Layout, index: int, copied: frozenset[int] = frozenset()) -> bool:
+    """Return whether an op can be tried: it changes no tensor of the user, and is not a check that only raises.
+
+    `copied`: the storages that stand for the user's in the trial.
+    """
     graph = traced.graph
     if graph.ops[index].only_raises:
         return False
     written = graph.written(graph.ops[index])
     ours = {s for s in written if graph.storages[s].planned or graph.storages[s].kind is StorageKind.HOST}
-    return all(s in ours or s in layout.fresh_storages for s in written)
+    return all(s in ours or s in copied or s in layout.fresh_storages for s in written)
 
 
 def fill_inputs(env: list[torch.Tensor | None], traced: TracedGraph, tensors: Mapping[int, torch.Tensor]) -> None:

@@ -27,7 +27,7 @@ from memplan.runtime.kernels.recurrent import layer_function
 from memplan.runtime.kernels.rows import adds_rows, takes_rows
 from memplan.trace.passes.out_variants import out_names, out_variant
 from memplan.trace.passes.randomness import draws
-from memplan.trace.traced import Computed, KernelCall, Live, OpaqueResult, Ref
+from memplan.trace.traced import Computed, GeneratedCall, KernelCall, Live, OpaqueResult, Ref
 
 
 class CallForm(enum.Enum):
@@ -268,6 +268,12 @@ class KernelSelector:
 
     def _planned(self, value: int) -> bool:
         return self.graph.storages[self.graph.values[value].storage].planned
+
+
+def generated_op(call: GeneratedCall) -> BoundOp:
+    """Return the bound op of a kernel that a compiler generated."""
+    bound = BoundOp(form=CallForm.IN_PLACE, function=call.kernel.function, args=call.args, kwargs=call.kwargs, outs=())
+    return bound if call.state is None else _drawing_again(bound, call.state)
 
 
 def _drawing_again(bound: BoundOp, state: int) -> BoundOp:

@@ -12,14 +12,14 @@ from memplan.errors import InvalidEviction
 from memplan.runtime.copies.copies import Copies, Copy, Direction
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
 from memplan.runtime.kernels.random_calls import save_state
-from memplan.trace.traced import KernelCall, Ref, SaveState, Transfer
+from memplan.trace.traced import Kernel, Ref, SaveState, Transfer
 
 _DIRECTIONS = {OFFLOAD: Direction.TO_HOST, RELOAD: Direction.TO_DEVICE, SEND: Direction.ACROSS}
 
 
 def bind_transfers(
     graph: Graph,
-    kernels: Sequence[KernelCall | SaveState | Transfer],
+    kernels: Sequence[Kernel],
     order: Sequence[int],
     copies: Copies,
     host: torch.Tensor,

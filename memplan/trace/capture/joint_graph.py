@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from memplan.trace.passes.own_outputs import tag_backward
 from memplan.trace.passes.rewrite import separate_tangents
 
 _LOST_BY_EXPORT = ("fork_rng", "rng_state", "manual_seed")  # dynamo refuses these; export would leave them out
+Decompositions = Mapping[Any, Callable[..., Any]]  # ops, and functions that compute them from other ops
 _OF_INPUT = ("is_input", "alias_of_input")  # AOTAutograd's output types
 
 
@@ -76,12 +77,14 @@ def capture(
     train: bool,
     by_dynamo: bool = False,
     device: torch.device | None = None,
+    decompositions: Decompositions | None = None,
 ) -> Captured:
     """Trace `model(*args, **kwargs)`, with its backward if `train`. Raises `UnsupportedGraph`.
 
     The model may hold real, fake or meta parameters; meta ones are traced as if they were on the CPU. `by_dynamo`: the
     model is one of dynamo's own graphs, which is read as it is and may have no backward. `device`: trace as if the
-    model and its inputs were there.
+    model and its inputs were there. `decompositions`: those of a compiler that will generate the kernels (None: the
+    ops are eager's, and so are the layouts of their results).
     """
     require_traceable(model)
     flat, in_spec = pytree.tree_flatten((args, kwargs))
@@ -94,8 +97,9 @@ def capture(
     with contextlib.ExitStack() as stack:
         prepare(stack, traced, train=train)
         front_ends = (identity,) if by_dynamo else (export,) if is_patched(traced) else (dynamo, export)
-        joint = _capture_joint(stack, traced, args, kwargs, front_ends)
-    return captured(model, joint, in_spec, inputs, train=train and not by_dynamo)
+        joint = _capture_joint(stack, traced, args, kwargs, front_ends, decompositions=decompositions)
+    as_eager = decompositions is None
+    return captured(model, joint, in_spec, inputs, train=train and not by_dynamo, as_eager=as_eager)
 
 
 def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> None:
@@ -116,8 +120,18 @@ def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> No
         stack.enter_context(_without_cudnn())
 
 
-def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Sequence[Any], *, train: bool) -> Captured:
+def captured(
+    model: nn.Module,
+    joint: Any,
+    in_spec: pytree.TreeSpec,
+    inputs: Sequence[Any],
+    *,
+    train: bool,
+    as_eager: bool = True,
+) -> Captured:
     """Return AOTAutograd's joint graph, corrected, with the flattened example inputs.
+
+    `as_eager`: eager's kernels will run, so fake results get the layouts that they have there.
 
     Raises `UnsupportedGraph` if a backward is missing, and for ops that cannot be planned.
     """
@@ -128,10 +142,11 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
     tag_backward(graph_module.graph)
     separate_tangents(graph_module.graph)
     _without_assertions(graph_module.graph)
-    compute_conjugates(graph_module.graph)
-    size_workspaces(graph_module.graph)
-    settle_layouts(graph_module.graph)
-    correct_statistics(graph_module.graph)
+    if as_eager:
+        compute_conjugates(graph_module.graph)
+        size_workspaces(graph_module.graph)
+        settle_layouts(graph_module.graph)
+        correct_statistics(graph_module.graph)
     unlike_eager = (*graph_module.meta.get(WARNINGS, ()), *statistics_updated_once(graph_module.graph))
     leaves = joint._aot_state.fw_metadata.output_info
     has_backward = any(n.op == "placeholder" and _is_tangent(n) for n in graph_module.graph.nodes)
@@ -202,13 +217,15 @@ def _capture_joint(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     front_ends: tuple[FrontEnd, ...],
+    *,
+    decompositions: Decompositions | None,
 ) -> Any:
     """Try each front end in turn. If all fail, raise the error that is clearest to the user."""
     complaints: list[Exception] = []
     for front_end in front_ends:
         try:
             module = front_end(model, args, kwargs)
-            joint = export_joint(stack, module, args, kwargs)
+            joint = export_joint(stack, module, args, kwargs, decompositions)
             joint.graph_module.meta.update({key: meta_of(module).get(key, ()) for key in (READINGS, WARNINGS)})
             return joint
         except MemplanError:
@@ -224,22 +241,31 @@ def _capture_joint(
     raise unsupported(model, clearest) from clearest
 
 
-def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def export_joint(
+    stack: contextlib.ExitStack,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    decompositions: Decompositions | None = None,
+) -> Any:
     """Return AOTAutograd's joint graph of a front end's module; no gradient that comes in has elements that share
     bytes.
 
     AOTAutograd gives the gradient of an output the output's own strides. Those of `unfold` and `as_strided` have no
     room for a gradient for each element. The graph is then traced again with dense gradients, as eager's backward gets.
+    `decompositions`: as in `capture`.
     """
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    with RecurrentAsEager():
-        joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=layout_decompositions())
+    def export() -> Any:
+        table = layout_decompositions() if decompositions is None else dict(decompositions)
+        return aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=table)
+
+    with RecurrentAsEager() if decompositions is None else contextlib.nullcontext():
+        joint = export()
         if overlapping_tangents(joint.graph_module.graph):
             with torch._functorch.config.patch(guess_tangent_strides_as_outputs=False):
-                joint = aot_export_joint_with_descriptors(
-                    stack, module, args, kwargs, decompositions=layout_decompositions()
-                )
+                joint = export()
     return joint
 
 

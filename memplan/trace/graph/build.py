@@ -7,7 +7,7 @@ it becomes a value, never an op. A node that only makes uninitialised memory bec
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,7 @@ from memplan.trace.passes.randomness import draws
 from memplan.trace.passes.rewrite import CHECKPOINT, MEMORY_ONLY, aten, storage_key
 from memplan.trace.traced import Binding, Computed, KernelCall, OpaqueResult, Ref, Source, TracedGraph
 
-_KIND_OF = {
+KIND_OF = {
     Source.PARAMETER: StorageKind.PARAMETER,
     Source.BUFFER: StorageKind.PARAMETER,
     Source.STATE: StorageKind.OPTIMIZER_STATE,
@@ -90,6 +90,31 @@ def written_by_kernel(node: fx.Node) -> bool:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return isinstance(source.target, OpOverload) and out_variant(source.target) is not None
+
+
+def binding_of(captured: Captured, node: fx.Node, before: Sequence[Binding]) -> Binding:
+    """Return the binding for a placeholder, by its descriptor, without its value; `before` are the earlier ones."""
+    desc = node.meta["desc"]
+    if isinstance(desc, ParamAOTInput):
+        wants = desc.target in captured.trained
+        return Binding(source=Source.PARAMETER, value=-1, name=desc.target, requires_grad=wants)
+    if isinstance(desc, BufferAOTInput):
+        wants = desc.target in captured.trained
+        return Binding(source=Source.BUFFER, value=-1, name=desc.target, requires_grad=wants)
+    if isinstance(desc, StateInput):
+        return Binding(source=Source.STATE, value=-1, name=desc.target, key=desc.key, names=desc.targets)
+    if isinstance(desc, PlainAOTInput):
+        wants = captured.inputs[desc.idx].requires_grad
+        return Binding(source=Source.INPUT, value=-1, index=desc.idx, requires_grad=wants)
+    if isinstance(desc, TangentAOTInput):
+        return Binding(source=Source.TANGENT, value=-1, index=sum(b.source is Source.TANGENT for b in before))
+    if "Token" in type(desc).__name__:
+        names = {str(user.args[1]) for user in node.users if len(user.args) > 1}
+        what = f"an op with side effects: {', '.join(sorted(names))}"
+        hint = "use an op without side effects, or call it outside of the model"
+        raise UnsupportedGraph(place_of(node), what, hint, see="op-effects")
+    what = f"an input of kind {type(desc).__name__}"
+    raise UnsupportedGraph(place_of(node), what, "pass plain, unshared tensors as inputs", see="inputs")
 
 
 class _FxReader:
@@ -149,48 +174,18 @@ class _FxReader:
 
     def _placeholder(self, node: fx.Node) -> None:
         """Add the value and the binding of a placeholder."""
-        desc, val = node.meta["desc"], node.meta.get("val")
+        val = node.meta.get("val")
         if not isinstance(val, torch.Tensor):
             if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 raise self._unsupported(
                     node, "a size that varies from call to call", "use fixed input shapes", see="inputs"
                 )
             return
-        binding = self._bind(node, desc, len(self.alias_classes.values))
+        binding = binding_of(self.captured, node, self.bindings)
         origin = Origin(module=binding.name, op=binding.source.value, node=node.name)
-        storage = self.alias_classes.storage(val, node.name, _KIND_OF[binding.source], planned=False, origin=origin)
+        storage = self.alias_classes.storage(val, node.name, KIND_OF[binding.source], planned=False, origin=origin)
         self.value_of[node] = self.alias_classes.value(val, node.name, storage)
-        self.bindings.append(binding)
-
-    def _bind(self, node: fx.Node, desc: Any, value: int) -> Binding:
-        """Return the binding for a placeholder's descriptor and its value."""
-        if isinstance(desc, ParamAOTInput):
-            return Binding(source=Source.PARAMETER, value=value, name=desc.target, requires_grad=self._wants(desc))
-        if isinstance(desc, BufferAOTInput):
-            return Binding(source=Source.BUFFER, value=value, name=desc.target, requires_grad=self._wants(desc))
-        if isinstance(desc, StateInput):
-            return Binding(source=Source.STATE, value=value, name=desc.target, key=desc.key, names=desc.targets)
-        if isinstance(desc, PlainAOTInput):
-            wants = self.captured.inputs[desc.idx].requires_grad
-            return Binding(source=Source.INPUT, value=value, index=desc.idx, requires_grad=wants)
-        if isinstance(desc, TangentAOTInput):
-            index = sum(b.source is Source.TANGENT for b in self.bindings)
-            return Binding(source=Source.TANGENT, value=value, index=index)
-        if "Token" in type(desc).__name__:
-            raise self._effects(node)
-        what = f"an input of kind {type(desc).__name__}"
-        raise self._unsupported(node, what, "pass plain, unshared tensors as inputs", see="inputs")
-
-    def _wants(self, desc: Any) -> bool:
-        """Return whether a parameter or buffer required a gradient when it was captured."""
-        return desc.target in self.captured.trained
-
-    def _effects(self, token: fx.Node) -> UnsupportedGraph:
-        """Return the error for ops with effects, which take and return a token in the order in which they must run."""
-        names = {str(user.args[1]) for user in token.users if len(user.args) > 1}
-        what = f"an op with side effects: {', '.join(sorted(names))}"
-        hint = "use an op without side effects, or call it outside of the model"
-        return self._unsupported(token, what, hint, see="op-effects")
+        self.bindings.append(replace(binding, value=self.value_of[node]))
 
     def _constant(self, node: fx.Node) -> None:
         """Add the value and the binding of a constant."""

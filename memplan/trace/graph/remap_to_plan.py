@@ -13,7 +13,7 @@ from memplan.core.graph import Graph, Op, require_same
 from memplan.core.plan import Plan
 from memplan.devices.kinds import HOST
 from memplan.evict.graph.equivalent import require_equivalent
-from memplan.trace.traced import Computed, KernelCall, Ref, SaveState, TracedGraph, Transfer
+from memplan.trace.traced import Computed, GeneratedCall, Kernel, KernelCall, Ref, SaveState, TracedGraph, Transfer
 
 
 def require_planned(traced: TracedGraph, plan: Plan) -> None:
@@ -70,16 +70,14 @@ def _moved(leaf: Any, where: torch.device) -> Any:
     return where if isinstance(leaf, torch.device) and leaf.type == where.type != HOST else leaf
 
 
-def kernel_of(
-    traced: TracedGraph, graph: Graph, op: Op, source: int, *, multi_device: bool = False
-) -> KernelCall | SaveState | Transfer:
+def kernel_of(traced: TracedGraph, graph: Graph, op: Op, source: int, *, multi_device: bool = False) -> Kernel:
     """Return the traced op's kernel on the values of `op`, which are in the same positions as in `traced`."""
     if op.target == SAVE_RNG:
         return SaveState(value=op.writes[0])
     if source < 0:
         return Transfer(target=op.target, reads=op.reads, writes=op.writes)
     kernel, base = traced.kernels[source], traced.graph.ops[source]
-    assert isinstance(kernel, KernelCall)
+    assert isinstance(kernel, (KernelCall, GeneratedCall))
     state = graph.saved_state(op)
     reads = op.reads if state is None else op.reads[:-1]
     new = dict(zip((*base.reads, *base.writes), (*reads, *op.writes), strict=True))
@@ -90,6 +88,8 @@ def kernel_of(
         return Ref(new.get(leaf.value, leaf.value)) if isinstance(leaf, Ref) else leaf
 
     args, kwargs = pytree.tree_map(moved, (kernel.args, kernel.kwargs))
+    if isinstance(kernel, GeneratedCall):
+        return replace(kernel, args=args, kwargs=kwargs, state=state)
     outs = tuple(None if out is None else new[out] for out in kernel.outs)
     if multi_device:
         where = torch.device(graph.storages[graph.values[op.writes[0]].storage].device)

@@ -1,0 +1,33 @@
+"""Whether Inductor can generate kernels here that memplan can run."""
+
+from __future__ import annotations
+
+import torch
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
+
+from memplan.errors import UnsupportedDevice
+
+TESTED = ("2.13",)  # the releases of torch whose wrapper was compared with what `wrapper.py` expects
+_ATEN = 'or leave out kernels="inductor", which needs none of it'
+
+
+def require_inductor() -> None:
+    """Raise `UnsupportedDevice` if this version of torch was not tested, or if there is no C++ compiler."""
+    release = ".".join(torch.__version__.split(".")[:2])
+    if release not in TESTED:
+        raise UnsupportedDevice(
+            f"Inductor's generated code was tested with torch {', '.join(TESTED)}, and this is {torch.__version__}",
+            where='kernels="inductor"',
+            hint=f"install one of these versions, {_ATEN}",
+            see="inductor-version",
+        )
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, RuntimeError) as error:
+        raise UnsupportedDevice(
+            "Inductor finds no C++ compiler, which its kernels for the CPU need",
+            where='kernels="inductor"',
+            hint=f"install g++ or clang, or name one in the environment variable CXX, {_ATEN}",
+            see="inductor-compiler",
+        ) from error

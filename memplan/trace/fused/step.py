@@ -1,0 +1,127 @@
+"""A step whose kernels Inductor generates: captured with Inductor's decompositions, and traced from its code."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import fx, nn
+from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput
+from torch._inductor.decomposition import select_decomp_table
+
+from memplan.core.arguments import arguments_of
+from memplan.core.division import Division
+from memplan.errors import MemplanError, UnsupportedGraph, UnsupportedProblem
+from memplan.trace.capture.joint_graph import Captured, capture, quiet
+from memplan.trace.fused.code_generation import generate
+from memplan.trace.fused.environment import require_inductor
+from memplan.trace.fused.fused_graph import fused_graph
+from memplan.trace.passes.own_outputs import returned_by, tangents_needed, write_back_mutations
+from memplan.trace.passes.rewrite import copy_of
+
+if TYPE_CHECKING:
+    from memplan.trace.traced import TracedGraph
+
+_log = logging.getLogger("memplan")
+
+
+def capture_fused(
+    model: nn.Module,
+    example_inputs: Any = (),
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    train: bool | None = None,
+    gradients_in_arena: bool = False,
+    copy_gradients: bool = False,
+) -> FusedStep:
+    """Return one step of `model`, captured for Inductor's kernels.
+
+    Args:
+        model: The module to trace.
+        example_inputs: A tuple of positional arguments, a dict of keywords, or the only argument.
+        example_kwargs: Keyword arguments.
+        train: Trace forward and backward (True) or the forward alone (False); None follows `model.training`.
+        gradients_in_arena: Parameters' gradients stay in the arena to the end of the step.
+        copy_gradients: Each gradient of a parameter is made in the arena and copied out as soon as it is complete.
+
+    Raises:
+        UnsupportedGraph: The model cannot be traced as one graph.
+        UnsupportedDevice: Inductor cannot generate kernels here, or for this version of torch memplan cannot run them.
+    """
+    require_inductor()
+    args, kwargs = arguments_of(example_inputs, example_kwargs)
+    train = bool(getattr(model, "training", True)) if train is None else train
+    captured = capture(model, args, kwargs, train=train, decompositions=select_decomp_table())
+    return FusedStep(
+        captured=captured, model=model, gradients_in_arena=gradients_in_arena, copy_gradients=copy_gradients
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedStep:
+    """A captured step, whose kernels Inductor generates: the `Retracer` of a call of a model."""
+
+    captured: Captured
+    model: nn.Module
+    gradients_in_arena: bool
+    copy_gradients: bool
+
+    def warn(self) -> None:
+        """Log what the step computes unlike eager."""
+        for warning in self.captured.warnings:
+            _log.warning("%s: %s", type(self.model).__name__, warning)
+
+    def retrace(self, *, division: Division | None = None, compress: str = "") -> TracedGraph:
+        """Return the step with Inductor's kernels, which are compiled unless they are in Inductor's cache."""
+        if division is not None or compress:
+            what = "ops of generated kernels cannot be divided, nor what they save be compressed"
+            raise UnsupportedProblem(what, where="divide" if division else "compress", hint='take kernels="aten"')
+        captured = self.captured
+        joint = _copy(captured.graph_module)
+        needs = tangents_needed(joint.graph)
+        write_back_mutations(joint.graph, captured.alias_of)
+        _, _, descs = returned_by(joint.graph)
+        placeholders = joint.graph.find_nodes(op="placeholder")
+        static = [i for i, n in enumerate(placeholders) if isinstance(n.meta["desc"], (ParamAOTInput, BufferAOTInput))]
+        try:
+            with quiet():
+                halves = generate(
+                    _copy(joint),
+                    returned=sum(d is not None and not isinstance(d, GradAOTOutput) for d in descs),
+                    static=static,
+                    training=captured.training,
+                )
+        except MemplanError:
+            raise
+        except Exception as error:  # Inductor may raise anything, and wraps what is raised inside
+            ours = _ours(error)
+            if ours is not None:
+                raise ours from None
+            raise _refused_by_inductor(self.model, error) from error
+        return fused_graph(
+            replace(captured, graph_module=joint),
+            halves,
+            type(self.model).__name__,
+            needs,
+            gradients_in_arena=self.gradients_in_arena,
+            copy_gradients=self.copy_gradients,
+        )
+
+
+def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
+    return fx.GraphModule(graph_module, copy_of(graph_module.graph))
+
+
+def _ours(error: BaseException | None) -> MemplanError | None:
+    """Return the error of memplan's that made Inductor raise `error`; None if there is none."""
+    while error is not None and not isinstance(error, MemplanError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _refused_by_inductor(model: nn.Module, error: Exception) -> UnsupportedGraph:
+    """Return Inductor's error as one sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    what = f"Inductor cannot compile it: {type(error).__name__}: {lines[0] if lines else 'no message'}"
+    return UnsupportedGraph(type(model).__name__, what, 'leave out kernels="inductor"', see="inductor-refuses")

@@ -1,0 +1,251 @@
+"""The wrapper that records what Inductor's own wrapper writes, for memplan's compilations only.
+
+Inductor makes one wrapper for each graph, from a class that is registered for the whole process. `recording` registers
+`RecordingWrapper` under the lock that every compilation of torch takes, and restores the registration afterwards.
+Meanwhile, compilations of other threads still get Inductor's own class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import sympy
+import torch
+from torch import fx
+from torch._dynamo.convert_frame import compile_lock
+from torch._inductor import config, ir
+from torch._inductor.codegen import common
+from torch._inductor.codegen import wrapper as lines
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.utils import DeferredLineBase, LineContext
+from torch._inductor.virtualized import V
+
+from memplan.core.graph import Origin
+from memplan.errors import UnsupportedGraph
+from memplan.trace.capture.origins import origin_of
+from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode, WrittenLine
+
+_HINT = 'leave out kernels="inductor", which plans the same model with the kernels of eager'
+_current = threading.local()  # .code: what the compilation of this thread writes
+
+
+@contextlib.contextmanager
+def recording(device_type: str) -> Iterator[WrittenCode]:
+    """Record the code of the one graph that this thread compiles inside."""
+    common.init_backend_registration()
+    with compile_lock:
+        own = common.device_codegens[device_type]
+        common.register_backend_for_device(
+            device_type, own.scheduling, RecordingWrapper, own.cpp_wrapper_codegen, own.fx_wrapper_codegen
+        )
+        _current.code = code = WrittenCode()
+        try:
+            yield code
+        finally:
+            _current.code = None
+            common.device_codegens[device_type] = own
+
+
+class RecordingWrapper(PythonWrapperCodegen):
+    """Inductor's wrapper for Python, which also records the lines that it writes.
+
+    Inductor's reuse of buffers is off: memplan decides which bytes each buffer has.
+    """
+
+    @staticmethod
+    def create(
+        is_subgraph: bool, subgraph_name: str | None, parent_wrapper: Any, partition_signatures: Any = None
+    ) -> PythonWrapperCodegen:
+        """Return a recording wrapper for this thread's compilation, and Inductor's own for any other."""
+        if getattr(_current, "code", None) is None:
+            own: Any = PythonWrapperCodegen
+            return cast(
+                "PythonWrapperCodegen",
+                own.create(is_subgraph, subgraph_name, parent_wrapper, partition_signatures),
+            )
+        if is_subgraph:
+            raise refused("a graph inside the graph (control flow, or a partition)")
+        recorder: Any = RecordingWrapper
+        return cast("PythonWrapperCodegen", recorder())
+
+    def run_wrapper_ir_passes(self, is_inference: bool) -> None:
+        """Settle the lines, and record them."""
+        code: WrittenCode | None = getattr(_current, "code", None)
+        if code is None:
+            super().run_wrapper_ir_passes(is_inference)
+            return
+        with config.patch(allow_buffer_reuse=False):
+            self.memory_plan_reuse()  # type: ignore[no-untyped-call]
+        code.inputs = tuple(V.graph.graph_input_names)
+        for name, buffer in V.graph.name_to_buffer.items():
+            spec = _spec_of(buffer)
+            if spec is not None:
+                code.specs[name] = spec
+        self.lines = [_RecordedLine(line, code) for line in self.lines]  # type: ignore[misc]
+
+    def get_output_refs(self) -> list[str]:  # type: ignore[override]
+        """Return the sources of what the code returns, and record them."""
+        found: list[str] = super().get_output_refs()
+        code: WrittenCode | None = getattr(_current, "code", None)
+        if code is not None:
+            code.outputs = tuple(found)
+        return found
+
+
+class _RecordedLine(lines.WrapperLine):
+    """A line that records what it writes."""
+
+    def __init__(self, line: Any, code: WrittenCode) -> None:
+        self._line, self._code = line, code
+
+    def codegen(self, code: Any) -> None:
+        """Write the line."""
+        before = len(code._lines)
+        if hasattr(self._line, "codegen"):
+            self._line.codegen(code)
+        else:
+            code.writeline(self._line)
+        made = [line() if isinstance(line, DeferredLineBase) else line for line in code._lines[before:]]
+        written = [line.strip() for line in made if isinstance(line, str) and line.strip()]
+        if isinstance(self._line, lines.KernelDefinitionLine):
+            self._code.sources[self._line.kernel_name] = self._line.kernel_body
+            return
+        found = read_line(self._line, "\n".join(written))
+        if found is not None:
+            self._code.lines.append(found)
+
+
+_SILENT = (
+    *(lines.FreeIfNotReusedLine, lines.FreeLine, lines.NullLine, lines.AssertSizeStrideLine, lines.CommentLine),
+    LineContext,
+)
+
+
+def read_line(line: Any, text: str) -> WrittenLine | None:
+    """Return what one of Inductor's lines does, given its text; None for one that does nothing.
+
+    Raises `UnsupportedGraph` for a kind of line that is not known.
+    """
+    if isinstance(line, _SILENT):
+        return None
+    if type(line) is lines.UnbackedSymbolDefsLine and not line.unbacked_bindings:  # it defines nothing
+        return None
+    if isinstance(line, (str, DeferredLineBase)):
+        return _read_text(text)
+    if type(line) is lines.AllocateLine and not line.comm_buffer:
+        return Allocation(name=line.node.get_name())
+    if type(line) in (lines.ReuseLine, lines.ReinterpretLine, lines.MultiOutputLine):
+        return Renaming(text=text)
+    read = _READERS.get(type(line))
+    if read is None:
+        raise refused(f"a line of Inductor's code that is not known ({type(line).__name__})")
+    found: KernelLine = read(line)
+    return replace(found, text=text)
+
+
+def _read_text(line: str) -> WrittenLine | None:
+    """Return what a line without an object does: some kernels write their calls as text."""
+    text = line.strip()
+    if not text or text.startswith(("#", "del ", "assert_")):
+        return None
+    return KernelLine(text=text, known=False)
+
+
+def _generated(line: lines.KernelCallLine) -> KernelLine:
+    if line.triton or line.device.type != "cpu":
+        raise refused(f"a kernel for {line.device.type}")
+    written = [i for i, kind in enumerate(line.arg_types) if not str(kind).startswith("const ")]
+    names = [str(line.call_args[i]) for i in written]
+    return KernelLine(text="", kernel=line.kernel_name, written=frozenset(written), origin=_origin(names))
+
+
+def _extern_out(line: lines.ExternKernelOutLine) -> KernelLine:
+    return KernelLine(text="", written=frozenset(("out",)), origin=_origin([line.node.get_name()]))
+
+
+def _extern_multi_out(line: lines.ExternKernelMultiOutLine) -> KernelLine:
+    return KernelLine(
+        text="", written=frozenset(map(str, line.node.out_arg_names)), origin=_origin([line.node.get_name()])
+    )
+
+
+def _extern_alloc(line: lines.ExternKernelAllocLine) -> KernelLine:
+    node: Any = line.node
+    if node.get_inputs_that_alias_output():
+        raise refused(f"{node.get_kernel_name()}, whose result is a view that Inductor did not resolve")
+    overload = getattr(node, "op_overload", None)
+    return KernelLine(
+        text="",
+        changed=frozenset(map(str, node.get_mutation_names())),
+        overload=overload if isinstance(overload, torch._ops.OpOverload) else None,
+        origin=_origin([node.get_name()]),
+    )
+
+
+def _first_changed(line: Any) -> KernelLine:
+    return KernelLine(text="", written=frozenset((0,)), origin=_origin([line.node.get_name()]))
+
+
+_READERS: dict[type, Any] = {
+    lines.KernelCallLine: _generated,
+    lines.ExternKernelOutLine: _extern_out,
+    lines.ExternKernelMultiOutLine: _extern_multi_out,
+    lines.ExternKernelAllocLine: _extern_alloc,
+    lines.IndexPutFallbackLine: _first_changed,
+    lines.ScatterFallbackLine: _first_changed,
+}
+
+
+def _spec_of(buffer: Any) -> TensorSpec | None:
+    """Return the layout of a buffer; None for one that is no tensor with bytes of its own, or has no fixed size."""
+    layout = getattr(buffer, "layout", None)
+    if not isinstance(layout, ir.Layout) or isinstance(layout, ir.MutationLayoutSHOULDREMOVE):
+        return None
+    numbers = [*layout.size, *layout.stride, layout.offset]
+    if not all(isinstance(n, (int, sympy.Integer)) for n in numbers):
+        raise refused("a size that varies from call to call")
+    whole = V.graph.get_allocation_storage_size(buffer)
+    return TensorSpec(
+        dtype=layout.dtype,
+        device=layout.device,
+        shape=tuple(map(int, layout.size)),
+        strides=tuple(map(int, layout.stride)),
+        offset=int(layout.offset),
+        nbytes=int(whole) * layout.dtype.itemsize,
+    )
+
+
+def _origin(names: list[str]) -> Origin:
+    """Return where the buffers that a kernel writes come from: the ops in it, and the place of the last of them."""
+    nodes: list[fx.Node] = []
+    for name in names:
+        buffer = V.graph.name_to_buffer.get(name)
+        nodes += getattr(buffer, "origins", ())
+    position = {node: i for i, node in enumerate(V.graph.graph.nodes)}
+    nodes = sorted(dict.fromkeys(nodes), key=lambda n: position.get(n, -1))
+    if not nodes:
+        return Origin()
+    ops = dict.fromkeys(_op_of(node) for node in nodes if node.op == "call_function")
+    last = [origin_of(node) for node in nodes]
+    return Origin(
+        module=next((o.module for o in reversed(last) if o.module), ""),
+        source=next((o.source for o in reversed(last) if o.source), ""),
+        op=" + ".join(ops),
+        node=nodes[-1].name,
+    )
+
+
+def _op_of(node: fx.Node) -> str:
+    """Return the name of the ATen op that a node was traced from: "gelu"."""
+    overload = node.meta.get("original_aten") or node.target
+    packet = getattr(overload, "_overloadpacket", None)
+    return str(getattr(packet, "__name__", None) or getattr(overload, "__name__", overload))
+
+
+def refused(what: str) -> UnsupportedGraph:
+    """Return the error for something in Inductor's code that memplan cannot plan."""
+    return UnsupportedGraph("Inductor's code", f"has {what}", _HINT, see="inductor-code")

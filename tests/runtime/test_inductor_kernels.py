@@ -1,0 +1,275 @@
+"""`kernels="inductor"`: the bits of `torch.compile`, in one arena, with the options that `memplan.compile` has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.errors import (
+    BudgetInfeasible,
+    MemplanError,
+    PlanMismatch,
+    UnsupportedCall,
+    UnsupportedGraph,
+    UnsupportedProblem,
+)
+from memplan.runtime import CompiledModule
+
+# torch's own compilation, which is the reference, imports modules of torch that warn
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+class Block(nn.Module):
+    """Embedding, attention, norms, dropout and a loss, with weights that are used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.one, self.two = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        q, k, v = self.qkv(self.one(x)).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        a = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.drop(self.out(a.transpose(1, 2).reshape(x.shape)))
+        x = x + self.drop(self.down(nn.functional.gelu(self.up(self.two(x)))))
+        logits = x @ self.embed.weight.t()
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Convolutions(nn.Module):
+    """Convolutions with batch norms, whose statistics the forward changes, pooling and a concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2))
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = nn.functional.max_pool2d(self.norms[0](self.one(x)).relu(), 2)
+        b = self.norms[1](self.two(a)).relu()
+        logits: torch.Tensor = self.last(torch.cat((a, b), 1).mean((2, 3)))
+        return logits
+
+
+def _tokens() -> torch.Tensor:
+    return torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def _images() -> torch.Tensor:
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+    "block": (Block, _tokens),
+    "convolutions": (Convolutions, _images),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[CompiledModule, nn.Module, Any, torch.Tensor]]:
+    """A model compiled by memplan, and a copy of it compiled by torch."""
+    make, inputs = MODELS[request.param]
+    torch.manual_seed(0)
+    model = make()
+    twin = copy.deepcopy(model)
+    compiled = memplan.compile(model, inputs(), kernels="inductor", on_mismatch="error")
+    torch._dynamo.reset()
+    yield compiled, twin, torch.compile(twin), inputs()
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def block() -> tuple[Block, memplan.Plan]:
+    torch.manual_seed(0)
+    model = Block()
+    return model, memplan.plan(model, _tokens(), kernels="inductor", gradients="safe")
+
+
+def _step(model: Any, x: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
+    """What a step leaves: its result, the gradients and the buffers."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    out = model(x)
+    out.square().sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return {"": out.detach().clone(), **gradients, **{name: b.clone() for name, b in model.named_buffers()}}
+
+
+def _require_equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    two = {name.removeprefix("_orig_mod."): tensor for name, tensor in two.items()}
+    assert one.keys() == two.keys()
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+
+
+def test_result_gradients_and_buffers_are_bitwise_those_of_torch_compile(pair: Any) -> None:
+    compiled, _, reference, x = pair
+    for seed in range(3):
+        _require_equal(_step(compiled, x, seed), _step(reference, x, seed))
+
+
+def test_the_kernels_are_inductors_and_everything_is_in_one_arena(pair: Any) -> None:
+    plan = pair[0].plan
+    fused = [op for op in plan.graph.ops if op.target.startswith("inductor.cpp_fused_")]
+    assert len(fused) > 4
+    assert {op.phase.value for op in fused} == {"forward", "backward"}
+    assert any(" + " in op.origin.op for op in fused)
+    placed = [op.origin for op in fused if op.phase.value == "forward" and op.origin.source]
+    assert placed  # kernels that only change a layout come from nowhere
+    assert all(origin.source.startswith("test_inductor_kernels.py:") for origin in placed)
+    assert plan.arena_size <= plan.max_live * 1.05
+
+
+def test_torchs_own_compilation_is_left_as_it_is(pair: Any) -> None:
+    from torch._inductor.codegen import common
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    assert pair[0] is not None
+    assert common.device_codegens["cpu"].wrapper_codegen is PythonWrapperCodegen
+
+
+def test_a_plan_runs_nothing_and_is_the_same_each_time(block: tuple[Block, memplan.Plan]) -> None:
+    model, plan = block
+    before = torch.random.get_rng_state()
+    again = memplan.plan(model, _tokens(), kernels="inductor", gradients="safe")
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert again.graph.fingerprint == plan.graph.fingerprint
+    assert again.arena_size == plan.arena_size
+
+
+def test_a_plan_for_other_kernels_is_refused(block: tuple[Block, memplan.Plan], tmp_path: Path) -> None:
+    model, plan = block
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    compiled = memplan.compile(model, _tokens(), plan=path, kernels="inductor", gradients="safe")
+    assert compiled.plan.arena_size == plan.arena_size
+    with pytest.raises(PlanMismatch):
+        memplan.compile(model, _tokens(), plan=path, gradients="safe")
+    i, op = next((i, op) for i, op in enumerate(plan.graph.ops) if op.target.startswith("inductor."))
+    other = replace(op, target=f"{op.target.rsplit('.', 1)[0]}.000000000000")  # other source code
+    ops = (*plan.graph.ops[:i], other, *plan.graph.ops[i + 1 :])
+    changed = replace(plan, graph=replace(plan.graph, ops=ops))
+    with pytest.raises(PlanMismatch, match="000000000000"):
+        memplan.compile(model, _tokens(), plan=changed, kernels="inductor", gradients="safe")
+
+
+def test_a_budget_is_kept_by_running_kernels_again_with_the_same_bits(block: tuple[Block, memplan.Plan]) -> None:
+    model, free = block
+    twins = [copy.deepcopy(model) for _ in range(2)]
+    small = memplan.compile(twins[0], _tokens(), kernels="inductor", gradients="safe", arena_budget="min")
+    assert small.plan.arena_size < free.arena_size
+    assert small.plan.eviction is not None
+    assert len(small.plan.graph.ops) > len(free.graph.ops)
+    plain = memplan.compile(twins[1], _tokens(), kernels="inductor", gradients="safe")
+    _require_equal(_step(small, _tokens(), 1), _step(plain, _tokens(), 1))
+    with pytest.raises(BudgetInfeasible):
+        memplan.compile(model, _tokens(), kernels="inductor", gradients="safe", arena_budget=64)
+
+
+def test_no_kernel_that_draws_or_changes_a_buffer_runs_twice() -> None:
+    torch.manual_seed(0)
+    for make, inputs in MODELS.values():
+        plan = memplan.plan(
+            make(), inputs(), kernels="inductor", gradients="safe", arena_budget="min", policy="recompute"
+        )
+        given = {i for i, s in enumerate(plan.graph.storages) if s.kind.value in ("parameter", "input")}
+        once = [op.target for op in plan.graph.ops if op.random or given & set(plan.graph.written(op))]
+        assert once
+        assert len(set(once)) == len(once)
+
+
+@pytest.mark.parametrize("gradients", ["added", "owned"])
+def test_every_way_to_return_gradients_has_the_same_bits(gradients: Any, block: tuple[Block, memplan.Plan]) -> None:
+    model = copy.deepcopy(block[0])
+    twin = copy.deepcopy(block[0])
+    compiled = memplan.compile(model, _tokens(), kernels="inductor", gradients=gradients)
+    reference = memplan.compile(twin, _tokens(), kernels="inductor")
+    _require_equal(_step(compiled, _tokens(), 3), _step(reference, _tokens(), 3))
+
+
+def test_gradients_are_added_up_over_calls(block: tuple[Block, memplan.Plan]) -> None:
+    model = copy.deepcopy(block[0])
+    compiled = memplan.compile(model, _tokens(), kernels="inductor")
+    once = {name: tensor for name, tensor in _step(compiled, _tokens(), 5).items() if name}
+    torch.manual_seed(5)
+    compiled(_tokens()).square().sum().backward()
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, once[name] + once[name]), name  # type: ignore[arg-type]
+
+
+def test_poisoned_buffers_change_nothing(block: tuple[Block, memplan.Plan]) -> None:
+    model, twin = copy.deepcopy(block[0]), copy.deepcopy(block[0])
+    checked = memplan.compile(model, _tokens(), kernels="inductor", sanitize="poison", gradients="safe")
+    plain = memplan.compile(twin, _tokens(), kernels="inductor", gradients="safe")
+    _require_equal(_step(checked, _tokens(), 7), _step(plain, _tokens(), 7))
+
+
+def test_hooks_see_each_kernel(block: tuple[Block, memplan.Plan]) -> None:
+    compiled = memplan.compile(copy.deepcopy(block[0]), _tokens(), kernels="inductor", gradients="safe")
+    seen: list[str] = []
+    compiled.hooks.add(lambda event: seen.append(event.op))
+    _step(compiled, _tokens(), 0)
+    assert sum(name.startswith("cpp_fused") for name in seen) > 4
+
+
+def test_inference_and_calls_of_other_shapes_have_torch_compiles_bits() -> None:
+    torch.manual_seed(0)
+    model = Convolutions().eval()
+    compiled = memplan.compile(model, _images(), kernels="inductor", train=False)
+    torch._dynamo.reset()
+    reference = torch.compile(copy.deepcopy(model), dynamic=False)
+    with torch.no_grad():
+        for x in (_images(), _images()[:1]):
+            assert torch.equal(compiled(x), reference(x))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "options", [{"divide": True}, {"compress": "bits"}, {"device": "cpu"}, {"dynamic_shapes": {"tokens": None}}]
+)
+def test_options_that_generated_kernels_do_not_have_are_refused(options: Any) -> None:
+    with pytest.raises(UnsupportedCall, match=r"not supported with kernels=.inductor. yet") as refused:
+        memplan.compile(Block(), _tokens(), kernels="inductor", **options)
+    assert refused.value.see == "inductor-options"
+
+
+def test_unknown_kernels_and_the_backend_are_refused() -> None:
+    with pytest.raises(MemplanError, match="kernels='triton'"):
+        memplan.plan(Block(), _tokens(), kernels="triton")  # type: ignore[call-overload]
+    with pytest.raises(UnsupportedCall, match=r"kernels=.inductor. yet"):
+        memplan.Backend(kernels="inductor")
+    model = Block()
+    with pytest.raises(UnsupportedCall, match=r"a whole training step does not run kernels=.inductor. yet"):
+        memplan.compile_step(model, torch.optim.SGD(model.parameters()), lambda out: out, _tokens(), kernels="inductor")
+
+
+def test_a_step_of_generated_kernels_has_no_other_variant(block: tuple[Block, memplan.Plan]) -> None:
+    from memplan.trace import capture_call
+
+    captured = capture_call(block[0], _tokens(), kernels="inductor")
+    with pytest.raises(UnsupportedProblem, match="cannot be divided"):
+        captured.retrace(compress="bits")
+
+
+def test_inductors_own_error_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memplan.trace.fused import step
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise AssertionError("no lowering\nfor this")
+
+    monkeypatch.setattr(step, "generate", fails)
+    with pytest.raises(UnsupportedGraph, match=r"AssertionError: no lowering\n") as refused:
+        memplan.plan(Convolutions(), _images(), kernels="inductor")
+    assert refused.value.see == "inductor-refuses"

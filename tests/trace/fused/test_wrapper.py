@@ -1,0 +1,106 @@
+"""Inductor's wrapper is recorded for memplan's compilations only, and its lines are those that memplan knows."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.codegen import common
+from torch._inductor.codegen import wrapper as lines
+from torch._inductor.exc import InvalidCxxCompiler
+
+from memplan.errors import UnsupportedDevice, UnsupportedGraph
+from memplan.trace.fused import environment
+from memplan.trace.fused.wrapper import RecordingWrapper, read_line, recording
+from memplan.trace.fused.written import Allocation, KernelLine
+
+# What memplan reads of each line of Inductor's code: the names of its fields, in torch 2.13.
+FIELDS = {
+    "AllocateLine": {"wrapper", "node", "comm_buffer"},
+    "ReuseLine": {"wrapper", "node", "reused_as", "delete_old", "comm_buffer"},
+    "ReinterpretLine": {"wrapper", "node", "reused_as", "layout"},
+    "MultiOutputLine": {"wrapper", "result_name", "arg_name", "indices"},
+    "ExternKernelOutLine": {"wrapper", "node"},
+    "ExternKernelMultiOutLine": {"wrapper", "node"},
+    "ExternKernelAllocLine": {"wrapper", "node"},
+    "IndexPutFallbackLine": {"wrapper", "node", "indices"},
+    "ScatterFallbackLine": {"wrapper", "node"},
+    "FreeLine": {"wrapper", "node"},
+    "FreeIfNotReusedLine": {"wrapper", "node", "is_reused", "comm_buffer"},
+    "KernelDefinitionLine": {"wrapper", "kernel_name", "kernel_body", "metadata", "gpu", "cpp_definition"},
+}
+CALL_FIELDS = {"kernel_name", "call_args", "arg_types", "triton", "device"}
+
+
+def test_inductors_lines_have_the_fields_that_are_read() -> None:
+    for name, fields in FIELDS.items():
+        assert {f.name for f in dataclasses.fields(getattr(lines, name))} == fields, name
+    assert {f.name for f in dataclasses.fields(lines.KernelCallLine)} >= CALL_FIELDS
+
+
+def test_the_registration_is_restored_also_after_an_error() -> None:
+    common.init_backend_registration()
+    before = common.device_codegens["cpu"]
+    with recording("cpu"):
+        assert common.device_codegens["cpu"].wrapper_codegen is RecordingWrapper
+    assert common.device_codegens["cpu"] is before
+    with pytest.raises(RuntimeError, match="inside"), recording("cpu"):
+        raise RuntimeError("inside")
+    assert common.device_codegens["cpu"] is before
+
+
+def test_a_compilation_that_is_not_recorded_gets_inductors_own_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = object()
+    monkeypatch.setattr(lines.PythonWrapperCodegen, "create", lambda *_: own)
+    assert RecordingWrapper.create(False, None, None) is own
+    with recording("cpu"), pytest.raises(UnsupportedGraph, match="a graph inside the graph"):
+        RecordingWrapper.create(True, "", None)
+
+
+def test_a_line_that_is_not_known_is_refused_by_name() -> None:
+    class NewLine(lines.WrapperLine):
+        pass
+
+    with pytest.raises(UnsupportedGraph, match="NewLine") as refused:
+        read_line(NewLine(), "")
+    assert refused.value.see == "inductor-code"
+
+
+def test_a_buffer_of_a_collective_and_a_kernel_for_another_device_are_refused() -> None:
+    node = SimpleNamespace(get_name=lambda: "buf0")
+    allocate: Any = object.__new__(lines.AllocateLine)
+    allocate.node, allocate.comm_buffer = node, False
+    assert read_line(allocate, "") == Allocation(name="buf0")
+    allocate.comm_buffer = True
+    with pytest.raises(UnsupportedGraph, match="AllocateLine"):
+        read_line(allocate, "")
+    call: Any = object.__new__(lines.KernelCallLine)
+    call.triton, call.device = True, torch.device("cuda")
+    with pytest.raises(UnsupportedGraph, match="a kernel for cuda"):
+        read_line(call, "")
+
+
+def test_text_without_an_object_is_a_call_of_which_nothing_is_known() -> None:
+    assert read_line("# a comment", "# a comment") is None
+    assert read_line("del buf0", "del buf0") is None
+    assert read_line("aten.f(buf0)", "aten.f(buf0)") == KernelLine(text="aten.f(buf0)", known=False)
+
+
+def test_another_version_of_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "TESTED", ("1.0",))
+    with pytest.raises(UnsupportedDevice, match=r"tested with torch 1\.0") as refused:
+        environment.require_inductor()
+    assert refused.value.see == "inductor-version"
+
+
+def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(environment, "get_cpp_compiler", none)
+    with pytest.raises(UnsupportedDevice, match=r"no C\+\+ compiler") as refused:
+        environment.require_inductor()
+    assert refused.value.see == "inductor-compiler"
