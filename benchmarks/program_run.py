@@ -33,7 +33,8 @@ from benchmarks.peak_measure import events_of, live_bytes
 
 WAYS = ("eager", "aot_eager", "backend", "compile", "compile_step")
 FUSED = "eager_fused"  # eager with torch's fused optimizers, whose bits `compile_step` has
-WHOLE = "aot_eager_rnn"  # aot_eager that traces recurrent layers too, as `compile` does, instead of breaking the graph
+# aot_eager that traces recurrent layers too, instead of breaking the graph, and draws numpy's random numbers by numpy:
+WHOLE = "aot_eager_rnn"  # both as `compile` does
 STEPS = 5  # training steps of each program
 _KNOWN, _MEASURED = 2, 3  # the steps that are profiled: the second of both is measured (see `peak_growth`)
 _BACKENDS = ("aot_eager", WHOLE, "backend")
@@ -177,7 +178,7 @@ def run_program(program: Program, way: str) -> Run:
     """Return the finished run of a program, from seed 0."""
     torch.manual_seed(0)
     run = Run(way=way)
-    torch._dynamo.config.allow_rnn = way == WHOLE
+    torch._dynamo.config.allow_rnn = torch._dynamo.config.use_numpy_random_stream = way == WHOLE
     fused = register_optimizer_step_pre_hook(_fuse) if way == FUSED else None
     program.run(run)
     run.end_step()

@@ -260,7 +260,11 @@ def table_of(verdicts: Sequence[Verdict]) -> Table:
         "",
         "Peaks: the fourth training step, by memory events, with all tensors that are alive before it, alignment "
         "padding apart. Most programs need less than a megabyte, and what a compiled module keeps beside its arena "
-        "(example inputs, states of random numbers) is a large part of it: the ratios say little about large ones.",
+        "(example inputs, states of random numbers) is a large part of it: the ratios say little about large ones. "
+        "Where they are above 1, the causes that were looked at are: the temporaries of an optimizer's own step, which "
+        "come on top of an arena that is idle then (bert, deberta); memory that kernels take by themselves while the "
+        "arena is full (convolution's backward, oneDNN's recurrent layers: mnist, mnist_rnn, pruning); and a copy of a "
+        "compiled module, which has an arena of its own (ema).",
         "",
         *counts,
         "",

@@ -32,8 +32,9 @@ CLASSES = {name: thing for name, thing in _public().items() if inspect.isclass(t
 
 
 def _own(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield the public attributes that a class of memplan defines itself."""
-    for name, thing in vars(kind).items():
+    """Yield the public attributes that a class of memplan, or a base of memplan's, defines."""
+    bases = [vars(base) for base in reversed(kind.__mro__) if base.__module__.startswith("memplan.")]
+    for name, thing in {name: thing for base in bases for name, thing in base.items()}.items():
         if not name.startswith("_"):
             yield name, thing.__func__ if isinstance(thing, (classmethod, staticmethod)) else thing
 

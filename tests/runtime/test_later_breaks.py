@@ -129,7 +129,7 @@ def test_a_step_in_flight_keeps_its_arena() -> None:
 
 def test_a_budget_holds_for_each_in_turn() -> None:
     model, eager = _models(BreaksInEval)
-    limit = memplan.plan(model, _x(0)).total
+    limit = memplan.plan(model, _x(0)).total + 2048  # each graph has gradients of its results beside it
     compiled = memplan.compile(model, _x(0), budget=limit)
     _same_step(model, eager, compiled, _x(0))
     for part in (compiled, eager):

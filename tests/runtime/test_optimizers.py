@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from memplan.errors import InputMismatch, UnsupportedGraph
 from memplan.runtime import compile_step
-from memplan.runtime.api import step_builder
+from memplan.runtime.memory.arena import arena_for_all
 
 Optimizer = torch.optim.Optimizer
 Make = Callable[[Any], Optimizer]
@@ -685,7 +685,7 @@ def test_a_larger_arena_takes_the_place_of_the_first(*, fails: bool, monkeypatch
     step = compile_step(nets[0], ours, F.mse_loss, _batch())
     assert torch.equal(step(*_batch()), _eager(nets[1], theirs, _batch()))
     first, sizes = step._builder._arena, []
-    make = step_builder.arena_for_all
+    make = arena_for_all
     assert first is not None
 
     def made(*args: Any) -> Any:
@@ -694,7 +694,7 @@ def test_a_larger_arena_takes_the_place_of_the_first(*, fails: bool, monkeypatch
             raise RuntimeError("no memory")
         return make(*args)
 
-    monkeypatch.setattr(step_builder, "arena_for_all", made)
+    monkeypatch.setattr("memplan.runtime.api.step_builder.arena_for_all", made)
     if fails:
         with pytest.raises(RuntimeError, match="no memory"):
             step(*_batch(rows=64))

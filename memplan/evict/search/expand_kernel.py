@@ -98,6 +98,8 @@ def expand(
                         count += 1
                         for r in range(write_ptr[w], write_ptr[w + 1]):
                             if state[write[r]] == GONE:
+                                if redo_until[write[r]] < i:  # it would get other bytes than it had
+                                    return -1
                                 state[write[r]] = HERE
                                 remade[write[r]] = True
                                 near[write[r]] = i

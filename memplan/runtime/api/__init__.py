@@ -4,5 +4,6 @@ In: a model, example inputs and options. Out: a `CompiledModule` or `CompiledSte
 `compile_step.py`, then `compiled_module.py` and `compiled_step.py`. `builder.py` and `step_builder.py` trace, plan
 and assemble programs; `select.py` and `shapes.py` choose the program of a call, `mismatch.py` what happens beyond the
 limit of programs, `pending_calls.py` the instance of a program where several calls are in flight; `loss_module.py` is
-a model with its loss; `pickling.py` copies modules.
+a model with its loss; `pickling.py` copies modules. `compilation.py` is what was compiled, `recompile.py` makes it
+again, and `several_graphs.py` runs calls that one graph cannot hold.
 """

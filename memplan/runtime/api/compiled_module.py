@@ -257,6 +257,7 @@ class CompiledModule(SharedModule, MeasuredStep):
             _log.warning(_APART, self.plan.model, why_it_breaks(refused))
             base = replace(self._compilation.base_options, gradients=options.gradients)
             self.__dict__["_several"] = SeveralGraphs(self._original, base, self.hooks)
+        assert self._several is not None
         with torch.no_grad() if self._train is False else contextlib.nullcontext():
             return self._several(*args, **kwargs)
 

@@ -7,6 +7,7 @@ the optimizer's state when that step has run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from memplan.trace.optimizer.recorded_update import (
     At,
     RecordedUpdate,
     UpdateOp,
+    has_structure,
     options_of,
-    structure_of,
 )
 from memplan.trace.optimizer.surroundings import attributes_of
 
@@ -31,6 +32,7 @@ class UpdateRun:
 
     def __init__(self, recorded: RecordedUpdate, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.recorded, self.model, self.optimizer = recorded, model, optimizer
+        self._parameter_named = {name: attrgetter(name) for name in recorded.names}
         self._functions: dict[Any, Callable[..., Any]] = {}
         conditions = list(recorded.conditions.items())
         plain = [(e, v) for e, v in conditions if not any(items_of(e))]
@@ -55,7 +57,7 @@ class UpdateRun:
         except Untraceable:
             return False
         for name, structure in recorded.structure.items():
-            if structure_of(self._state(name)) != structure:
+            if not has_structure(self._state(name), structure):
                 return False
         if self._answers({}) != self._expected:
             return False
@@ -107,7 +109,7 @@ class UpdateRun:
     # -- numbers -----------------------------------------------------------------------------------------
 
     def _state(self, name: str) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.optimizer.state.get(self.model.get_parameter(name), {})
+        found: Mapping[str, Any] = self.optimizer.state.get(self._parameter_named[name](self.model), {})
         return found
 
     def _kept(self, name: str, key: str) -> Any:

@@ -28,10 +28,11 @@ class TensorKind:
 
 
 def kind_of(leaf: Any) -> Hashable:
-    """Return the kind of a tensor, the text of a value, or the type of an object that has no text of its own."""
+    """Return the kind of a tensor, the text of a value, or that of its type where an object has no text of its own."""
     if isinstance(leaf, torch.Tensor):
         return TensorKind(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
-    return type(leaf) if type(leaf).__repr__ is object.__repr__ else repr(leaf)
+    shown: Any = type(leaf).__repr__
+    return str(type(leaf)) if shown is object.__repr__ else repr(leaf)
 
 
 def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKind:

@@ -83,6 +83,11 @@ def structure_of(state: Mapping[str, Any]) -> tuple[Any, ...]:
     return (*state, *map(_option, state.values()))
 
 
+def has_structure(state: Mapping[str, Any], structure: tuple[Any, ...]) -> bool:
+    """Return whether `structure_of(state)` is `structure`, quickly where the state has no words and truth values."""
+    return (*state, *map(type, state.values())) == structure or structure_of(state) == structure
+
+
 def options_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """Return the options of all groups that are no numbers, and the types of those that are."""
     return tuple(
