@@ -1,4 +1,4 @@
-"""`memplan.partitioner`: a partitioner for plain `torch.compile` that keeps the peak of a training step within a budget.
+"""`memplan.partitioner`: a partitioner for plain `torch.compile` that keeps the peak of a step within a budget.
 
 Inductor calls it with the joint graph of forward and backward, before it lowers either. The partitioner lowers the
 partition that torch would choose, reads what its wrappers allocate, and, where that is too much, lets `memplan.evict`

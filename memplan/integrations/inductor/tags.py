@@ -7,7 +7,7 @@ from the forward, min-cut rematerialization has nothing left to choose.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import fx
@@ -22,12 +22,24 @@ TAG = "recompute"
 _COLLECTIVES = ("_c10d_functional", "c10d")
 
 
-def tag_saved(graph: fx.Graph, saved: Collection[str]) -> tuple[str, ...]:
+def tag_saved(
+    graph: fx.Graph,
+    saved: Collection[str],
+    *,
+    backward: Collection[fx.Node] | None = None,
+    never_again: Callable[[fx.Node], bool] = lambda node: False,
+) -> tuple[str, ...]:
     """Tag a joint graph so that these nodes (by name) are saved, and return the names of all that will be.
 
     What the backward needs beyond them is computed again, except where that could give other numbers: random numbers
     and collectives are saved, as is what reads an input that the forward overwrites. A view is saved as what it is a
     view of.
+
+    Args:
+        graph: The graph of forward and backward.
+        saved: The names of nodes of the forward.
+        backward: The nodes of the backward; None: those that depend on a gradient that comes in.
+        never_again: Tells whether a node must not run twice for other reasons.
 
     Example:
         >>> tag_saved(joint.graph, {"mm", "gelu"})
@@ -35,8 +47,8 @@ def tag_saved(graph: fx.Graph, saved: Collection[str]) -> tuple[str, ...]:
     """
     clear_tags(graph)
     views = get_default_op_list().view_ops
-    backward = _depends_on_tangents(graph)
-    unsafe = _not_again(graph)
+    backward = _depends_on_tangents(graph) if backward is None else backward
+    unsafe = _not_again(graph, never_again)
     wanted = {_base(node, views) for node in graph.nodes if node.name in saved}
     kept: dict[fx.Node, None] = {}
     seen: set[fx.Node] = set()
@@ -53,7 +65,7 @@ def tag_saved(graph: fx.Graph, saved: Collection[str]) -> tuple[str, ...]:
             continue
         node.meta[TAG] = CheckpointPolicy.MUST_RECOMPUTE
         stack.extend(node.all_input_nodes)
-    for node in {**kept, **dict.fromkeys(unsafe - backward)}:
+    for node in {**kept, **dict.fromkeys(node for node in graph.nodes if node in unsafe and node not in backward)}:
         node.meta[TAG] = CheckpointPolicy.MUST_SAVE
     return tuple(node.name for node in graph.nodes if node in kept)
 
@@ -81,19 +93,22 @@ def _is_gradient_only(node: fx.Node, output: fx.Node) -> bool:
     return any(result is node and type(desc).__name__ == "GradAOTOutput" for result, desc in pairs)
 
 
-def _not_again(graph: fx.Graph) -> set[fx.Node]:
+def is_collective(node: fx.Node) -> bool:
+    """Return whether a node communicates with other processes, or waits for that."""
+    return isinstance(node.target, OpOverload) and node.target.namespace in _COLLECTIVES
+
+
+def _not_again(graph: fx.Graph, never_again: Callable[[fx.Node], bool]) -> set[fx.Node]:
     """Return the nodes that must not run twice: random ones, collectives, and readers of overwritten inputs."""
     overwritten = written_in(graph)
     found: set[fx.Node] = set()
-    for node in graph.find_nodes(op="call_function"):
+    for node in (one for one in graph.nodes if one.op == "call_function"):
         tags = getattr(node.target, "tags", ())
-        namespace = node.target.namespace if isinstance(node.target, OpOverload) else ""
         reads = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-        if torch.Tag.nondeterministic_seeded in tags or namespace in _COLLECTIVES:
-            found.add(node)
-        elif any(_key(n) in overwritten for n in reads):
-            found.add(node)
-        elif node.target is operator.getitem and node.args[0] in found:
+        random = torch.Tag.nondeterministic_seeded in tags
+        changed = any(_key(n) in overwritten for n in reads)
+        item = node.target is operator.getitem and node.args[0] in found
+        if random or changed or item or is_collective(node) or never_again(node):
             found.add(node)
     return found
 
