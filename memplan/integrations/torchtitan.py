@@ -1,9 +1,9 @@
 """A memory policy for torchtitan's graph_trainer, which keeps the peak of a training step within a budget.
 
 graph_trainer traces forward, loss and backward as one graph. Its memory policies tag the nodes of the forward: what the
-backward needs is saved, or computed again right before it (`torchtitan/experiments/graph_trainer/memory_policy.py`,
-read at commit b5bcd76c66d0acb1a08b176d9639425bc55e0b2a, August 2026). Here `memplan.evict` decides, on bytes and seconds of
-that graph.
+backward needs is saved, or computed again right before it. Here `memplan.evict` decides, on bytes and seconds of that
+graph. The interface is that of `torchtitan/experiments/graph_trainer/memory_policy.py`, read at commit
+b5bcd76c66d0acb1a08b176d9639425bc55e0b2a (August 2026).
 """
 
 from __future__ import annotations

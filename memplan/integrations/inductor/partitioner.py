@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -216,6 +217,9 @@ class _Joint:
         """Return the partition that saves these nodes (None: the one that torch chooses), lowered."""
         with quiet():
             copied = fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
+        copied.graph.eliminate_dead_code()
+        if functorch_config.cse:  # as the partitioner does: what the backward would compute twice is one node
+            copied.graph = fx_graph_cse(copied.graph)
         if saved is not None:
             tag_saved(copied.graph, frozenset(saved))
         with functorch_config.patch(activation_memory_budget=1.0):
