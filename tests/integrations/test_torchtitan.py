@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
-from torch.nn.utils.stateless import functional_call
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memplan.errors import BudgetInfeasible, InvalidSize, LibraryNotInstalled
@@ -83,7 +83,12 @@ def traced(model: nn.Module, x: torch.Tensor) -> fx.GraphModule:
         return [loss, *torch.autograd.grad(loss, parameters)]
 
     with preserve_node_meta():
-        return make_fx(step, tracing_mode="fake")([p.detach().requires_grad_() for p in model.parameters()], x)
+        gm = make_fx(step, tracing_mode="fake")([p.detach().requires_grad_() for p in model.parameters()], x)
+    nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
+    loss = next(i for i, node in enumerate(nodes) if node.target is torch.ops.aten.mean.default)
+    for node in nodes[loss + 1 :]:  # as graph_trainer's tracer marks what `torch.autograd.grad` runs
+        node.meta["autograd_backward"] = True
+    return gm
 
 
 def policy_of(registry: Any, budget: Any, **options: Any) -> Any:
