@@ -11,6 +11,7 @@
     load(path)                       loads and validates a plan; load_symbolic(path): a plan for a range of shapes
     Tracker()                        is a hook that counts the bytes in the arena and on the host at each step
     Backend(**options)               configures torch.compile(model, backend="memplan")
+    partitioner(budget)              makes plain torch.compile recompute so that a step's peak keeps a budget
     explain(plan), diff(one, two)    show the live buffers of a step; the differences between two plans
 
 Importing this package does not import torch and patches nothing: each name is imported on first use. torch is an extra
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from memplan.core.validate import validate
     from memplan.evict.costs import CostModel, load_costs
     from memplan.evict.workload import Policy as EvictionPolicy
+    from memplan.integrations.inductor.partitioner import partitioner
     from memplan.planning.options import Budget, Costs, Device, DynamicShapes, PlanKeywords
     from memplan.planning.planfile import load
     from memplan.runtime import (
@@ -87,6 +89,7 @@ __all__ = [
     "load_costs",
     "load_symbolic",
     "max_batch",
+    "partitioner",
     "plan",
     "profile",
     "record",
@@ -111,13 +114,14 @@ _HOMES = {
     "explain": "memplan.analysis.explain",
     "load": "memplan.planning.planfile",
     "max_batch": "memplan.trace.batches",
+    "partitioner": "memplan.integrations.inductor.partitioner",
     "profile": "memplan.runtime.api.profiling",
     "solve": "memplan.solvers",
     "validate": "memplan.core.validate",
 }
 
 
-_ROOMS_WITH_TORCH = ("memplan.runtime", "memplan.trace")
+_ROOMS_WITH_TORCH = ("memplan.integrations", "memplan.runtime", "memplan.trace")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,131 @@
+"""Says to torch's partitioner which nodes of a joint graph to save and which to compute again.
+
+Tags are those of activation checkpoints (`node.meta["recompute"]`). With a tag on every node that the backward needs
+from the forward, min-cut rematerialization has nothing left to choose.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import get_default_op_list
+from torch._ops import OpOverload
+from torch.utils.checkpoint import CheckpointPolicy
+
+from memplan.trace.passes.aliasing import written_in
+from memplan.trace.passes.rewrite import storage_key
+
+TAG = "recompute"
+_COLLECTIVES = ("_c10d_functional", "c10d")
+
+
+def tag_saved(
+    graph: fx.Graph,
+    saved: Collection[str],
+    *,
+    backward: Collection[fx.Node] | None = None,
+    never_again: Callable[[fx.Node], bool] = lambda node: False,
+) -> tuple[str, ...]:
+    """Tag a joint graph so that these nodes (by name) are saved, and return the names of all that will be.
+
+    What the backward needs beyond them is computed again, except where that could give other numbers: random numbers
+    and collectives are saved, as is what reads an input that the forward overwrites. A view is saved as what it is a
+    view of.
+
+    Args:
+        graph: The graph of forward and backward.
+        saved: The names of nodes of the forward.
+        backward: The nodes of the backward; None: those that depend on a gradient that comes in.
+        never_again: Tells whether a node must not run twice for other reasons.
+
+    Example:
+        >>> tag_saved(joint.graph, {"mm", "gelu"})
+        ('mm', 'gelu')
+    """
+    clear_tags(graph)
+    views = get_default_op_list().view_ops
+    backward = _depends_on_tangents(graph) if backward is None else backward
+    unsafe = _not_again(graph, never_again)
+    wanted = {_base(node, views) for node in graph.nodes if node.name in saved}
+    kept: dict[fx.Node, None] = {}
+    seen: set[fx.Node] = set()
+    stack = [n for node in graph.nodes if node in backward for n in node.all_input_nodes if n not in backward]
+    (output,) = graph.find_nodes(op="output")
+    stack += [n for n in output.all_input_nodes if n not in backward and _is_gradient_only(n, output)]
+    while stack:
+        node = stack.pop()
+        if node in seen or node.op != "call_function":
+            continue
+        seen.add(node)
+        if node in unsafe or (node in wanted and _is_tensor(node)):
+            kept[node] = None
+            continue
+        node.meta[TAG] = CheckpointPolicy.MUST_RECOMPUTE
+        stack.extend(node.all_input_nodes)
+    for node in {**kept, **dict.fromkeys(node for node in graph.nodes if node in unsafe and node not in backward)}:
+        node.meta[TAG] = CheckpointPolicy.MUST_SAVE
+    return tuple(node.name for node in graph.nodes if node in kept)
+
+
+def clear_tags(graph: fx.Graph) -> None:
+    """Remove all tags."""
+    for node in graph.nodes:
+        node.meta.pop(TAG, None)
+
+
+def _depends_on_tangents(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that cannot be computed before the gradients come in."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if is_tangent or (node.op != "output" and not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _is_gradient_only(node: fx.Node, output: fx.Node) -> bool:
+    """Return whether the graph returns a node as a gradient, although no gradient that comes in leads to it."""
+    results, descs = output.args[0], output.meta.get("desc") or ()
+    pairs = zip(results, descs, strict=False) if isinstance(results, (tuple, list)) else ()
+    return any(result is node and type(desc).__name__ == "GradAOTOutput" for result, desc in pairs)
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Return whether a node communicates with other processes, or waits for that."""
+    return isinstance(node.target, OpOverload) and node.target.namespace in _COLLECTIVES
+
+
+def _not_again(graph: fx.Graph, never_again: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """Return the nodes that must not run twice: random ones, collectives, and readers of overwritten inputs."""
+    overwritten = written_in(graph)
+    found: set[fx.Node] = set()
+    for node in (one for one in graph.nodes if one.op == "call_function"):
+        tags = getattr(node.target, "tags", ())
+        reads = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        random = torch.Tag.nondeterministic_seeded in tags
+        changed = any(_key(n) in overwritten for n in reads)
+        item = node.target is operator.getitem and node.args[0] in found
+        if random or changed or item or is_collective(node) or never_again(node):
+            found.add(node)
+    return found
+
+
+def _key(node: fx.Node) -> int | None:
+    value = node.meta["val"]
+    return storage_key(value) if value.layout is torch.strided else None
+
+
+def _base(node: fx.Node, views: Iterable[object]) -> fx.Node:
+    """Return the node whose memory a chain of views shows: torch's partitioner always computes views again."""
+    while node.op == "call_function" and getattr(node.target, "overloadpacket", node.target) in views:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)

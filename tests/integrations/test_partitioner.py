@@ -1,0 +1,226 @@
+"""`memplan.partitioner`: plain `torch.compile` keeps a budget, with the same numbers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+import memplan
+from benchmarks.peak_contenders import Step
+from benchmarks.peak_measure import live_bytes, peak_growth
+from benchmarks.zoo import ZOO
+from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedGraph
+from memplan.integrations.inductor.partitioner import BudgetPartitioner
+from memplan.integrations.inductor.tags import TAG
+
+TIMES = 16  # the batch of a nano model, so that activations weigh more than gradients
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Start each test without compiled code, on one thread."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Recorded(CustomPartitionerFn):
+    """Torch's partitioner after the given tags are set."""
+
+    def __init__(self, tags: dict[str, Any]) -> None:
+        self.tags = tags
+
+    def uuid(self) -> None:
+        """Nothing is cached."""
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        """Set the tags and partition."""
+        kwargs.pop("compiler", None)
+        for node in gm.graph.nodes:
+            if node.name in self.tags:
+                node.meta[TAG] = self.tags[node.name]
+        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+
+class Blocks(nn.Module):
+    """Blocks whose activations are large beside their weights, with dropout."""
+
+    def __init__(self, width: int = 32, count: int = 3, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            for _ in range(count)
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + self.dropout(layer(x))
+        return x.square().mean()
+
+
+def compiled(model: nn.Module, partitioner: CustomPartitionerFn | None) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    options = {} if partitioner is None else {"custom_partitioner_fn": partitioner}
+    return torch.compile(model, fullgraph=True, dynamic=False, options=options)
+
+
+def step_of(call: Callable[..., Any], model: nn.Module, inputs: tuple[Any, ...]) -> Step:
+    def clear() -> None:
+        model.zero_grad()
+
+    def run() -> Any:
+        clear()
+        loss = call(*inputs)
+        loss.backward()
+        return loss
+
+    return Step(run=run, clear=clear)
+
+
+def peak_of(step: Step) -> int:
+    """The peak of a step measured from outside: what lives before it, and the growth by memory events."""
+    step.run()
+    step.clear()
+    before = live_bytes()
+    return before + peak_growth(step)
+
+
+def gradients(step: Step, model: nn.Module) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    torch.manual_seed(5)
+    loss = step.run()
+    return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def repeated(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    model, inputs = ZOO[name]("nano")
+    return model, tuple(torch.cat([x] * TIMES) for x in inputs)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "resnet"])
+def test_peak_within_budget(name: str) -> None:
+    model, inputs = repeated(name)
+    partitioner = memplan.partitioner(budget=0.85)
+    step = step_of(compiled(model, partitioner), model, inputs)
+    measured = peak_of(step)
+    first, chosen = partitioner.tried[0], partitioner.chosen
+    assert chosen is not None
+    unused = live_bytes() - chosen.bytes.standing  # buffers that the graph does not use, and other live tensors
+    assert chosen.bytes.peak <= 0.85 * first.bytes.peak
+    assert measured - unused <= chosen.bytes.peak
+    assert measured - unused >= 0.99 * chosen.bytes.peak  # what is counted is what happens
+
+
+def test_bits_are_those_of_inductor_with_the_same_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Blocks(), torch.randn(256, 32)
+    tags: dict[str, Any] = {}
+    partition = BudgetPartitioner.__call__
+
+    def spying(self: BudgetPartitioner, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        forward, backward = partition(self, gm, joint_inputs, **kwargs)
+        for module in (forward, backward):
+            tags.update({n.name: n.meta[TAG] for n in module.graph.nodes if TAG in n.meta})
+        return forward, backward
+
+    monkeypatch.setattr(BudgetPartitioner, "__call__", spying)
+    partitioner = memplan.partitioner(budget="80%")
+    ours = gradients(step_of(compiled(model, partitioner), model, (x,)), model)
+    assert len(partitioner.tried) > 1
+    theirs = gradients(step_of(compiled(model, Recorded(tags)), model, (x,)), model)
+    assert torch.equal(ours[0], theirs[0])
+    assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
+
+
+@pytest.mark.parametrize("fallback_random", [False, True])
+def test_masks_are_the_same_in_forward_and_backward(fallback_random: bool) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(64, 256))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            kept = nn.functional.dropout(x * self.scale, 0.5)
+            for _ in range(3):
+                kept = nn.functional.dropout(kept.sin() + kept, 0.5)
+            return kept.sum(), kept.detach()
+
+    model, x = Masked(), torch.rand(64, 256) + 0.5
+    partitioner = memplan.partitioner(budget=0.9)
+    with torch._inductor.config.patch(fallback_random=fallback_random):
+        loss, kept = compiled(model, partitioner)(x)
+        loss.backward()
+    assert model.scale.grad is not None
+    assert torch.equal(model.scale.grad != 0, kept != 0)
+
+
+def test_random_results_are_never_computed_again() -> None:
+    def drawn(x: torch.Tensor) -> torch.Tensor:
+        noise = torch.bernoulli(torch.full_like(x, 0.5))
+        return ((x * noise).exp() * noise).sum()
+
+    x = torch.randn(64, 64, requires_grad=True)
+    torch.manual_seed(1)
+    compiled_drawn = torch.compile(
+        drawn, fullgraph=True, options={"custom_partitioner_fn": memplan.partitioner(budget=0.99)}
+    )
+    with torch._inductor.config.patch(fallback_random=True):
+        try:
+            compiled_drawn(x).backward()
+        except BudgetInfeasible:
+            return  # the mask has to be kept
+    torch.manual_seed(1)
+    noise = torch.bernoulli(torch.full_like(x, 0.5))
+    expected = ((x.detach() * noise).exp() * noise) * noise
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_enough_room_leaves_the_partition_as_it_is() -> None:
+    model, x = Blocks(), torch.randn(64, 32)
+    partitioner = memplan.partitioner(budget="1GiB")
+    ours = gradients(step_of(compiled(model, partitioner), model, (x,)), model)
+    assert partitioner.tried == (partitioner.chosen,)
+    plain = gradients(step_of(compiled(model, None), model, (x,)), model)
+    assert all(torch.equal(a, b) for a, b in zip((ours[0], *ours[1]), (plain[0], *plain[1]), strict=True))
+
+
+def test_impossible_budget_names_the_smallest_found() -> None:
+    model, x = Blocks(), torch.randn(64, 32)
+    partitioner = memplan.partitioner(budget="1KiB")
+    with pytest.raises(BudgetInfeasible, match="keeps 1") as caught:
+        compiled(model, partitioner)(x)
+    assert caught.value.smallest == min(one.bytes.peak for one in partitioner.tried)
+    assert caught.value.where == "budget"
+    assert len(partitioner.tried) <= 4
+
+
+def test_reserve_counts() -> None:
+    model, x = Blocks(), torch.randn(64, 32)
+    with pytest.raises(BudgetInfeasible):
+        compiled(model, memplan.partitioner(budget="1MiB", reserve="1MiB"))(x)
+
+
+def test_sizes_that_vary_are_refused() -> None:
+    model = Blocks()
+    call = torch.compile(
+        model, dynamic=True, fullgraph=True, options={"custom_partitioner_fn": memplan.partitioner(budget=0.9)}
+    )
+    with pytest.raises(UnsupportedGraph, match="dynamic=False") as caught:
+        call(torch.randn(48, 32))
+    assert caught.value.see == "partitioner"
+
+
+def test_identity_and_copies() -> None:
+    one, two = memplan.partitioner(budget="1GiB"), memplan.partitioner(budget="2GiB")
+    assert one.uuid() != two.uuid()
+    assert one.uuid() == memplan.partitioner(budget=1 << 30).uuid() == pickle.loads(pickle.dumps(one)).uuid()
+    assert copy.deepcopy(one) is one
+    with pytest.raises(InvalidSize, match="smallest"):
+        memplan.partitioner(budget="min")
