@@ -71,7 +71,7 @@ def inductor(model: nn.Module, inputs: tuple[Any, ...], budget: int | None) -> C
 def partitioned(model: nn.Module, inputs: tuple[Any, ...], budget: int | None) -> Callable[..., Any]:
     """`torch.compile` with `memplan.partitioner`."""
     assert budget is not None
-    options = {"custom_partitioner_fn": memplan.partitioner(budget=budget)}
+    options: Any = {"custom_partitioner_fn": memplan.partitioner(budget=budget)}
     return torch.compile(model, fullgraph=True, dynamic=False, options=options)
 
 
@@ -128,7 +128,7 @@ def rows_of(model: str, size: str, rounds: int) -> list[Row]:
     return [_row(model, name, ready, seconds, failed) for name in CONTENDERS]
 
 
-def _ready(contender: Contender, model: str, size: str, budget: int | None) -> Measured:
+def _ready(contender: Contender, model: str, size: Any, budget: int | None) -> Measured:
     """Compile and warm up a contender, and take its figures but for the time."""
     torch._dynamo.reset()
     module, inputs = MODELS[model](size)

@@ -18,6 +18,7 @@ from torch import fx
 from memplan.core.extras import require_library
 from memplan.core.graph import StorageKind
 from memplan.core.units import format_bytes
+from memplan.devices.kinds import alignment_of
 from memplan.errors import BudgetInfeasible, InvalidSize
 from memplan.evict.costs import cost_model
 from memplan.evict.judge.arrays import measure
@@ -28,7 +29,7 @@ from memplan.integrations.fx_step import FxStep, fx_step
 from memplan.integrations.inductor.tags import clear_tags, is_collective, tag_saved
 from memplan.planning.fit import make_workload
 from memplan.planning.options import Budget, Costs, read_budget, read_size
-from memplan.trace.planning import alignment_of, device_costs
+from memplan.trace.planning import device_costs
 
 NAME = "memplan"
 _EPILOGUE = ("lm_head", "loss")  # modules whose nodes graph_trainer's pass does not compute again

@@ -20,6 +20,7 @@ from torch._inductor import compile_fx
 from torch._inductor.debug import DebugContext
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import shape_env_from_inputs
 from torch._inductor.virtualized import V
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -85,8 +86,8 @@ def _lowered(module: fx.GraphModule, inputs: list[Any], *, visible: Sequence[int
     (output,) = module.graph.find_nodes(op="output")
     output.meta["user_visible_output_idxs"] = [i for i in visible if isinstance(output.args[0][i], fx.Node)]
     compile_fx._recursive_record_user_visible_output_idxs(module)
-    shape_env = getattr(module, "shape_env", None) or compile_fx.shape_env_from_inputs(inputs)
-    view_to_reshape(module)
+    shape_env = getattr(module, "shape_env", None) or shape_env_from_inputs(inputs)
+    view_to_reshape(module)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         mode = compile_fx.fake_tensor_prop(module, inputs)
     compile_fx._recursive_record_original_output_strides(module)

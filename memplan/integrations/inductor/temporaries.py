@@ -78,7 +78,7 @@ def _real(value: torch.Tensor) -> torch.Tensor:
 
 def _origin(node: Any) -> fx.Node | None:
     """Return the node of the lowered graph whose op a kernel runs."""
-    found = getattr(node, "fx_node", None) or node.get_origin_node()
+    found: fx.Node | None = getattr(node, "fx_node", None) or node.get_origin_node()
     if found is None and len(node.get_origins()) == 1:
         (found,) = node.get_origins()
     return found
@@ -94,8 +94,8 @@ def _examples(node: Any, leaves: Sequence[Any]) -> list[Any]:
         value = leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf
         if isinstance(leaf, fx.Node) and isinstance(value, torch.Tensor):
             own = next(strides, None)
-            fits = own is not None and len(own) == value.dim()
-            value = value.as_strided(value.size(), own, 0) if fits and own != tuple(value.stride()) else value
+            if own is not None and len(own) == value.dim() and own != tuple(value.stride()):
+                value = value.as_strided(value.size(), own, 0)
         found.append(value)
     return found
 

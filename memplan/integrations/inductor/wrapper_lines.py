@@ -74,6 +74,7 @@ def read_wrapper(graph: GraphLowering, temporaries: Temporaries) -> WrapperChang
     """
     with V.set_graph_handler(graph):
         changes: list[Change] = []
+        line: Any
         for line in graph.wrapper_code.lines:
             made = list(_changes(graph, line))
             if type(line).__name__ in _BY_LIBRARIES:
@@ -99,7 +100,7 @@ def storage_bytes(graph: GraphLowering, buffer: Any) -> int:
         return 0
     count = graph.get_allocation_storage_size(buffer)
     try:
-        return int(count) * buffer.get_dtype().itemsize
+        return int(count) * int(buffer.get_dtype().itemsize)
     except TypeError as error:
         hint = "compile with torch.compile(model, dynamic=False): each shape is then partitioned for itself"
         what = "its size varies from call to call, so the bytes of a step are not known"
