@@ -36,7 +36,7 @@ _SEVERAL = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompilation:
-    """What a model is compiled from once more. `modes`: the training flag of every submodule when it was compiled.
+    """Compiles a model once more. `modes`: the training flag of every submodule when it was compiled.
 
     `before` is the compilation of now, `options` are those that `builder` was made with.
     """

@@ -26,7 +26,7 @@ from memplan.trace.passes.rewrite import storage_key
 
 
 class StateChanges:
-    """What has become of the state of the parameters that it has looked at; the fields are as in `RecordedUpdate`."""
+    """The changes of the state of the parameters that it has looked at; the fields are as in `RecordedUpdate`."""
 
     def __init__(self, tape: UpdateTape) -> None:
         self.tape = tape
