@@ -73,7 +73,7 @@ def register(budget: Budget, *, reserve: int | str = 0, costs: Costs | None = No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedStep:
-    """What a policy decided: the nodes that are saved, and bytes on the device with and without it."""
+    """The decision of a policy: the nodes that are saved, and bytes on the device with and without it."""
 
     saved: tuple[str, ...]
     peak: int

@@ -44,7 +44,7 @@ def kernel_step(lowered: LoweredStep) -> KernelStep:
         >>> step.graph.ops[0].target
         'fused'
     """
-    reader = _Reader(lowered)
+    reader = _SchedulerReader(lowered)
     reader.read()
     return reader.result()
 
@@ -65,7 +65,7 @@ class _Tensors:
         return name
 
 
-class _Reader:
+class _SchedulerReader:
     """Reads both graphs of a step into ops, values and storages."""
 
     def __init__(self, lowered: LoweredStep) -> None:

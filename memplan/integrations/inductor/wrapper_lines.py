@@ -33,7 +33,7 @@ _BY_LIBRARIES = (
 
 
 class Act(enum.Enum):
-    """What a line does with a variable."""
+    """The effect of a line on a variable."""
 
     MAKE = "makes a tensor in new memory"
     SHARE = "names the memory of another variable"
@@ -52,7 +52,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrapperChanges:
-    """What one wrapper does: it is called with `inputs`, makes `changes` and returns `outputs` (None: no tensor).
+    """The work of one wrapper: it is called with `inputs`, makes `changes` and returns `outputs` (None: no tensor).
 
     `strides` are those of each output, None where it is no tensor.
     """
