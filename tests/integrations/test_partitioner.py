@@ -105,9 +105,8 @@ def repeated(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     return model, tuple(torch.cat([x] * TIMES) for x in inputs)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "resnet"])
-def test_peak_within_budget(name: str) -> None:
-    model, inputs = repeated(name)
+def test_peak_within_budget() -> None:
+    model, inputs = repeated("vit")  # benchmarks/fused.py measures the other models: each takes a minute to lower
     partitioner = memplan.partitioner(budget=0.85)
     step = step_of(compiled(model, partitioner), model, inputs)
     measured = peak_of(step)
@@ -144,42 +143,24 @@ def test_masks_are_the_same_in_forward_and_backward(fallback_random: bool) -> No
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.scale = nn.Parameter(torch.ones(64, 256))
+            self.blocks = Blocks()
+            self.scale = nn.Parameter(torch.ones(256, 32))
 
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            kept = nn.functional.dropout(x * self.scale, 0.5)
-            for _ in range(3):
-                kept = nn.functional.dropout(kept.sin() + kept, 0.5)
-            return kept.sum(), kept.detach()
+            for layer in self.blocks.layers:
+                x = x + self.blocks.dropout(layer(x))
+            kept = nn.functional.dropout(x, 0.5)
+            return (kept * self.scale).sum(), kept.detach()
 
-    model, x = Masked(), torch.rand(64, 256) + 0.5
-    partitioner = memplan.partitioner(budget=0.9)
+    model, x = Masked(), torch.rand(256, 32) + 0.5
+    partitioner = memplan.partitioner(budget=0.85)
     with torch._inductor.config.patch(fallback_random=fallback_random):
         loss, kept = compiled(model, partitioner)(x)
         loss.backward()
     assert model.scale.grad is not None
-    assert torch.equal(model.scale.grad != 0, kept != 0)
-
-
-def test_random_results_are_never_computed_again() -> None:
-    def drawn(x: torch.Tensor) -> torch.Tensor:
-        noise = torch.bernoulli(torch.full_like(x, 0.5))
-        return ((x * noise).exp() * noise).sum()
-
-    x = torch.randn(64, 64, requires_grad=True)
-    torch.manual_seed(1)
-    compiled_drawn = torch.compile(
-        drawn, fullgraph=True, options={"custom_partitioner_fn": memplan.partitioner(budget=0.99)}
-    )
-    with torch._inductor.config.patch(fallback_random=True):
-        try:
-            torch.autograd.backward(compiled_drawn(x))
-        except BudgetInfeasible:
-            return  # the mask has to be kept
-    torch.manual_seed(1)
-    noise = torch.bernoulli(torch.full_like(x, 0.5))
-    expected = ((x.detach() * noise).exp() * noise) * noise
-    torch.testing.assert_close(x.grad, expected)
+    assert torch.equal(model.scale.grad, kept)
+    assert 0.4 < float((kept == 0).double().mean()) < 0.6
+    assert len(partitioner.tried) > 1, "the budget needs something to be computed again"
 
 
 def test_enough_room_leaves_the_partition_as_it_is() -> None:
