@@ -123,3 +123,60 @@ def test_a_larger_table_is_never_run_by_programs_of_the_first() -> None:
         x = torch.randn(4, 6)
         _same_step(model, eager, compiled, x)
         _same_step(model, eager, compiled, x + n)
+
+
+def test_weights_that_are_laid_out_otherwise_are_not_read_by_programs_of_the_first_layout() -> None:
+    """As `model.to(memory_format=...)`, before a larger arena in which the first program is made again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    eager = copy.deepcopy(model)
+    compiled = memplan.compile(model, torch.randn(4, 6))
+    for part in (model, eager):
+        for layer in (part[0], part[2]):
+            layer.weight.data = layer.weight.data.t().contiguous().t()
+    for rows in (4, 64, 4, 4):
+        _same_step(model, eager, compiled, torch.randn(rows, 6))
+
+
+def test_compile_step_goes_on_after_a_model_that_could_not_be_planned() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    eager = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(part.parameters(), lr=0.1, fused=True) for part in (model, eager))
+    step = memplan.compile_step(model, ours, lambda out: out.square().mean(), torch.randn(4, 6))
+    for n, dtype in enumerate((torch.float32, torch.float64, torch.float64, torch.float32, torch.float32)):
+        model.to(dtype)
+        eager.to(dtype)
+        x = torch.randn(4 if n < 4 else 64, 6, dtype=dtype)
+        theirs.zero_grad()
+        loss = eager(x).square().mean()
+        torch.autograd.backward(loss)
+        theirs.step()
+        assert torch.equal(step(x), loss.detach()), n
+        for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+def test_the_backend_s_graphs_are_placed_although_the_model_has_another_type_by_then() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.one(x).tanh()
+            torch._dynamo.graph_break()
+            out: torch.Tensor = self.two(y)
+            return out
+
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Broken()
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="memplan")
+    _same_step(model, eager, compiled, torch.randn(4, 6))
+    for part in (model, eager):
+        part.bfloat16()
+    for _ in range(3):
+        _same_step(model, eager, compiled, torch.randn(4, 6, dtype=torch.bfloat16))
+    torch._dynamo.reset()

@@ -22,6 +22,7 @@ from memplan.runtime.execute.recorded_state import UpdateRun
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.call_kinds import TensorKind, kind_of_call
+from memplan.runtime.guards.module_guards import COMPILE_AGAIN
 from memplan.runtime.memory.arena import dtype_of
 from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, offload_for, offload_within
 from memplan.runtime.profiling.profile_guided import MeasuredStep
@@ -147,6 +148,9 @@ class CompiledStep(MeasuredStep):
     def _ready(self, plan: StepPlan, batch: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> _Ready:
         """Return what runs a call by a plan, after all checks. Raises `InputMismatch` if it is not for the call."""
         guards = self._module_guards
+        if plan.forgotten:
+            what = "the model has changed since the plan was made"
+            raise InputMismatch(what, where="the model", hint=COMPILE_AGAIN, see="other-model")
         guards.require_modes(plan.modes)
         program, run, alone = plan.adding or _updating_of(plan), None, False
         require_autocast(program.runner)

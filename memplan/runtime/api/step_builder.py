@@ -15,7 +15,7 @@ from torch import nn
 from memplan.core.plan import Plan
 from memplan.core.totals import functional_transient
 from memplan.core.units import format_bytes
-from memplan.errors import UnsupportedCall, UnsupportedGraph
+from memplan.errors import InputMismatch, UnsupportedCall, UnsupportedGraph
 from memplan.evict.feedback import RecordingPolicy
 from memplan.runtime.api.builder import require_real
 from memplan.runtime.api.step_plans import Assembled, StepPlan, UpdateProgram, recorded_run
@@ -174,7 +174,8 @@ class StepBuilder:
             if self._arena is not None and self._arena.ownership.released:  # the programs go on in one like it
                 self._move_to(arena_for_all(others, device, before))
             raise
-        if given is None and self._arena is None and not options.has_budget:
+        compared = given is None and self._arena is None and not options.has_budget
+        if compared and not any(t.runs_on for t in traced):
             smaller = [plan_as_small_as_eager(options, one) for one in made]
             if any(smaller):
                 discard(made)
@@ -227,8 +228,15 @@ class StepBuilder:
         self._arena = arena
         _log.info("%s: the arena grows to %s", type(self._loss).__name__, format_bytes(arena.nbytes))
         for plan in self.plans:
-            for one in plan.programs:
-                one.runner = self._runner(arena, one.traced, one.runner.plan, one.runner.program.bound)
+            try:
+                moved = [self._runner(arena, p.traced, p.runner.plan, p.runner.program.bound) for p in plan.programs]
+            except InputMismatch as error:
+                _log.info("%s: a plan is forgotten: %s", type(self._loss).__name__, error.summary)
+                plan.forgotten = True
+                continue
+            for one, runner in zip(plan.programs, moved, strict=True):
+                one.runner = runner
+        self.plans[:] = [plan for plan in self.plans if not plan.forgotten]
         self.guides = []
         old.release()
 

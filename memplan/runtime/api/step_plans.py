@@ -49,6 +49,7 @@ class StepPlan:
     `loss`: its forward and backward. `modes` and `update_key`: the training flags of all submodules, and what
     `StepGuards.update_key` was. `adding`: the program of calls that only add to the sums of gradients. `fused`: the
     program with torch's fused update, or None: then `recorded` has each update that was seen, with its program.
+    `forgotten`: its programs could not be assembled again, because the model has changed.
     """
 
     loss: CapturedLoss
@@ -58,6 +59,7 @@ class StepPlan:
     fused: UpdateProgram | None = None
     recorded: list[tuple[UpdateRun | None, UpdateProgram]] = field(default_factory=list)
     current: tuple[UpdateRun | None, UpdateProgram] | None = None
+    forgotten: bool = False
 
     @property
     def programs(self) -> list[Assembled]:

@@ -12,7 +12,7 @@ import torch
 from memplan.errors import InputMismatch
 from memplan.runtime.guards.layout_guards import LayoutGuards
 from memplan.runtime.guards.module_guards import COMPILE_AGAIN, ModuleGuards
-from memplan.trace.traced import Source, TracedGraph
+from memplan.trace.traced import Binding, Source, TracedGraph
 
 _OF_MODEL = (Source.PARAMETER, Source.BUFFER)
 _HELD = (*_OF_MODEL, Source.STATE)
@@ -38,10 +38,9 @@ class ParameterGuards:
         state = self._state(tensors)
         self._require_as_traced(state, traced)
         self._store(tensors, state)
-        wanted = [b.requires_grad if b.source in _OF_MODEL else s[-1] for b, s in zip(self._held, state, strict=True)]
-        if wanted != [s[-1] for s in state]:  # it was traced when others were frozen, and is not for the model of now
-            self._expected = [(*s[:-1], wants) for s, wants in zip(state, wanted, strict=True)]
-            self._same_layout = _never
+        expected = [_as_traced(b, s, traced) for b, s in zip(self._held, state, strict=True)]
+        if expected != state:  # it was traced when others were frozen or laid out otherwise, not for the model of now
+            self._expected, self._same_layout = expected, _never
 
     def _look(self) -> None:
         slots = [self._module_guards.slot(b) for b in self._held]
@@ -111,6 +110,18 @@ class ParameterGuards:
         self._module_guards.require_known()
         self._store(tensors, state)
         return moved
+
+
+def _as_traced(binding: Binding, state: tuple[Any, ...], traced: TracedGraph) -> tuple[Any, ...]:
+    """Return the state of a tensor as it has to be: of a parameter or buffer, with the strides of its trace."""
+    if binding.source not in _OF_MODEL:
+        return state
+    pointer, shape, strides, dtype, _ = state
+    value = traced.graph.values[binding.value]
+    places = zip(shape, strides, value.strides, strict=True)
+    if 0 not in shape and any(now != then for n, now, then in places if n > 1):
+        strides = value.strides
+    return pointer, shape, strides, dtype, binding.requires_grad
 
 
 def _never(*_: torch.Tensor) -> bool:

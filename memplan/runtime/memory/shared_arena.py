@@ -24,6 +24,7 @@ import torch
 
 from memplan.core.plan import Plan
 from memplan.core.problem import Buffer, Interval, Problem
+from memplan.errors import InputMismatch
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import ArenaOwnership, InFlight
 from memplan.solvers import solve
@@ -279,7 +280,7 @@ class ArenaCoordinator:
         self._shared = weakref.ref(smaller)
         with torch.inference_mode(False):
             for instance in instances:
-                instance.move(instance.placed, part_of(smaller, instance.ownership))
+                _move(instance, instance.placed, part_of(smaller, instance.ownership))
 
     def release(self, instances: Iterable[ArenaUser]) -> bool:
         """Free the arenas of instances, which settle in others when they run again; not while anything is in flight.
@@ -329,7 +330,8 @@ class ArenaCoordinator:
             key = id(e.instance), e.backward
             in_flight[key] = in_flight.get(key, frozenset()) | e.in_flight
         for instance, plan in zip(instances, plans, strict=True):
-            instance.move(plan, part_of(shared, instance.ownership))
+            if not _move(instance, plan, part_of(shared, instance.ownership)):
+                continue
             none: frozenset[int] = frozenset()
             left = (in_flight.get((id(instance), False), none), in_flight.get((id(instance), True), none))
             instance.slot = ArenaSlot(layout, left)
@@ -347,6 +349,16 @@ class ArenaCoordinator:
             shared = Arena(nbytes, instances[0].arena.device)
             self._shared = weakref.ref(shared)
         return shared
+
+
+def _move(instance: ArenaUser, plan: Plan, arena: ArenaPart) -> bool:
+    """Move an instance, unless the model is no longer what it was traced for: the call that selects it will say so."""
+    try:
+        instance.move(plan, arena)
+    except InputMismatch:
+        instance.slot = None
+        return False
+    return True
 
 
 def _completed(events: list[InstanceEvent]) -> list[InstanceEvent]:
