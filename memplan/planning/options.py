@@ -227,6 +227,13 @@ class PlanOptions:
                     hint=f'leave out {name}=, or take kernels="aten", the default',
                     see="inductor-options",
                 )
+        if self.checkpoint != "follow":  # Inductor's partition follows the model's checkpoints
+            raise UnsupportedCall(
+                f"is not supported with kernels={self.kernels!r} yet",
+                where=f"checkpoint={self.checkpoint!r}",
+                hint='leave out checkpoint=, or take kernels="aten", the default',
+                see="inductor-options",
+            )
 
     def _refuse_beside_dynamic_shapes(self) -> None:
         """Raise `InvalidShapes` for options beside `dynamic_shapes` that work for one shape only."""

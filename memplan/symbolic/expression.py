@@ -18,6 +18,7 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 _COMPARISONS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
 _FUNCTIONS = {"max": max, "min": min}
 _LONGEST = 2000  # characters
+_DEEPEST = 400  # parts inside of each other
 _HIGHEST_POWER = 8
 
 Evaluate = Callable[..., tuple[int, ...]]
@@ -112,14 +113,16 @@ def _parse(text: str, where: str) -> ast.expr:
         raise InvalidPlan(f"{clip(ascii(text))} is not an expression", where=where) from error
 
 
-def _check(node: ast.expr, symbols: frozenset[str], text: str, where: str) -> bool:
+def _check(node: ast.expr, symbols: frozenset[str], text: str, where: str, depth: int = 0) -> bool:
     """Return whether `node` is a condition. Raises `InvalidPlan` naming the first part that is not allowed."""
+    if depth > _DEEPEST:  # whatever limit of recursion a library has set
+        raise _too_deep(text, where)
     parts = _parts(node, symbols)
     if parts is None:
         raise _not_allowed(node, text, where)
     of_conditions = isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
     for part in parts:
-        if _check(part, symbols, text, where) is not of_conditions:
+        if _check(part, symbols, text, where, depth + 1) is not of_conditions:
             raise _not_allowed(part, text, where)
     return of_conditions or isinstance(node, ast.Compare)
 

@@ -26,9 +26,11 @@ TIMES = 16  # the batch of a nano model, so that activations weigh more than gra
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """Start each test without compiled code, on one thread."""
+    """Start each test without compiled code: where torch's cache has a graph, no partitioner is called."""
     torch._dynamo.reset()
-    yield
+    off = torch._functorch.config.patch(enable_autograd_cache=False)
+    with off, torch._inductor.config.patch(fx_graph_cache=False):
+        yield
     torch._dynamo.reset()
 
 

@@ -1,4 +1,4 @@
-"""The fixed tenth of the sweep, and what happens when a worker does not come back."""
+"""A fixed thirtieth of the sweep (`python -m tests.parity --every 10` runs more), and what happens when a worker does not come back."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.parity.cases import Case, Selection, cases_of, draw
 from tests.parity.sweep import sweep
 from tests.parity.verdicts import Result, Verdict
 
-_PARTS = 6
+_PARTS = 2
 
 
 @pytest.mark.parametrize("part", range(_PARTS))
-def test_tenth(part: int) -> None:
-    verdicts = list(sweep(Selection(every=10, part=part, parts=_PARTS)))
-    assert sum(v.result is Result.PASSED for v in verdicts) > 60  # the databases were found, and most of it passes
+def test_thirtieth(part: int) -> None:
+    verdicts = list(sweep(Selection(every=30, part=part, parts=_PARTS)))
+    assert sum(v.result is Result.PASSED for v in verdicts) > 25  # the databases were found, and most of it passes
     found = refusals.findings(verdicts, refusals.expected(), refusals.expected(refusals.ROUNDINGS))
     assert not found, "\n".join(found)
 

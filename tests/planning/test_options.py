@@ -46,7 +46,6 @@ VARYING = {"x": {0: "batch"}}
         ({"budget": b"1MiB"}, InvalidSize, "is not a budget"),
         ({"budget": [1, 2]}, InvalidSize, "there is one device"),
         ({"gradients": "arena", "device": "cpu"}, UnsupportedCall, "device='cpu'"),
-        ({"gradients": "arena", "dynamic_shapes": VARYING}, UnsupportedCall, "dynamic_shapes="),
         ({"dynamic_shapes": VARYING, "device": "cpu"}, InvalidShapes, "device with dynamic_shapes"),
         ({"dynamic_shapes": VARYING, "divide": 4}, InvalidShapes, "divide with dynamic_shapes"),
         ({"dynamic_shapes": VARYING, "compress": "bits"}, InvalidShapes, "compress with dynamic_shapes"),

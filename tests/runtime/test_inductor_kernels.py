@@ -188,6 +188,7 @@ def test_no_kernel_that_draws_or_changes_a_buffer_runs_twice() -> None:
         once = [op.target for op in plan.graph.ops if op.random or given & set(plan.graph.written(op))]
         assert once
         assert len(set(once)) == len(once)
+        assert len({op.target for op in plan.graph.ops}) < len(plan.graph.ops), "another kernel runs twice"
 
 
 @pytest.mark.parametrize("gradients", ["added", "owned"])
@@ -273,3 +274,34 @@ def test_inductors_own_error_is_one_sentence(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UnsupportedGraph, match=r"AssertionError: no lowering\n") as refused:
         memplan.plan(Convolutions(), _images(), kernels="inductor")
     assert refused.value.see == "inductor-refuses"
+
+
+class Counted(nn.Module):
+    """A model whose backward needs what was computed from the old value of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0, 1, 4096))
+        self.register_buffer("count", torch.zeros(()))
+        self.count: torch.Tensor
+
+    def forward(self) -> torch.Tensor:
+        found = (self.weight + self.count).sin().sum()
+        self.count.add_(1)
+        return found
+
+
+def test_a_backward_from_a_buffer_that_has_changed_is_refused() -> None:
+    with pytest.raises(UnsupportedGraph, match="which the forward has changed by then"):
+        memplan.compile(Counted(), (), kernels="inductor")
+    model, eager = Counted(), Counted()
+    for call, own in ((memplan.compile(model, ()), model), (eager, eager)):
+        for _ in range(2):
+            own.zero_grad()
+            call().backward()
+    assert torch.equal(model.weight.grad, eager.weight.grad)  # type: ignore[arg-type]
+
+
+def test_following_checkpoints_is_the_only_way() -> None:
+    with pytest.raises(UnsupportedCall, match="checkpoint='plan'"):
+        memplan.plan(Block(), _tokens(), kernels="inductor", checkpoint="plan")

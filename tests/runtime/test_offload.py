@@ -442,7 +442,7 @@ def test_a_plan_that_would_evict_wrongly_is_refused(tamper: Callable[..., Evicte
     host = solve(host_problem(graph, schedule, alignment=plan.alignment))
     record = replace(plan.eviction, sources=sources, host=host, arena_budget=wrong.arena_size)
     replace(wrong, eviction=record).save(tmp_path / "plan.json")  # whole in itself: checksum, offsets, lifetimes
-    with pytest.raises(InvalidEviction) as caught:
+    with pytest.raises((InvalidEviction, InvalidPlan)) as caught:  # a race is found before wrong contents
         memplan_compile(model, args, plan=tmp_path / "plan.json")
     assert caught.value.where
     assert caught.value.hint

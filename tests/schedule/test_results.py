@@ -15,7 +15,7 @@ from benchmarks.zoo import ZOO
 from memplan.core.graph import Graph, Phase
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import compile_step as memplan_compile_step
-from memplan.schedule import Schedule, make_schedule, predecessors, require_legal, traced
+from memplan.schedule import Schedule, make_schedule, predecessors, require_legal
 from memplan.trace import trace
 
 
@@ -54,7 +54,7 @@ def results(
     return found | dict(own.named_buffers()), compiled.plan.schedule.order, compiled.plan.graph
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2", "bert", "vit", "resnet", "unet"])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "bert", "resnet"])
 def test_random_legal_orders_give_the_same_bits(name: str) -> None:
     model, args = ZOO[name]("nano")
     expected, plain, whole = results(model, args, "traced")
@@ -88,11 +88,11 @@ def trained(
 def test_random_legal_orders_of_whole_steps_give_the_same_bits(name: str, clip: float | None) -> None:
     """Updates between gradients, weights that readers of the old value must have seen, and in-place reuse."""
     model, batch = ZOO[name]("nano")
-    expected, _, _ = trained(model, batch, "traced", clip)
+    expected, plain, whole = trained(model, batch, "traced", clip)
     for schedule in (shuffled(3), "auto"):
         found, order, graph = trained(model, batch, schedule, clip)
         require_legal(graph, order)
-        assert order != traced(graph).order
+        assert [graph.ops[i].name for i in order] != [whole.ops[i].name for i in plain]
         assert found.keys() == expected.keys()
         for key, tensor in expected.items():
             assert torch.equal(found[key], tensor), key

@@ -52,7 +52,7 @@ Graphs = tuple[fx.GraphModule, fx.GraphModule]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Partition:
+class TriedPartition:
     """One partition of a joint graph, and the bytes that the step needs with it.
 
     `saved` are the names of the nodes that the forward saves for the backward. `seconds` is the time of the step by
@@ -69,7 +69,7 @@ class BudgetPartitioner(CustomPartitionerFn):
 
     Attributes:
         tried: The partitions of the last graph that were lowered, in order; the first is torch's own.
-        chosen: The one that was taken.
+        chosen: The one that was taken; None before a graph was partitioned, and where torch's cache had it.
 
     Example:
         ```python
@@ -84,8 +84,8 @@ class BudgetPartitioner(CustomPartitionerFn):
         self._budget = budget
         self._reserve = reserve
         self._costs = costs
-        self.tried: tuple[Partition, ...] = ()
-        self.chosen: Partition | None = None
+        self.tried: tuple[TriedPartition, ...] = ()
+        self.chosen: TriedPartition | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BudgetPartitioner:
         """Return the partitioner itself: Inductor copies its settings, and what was tried is to be seen here."""
@@ -132,7 +132,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         )
         return graphs
 
-    def _tries(self, joint: _Joint) -> list[tuple[Partition, Graphs]]:
+    def _tries(self, joint: _Joint) -> list[tuple[TriedPartition, Graphs]]:
         """Return the partitions that were lowered, and their graphs."""
         found = [joint.partition(None)]
         first = found[0][0]
@@ -165,7 +165,7 @@ class BudgetPartitioner(CustomPartitionerFn):
             aim = (low + high) // 2
         return found
 
-    def _limit(self, first: Partition) -> int:
+    def _limit(self, first: TriedPartition) -> int:
         """Return the most bytes that the step may need."""
         if isinstance(self._budget, float):
             return int(self._budget * (first.bytes.peak + self._reserve))
@@ -181,14 +181,14 @@ class BudgetPartitioner(CustomPartitionerFn):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Choice:
+class _SavedNodes:
     """The nodes to save, and the seconds of the step by the cost model."""
 
     saved: tuple[str, ...]
     seconds: float
 
 
-def _decide(workload: Workload, step: KernelStep, budget: int) -> _Choice | None:
+def _decide(workload: Workload, step: KernelStep, budget: int) -> _SavedNodes | None:
     """Return what to save so that the kernels' buffers keep a budget; None where the policy finds nothing."""
     within = workload.within(max(budget, 0))
     try:
@@ -196,7 +196,7 @@ def _decide(workload: Workload, step: KernelStep, budget: int) -> _Choice | None
     except BudgetInfeasible:
         return None
     nodes = [step.nodes.get(s, ()) for s in kept_for_backward(within, events)]
-    return _Choice(saved=tuple(sorted({n for one in nodes for n in one})), seconds=measure(within, events).seconds)
+    return _SavedNodes(saved=tuple(sorted({n for one in nodes for n in one})), seconds=measure(within, events).seconds)
 
 
 class _Joint:
@@ -213,7 +213,7 @@ class _Joint:
         self.temporaries = Temporaries()
         self.lowered: LoweredStep
 
-    def partition(self, saved: Sequence[str] | None, seconds: float | None = None) -> tuple[Partition, Graphs]:
+    def partition(self, saved: Sequence[str] | None, seconds: float | None = None) -> tuple[TriedPartition, Graphs]:
         """Return the partition that saves these nodes (None: the one that torch chooses), lowered."""
         with quiet():
             copied = fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
@@ -226,7 +226,7 @@ class _Joint:
             forward, backward = min_cut_rematerialization_partition(copied, self.inputs, **self.options)
         self.lowered = lower_step(forward, backward, self.results)
         need = bytes_of(self.module.graph, self.lowered, self.temporaries, self.alignment)
-        return Partition(saved=self.lowered.saved, bytes=need, seconds=seconds), (forward, backward)
+        return TriedPartition(saved=self.lowered.saved, bytes=need, seconds=seconds), (forward, backward)
 
 
 def bytes_of(joint: fx.Graph, lowered: LoweredStep, temporaries: Temporaries, alignment: int = 1) -> StepBytes:

@@ -18,6 +18,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import compile_fx, config
 from torch._inductor.virtualized import V
 
+from memplan.errors import UnsupportedGraph
 from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, Replay, extent, piece_of
 from memplan.trace.fused.wrapper import recording, refused
 from memplan.trace.fused.written import WrittenCode
@@ -177,6 +178,9 @@ def _compiling(mode: Any) -> Iterator[None]:
 def _given(node: fx.Node) -> BlockView:
     """Return the piece of an input of the step."""
     tensor = node.meta["val"]
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        what = f"a tensor that is not plain strided memory ({tensor.layout})"
+        raise UnsupportedGraph(node.name, what, "use dense real tensors", see="strided")
     piece = piece_of(Block(name=node.name, device=tensor.device, nbytes=0, given=True), tensor)
     piece.block.nbytes = extent(piece)  # a fake storage may be larger
     return piece
