@@ -1,4 +1,4 @@
-"""A fixed thirtieth of the sweep (`python -m tests.parity --every 10` runs more), and what happens when a worker does not come back."""
+"""A fixed thirtieth of the sweep, and what happens when a worker does not come back."""
 
 from __future__ import annotations
 
