@@ -79,3 +79,21 @@ def under_autocast(call: Callable[..., Any], *, enabled: bool = True) -> Callabl
             return call(*args)
 
     return cast
+
+
+def assert_same_step(one: nn.Module, two: nn.Module, call: Callable[..., Any], *args: Any) -> frozenset[str]:
+    """The names of the parameters that got a gradient in a step of `one` by `call` and of `two` by itself.
+
+    Fails where the losses (the mean of the squared results), the gradients or the buffers differ in a bit.
+    """
+
+    def step(model: nn.Module, forward: Callable[..., Any]) -> Outcome:
+        return outcome_of(model, lambda *values: forward(*values).square().mean(), *args)
+
+    first, second = step(one, call), step(two, two)
+    assert torch.equal(first.loss, second.loss)
+    assert first.gradients.keys() == second.gradients.keys()
+    for name, gradient in first.gradients.items():
+        assert torch.equal(gradient, second.gradients[name]), name
+    assert first.same_as(second)
+    return frozenset(first.gradients)

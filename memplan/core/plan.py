@@ -308,9 +308,7 @@ class Plan:
         Example:
             >>> pathlib.Path("plan.html").write_text(plan.to_html())
         """
-        picture = _function("memplan.report.picture", "picture_of_plan")(self)
-        page: str = _function("memplan.report.html", "picture_html")(picture)
-        return page
+        return self._drawn("memplan.report.html", "picture_html")
 
     def to_svg(self) -> str:
         """Return the arena over the step as an SVG picture.
@@ -321,9 +319,13 @@ class Plan:
         Example:
             >>> pathlib.Path("plan.svg").write_text(plan.to_svg())
         """
+        return self._drawn("memplan.report.svg", "picture_svg")
+
+    def _drawn(self, module: str, name: str) -> str:
+        """Return the plan's picture as the text that the function `name` of `module` makes of it."""
         picture = _function("memplan.report.picture", "picture_of_plan")(self)
-        drawn: str = _function("memplan.report.svg", "picture_svg")(picture)
-        return drawn
+        text: str = _function(module, name)(picture)
+        return text
 
     def to_records(self) -> list[dict[str, Any]]:
         """Return a row of plain columns for each buffer, in the order of first use.

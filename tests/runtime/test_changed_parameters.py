@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch.export import Dim
 from torch.nn import functional as F  # noqa: N812  (torch's own convention)
 
 import memplan
+from tests.steps import assert_same_step
 
 
 class Body(nn.Module):
@@ -38,19 +38,6 @@ def _x(n: int, rows: int = 6) -> torch.Tensor:
     return torch.randn(rows, 8, generator=torch.Generator().manual_seed(n))
 
 
-def _same_step(one: nn.Module, two: nn.Module, call: Callable[..., Any], x: torch.Tensor) -> None:
-    losses = []
-    for model, forward in ((one, call), (two, two)):
-        model.zero_grad()
-        loss = forward(x).square().mean()
-        loss.backward()
-        losses.append(loss.detach())
-    assert torch.equal(*losses)
-    for (name, p), q in zip(one.named_parameters(), two.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        assert p.grad is None or torch.equal(p.grad, q.grad), name  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("options", [{}, {"gradients": "safe"}, {"dynamic_shapes": {"x": {0: Dim("rows", min=2)}}}])
 def test_a_body_that_is_unfrozen_and_frozen_again(options: dict[str, Any]) -> None:
     """Its programs need arenas of several sizes, so that earlier ones are made again in the model of then."""
@@ -60,7 +47,7 @@ def test_a_body_that_is_unfrozen_and_frozen_again(options: dict[str, Any]) -> No
         model.body.requires_grad_(wants)
         eager.body.requires_grad_(wants)
         for rows in (6, 6, 40 if n > 1 else 5):
-            _same_step(model, eager, compiled, _x(n, rows))
+            assert_same_step(model, eager, compiled, _x(n, rows))
 
 
 def test_layers_are_unfrozen_one_after_another_while_calls_wait() -> None:
@@ -121,8 +108,8 @@ def test_a_larger_table_is_never_run_by_programs_of_the_first() -> None:
             for part in (model, eager):
                 part.rows = nn.Parameter(rows.clone())
         x = torch.randn(4, 6)
-        _same_step(model, eager, compiled, x)
-        _same_step(model, eager, compiled, x + n)
+        assert_same_step(model, eager, compiled, x)
+        assert_same_step(model, eager, compiled, x + n)
 
 
 def test_weights_that_are_laid_out_otherwise_are_not_read_by_programs_of_the_first_layout() -> None:
@@ -135,7 +122,7 @@ def test_weights_that_are_laid_out_otherwise_are_not_read_by_programs_of_the_fir
         for layer in (m for m in part if isinstance(m, nn.Linear)):
             layer.weight.data = layer.weight.data.t().contiguous().t()
     for rows in (4, 64, 4, 4):
-        _same_step(model, eager, compiled, torch.randn(rows, 6))
+        assert_same_step(model, eager, compiled, torch.randn(rows, 6))
 
 
 def test_compile_step_goes_on_after_a_model_that_could_not_be_planned() -> None:
@@ -174,9 +161,9 @@ def test_the_backend_s_graphs_are_placed_although_the_model_has_another_type_by_
     model = Broken()
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, backend="memplan")
-    _same_step(model, eager, compiled, torch.randn(4, 6))
+    assert_same_step(model, eager, compiled, torch.randn(4, 6))
     for part in (model, eager):
         part.bfloat16()
     for _ in range(3):
-        _same_step(model, eager, compiled, torch.randn(4, 6, dtype=torch.bfloat16))
+        assert_same_step(model, eager, compiled, torch.randn(4, 6, dtype=torch.bfloat16))
     torch._dynamo.reset()

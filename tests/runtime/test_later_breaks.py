@@ -15,6 +15,7 @@ import memplan
 from memplan.errors import BudgetInfeasible, InputMismatch, UnsupportedGraph
 from memplan.runtime.api import recompile, select
 from memplan.runtime.api.builder import Builder
+from tests.steps import assert_same_step
 
 
 class BreaksInEval(nn.Module):
@@ -55,17 +56,7 @@ def _models(kind: type[BreaksInEval]) -> tuple[nn.Module, nn.Module]:
 
 def _same_step(one: nn.Module, two: nn.Module, call: Callable[..., Any], x: torch.Tensor) -> None:
     """Train both models for a step, one of them by `call`, and compare losses and gradients bit by bit."""
-    losses = []
-    for model, forward in ((one, call), (two, two)):
-        model.zero_grad()
-        loss = forward(x).square().mean()
-        loss.backward()
-        losses.append(loss.detach())
-    assert torch.equal(*losses)
-    for p, q in zip(one.parameters(), two.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.equal(p.grad, q.grad)
+    assert assert_same_step(one, two, call, x) == dict(one.named_parameters()).keys()
 
 
 def test_a_mode_that_one_graph_cannot_hold_runs_as_several(caplog: pytest.LogCaptureFixture) -> None:
