@@ -99,7 +99,8 @@ def _without(plan: Plan, chosen: Sequence[_Candidate], options: PlanOptions) -> 
     graph = plan.graph.with_outside(frozenset().union(*(c.storages for c in chosen)))
     schedule = make_schedule(graph, order, plan.schedule.policy)
     made = make_plan(replace(ScheduledGraph.of(plan), graph=graph, schedule=schedule), options)
-    return replace(made, division=plan.division, compress=plan.compress, temporaries=tuple(temporaries))
+    kept = {name: getattr(plan, name) for name in ("division", "compress", "numbers")}
+    return replace(made, temporaries=tuple(temporaries), **kept)
 
 
 def _chosen(plan: Plan, beside: Sequence[int], limit: int, *, gradients: bool) -> list[_Candidate]:

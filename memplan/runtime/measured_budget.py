@@ -35,11 +35,21 @@ class Built:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """The results of a trial run: `transient` are the bytes that each op of `traced` allocates outside the arena while
-    it, or an op that computes it again, runs; `plan` is the plan that was tried."""
+    it, or an op that computes it again, runs; `plan` is the plan that was tried, whose `numbers` are known."""
 
     traced: TracedGraph
     plan: Plan
     transient: tuple[int, ...]
+
+    def settle(self, options: RunOptions, *, room: int = 0) -> tuple[TracedGraph, Plan]:
+        """Return the step with a plan by `options`, made with all that is known of it.
+
+        `room`: the bytes of an arena that exists already.
+        """
+        reserve, numbers = options.reserved, self.plan.numbers
+        counted = replace(options, reserve=reserve + numbers)  # what is kept between steps is not for the arena
+        traced, plan = counted.settle(self.traced, None, room=room, transient=self.transient)
+        return traced, replace(plan, reserve=reserve, numbers=numbers)
 
 
 def build_measured(
@@ -95,7 +105,7 @@ def replan(options: RunOptions, known: Measured, *, room: int = 0) -> tuple[Trac
 
     `room`: the bytes of an arena that exists already.
     """
-    return options.again(known.plan).settle(known.traced, None, room=room, transient=known.transient)
+    return known.settle(options.again(known.plan), room=room)
 
 
 def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGraph, Plan] | None:
@@ -120,7 +130,7 @@ def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGra
     policy = "recompute" if built.traced.device.type == "cpu" else "auto"  # the CPU's host copies are in its own memory
     within = replace(options, budget=limit, policy=policy, divide=None)
     with contextlib.suppress(BudgetInfeasible):
-        settled, cheaper = within.settle(built.traced, None, transient=known.transient)
+        settled, cheaper = known.settle(within)
         kept = cheaper.eviction
         if kept is None:
             return settled, cheaper

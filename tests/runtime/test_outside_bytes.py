@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.peak_measure import live_bytes
 from benchmarks.zoo import ZOO
 from memplan.core.evictions import TRANSFERS
 from memplan.runtime import CompiledModule
@@ -26,8 +27,11 @@ def _allocations(step: Any) -> list[int]:
     return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
 
 
-def _assert_honest(model: nn.Module, args: tuple[Any, ...], compiled: CompiledModule) -> None:
-    """What one step allocates beside the arena is what the plan says."""
+def _assert_honest(model: nn.Module, args: tuple[Any, ...], compiled: CompiledModule, before: int = 0) -> None:
+    """What one step allocates beside the arena is what the plan says, and all bytes on the device are in its total.
+
+    `before`: the bytes of all tensors that were alive before the model was made.
+    """
     kept: list[torch.Tensor] = []
 
     def step() -> None:
@@ -38,6 +42,7 @@ def _assert_honest(model: nn.Module, args: tuple[Any, ...], compiled: CompiledMo
     step()
     kept.clear()
     model.zero_grad()
+    standing = live_bytes() - before
     deltas = _allocations(step)
     now = peak = 0
     for delta in deltas:
@@ -48,17 +53,22 @@ def _assert_honest(model: nn.Module, args: tuple[Any, ...], compiled: CompiledMo
     predicted = max(plan.outside_profile) + _TANGENT
     assert now == pytest.approx(owned, rel=0.01, abs=_TANGENT), "what the caller holds after the step"
     assert peak == pytest.approx(predicted, rel=0.01, abs=_TANGENT), "the most that was allocated during the step"
+    assert standing + peak <= plan.total, "all tensors that were alive before the step, and the most that it allocated"
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_allocated_bytes_equal_the_plan(name: str) -> None:
+    before = live_bytes()
     model, args = ZOO[name]("nano")
-    _assert_honest(model, args, memplan_compile(model, args))
+    compiled = memplan_compile(model, args)
+    _assert_honest(model, args, compiled, before)
+    assert compiled.plan.numbers <= 4 * len(compiled.plan.graph.ops)
 
 
 @pytest.mark.parametrize("policy", [QUICK, QUICK_RECOMPUTE], ids=["offload", "recompute"])
 @pytest.mark.parametrize("name", ["gpt2", "resnet", "vit"])
 def test_allocated_bytes_equal_the_plan_under_a_budget(name: str, policy: Any) -> None:
+    before = live_bytes()
     model, args = ZOO[name]("nano")
     compiled = memplan_compile(model, args, arena_budget=0.7, policy=policy, costs=FAST_LINK, gradients="safe")
     plan, program = compiled.plan, compiled._selector.main.program
@@ -69,7 +79,7 @@ def test_allocated_bytes_equal_the_plan_under_a_budget(name: str, policy: Any) -
     assert plan.arena_size <= plan.eviction.arena_budget
     moves = [i for i, op in enumerate(plan.graph.ops) if op.target in TRANSFERS]
     assert not any(plan.transient[i] for i in moves), "copies allocate nothing"
-    _assert_honest(model, args, compiled)
+    _assert_honest(model, args, compiled, before + plan.host_size)
 
 
 def test_nothing_is_left_out_of_the_total() -> None:
@@ -79,6 +89,7 @@ def test_nothing_is_left_out_of_the_total() -> None:
     assert plan.outside["parameters"] >= parameters
     parts = plan.arena_size + plan.outside["parameters"] + plan.outside["inputs"] + plan.outside["constants"]
     parts += plan.outside["tangents"]
-    assert plan.total == parts + max(plan.outside_profile)
+    assert plan.numbers
+    assert plan.total == parts + plan.numbers + max(plan.outside_profile)
     assert max(plan.outside_profile) >= plan.outside["outputs"] + plan.outside["gradients"]
     assert plan.temporaries is not None

@@ -64,7 +64,8 @@ class Family:
             return None
         kernels = [k for k in traced.kernels if isinstance(k, KernelCall)]
         rows = zip(self.bound, self.kernels, kernels, strict=True)
-        return tuple(with_arguments(b, old, new, traced.graph) for b, old, new in rows)
+        numbers: dict[Any, torch.Tensor] = {}
+        return tuple(with_arguments(b, old, new, traced.graph, numbers) for b, old, new in rows)
 
 
 class ShapedSelector(Selector):

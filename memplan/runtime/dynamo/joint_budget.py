@@ -95,7 +95,7 @@ def _planned(options: RunOptions, instance: GraphInstance, arena: int | str) -> 
     """Return a plan of one graph whose arena has at most so many bytes ("min": the fewest)."""
     known = measured(Built(traced=instance.traced, runner=instance.runner), None)
     within = replace(options, budget=None, arena_budget=arena)
-    return within.settle(instance.traced, None, transient=known.transient)[1]
+    return known.settle(within)[1]
 
 
 def _need(instances: Sequence[GraphInstance], plans: Sequence[Plan], timeline: _Timeline) -> _Need:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from memplan.runtime.copies.copies import Copy
 from memplan.runtime.debug.hooks import Hook, observing
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Callback, Sanitizers
 from memplan.runtime.execute.trial import run_trial
+from memplan.runtime.kernels.callables import bytes_of_numbers
 from memplan.runtime.kernels.fused_updates import fuse_updates
 from memplan.runtime.kernels.kernel_selection import BoundOp
 from memplan.runtime.kernels.pool_placement import Placer, placing
@@ -152,6 +153,7 @@ def build_program(
     else:
         given = _static_tensors(traced, kept, tensors, layout)
         plan, bound = run_trial(traced, plan, layout, given, tensors, transfers=transfers)
+    plan = replace(plan, numbers=bytes_of_numbers((b.args for b in bound), traced.device))
     static = _static_tensors(traced, {**_in_arena(graph, plan, arena), **kept}, tensors, layout)  # allocates the arena
     namespace = Namespace({f"v{index}": tensor for index, tensor in static.items()})
     split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from memplan.core.graph import Graph
 from memplan.runtime.memory.arena import dtype_of
@@ -37,8 +38,11 @@ def in_place_function(kernel: KernelCall) -> Function:
     return overload
 
 
-def scalars_as_tensors(kernel: KernelCall, graph: Graph) -> tuple[Any, ...]:
-    """Return the arguments with a number as second operand replaced by the tensor that each call would make of it."""
+def scalars_as_tensors(kernel: KernelCall, graph: Graph, made: dict[Any, torch.Tensor]) -> tuple[Any, ...]:
+    """Return the arguments with a number as second operand replaced by the tensor that each call would make of it.
+
+    `made`: the tensors of earlier calls, to be used again for the same numbers; nothing writes to them.
+    """
     args = kernel.args
     if kernel.target._opname not in _ARITHMETIC or kernel.target._overloadname != "Tensor":
         return args
@@ -46,7 +50,17 @@ def scalars_as_tensors(kernel: KernelCall, graph: Graph) -> tuple[Any, ...]:
     kinds = {"float32": (int, float), "float64": (int, float), "int64": (int,)}
     if type(args[1]) not in kinds.get(result.dtype, ()):
         return args
-    return args[0], torch.tensor(args[1], dtype=dtype_of(result)), *args[2:]
+    key = repr(args[1]), result.dtype  # 0.0 and -0.0 are equal, and not the same
+    if key not in made:
+        made[key] = torch.tensor(args[1], dtype=dtype_of(result))
+    return args[0], made[key], *args[2:]
+
+
+def bytes_of_numbers(arguments: Iterable[Any], device: torch.device) -> int:
+    """Return the bytes of the tensors among the arguments of calls that are in the memory of `device`, each once."""
+    leaves = (leaf for leaf in pytree.tree_leaves(list(arguments)) if isinstance(leaf, torch.Tensor))
+    kept = {leaf.data_ptr(): leaf.untyped_storage().nbytes() for leaf in leaves if leaf.device.type == device.type}
+    return sum(kept.values())
 
 
 def fast_bindings(kernel: KernelCall) -> tuple[Function, ...]:

@@ -94,11 +94,12 @@ class _Choice:
 class KernelSelector:
     """Selects the kernels of the ops of a graph one after another; equal calls are tried once.
 
-    Calls are equal if op, shapes, strides and dtypes are.
+    Calls are equal if op, shapes, strides and dtypes are. `numbers`: the tensors that stand for Python numbers.
     """
 
     graph: Graph
     known: dict[Any, _Choice] = field(default_factory=dict)
+    numbers: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     def select(self, kernel: KernelCall, tensors: Sequence[torch.Tensor | None]) -> BoundOp:
         """Choose the callable for `kernel`, given real tensors for its `Ref`s. Outputs are not written."""
@@ -112,7 +113,7 @@ class KernelSelector:
     def _select(self, kernel: KernelCall, tensors: Sequence[torch.Tensor | None]) -> BoundOp:
         if not kernel.outs:
             function = adds_rows(kernel, self.graph) or in_place_function(kernel)
-            args = scalars_as_tensors(kernel, self.graph)
+            args = scalars_as_tensors(kernel, self.graph, self.numbers)
             return BoundOp(
                 form=CallForm.IN_PLACE,
                 function=function,
@@ -128,7 +129,7 @@ class KernelSelector:
         return BoundOp(
             form=CallForm.FUNCTIONAL if choice.names is None else CallForm.OUT,
             function=choice.function,
-            args=scalars_as_tensors(kernel, self.graph) if choice.scalars else choice.arguments(kernel.args),
+            args=scalars_as_tensors(kernel, self.graph, self.numbers) if choice.scalars else choice.arguments(kernel.args),
             kwargs={**kernel.kwargs, **choice.out_kwargs([Ref(out) for out in kernel.outs if out is not None])},
             outs=tuple(None if i in choice.absent else out for i, out in enumerate(kernel.outs)),
             returns_sequence=kernel.returns_sequence,
@@ -157,7 +158,7 @@ class KernelSelector:
                     str(kernel.target), reason, "keep this layer out of the compiled module", see="other-result"
                 )
             return _Choice(kernel.target._op, absent=absent, as_planned=as_planned, overload=kernel.target)
-        given, _ = materialise((scalars_as_tensors(kernel, self.graph), {}), tensors)
+        given, _ = materialise((scalars_as_tensors(kernel, self.graph, self.numbers), {}), tensors)
         rows = takes_rows(kernel, self.graph)
         scalars = any(one is not two for one, two in zip(args, given, strict=True))
         for choice in (*([_Choice(rows, ("out",))] if rows else []), *_out_choices(kernel, scalars=scalars)):
@@ -282,11 +283,13 @@ def _drawing_again(bound: BoundOp, state: int) -> BoundOp:
     return replace(bound, function=function, args=args, overload=None, fresh_overload=None)
 
 
-def with_arguments(bound: BoundOp, old: KernelCall, new: KernelCall, graph: Graph) -> BoundOp:
+def with_arguments(
+    bound: BoundOp, old: KernelCall, new: KernelCall, graph: Graph, numbers: dict[Any, torch.Tensor]
+) -> BoundOp:
     """Return the bound op of `old` with the arguments of `new`, the same kernel with other sizes.
 
     Facts that hold for one shape only are dropped: the algorithm of a convolution, whose bytes it may overwrite, and
-    the layout of a new result.
+    the layout of a new result. `numbers`: the tensors that stand for Python numbers so far.
     """
     if new.target in CONVOLUTIONS:
         return replace(
@@ -303,7 +306,7 @@ def with_arguments(bound: BoundOp, old: KernelCall, new: KernelCall, graph: Grap
     added = {name: value for name, value in bound.kwargs.items() if name not in old.kwargs}
     return replace(
         bound,
-        args=new.args if as_given else scalars_as_tensors(new, graph),
+        args=new.args if as_given else scalars_as_tensors(new, graph, numbers),
         kwargs={**new.kwargs, **added},
         returns=False,
         as_planned=frozenset(),
