@@ -15,7 +15,7 @@ from memplan.errors import BudgetInfeasible, InputMismatch, MemplanError, StaleA
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.compilation import Compilation, compile_example
 from memplan.runtime.api.mismatch import UnplannedCalls
-from memplan.runtime.api.pending_calls import PendingCalls, require_room, several_can_wait
+from memplan.runtime.api.pending_calls import PendingCalls, several_can_wait
 from memplan.runtime.api.pickling import rebuild, recipe
 from memplan.runtime.api.recompile import (
     Recompilation,
@@ -206,13 +206,13 @@ class CompiledModule(SharedModule, MeasuredStep):
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a program with the leaves of a call and the current parameters."""
+        if self._several is not None:
+            self._several.make_room(self._options, runner.plan)
         if self._pending is not None:
             instance = self._pending.program(runner, self._selector.programs_of_calls)
             if instance is None:
                 return self._original(*args, **kwargs)
             runner, current = instance, instance.current()
-        if self._several is not None and not self._several.release():
-            require_room(self._options, runner.plan, self._several.backend.arena_size)
         try:
             return runner(leaves, current, training=runner.traced.training)
         except InputMismatch as shared:  # an input is a tensor that the step changes, which no plan is for
@@ -256,18 +256,22 @@ class CompiledModule(SharedModule, MeasuredStep):
         if self._several is None:
             _log.warning(_APART, self.plan.model, why_it_breaks(refused))
             base = replace(self._compilation.base_options, gradients=options.gradients)
-            self.__dict__["_several"] = SeveralGraphs(self._original, base, self.hooks)
+            several_graphs = SeveralGraphs(self._original, base, self.hooks)
+            self.__dict__["_several"] = several_graphs
+            self._builder.make_room = several_graphs.make_room
         assert self._several is not None
         with torch.no_grad() if self._train is False else contextlib.nullcontext():
             return self._several(*args, **kwargs)
 
     def _made_way(self) -> bool:
         """Free the arena for graphs that have another one, if nothing in it is in use; its programs are made anew."""
+        if self._pending is not None:
+            return self._pending.release()
         try:
             self._builder.free_arena()
         except (StaleActivationsError, GradientsInUse):
             return False
-        return self._pending is None
+        return True
 
     def _run_without_plan(
         self, differs: MemplanError, refused: MemplanError | None, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -139,9 +139,11 @@ def of_all_sizes(before: Compilation, options: CompileOptions, example: Example)
 def _again(before: Compilation, options: CompileOptions, coordinator: ArenaCoordinator | None = None) -> Recompilation:
     """Return what compiles the example of `before` by other options."""
     main, of = before.selector.main, before.builder
+    builder = Builder(of.model, options, of.hooks, coordinator)
+    builder.make_room = of.make_room
     return Recompilation(
         before=before,
-        builder=Builder(of.model, options, of.hooks, coordinator),
+        builder=builder,
         options=options,
         example=example_of(main),
         train=main.traced.training,
