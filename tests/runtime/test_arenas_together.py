@@ -258,3 +258,44 @@ def test_a_step_that_is_refused_leaves_no_arena_and_tries_have_one_at_a_time(mon
         theirs[-1].backward()
         optimizers[1].step()
     assert all(map(torch.equal, ours, theirs[1:]))
+
+
+def test_a_copy_has_an_arena_from_its_first_call_on_and_for_evaluation_alone_if_it_is_only_evaluated() -> None:
+    model, eager = _models()
+    x = _x()
+    compiled = memplan.compile(model, x)
+    copies: list[Any] = []
+    held = _held(lambda: copies.append(copy.deepcopy(copy.deepcopy(compiled))))
+    parameters = sum(p.nbytes for p in model.parameters())
+    assert held[-1][1] < parameters + x.nbytes + 2 * 4096, "the copy has parameters and the example, and no arena"
+    average, theirs = copies[0], copy.deepcopy(eager)
+    _train(compiled, x)
+    _train(eager, x)
+    for one, two in ((average, model), (theirs, eager)):
+        one.requires_grad_(False)
+        for ours, new in zip(one.parameters(), two.parameters(), strict=True):
+            ours.mul_(0.9).add_(new.detach(), alpha=0.1)
+    assert torch.equal(average(x), theirs(x)), "called with gradients enabled, and none to compute"
+    whole = memplan.plan(theirs.requires_grad_(), x).arena_size
+    evaluation = memplan.plan(theirs, x, train=False).arena_size
+    assert average._arena.nbytes == evaluation < whole
+    average.requires_grad_()
+    assert torch.equal(_train(average, x), _train(theirs, x)), "a copy can be trained later"
+    for p, q in zip(average.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+    assert average.plan.fingerprint == compiled.plan.fingerprint
+    for module in (average, theirs):
+        module.zero_grad()
+        (module(x) + module(x)).sum().backward()
+    assert average._pending is not None, "several calls wait, as in what it is a copy of"
+    for p, q in zip(average.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+def test_a_copy_that_breaks_when_it_is_first_evaluated_runs_as_several_graphs() -> None:
+    model, eager = _models()
+    compiled = copy.deepcopy(memplan.compile(model, _x(8)))
+    with torch.no_grad():
+        assert torch.equal(compiled.eval()(_x(8)), eager.eval()(_x(8)))
+    assert compiled._several is not None
+    assert torch.equal(_train(compiled.train(), _x(8)), _train(eager.train(), _x(8)))
