@@ -16,6 +16,7 @@ from memplan.planning.outside_arena import plan_partly_outside
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.options import RunOptions
 from memplan.trace.graph.remap_to_plan import outside_as_in
+from memplan.trace.retracer import Retracer
 from memplan.trace.traced import TracedGraph
 
 _TRIES = 4
@@ -80,6 +81,44 @@ def build_measured(
         if alone:
             discard(made)
         del made
+
+
+def first_program(
+    options: RunOptions,
+    traced: TracedGraph,
+    retracer: Retracer | None,
+    assemble: Callable[[TracedGraph, Plan], Runner],
+    *,
+    given: Plan | None = None,
+    room: int | None = None,
+) -> Built:
+    """Return the program of a step, with the `given` plan or one that is made anew with what its trial run measures.
+
+    `assemble` returns the program of a variant of the step and its plan, in the arena. `room`: the bytes of the arena
+    if it has other programs; else None. Raises `BudgetInfeasible` where no plan keeps the budgets.
+    """
+    first = room is None
+
+    def build(known: Sequence[Measured | None]) -> Sequence[Built]:
+        """Return the program, planned with what is measured of it."""
+        if known[0] is None:
+            settled, plan = options.settle(traced, retracer, given, room=room or 0)
+        else:
+            settled, plan = replan(options, known[0], room=room or 0)
+        runner = assemble(settled, plan)
+        if options.budget == "min" or (room and not options.budget_is_absolute):
+            adopt_need(runner)
+        return (Built(traced=settled, runner=runner),)
+
+    built = build_measured(build, 1, again=given is None, alone=first)[0]
+    if given is not None or not first or options.has_budget or traced.runs_on:
+        return built
+    smaller = plan_as_small_as_eager(options, built)
+    if smaller is None:
+        return built
+    discard([built])
+    del built
+    return Built(traced=smaller[0], runner=assemble(*smaller))
 
 
 def discard(made: Sequence[Built]) -> None:

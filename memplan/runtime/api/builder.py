@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,16 +19,8 @@ from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.cuda_graphs import Recorder, make_recorder
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.module_guards import ModuleGuards
-from memplan.runtime.measured_budget import (
-    Built,
-    Measured,
-    adopt_need,
-    build_measured,
-    discard,
-    plan_as_small_as_eager,
-    replan,
-)
-from memplan.runtime.memory.arena import Arena, arena_for, grown
+from memplan.runtime.measured_budget import Built, Measured, adopt_need, build_measured, first_program
+from memplan.runtime.memory.arena import Arena, NewArenas, arena_for, grown
 from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwnership, part_of
 from memplan.runtime.options import CompileOptions
@@ -48,48 +40,29 @@ class Builder:
     `options` are those of the next program: the budget of a given plan and measured costs are written into them.
     `arena` is the arena that all programs share, one at a time; the first program allocates it. If a later one needs
     more, a larger arena replaces it, and `again` makes the earlier programs anew there. With a `coordinator`, which
-    places programs in its own arena, each program begins in an arena of its own.
+    places programs in its own arena, each program begins in an arena of its own. `make_room` is called with the options
+    and the plan of a program before an arena is allocated for it.
     """
 
     def __init__(
         self, model: nn.Module, options: CompileOptions, hooks: Hooks, coordinator: ArenaCoordinator | None = None
     ) -> None:
+        self.make_room: Callable[[CompileOptions, Plan], None] = _nothing_beside
         self.model, self.hooks, self.coordinator = model, hooks, coordinator
         self.module_guards = ModuleGuards(model)
         self.measures = options.measures
         self.options = replace(options, costs=None) if self.measures else options
         self.arena: Arena | None = None
         self._warned = False
+        self._new_arenas = NewArenas()
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None = None) -> Runner:
         """Return a program for calls like this one, with the `given` plan or a new one."""
         with torch.inference_mode(False):
             traced, captured = self._trace(args, kwargs, train)
-            first = self.arena is None
-            room = 0 if self.arena is None else self.arena.nbytes
-
-            def build(known: Sequence[Measured | None]) -> Sequence[Built]:
-                """Return the program, planned with what is measured of it; the first one makes the arena."""
-                if first:
-                    self.arena = None
-                if known[0] is None:
-                    settled, plan = self.options.settle(traced, captured, given, room=room)
-                else:
-                    settled, plan = replan(self.options, known[0], room=room)
-                runner = self.assemble(settled, plan)
-                if self.options.budget == "min" or (room and not self.options.budget_is_absolute):
-                    adopt_need(runner)
-                return (Built(traced=settled, runner=runner),)
-
-            built = build_measured(build, 1, again=given is None, alone=first)[0]
-            unlimited = given is None and first and not self.options.has_budget
-            smaller = plan_as_small_as_eager(self.options, built) if unlimited and not traced.runs_on else None
-            runner = built.runner
-            if smaller is not None:
-                discard([built])
-                self.arena = None
-                del built, runner
-                runner = self.assemble(*smaller)
+            room = None if (arena := self._arena_now) is None else arena.nbytes
+            with self._new_arenas:
+                runner = first_program(self.options, traced, captured, self.assemble, given=given, room=room).runner
         if given is not None and given.eviction is not None:  # other programs keep that budget too
             self.options = self.options.keeping(given)
         if given is not None and self.options.gradients == "auto" and not given.graph.gradients_in_arena:
@@ -112,7 +85,6 @@ class Builder:
 
             def build(known: Sequence[Measured | None]) -> Sequence[Built]:
                 """Return the program of a safe plan, made with what is measured of it, in an arena of its own."""
-                self.arena = None
                 traced, plan, policy = safe_plan(self.options, *first, known=known[0])
                 decided[:] = [policy]
                 runner = self.assemble(traced, plan, arena_room(plan, policy))
@@ -120,7 +92,8 @@ class Builder:
                     adopt_need(runner)
                 return (Built(traced=traced, runner=runner),)
 
-            built = build_measured(build, 1, alone=True)[0]
+            with self._new_arenas:
+                built = build_measured(build, 1, alone=True)[0]
             (policy,), traced, runner = decided, built.traced, built.runner
             if policy.events is None:
                 return runner, None
@@ -177,11 +150,17 @@ class Builder:
 
         Raises `ArenaInUse` if a step is in flight.
         """
-        if self.arena is not None:
-            with self.arena.ownership as ownership:
+        arena = self._arena_now
+        if arena is not None:
+            with arena.ownership as ownership:
                 ownership.require_free("another program")
-                self.arena.release()
-            self.arena = None
+                arena.release()
+        self.arena = None
+
+    @property
+    def _arena_now(self) -> Arena | None:
+        """The arena, unless it was freed: its programs are made anew when they run."""
+        return None if self.arena is None or self.arena.ownership.released else self.arena
 
     def _recorder(self, device: torch.device) -> Recorder | None:
         return make_recorder(device, self.options.sanitize) if self.options.cuda_graph else None
@@ -215,20 +194,28 @@ class Builder:
         """
         if self.coordinator is not None:
             require_budget(plan)
-            return part_of(Arena(plan.arena_size, device), ObservedOwnership(self.coordinator))
-        arena = self.arena
+            self.make_room(self.options, plan)
+            made = self._new_arenas.keep(Arena(plan.arena_size, device))
+            return part_of(made, ObservedOwnership(self.coordinator))
+        arena = self._arena_now
         varies = self.options.dynamic_shapes is not None
         if arena is None:
-            arena = self.arena = arena_for(plan, device, room)
+            self.make_room(self.options, plan)
+            arena = self.arena = self._new_arenas.keep(arena_for(plan, device, room))
         elif arena.view_for(plan) is None or (varies and room > arena.nbytes):
             with arena.ownership as ownership:
                 in_flight = varies and ownership.pending is not None
                 if not in_flight:
                     ownership.require_free("a program that needs a larger arena")
-            arena = self.arena = grown(arena, plan, device, room, keep=in_flight)
+            self.make_room(self.options, plan)
+            arena = self.arena = self._new_arenas.keep(grown(arena, plan, device, room, keep=in_flight))
         found = arena.view_for(plan)
         assert found is not None
         return found
+
+
+def _nothing_beside(options: CompileOptions, plan: Plan) -> None:
+    """Free nothing: there are no other arenas of the model."""
 
 
 def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -78,11 +78,12 @@ def compile_example(
     *,
     train: bool,
     backward_on_demand: bool,
+    evaluates: bool = False,
     given: Plan | None = None,
 ) -> Compilation:
     """Return the compilation of an example: its program is built now, and others at their first call.
 
-    `options` are those that `builder` was made with. `backward_on_demand`: as in `Selector`.
+    `options` are those that `builder` was made with. `backward_on_demand` and `evaluates`: as in `Selector`.
     """
     if options.dynamic_shapes is not None:
         return _compile_shapes(builder, options, args, kwargs, train, backward_on_demand, given)
@@ -95,7 +96,7 @@ def compile_example(
         options=options,
         given=given,
         builder=builder,
-        selector=Selector(builder, main, backward_on_demand=backward_on_demand),
+        selector=Selector(builder, main, backward_on_demand=backward_on_demand, evaluates=evaluates),
         plan=main.plan,
         backward_on_demand=backward_on_demand,
         guide=guide,

@@ -15,9 +15,10 @@ from memplan.errors import BudgetInfeasible, InputMismatch, MemplanError, StaleA
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.compilation import Compilation, compile_example
 from memplan.runtime.api.mismatch import UnplannedCalls
-from memplan.runtime.api.pending_calls import PendingCalls, require_room, several_can_wait
+from memplan.runtime.api.pending_calls import PendingCalls, several_can_wait
 from memplan.runtime.api.pickling import rebuild, recipe
 from memplan.runtime.api.recompile import (
+    CopyOfCompiled,
     Recompilation,
     of_all_sizes,
     of_changed_model,
@@ -25,7 +26,7 @@ from memplan.runtime.api.recompile import (
     several_in_flight,
     varying_sizes,
 )
-from memplan.runtime.api.select import RunsEagerly, Selector, TooManyPrograms
+from memplan.runtime.api.select import BeginsToTrain, RunsEagerly, Selector, TooManyPrograms
 from memplan.runtime.api.several_graphs import SeveralGraphs, can_be_several
 from memplan.runtime.api.shared_module import SharedModule
 from memplan.runtime.debug.hooks import Hooks
@@ -75,8 +76,9 @@ class CompiledModule(SharedModule, MeasuredStep):
     passive: OnDemandOffload | None
     _compilation: Compilation
     _pending: PendingCalls | None
-    _again: Recompilation | None
+    _again: Recompilation | CopyOfCompiled | None
     _several: SeveralGraphs | None
+    _copied: CopyOfCompiled | None
 
     def __init__(
         self,
@@ -87,14 +89,32 @@ class CompiledModule(SharedModule, MeasuredStep):
         options: CompileOptions,
         train: bool | None = None,
         given: Plan | None = None,
+        copied_in: list[bool] | None = None,
     ) -> None:
+        """Compile `model` for the example inputs.
+
+        `copied_in`: as a copy of a module that was compiled in these training flags, which is compiled when first used.
+        """
         require_traceable(model)
         super().__init__(model)
         # without nn.Module.__setattr__: the model may have a submodule of any name
         self.__dict__.update(hooks=Hooks(), passive=None, _options=options, _train=train, _pending=None, _again=None)
-        self.__dict__.update(_measurements=(), _unplanned=UnplannedCalls(model), _warned=set())
+        self.__dict__.update(_unplanned=UnplannedCalls(model), _warned=set(), _copied=None)
         self.__dict__.update(_rebuilt=0, _sizes_refused=False, _several=None)
-        self._compile(args, kwargs, model.training if train is None else train, given)
+        if copied_in is None:
+            self.__dict__["_measurements"] = ()
+            self._compile(args, kwargs, model.training if train is None else train, given)
+            return
+        copied = CopyOfCompiled(
+            model=model,
+            hooks=self.hooks,
+            options=options,
+            example=(args, kwargs),
+            train=train,
+            given=given,
+            modes=copied_in,
+        )
+        self.__dict__.update(_again=copied, _copied=copied)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> None:
         """Build the program of the example inputs; other programs are built at their first call."""
@@ -109,6 +129,13 @@ class CompiledModule(SharedModule, MeasuredStep):
     def _use(self, made: Compilation) -> None:
         """Run the programs of a compilation from now on."""
         self.__dict__.update(_compilation=made, _measurements=made.measurements)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_compilation", "_measurements") and self._copied is not None:  # it was not used so far
+            self._use(self._copied.as_copied())
+            self.__dict__["_again"] = None
+            return self.__dict__[name]
+        return super().__getattr__(name)
 
     @property
     def plan(self) -> Plan:
@@ -191,6 +218,8 @@ class CompiledModule(SharedModule, MeasuredStep):
             return self._call_that_differs(error, args, kwargs)
         except RunsEagerly as why:
             return self._run_eagerly(why, args, kwargs)
+        except BeginsToTrain:
+            return self._begin_to_train(args, kwargs)
         except UnsupportedGraph as refused:  # in this mode
             return self._call_refused(refused, refused, args, kwargs)
         if self._guide is not None:
@@ -206,13 +235,13 @@ class CompiledModule(SharedModule, MeasuredStep):
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a program with the leaves of a call and the current parameters."""
+        if self._several is not None:
+            self._several.make_room(self._options, runner.plan)
         if self._pending is not None:
             instance = self._pending.program(runner, self._selector.programs_of_calls)
             if instance is None:
                 return self._original(*args, **kwargs)
             runner, current = instance, instance.current()
-        if self._several is not None and not self._several.release():
-            require_room(self._options, runner.plan, self._several.backend.arena_size)
         try:
             return runner(leaves, current, training=runner.traced.training)
         except InputMismatch as shared:  # an input is a tensor that the step changes, which no plan is for
@@ -228,6 +257,8 @@ class CompiledModule(SharedModule, MeasuredStep):
             runner, leaves, current = self._replan(args, kwargs, differs)
         except RunsEagerly as why:
             return self._run_eagerly(why, args, kwargs)
+        except BeginsToTrain:
+            return self._begin_to_train(args, kwargs)
         except TooManyPrograms:
             if self._plan_all_sizes(args, kwargs):
                 return self._call(args, kwargs)
@@ -256,18 +287,22 @@ class CompiledModule(SharedModule, MeasuredStep):
         if self._several is None:
             _log.warning(_APART, self.plan.model, why_it_breaks(refused))
             base = replace(self._compilation.base_options, gradients=options.gradients)
-            self.__dict__["_several"] = SeveralGraphs(self._original, base, self.hooks)
+            several_graphs = SeveralGraphs(self._original, base, self.hooks)
+            self.__dict__["_several"] = several_graphs
+            self._builder.make_room = several_graphs.make_room
         assert self._several is not None
         with torch.no_grad() if self._train is False else contextlib.nullcontext():
             return self._several(*args, **kwargs)
 
     def _made_way(self) -> bool:
         """Free the arena for graphs that have another one, if nothing in it is in use; its programs are made anew."""
+        if self._pending is not None:
+            return self._pending.release()
         try:
             self._builder.free_arena()
         except (StaleActivationsError, GradientsInUse):
             return False
-        return self._pending is None
+        return True
 
     def _run_without_plan(
         self, differs: MemplanError, refused: MemplanError | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -298,6 +333,13 @@ class CompiledModule(SharedModule, MeasuredStep):
         assert self._again is not None
         self._use(self._again.run())
         self.__dict__["_again"] = None
+
+    def _begin_to_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compile a copy, which was only evaluated so far, as what it is a copy of was compiled, and call it."""
+        assert self._copied is not None
+        self._builder.free_arena()
+        self._use(self._copied.as_copied(self._builder))
+        return self._call(args, kwargs)
 
     def _let_calls_wait(self) -> None:
         """Compile for several calls in flight, because one begins while another waits for its backward."""
@@ -367,6 +409,11 @@ class CompiledModule(SharedModule, MeasuredStep):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what compiles a copy again: addresses in an arena cannot be copied or pickled."""
+        if "_compilation" not in self.__dict__:  # a copy that was not used so far
+            of_copy = self._copied
+            assert of_copy is not None
+            settings = {"options": self._options, "train": self._train, "given": of_copy.given}
+            return rebuild, (CompiledModule, self._original, of_copy.example, {**settings, "copied_in": of_copy.modes})
         of = self._compilation
         options, given = of.builder.options, of.given
         if of.guide is not None:

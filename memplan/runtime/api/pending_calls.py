@@ -19,7 +19,7 @@ from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, id
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import in_another_thread
-from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaPart
+from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaPart, release_arenas
 from memplan.runtime.options import CompileOptions
 
 _log = logging.getLogger("memplan")
@@ -88,6 +88,12 @@ class PendingCalls:
             )
             _log.warning(what, runner.plan.model, waiting)
         return None
+
+    def release(self) -> bool:
+        """Free the arena until its programs run again. Returns False, and frees nothing, while a call is in flight."""
+        if self._before is not None:
+            return False
+        return release_arenas(instance for instances in self._instances.values() for instance in instances)
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,7 @@
-"""Copies and pickles compiled modules: the model is copied, then compiled again from the same example.
+"""Copies and pickles compiled modules: the model is copied, and compiled again from the same example when it is used.
 
 A compiled module consists of addresses in its arena, which mean nothing elsewhere. The original, the example inputs and
-the options can be copied; a copy has parameters, a plan and an arena of its own.
+the options can be copied; a copy has parameters, a plan and an arena of its own. A copy that is never used has none.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from memplan.runtime.execute.runner import Runner
 from memplan.runtime.options import CompileOptions
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
-_Recipe = tuple[nn.Module, Example, Mapping[str, Any], list[bool]]
+_Recipe = tuple[nn.Module, Example, Mapping[str, Any]]
 
 
 def recipe(  # noqa: PLR0917
     model: nn.Module, main: Runner, options: CompileOptions, given: Plan | None, modes: list[bool], train: bool | None
 ) -> _Recipe:
-    """Return the arguments of `rebuild`. `modes`: the training flag of every submodule when the model was compiled."""
+    """Return the model, the example and the settings with which a module is compiled again.
+
+    `modes`: the training flag of every submodule when the model was compiled.
+    """
     traced = main.traced
     if traced.autocast is not None:
         raise UnsupportedCall(
@@ -35,7 +38,7 @@ def recipe(  # noqa: PLR0917
             hint="copy or save the original model (its state_dict is this one's), then compile the copy",
             see="autocast-copy",
         )
-    return model, example_of(main), {"options": options, "train": train, "given": given}, modes
+    return model, example_of(main), {"options": options, "train": train, "given": given, "copied_in": modes}
 
 
 def example_of(runner: Runner) -> Example:
@@ -50,11 +53,9 @@ def rebuild(
     model: nn.Module,
     example: Example,
     settings: Mapping[str, Any],
-    modes: list[bool],
 ) -> nn.Module:
-    """Return `make(model, *example, **settings)`, called with the training flags `modes`, which are then reset."""
-    with in_modes(model, modes):
-        return make(model, *example, **settings)
+    """Return `make(model, *example, **settings)`, which compiles the model when it is first used."""
+    return make(model, *example, **settings)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Compiles a module once more, because of how it is called, from the example of the first time.
+"""Compiles a module once more, because of how it is called or as a copy of it, from the example of the first time.
 
 Gradients of the last step are still in use at the next call; a call begins while another one waits for its backward;
 the model has changed; or sizes keep changing. In each case all programs are made again, by other options or in other
@@ -7,13 +7,17 @@ memory, and the compilation of before stays as it is if that fails.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
+from torch import nn
 
+from memplan.core.plan import Plan
 from memplan.errors import MemplanError
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.compilation import Compilation, compile_example
@@ -21,11 +25,13 @@ from memplan.runtime.api.gradients_outside import leave_arena, require_room_outs
 from memplan.runtime.api.mismatch import shapes_of
 from memplan.runtime.api.pending_calls import PendingCalls, require_room
 from memplan.runtime.api.pickling import Example, detached, example_of, in_modes
+from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.arena_gradients import ArenaGradients
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import ArenaInUse
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
 from memplan.runtime.options import CompileOptions
+from memplan.trace.capture.joint_graph import NoBackward
 
 _log = logging.getLogger("memplan")
 _SEVERAL = (
@@ -58,6 +64,67 @@ class Recompilation:
             )
         made.measurements = made.measurements or self.before.measurements
         return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyOfCompiled:
+    """Compiles a copy of a compiled module, of which `modes` were the training flags when it was compiled."""
+
+    model: nn.Module
+    hooks: Hooks
+    options: CompileOptions
+    example: Example
+    train: bool | None
+    given: Plan | None
+    modes: list[bool]
+
+    def run(self) -> Compilation:
+        """Return the compilation for a first call: one that evaluates alone gets no program with a backward."""
+        options = self.options
+        evaluates = not torch.is_grad_enabled() or not any(p.requires_grad for p in self.model.parameters())
+        fixed = self.train is not None or self.given is not None or options.dynamic_shapes is not None
+        if evaluates and not fixed and not options.measures and options.on_mismatch == "replan":
+            args, kwargs = self.example
+            builder = Builder(self.model, options, self.hooks)
+            with _outside_of_calls(self.model), contextlib.suppress(MemplanError):
+                return compile_example(
+                    builder, options, args, kwargs, train=False, backward_on_demand=True, evaluates=True
+                )
+        return self.as_copied()
+
+    def as_copied(self, before: Builder | None = None) -> Compilation:
+        """Return the same compilation as that of the module that was copied. `before`: the builder for evaluations."""
+        args, kwargs = self.example
+        builder = Builder(self.model, self.options, self.hooks)
+        if before is not None:
+            builder.make_room = before.make_room
+        with _outside_of_calls(self.model), in_modes(self.model, self.modes):
+            train = self.model.training if self.train is None else self.train
+            on_demand = self.train is None
+            try:
+                return compile_example(
+                    *(builder, self.options, args, kwargs),
+                    train=train,
+                    backward_on_demand=on_demand,
+                    given=self.given,
+                )
+            except NoBackward:  # parameters of the copy were frozen
+                if not on_demand or self.given is not None:
+                    raise
+                return compile_example(builder, self.options, args, kwargs, train=False, backward_on_demand=True)
+
+
+@contextlib.contextmanager
+def _outside_of_calls(model: nn.Module) -> Iterator[None]:
+    """Compile as outside of a call: with gradients enabled, and without autocast."""
+    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} | {"cpu"}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in devices:
+            if torch.amp.is_autocast_available(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def outside(before: Compilation, gradients: ArenaGradients) -> Recompilation:
@@ -139,9 +206,11 @@ def of_all_sizes(before: Compilation, options: CompileOptions, example: Example)
 def _again(before: Compilation, options: CompileOptions, coordinator: ArenaCoordinator | None = None) -> Recompilation:
     """Return what compiles the example of `before` by other options."""
     main, of = before.selector.main, before.builder
+    builder = Builder(of.model, options, of.hooks, coordinator)
+    builder.make_room = of.make_room
     return Recompilation(
         before=before,
-        builder=Builder(of.model, options, of.hooks, coordinator),
+        builder=builder,
         options=options,
         example=example_of(main),
         train=main.traced.training,

@@ -39,18 +39,26 @@ class RunsEagerly(Exception):
     """Raised for a call that autograd records if no program with a backward is available: the original runs it."""
 
 
+class BeginsToTrain(Exception):
+    """Raised for a call that autograd records if the programs are those of a copy that was only evaluated so far."""
+
+
 class Selector:
     """Finds the runner for a call; a state that is new gets a new runner.
 
     `main` runs calls in the state in which the module was compiled. Calls under `no_grad` and in eval mode run other
     runners in the same arena. `backward_on_demand`: if `main` has no backward, a call that eager would record gets a
     program that has one; if that cannot be planned, or its backward has not run yet, calls run eagerly (`RunsEagerly`).
+    `evaluates`: no program with a backward is made (`BeginsToTrain`).
     """
 
-    def __init__(self, builder: Builder, main: Runner, *, backward_on_demand: bool = False) -> None:
+    def __init__(
+        self, builder: Builder, main: Runner, *, backward_on_demand: bool = False, evaluates: bool = False
+    ) -> None:
         self._builder, self._module_guards = builder, builder.module_guards
         self.main = main
         self._backward_on_demand = backward_on_demand and not main.traced.training
+        self._evaluates = evaluates
         self._refused: dict[Any, str] = {}  # why a call that eager would record has no program
         self._unsupported: dict[Any, UnsupportedGraph] = {}  # why a call has no program, so that it is traced once
         self.main_modes = self._module_guards.modes()
@@ -135,6 +143,8 @@ class Selector:
     def _built(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
         """Return a new program; it has a backward if eager would record the call and something requires a gradient."""
         self._require_free(self._builder.arena)  # the trial run overwrites its bytes
+        if self._evaluates and train:
+            raise BeginsToTrain
         if not (self._backward_on_demand and train):
             return self._builder.build(args, kwargs, train)
         if key not in self._refused:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan.core.plan import Plan
 from memplan.errors import UnsupportedGraph
+from memplan.runtime.api.pending_calls import require_room
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.backend import Backend
 from memplan.runtime.options import CompileOptions, RunOptions
@@ -50,11 +52,15 @@ class SeveralGraphs:
         with torch._dynamo.config.patch(use_numpy_random_stream=True):
             return self._run(*args, **kwargs)
 
-    def release(self) -> bool:
-        """Free the arenas of the graphs until they run again. Returns False while a call waits for its backward."""
+    def make_room(self, options: CompileOptions, plan: Plan) -> None:
+        """Free the arenas of the graphs until they run again, for a program of `plan` that runs as one graph.
+
+        Raises `BudgetInfeasible` if a call of theirs waits for its backward and both break a budget.
+        """
         if self._ran and self.backend.release():
             self._ran = False
-        return not self._ran
+        if self._ran:
+            require_room(options, plan, self.backend.arena_size)
 
 
 def can_be_several(refused: UnsupportedGraph, options: CompileOptions) -> bool:

@@ -33,7 +33,7 @@ from memplan.runtime.measured_budget import (
     plan_as_small_as_eager,
     replan,
 )
-from memplan.runtime.memory.arena import Arena, arena_for_all
+from memplan.runtime.memory.arena import Arena, NewArenas, arena_for_all
 from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.options import StepOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
@@ -66,6 +66,7 @@ class StepBuilder:
         self.plans: list[StepPlan] = []
         self.guides: list[ProfileGuide] = []
         self._arena: Arena | None = None
+        self._new_arenas = NewArenas()
         self._recorder: Any = None
         self.guards: StepGuards
 
@@ -157,6 +158,7 @@ class StepBuilder:
 
         def build(known: Sequence[Measured | None]) -> Sequence[Built]:
             """Return the programs, planned with what is measured of each, in an arena in which all programs fit."""
+            self._new_arenas.release()  # of the programs that were tried before
             planned[:] = [self._planned(step, given, one) for step, one in zip(steps, known, strict=True)]
             if given is None:
                 planned[:] = self._in_one_arena(planned, known)
@@ -168,23 +170,27 @@ class StepBuilder:
 
         others = [one.runner.plan for plan in self.plans for one in plan.programs]
         before = 0 if self._arena is None else self._arena.nbytes
-        try:
-            made = build_measured(build, len(steps), again=given is None, alone=self._arena is None)
-        except BaseException:
-            if self._arena is not None and self._arena.ownership.released:  # the programs go on in one like it
-                self._move_to(arena_for_all(others, device, before))
-            raise
         compared = given is None and self._arena is None and not options.has_budget
-        if compared and not any(t.runs_on for t in traced):
-            smaller = [plan_as_small_as_eager(options, one) for one in made]
-            if any(smaller):
-                discard(made)
-                del made
-                planned[:] = [
-                    (*found, policy) if found is not None else (t, plan, policy)
-                    for found, (t, plan, policy) in zip(smaller, planned, strict=True)
-                ]
-                made = self._placed(planned, device)
+        try:
+            with self._new_arenas:
+                made = build_measured(build, len(steps), again=given is None, alone=self._arena is None)
+                if compared and not any(t.runs_on for t in traced):
+                    smaller = [plan_as_small_as_eager(options, one) for one in made]
+                    if any(smaller):
+                        discard(made)
+                        del made
+                        planned[:] = [
+                            (*found, policy) if found is not None else (t, plan, policy)
+                            for found, (t, plan, policy) in zip(smaller, planned, strict=True)
+                        ]
+                        made = self._placed(planned, device)
+        except BaseException:
+            if self._arena is not None and self._arena.ownership.released:
+                if others:  # the programs go on in one like it
+                    self._move_to(arena_for_all(others, device, before))
+                else:
+                    self._arena = None
+            raise
         guides = [
             guide_of(options, t, one.runner, policy, partial(self._runner, one.runner.arena, t))
             for (t, _, policy), one in zip(planned, made, strict=True)
@@ -203,7 +209,8 @@ class StepBuilder:
         if arena is None or not all(arena.view_for(plan) for plan in plans):
             self._free_arena()
             wanted = max(arena_room(plan, policy) for _, plan, policy in planned)
-            arena = arena_for_all([*plans, *others], device, min([wanted, *_limits_of_totals(plans)]))
+            room = min([wanted, *_limits_of_totals(plans)])
+            arena = self._new_arenas.keep(arena_for_all([*plans, *others], device, room))
         return [Built(traced=t, runner=self._runner(arena, t, plan)) for t, plan, _ in planned]
 
     def _runner(self, arena: Arena, traced: TracedGraph, plan: Plan, bound: Any = None) -> Runner:
@@ -244,12 +251,19 @@ class StepBuilder:
         self, step: tuple[TracedGraph, CapturedStep | None], given: Plan | None, known: Measured | None
     ) -> _Planned:
         """Return the variant of a step that is planned, its plan, and the policy to measure if steps are measured."""
-        options, room = self.options, 0 if self._arena is None else self._arena.nbytes
+        options, room = self.options, self._room
         if options.measures:
             return safe_plan(options, *step, known=known)
         if known is not None:
             return *replan(options, known, room=room), None
         return *options.settle(*step, given, room=room), None
+
+    @property
+    def _room(self) -> int:
+        """The bytes that the arena has in any case; it may have been freed, for one with room for more."""
+        if self._arena is None or not self._arena.ownership.released:
+            return 0 if self._arena is None else self._arena.nbytes
+        return max((one.runner.plan.arena_size for plan in self.plans for one in plan.programs), default=0)
 
     def _in_one_arena(self, planned: Sequence[_Planned], known: Sequence[Measured | None]) -> list[_Planned]:
         """Return the plans, each with an arena that leaves every other program the room that its budget needs."""

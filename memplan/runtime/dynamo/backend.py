@@ -16,6 +16,7 @@ from memplan.runtime.dynamo.joint_budget import keep_budgets
 from memplan.runtime.dynamo.joint_plan import joint_plan
 from memplan.runtime.dynamo.planned_graph import ArenaCoordinators, PlannedGraph
 from memplan.runtime.dynamo.split_graph import SplitGraph, example_inputs, parts_of
+from memplan.runtime.memory.shared_arena import release_arenas
 from memplan.runtime.options import RunOptions
 from memplan.trace.capture.origins import why_it_ends
 
@@ -154,10 +155,10 @@ class Backend:
         self._coordinators.of_this_thread().place_last_step()
 
     def release(self) -> bool:
-        """Free the arenas of its graphs until they run again.
+        """Free the arenas of its graphs, in all threads, until they run again.
 
         Returns:
-            False if a call waits for its backward, or another thread runs a step; then nothing is freed.
+            False if a call waits for its backward, or another thread runs one; then nothing is freed.
 
         Example:
             ```python
@@ -165,9 +166,7 @@ class Backend:
             print(backend.arena_size)  # 0
             ```
         """
-        return self._coordinators.of_this_thread().release(
-            instance for graph in self.graphs for instance in graph.instances
-        )
+        return release_arenas(instance for graph in self.graphs for instance in graph.instances)
 
     @property
     def arena_size(self) -> int:

@@ -26,16 +26,8 @@ from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.call_kinds import kind_of
 from memplan.runtime.guards.module_guards import ModuleGuards
-from memplan.runtime.measured_budget import (
-    Built,
-    Measured,
-    adopt_need,
-    build_measured,
-    discard,
-    plan_as_small_as_eager,
-    replan,
-)
-from memplan.runtime.memory.arena import Arena
+from memplan.runtime.measured_budget import first_program
+from memplan.runtime.memory.arena import Arena, NewArenas
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwnership, PrepareStep, part_of
 from memplan.runtime.options import RunOptions
 from memplan.trace import trace_graph
@@ -97,25 +89,17 @@ def _first_program(
     guards = ModuleGuards(module)
     traced = _trace(module, module.set_kept(inputs), options)
 
-    def assemble(settled: TracedGraph, plan: Plan) -> Runner:
-        """Return the program of a plan in an arena of its own."""
-        arena = part_of(Arena(plan.arena_size, traced.device), ObservedOwnership(coordinator))
-        return Runner(guards, settled, plan, arena, sanitize=options.sanitize, gradients=options.gradients, hooks=hooks)
+    with torch.inference_mode(False), NewArenas() as made:
 
-    def build(known: Sequence[Measured | None]) -> Sequence[Built]:
-        """Return the program, planned with what is measured of it."""
-        runner = assemble(*(options.settle(traced, None) if known[0] is None else replan(options, known[0])))
-        if options.budget == "min":
-            adopt_need(runner)
-        return (Built(traced=traced, runner=runner),)
+        def assemble(settled: TracedGraph, plan: Plan) -> Runner:
+            """Return the program of a plan in an arena of its own."""
+            arena = part_of(made.keep(Arena(plan.arena_size, traced.device)), ObservedOwnership(coordinator))
+            return Runner(
+                guards, settled, plan, arena, sanitize=options.sanitize, gradients=options.gradients, hooks=hooks
+            )
 
-    with torch.inference_mode(False):
-        built = build_measured(build, 1, alone=True)[0]
-        smaller = None if options.has_budget else plan_as_small_as_eager(options, built)
-        if smaller is None:
-            return traced, built.runner
-        discard([built])
-        return smaller[0], assemble(*smaller)
+        built = first_program(options, traced, None, assemble)
+    return built.traced, built.runner
 
 
 class PlannedGraph:
@@ -150,13 +134,13 @@ class PlannedGraph:
 
     @property
     def instances(self) -> tuple[GraphInstance, ...]:
-        """All instances, in the order in which they were made."""
-        return tuple(instance for instances in self._instances.values() for instance in instances)
+        """All instances, in the order in which they were made. Other threads may add some at the same time."""
+        return tuple(instance for instances in tuple(self._instances.values()) for instance in tuple(instances))
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plan of each shape so far, as if the graph had an arena of its own."""
-        return tuple(instances[0].plan for instances in self._instances.values() if instances)
+        return tuple(instances[0].plan for instances in tuple(self._instances.values()) if instances)
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph at planned addresses, or eagerly where the shapes of its backward depend on data.
@@ -166,6 +150,11 @@ class PlannedGraph:
         if self._eager:
             return self._graph(*inputs)
         coordinator = self._coordinators.of_this_thread()
+        with coordinator.calling:
+            return self._call(coordinator, inputs)
+
+    def _call(self, coordinator: ArenaCoordinator, inputs: Sequence[Any]) -> Any:
+        """Run a call at planned addresses; no other thread frees them meanwhile."""
         coordinator.place_last_step()
         numbers = {name: inputs[i].item() for name, i in self._numbers.items()}
         key = coordinator, tuple(map(kind_of, inputs)) if self._varies else (), repr(numbers)

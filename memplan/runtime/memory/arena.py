@@ -96,6 +96,37 @@ class Arena(Memory):
         return self if plan.arena_size <= self.nbytes else None
 
 
+class NewArenas:
+    """The arenas that are allocated while a program is built; they are freed if that fails.
+
+    What was built may be kept alive by the error's traceback, with its arena.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[Arena] | None = None
+
+    def __enter__(self) -> NewArenas:
+        self._made = []
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            self.release()
+        self._made = None
+
+    def release(self) -> None:
+        """Free those that were allocated so far."""
+        for arena in self._made or ():
+            if not arena.ownership.released:
+                arena.release()
+
+    def keep(self, arena: Arena) -> Arena:
+        """Return an arena; it is noted while a program is built."""
+        if self._made is not None:
+            self._made.append(arena)
+        return arena
+
+
 def _keep_for(allocations: Sequence[Sequence[torch.Tensor]], stream: torch.Stream) -> None:
     """Keep the bytes of an arena, once it is freed, until what a stream has launched by then is complete.
 

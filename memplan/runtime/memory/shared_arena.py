@@ -12,6 +12,7 @@ one would overwrite are copied first, and copied back for their own backward.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import weakref
@@ -138,9 +139,10 @@ class ObservedOwnership(ArenaOwnership):
         self._coordinator.settle(instance)
         return instance.runner
 
-    def is_of(self, coordinator: ArenaCoordinator) -> bool:
-        """Return whether it reports to this coordinator."""
-        return self._coordinator is coordinator
+    @property
+    def coordinator(self) -> ArenaCoordinator:
+        """The coordinator to which it reports."""
+        return self._coordinator
 
     @property
     def may_begin(self) -> bool:
@@ -177,8 +179,9 @@ class ObservedOwnership(ArenaOwnership):
 class ArenaCoordinator:
     """Records the order in which instances run, and places them in one arena when a step is complete.
 
-    `running` is held while a step of any instance runs, and while instances move. `prepare` is called with the
-    instances and the timeline of a step before they are placed together; it may replace their plans.
+    `running` is held while a step of any instance runs, and while instances move. `calling` is held by a call from when
+    it chooses an instance until that has run. `prepare` is called with the instances and the timeline of a step before
+    they are placed together; it may replace their plans.
     """
 
     def __init__(self, prepare: PrepareStep | None = None) -> None:
@@ -186,6 +189,7 @@ class ArenaCoordinator:
         self._layouts = 0
         self._needs: deque[int] = deque(maxlen=_SHRINKS_AFTER)
         self.running = threading.Lock()
+        self.calling = threading.RLock()
         self._lock = threading.Lock()
         self._events: list[InstanceEvent] = []
         self._waiting: list[ArenaUser] = []
@@ -282,30 +286,20 @@ class ArenaCoordinator:
             for instance in instances:
                 _move(instance, instance.placed, part_of(smaller, instance.ownership))
 
-    def release(self, instances: Iterable[ArenaUser]) -> bool:
-        """Free the arenas of instances, which settle in others when they run again; not while anything is in flight.
-
-        Returns whether they were freed. Instances of other threads stay as they are.
-        """
-        if not self.running.acquire(blocking=False):
-            return False
-        try:
-            if self.waiting:
-                return False
-            for instance in instances:
-                if instance.ownership.is_of(self) and not instance.arena.whole.ownership.released:
-                    instance.arena.whole.release()
-            return True
-        finally:
-            self.running.release()
-
     def settle(self, instance: ArenaUser) -> None:
-        """Move an instance whose arena was freed, because a larger one has replaced it, to the same place there."""
+        """Move an instance whose arena was freed to the same place in the shared arena, which is made again if need be.
+
+        It gets an arena of its own if it has no place yet, or if the shared one is too small and in use.
+        """
         if not instance.arena.whole.ownership.released:
             return
         plan, arena = instance.placed, self.shared
         with torch.inference_mode(False):
-            if instance.slot is None or arena is None or arena.nbytes < plan.arena_size:
+            if instance.slot is None:
+                arena = None
+            elif arena is None or arena.ownership.released or (arena.nbytes < plan.arena_size and not self.waiting):
+                arena = self._make_room(plan.arena_size, (instance,))
+            if arena is None or arena.nbytes < plan.arena_size:
                 instance.slot, plan = None, instance.plan
                 arena = Arena(plan.arena_size, instance.arena.device)
             instance.move(plan, part_of(arena, instance.ownership))
@@ -341,14 +335,36 @@ class ArenaCoordinator:
         """Return the shared arena, with at least `nbytes` bytes; arenas that are left or replaced are freed first."""
         shared = self.shared
         for instance in instances:
-            if instance.arena.whole is not shared:
+            if instance.arena.whole is not shared and not instance.arena.whole.ownership.released:
                 instance.arena.whole.release()
         if shared is None or shared.nbytes < nbytes:
-            if shared is not None:
+            if shared is not None and not shared.ownership.released:
                 shared.release()
             shared = Arena(nbytes, instances[0].arena.device)
             self._shared = weakref.ref(shared)
         return shared
+
+
+def release_arenas(instances: Iterable[ArenaUser]) -> bool:
+    """Free the arenas of instances of any coordinators; the instances settle in others when they run again.
+
+    Returns False, and frees nothing, if a call waits for its backward or another thread runs one.
+    """
+    of: dict[ArenaCoordinator, list[ArenaUser]] = {}
+    for instance in instances:
+        of.setdefault(instance.ownership.coordinator, []).append(instance)
+    with contextlib.ExitStack() as held:
+        for coordinator in of:
+            for lock in (coordinator.calling, coordinator.running):
+                if not lock.acquire(blocking=False):
+                    return False
+                held.callback(lock.release)
+            if coordinator.waiting:
+                return False
+        for arena in {instance.arena.whole for members in of.values() for instance in members}:
+            if not arena.ownership.released:
+                arena.release()
+    return True
 
 
 def _move(instance: ArenaUser, plan: Plan, arena: ArenaPart) -> bool:
