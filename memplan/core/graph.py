@@ -254,8 +254,8 @@ class Graph:
             inplace_candidates = "".join(f" or in {self.values[i].name}" for _, i in op.inplace_candidates)
             random = " random" if op.random else ""
             unrelated = "".join(f", {self.values[o].name} not of {self.values[i].name}" for o, i in op.unrelated)
-            group = f" in group {op.group}" if op.group else ""
-            yield f"op {op.name}: {op.phase} {op.target}({reads}) -> {writes}{inplace_candidates}{random}{unrelated}{group}"
+            others = unrelated + (f" in group {op.group}" if op.group else "")
+            yield f"op {op.name}: {op.phase} {op.target}({reads}) -> {writes}{inplace_candidates}{random}{others}"
         yield f"outputs: {', '.join(self._describe(v) for v in self.outputs)}"
         yield f"gradients: {', '.join(self._describe(v) for v in self.gradients)}"
 

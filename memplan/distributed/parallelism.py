@@ -90,7 +90,8 @@ def parallelism_of(model: nn.Module) -> Parallelism | None:
     replicas = _replicas(model)
     if not shards and replicas is None:
         return None
-    device = next(model.parameters()).device
+    sharded = fsdp_parameters(model)
+    device = torch.device(sharded[0].device) if sharded else next(model.parameters()).device
     return Parallelism(shards=shards, replicas=replicas, device=device)
 
 

@@ -224,7 +224,8 @@ class Workload:
     def _recomputable(self, storage: int) -> bool:
         """Return whether a planned storage is written, before its first reader, only by ops that can run twice.
 
-        Such ops are no collectives but gathers of parameters, draw no random numbers without a saved state, and change nothing else.
+        Such ops are no collectives but gathers of parameters, draw no random numbers without a saved state, and change
+        nothing else.
         """
         writers = self.writers[storage]
         if not self.graph.storages[storage].planned or not writers or storage in self.gradients:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from itertools import repeat
 from operator import attrgetter, contains, getitem, is_
-from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module

@@ -23,7 +23,7 @@ _HINT = (
 
 
 def require_no_reducer(model: nn.Module) -> None:
-    """Raise `UnsupportedCall` if another DistributedDataParallel than the model averages the gradient of a parameter."""
+    """Raise `UnsupportedCall` if a DistributedDataParallel that is not the model averages a parameter's gradient."""
     if not _in_group():
         return
     held = {id(p) for ddp in _live_reducers() if ddp is not model for p in ddp.parameters()}
