@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from torch import distributed
 
+from memplan.distributed.ops import process_group
 from memplan.errors import RanksDiffer
 
 _Made = TypeVar("_Made")
@@ -35,7 +36,7 @@ def agreed(make: Callable[[], _Made], describe: Callable[[_Made], Sequence[str]]
     Example:
         >>> step = agreed(build, lambda step: [c.line for c in step.plan.collectives], group="0")
     """
-    found = distributed.distributed_c10d._resolve_process_group(group)
+    found = process_group(group)
     if found.size() == 1 or distributed.get_backend(found) == "fake":
         return make()
     exchange = _Exchange(distributed.get_process_group_ranks(found))

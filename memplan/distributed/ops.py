@@ -24,7 +24,7 @@ _SCHEMAS = {
     "broadcast": "Tensor x, int source, str group",
 }
 _ANY_DEVICE = "CompositeExplicitAutograd"
-_library = torch.library.Library(NAMESPACE, "DEF")
+_library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
 def collective_of(target: OpOverload) -> Callable[..., torch.Tensor] | None:
@@ -49,31 +49,33 @@ def updating() -> Iterator[None]:
 
 
 def _gather_parameter(shard: torch.Tensor, ranks: int, group: str, *, out: torch.Tensor) -> torch.Tensor:
-    _named("all_gather_single", "all_gather_into_tensor")(out, shard, group=_resolved(group))
+    _named("all_gather_single", "all_gather_into_tensor")(out, shard, group=process_group(group))
     return out
 
 
 def _reduce_scatter(whole: torch.Tensor, how: str, ranks: int, group: str, *, out: torch.Tensor) -> torch.Tensor:
     run = _named("reduce_scatter_single", "reduce_scatter_tensor")
-    run(out, whole, op=_reduction(how), group=_resolved(group))
+    run(out, whole, op=_reduction(how), group=process_group(group))
     return out
 
 
 def _all_reduce(x: torch.Tensor, how: str, group: str, *, out: torch.Tensor) -> torch.Tensor:
     if out.data_ptr() != x.data_ptr():
         out.copy_(x)
-    distributed.all_reduce(out, op=_reduction(how), group=_resolved(group))
+    distributed.all_reduce(out, op=_reduction(how), group=process_group(group))
     return out
 
 
 def _broadcast(x: torch.Tensor, source: int, group: str, *, out: torch.Tensor) -> torch.Tensor:
     out.copy_(x)
-    distributed.broadcast(out, group_src=source, group=_resolved(group))
+    distributed.broadcast(out, group_src=source, group=process_group(group))
     return out
 
 
-def _resolved(group: str) -> Any:
-    return distributed.distributed_c10d._resolve_process_group(group)
+def process_group(name: str) -> Any:
+    """Return a process group by its name."""
+    home: Any = distributed.distributed_c10d
+    return home._resolve_process_group(name)
 
 
 def _named(name: str, before: str) -> Callable[..., Any]:

@@ -16,6 +16,9 @@ from torch import distributed, nn
 from memplan.distributed.refusals import require_group, require_parameter, require_reducer
 
 
+_FIRST_BUCKET_BYTES = 1 << 20  # of torch's, which starts to reduce early
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
     """A parameter that `fully_shard` has divided by rows (dimension 0) among the ranks of a group.
@@ -173,10 +176,11 @@ def _replicas(model: nn.Module) -> Replicas | None:
     if reducer is None:
         return None
     require_reducer(model, reducer)
+    torchs: Any = reducer
     prefix = "module." if reducer is model else "model.module."
     ignored = reducer.parameters_to_ignore
     held = [(name, p) for name, p in reducer.module.named_parameters() if name not in ignored and p.requires_grad]
-    syncs = reducer.will_sync_module_buffers()
+    syncs = torchs.will_sync_module_buffers()
     buffers = [name for name, _ in reducer.module.named_buffers() if name not in ignored] if syncs else []
     return Replicas(
         parameters=frozenset(prefix + name for name, _ in held),
@@ -184,5 +188,5 @@ def _replicas(model: nn.Module) -> Replicas | None:
         ranks=distributed.get_world_size(reducer.process_group),
         group=reducer.process_group.group_name,
         bucket_bytes=int(reducer.bucket_bytes_cap),
-        first_bucket_bytes=int(distributed._DEFAULT_FIRST_BUCKET_BYTES),
+        first_bucket_bytes=_FIRST_BUCKET_BYTES,
     )

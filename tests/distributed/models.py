@@ -18,7 +18,8 @@ class _Block(nn.Module):
         q, k, v = self.qkv(self.one(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(-2))
-        return x + self.down(nn.functional.gelu(self.up(self.two(x))))
+        added: torch.Tensor = self.down(nn.functional.gelu(self.up(self.two(x))))
+        return x + added
 
 
 class SmallGpt(nn.Module):

@@ -48,7 +48,7 @@ def eager(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, step
     losses = []
     for i in range(steps):
         loss = energy(model(batch(rank(), i)))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -103,4 +103,12 @@ def ddp() -> dict[str, Any]:
     return {
         "gpt": compared(SmallGpt, DistributedDataParallel, tokens),
         "convolutions": compared(SmallConvolutions, DistributedDataParallel, images),
+    }
+
+
+def budgets() -> dict[str, Any]:
+    """Train under budgets that only repeated gathers keep."""
+    return {
+        str(budget): compared(lambda: SmallGpt(blocks=3), sharded, tokens, arena_budget=budget)
+        for budget in (0.5, "min")
     }
