@@ -193,3 +193,22 @@ class BudgetInfeasible(MemplanError, ValueError):
         self.op = op
         self.smallest = smallest
         super().__init__(what, where=where, hint=hint)
+
+
+class CollectiveFailed(MemplanError, RuntimeError):
+    """A collective failed while a step ran: a rank died, or did not come in time.
+
+    The process group cannot be used any more. What the step has changed is not undone; the message says whether some
+    parameters may be updated, and others not.
+    """
+
+    see = "ranks-fail"
+
+
+class RanksDiffer(MemplanError):
+    """The ranks of a process group would run other collectives, or have other versions or options.
+
+    It is raised on every rank before anything runs, and names the first difference.
+    """
+
+    see = "ranks-differ"

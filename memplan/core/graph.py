@@ -110,6 +110,8 @@ class Op:
 
     `checkpoint` is the number (from 1) of the activation checkpoint (`torch.utils.checkpoint`) whose backward computes
     the results again; 0: none, or eager keeps the results.
+
+    `group` names the process group of a collective; "" for other ops.
     """
 
     name: str
@@ -123,6 +125,7 @@ class Op:
     inplace_candidates: tuple[tuple[int, int], ...] = ()
     unrelated: tuple[tuple[int, int], ...] = ()
     checkpoint: int = 0
+    group: str = ""
 
     @property
     def only_raises(self) -> bool:
@@ -251,7 +254,8 @@ class Graph:
             inplace_candidates = "".join(f" or in {self.values[i].name}" for _, i in op.inplace_candidates)
             random = " random" if op.random else ""
             unrelated = "".join(f", {self.values[o].name} not of {self.values[i].name}" for o, i in op.unrelated)
-            yield f"op {op.name}: {op.phase} {op.target}({reads}) -> {writes}{inplace_candidates}{random}{unrelated}"
+            others = unrelated + (f" in group {op.group}" if op.group else "")
+            yield f"op {op.name}: {op.phase} {op.target}({reads}) -> {writes}{inplace_candidates}{random}{others}"
         yield f"outputs: {', '.join(self._describe(v) for v in self.outputs)}"
         yield f"gradients: {', '.join(self._describe(v) for v in self.gradients)}"
 

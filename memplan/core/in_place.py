@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from memplan.core.collectives import ALL_REDUCE
 from memplan.core.graph import Graph, Op, Value
 
 _POINTWISE_NAMES = """
@@ -47,6 +48,7 @@ COMPLEX_PRODUCTS = frozenset(
     )
 )
 _COPY = "aten.copy_.default"
+_IN_PLACE = frozenset((_COPY, ALL_REDUCE))  # ops of one read and one result that may be the same bytes
 
 
 def with_inplace_candidates(graph: Graph) -> Graph:
@@ -82,7 +84,7 @@ def _inplace_candidates(graph: Graph, op: Op, new: set[int], kept: set[int]) -> 
 
 
 def _can_overwrite(graph: Graph, op: Op) -> bool:
-    if not op.direct or op.target in POINTWISE or op.target == _COPY:
+    if not op.direct or op.target in POINTWISE or op.target in _IN_PLACE:
         return True
     on_cpu = all(graph.storages[s].device == "cpu" for s in graph.touched(op))
     return on_cpu and op.target in ROWWISE  # CUDA's row kernels have not been tested in place

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from memplan.core.collectives import is_collective
 from memplan.core.graph import Graph, Op, Phase, Storage, StorageKind
 from memplan.errors import InvalidPlan
 
@@ -66,8 +67,8 @@ def _chains(op: Op) -> Iterator[str]:
         yield "random"
     if op.only_raises:
         yield "check"
-    if op.target.startswith(("_c10d_functional.", "c10d.")):
-        yield "collective"
+    if is_collective(op.target):
+        yield f"collective {op.group}"
 
 
 def to_networkx(graph: Graph) -> DiGraph:

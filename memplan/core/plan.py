@@ -14,6 +14,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from memplan.core.collectives import Collective, collectives_of
 from memplan.core.compressed_storages import compressions_of
 from memplan.core.division import Division
 from memplan.core.evictions import DeviceArena, Eviction, EvictionPlan, evictions_of
@@ -163,6 +164,11 @@ class Plan:
         their return, then compressed ones."""
         found = evictions_of(self.graph, self.eviction.instances) if self.eviction else ()
         return (*found, *(compressions_of(self.graph, self.schedule.order) if self.compress else ()))
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The collectives of a step in the order in which every rank runs them; gathers that a budget repeats too."""
+        return collectives_of(self.graph, self.schedule.order)
 
     @property
     def host_size(self) -> int:

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from memplan.core.collectives import is_collective, may_run_again
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.evict.costs import CostModel
 from memplan.evict.events import Event, Events, Kind
-
-_COLLECTIVES = ("_c10d_functional.", "c10d.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +224,8 @@ class Workload:
     def _recomputable(self, storage: int) -> bool:
         """Return whether a planned storage is written, before its first reader, only by ops that can run twice.
 
-        Such ops are no collectives, draw no random numbers without a saved state, and change nothing else.
+        Such ops are no collectives but gathers of parameters, draw no random numbers without a saved state, and change
+        nothing else.
         """
         writers = self.writers[storage]
         if not self.graph.storages[storage].planned or not writers or storage in self.gradients:
@@ -233,7 +233,9 @@ class Workload:
         for i in writers:
             op = self.graph.ops[i]
             written = self.graph.written(op)
-            if (op.random and self.graph.saved_state(op) is None) or op.target.startswith(_COLLECTIVES):
+            if op.random and self.graph.saved_state(op) is None:
+                return False
+            if is_collective(op.target) and not may_run_again(op.target):
                 return False
             if any(not self.graph.storages[s].planned or s in self.gradients for s in written):
                 return False

@@ -18,8 +18,10 @@ from memplan.core.arguments import arguments_of
 from memplan.core.choices import Kernels
 from memplan.core.division import Division, compression_of
 from memplan.core.in_place import with_inplace_candidates
+from memplan.distributed.parallelism import parallelism_of
 from memplan.trace.capture.joint_graph import Captured, capture, quiet
 from memplan.trace.chunking.chunk import divide
+from memplan.trace.collectives.parallel_graph import capture_parallel
 from memplan.trace.compression.pack import pack_masks
 from memplan.trace.compression.quantize import quantize
 from memplan.trace.graph.build import build
@@ -137,6 +139,9 @@ def captured_for(
 ) -> tuple[Captured, Target | None]:
     """Return the graph captured for `device` (None: for where the model is), and the target that stands for it."""
     if device is None:
+        parallelism = parallelism_of(model)
+        if parallelism is not None:
+            return capture_parallel(model, parallelism, args, kwargs, train=train), None
         return capture(model, args, kwargs, train=train), None
     target = target_of(device)
     require_on_cpu(model, (args, kwargs))

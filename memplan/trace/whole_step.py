@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from memplan.core.arguments import arguments_of
+from memplan.distributed.parallelism import Parallelism, parallelism_of
 from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.graph.offload_target import Target
@@ -38,7 +39,7 @@ class CapturedLoss:
     """A captured forward and backward, to which updates of `optimizer` can be added.
 
     `captured` is the graph; `model` returns the loss; `target` is as in `CapturedStep`. `updated`: the names of the
-    optimizer's parameters that have a gradient.
+    optimizer's parameters that have a gradient. `parallelism`: how the model is divided among ranks; None: it is not.
     """
 
     captured: Captured
@@ -46,6 +47,7 @@ class CapturedLoss:
     optimizer: torch.optim.Optimizer
     target: Target | None
     updated: tuple[str, ...]
+    parallelism: Parallelism | None = None
 
     def record(self) -> RecordedUpdate:
         """Return what the optimizer's next `step()` does. The errors are those of `record_update`."""
@@ -54,12 +56,19 @@ class CapturedLoss:
 
     def record_or_none(self) -> RecordedUpdate | None:
         """Return what `record` does; None for an update that cannot be traced, with a warning in the log."""
+        if self.parallelism is not None and self.parallelism.shards:
+            why = "its parameters are divided among ranks"
+            _log.warning("%s: its step() runs by itself after the planned forward and backward: %s", self._by, why)
+            return None
         try:
             return self.record()
         except Untraceable as error:
-            name = type(self.optimizer).__name__
-            _log.warning("%s: its step() runs by itself after the planned forward and backward: %s", name, error)
+            _log.warning("%s: its step() runs by itself after the planned forward and backward: %s", self._by, error)
             return None
+
+    @property
+    def _by(self) -> str:
+        return type(self.optimizer).__name__
 
     def step(
         self,
@@ -114,7 +123,14 @@ def capture_loss(
     captured, target = captured_for(device, model, *arguments_of(example_inputs, example_kwargs), train=True)
     _require_one_number(captured)
     updated = tuple(updated_parameters(captured.graph_module.graph, model, optimizer))
-    return CapturedLoss(captured=captured, model=model, optimizer=optimizer, target=target, updated=updated)
+    return CapturedLoss(
+        captured=captured,
+        model=model,
+        optimizer=optimizer,
+        target=target,
+        updated=updated,
+        parallelism=parallelism_of(model),
+    )
 
 
 def _require_one_number(captured: Captured) -> None:

@@ -157,5 +157,5 @@ def compile_step(
     if not allow_unsynchronized:
         require_no_reducer(model)
     builder = StepBuilder(loss, optimizer, options)
-    main = builder.build(batch, kwargs, given)
+    main = builder.first(batch, kwargs, given)
     return CompiledStep(builder, main, eager=partial(eager_step, clip_grad_norm=clip_grad_norm))

@@ -209,6 +209,11 @@ class CompiledStep(MeasuredStep):
                 except InputMismatch:
                     continue
         kind = _kind(guards, batch, kwargs)
+        several = self._builder.parallelism is not None  # then a step by torch alone would run other collectives
+        if several and (len(self._builder.plans) >= MOST_PLANS or kind in self._refused):
+            what = f"{reason.what}, and {len(self._builder.plans)} plans exist already"
+            hint = "pad or bucket batches to a few shapes; a step of several ranks does not run eagerly"
+            raise UnsupportedCall(what, where=reason.where, hint=hint, see="ranks-refused") from reason
         if len(self._builder.plans) >= MOST_PLANS or kind in self._refused:
             self._warn(reason, f"{len(self._builder.plans)} plans exist already")
             return self._run_eagerly(reason, batch, kwargs, update=update, quiet=True)
@@ -218,7 +223,7 @@ class CompiledStep(MeasuredStep):
         except UnsupportedCall:
             raise
         except MemplanError as error:
-            if error.see == "optimizer-state":  # eager would fail too, in the middle of its update
+            if several or error.see == "optimizer-state":  # eager would fail too, in the middle of its update
                 raise
             self._refused.add(kind)
             self._warn(reason, f"it cannot be planned ({error.what})")

@@ -15,7 +15,10 @@ from torch import nn
 from memplan.core.plan import Plan
 from memplan.core.totals import functional_transient
 from memplan.core.units import format_bytes
-from memplan.errors import InputMismatch, UnsupportedCall, UnsupportedGraph
+from memplan.distributed.agreement import agreed
+from memplan.distributed.parallelism import parallelism_of
+from memplan.distributed.step_options import batch_lines, option_lines, require_options
+from memplan.errors import InputMismatch, RanksDiffer, UnsupportedCall, UnsupportedGraph
 from memplan.evict.feedback import RecordingPolicy
 from memplan.runtime.api.builder import require_real
 from memplan.runtime.api.step_plans import Assembled, StepPlan, UpdateProgram, recorded_run
@@ -69,6 +72,25 @@ class StepBuilder:
         self._new_arenas = NewArenas()
         self._recorder: Any = None
         self.guards: StepGuards
+        self.parallelism = parallelism_of(loss)
+        self._agreed: frozenset[tuple[str, ...]] = frozenset()  # the collectives of the first plan's programs
+        if self.parallelism is not None:
+            require_options(options, replicated=self.parallelism.replicas is not None)
+
+    def first(self, batch: tuple[Any, ...], kwargs: dict[str, Any], given: Plan | None = None) -> StepPlan:
+        """Return what `build` does, after all ranks have made the same; raises `RanksDiffer` if they have not."""
+        if self.parallelism is None:
+            return self.build(batch, kwargs, given)
+
+        def describe(made: StepPlan) -> list[str]:
+            """Return what all ranks must have alike."""
+            programs = [one.runner.plan for one in made.programs]
+            layouts = batch_lines((batch, kwargs)) if self.options.has_budget else []
+            how = [f"{key} {version}" for key, version in sorted(programs[0].versions.items())]
+            how += [*option_lines(self.options), f"plan {'new' if given is None else 'given'}", *layouts]
+            return how + [f"program {i}: {line}" for i, plan in enumerate(programs) for line in _collectives(plan)]
+
+        return agreed(partial(self.build, batch, kwargs, given), describe, group=self.parallelism.group)
 
     def build(self, batch: tuple[Any, ...], kwargs: dict[str, Any], given: Plan | None = None) -> StepPlan:
         """Return the plan of calls like this one, with the program of the optimizer's next update.
@@ -79,7 +101,9 @@ class StepBuilder:
         require_real(self._loss, batch, kwargs)
         first = not self.plans
         loss = capture_loss(self._loss, self._optimizer, batch, kwargs, device=self.options.device)
-        fused = is_fused(self._optimizer)
+        shards = loss.parallelism is not None and bool(loss.parallelism.shards)
+        # The norm of all gradients takes the parts of all ranks: torch's own clipping and step() know that.
+        fused = is_fused(self._optimizer) and not (shards and self.options.clip_grad_norm is not None)
         if not fused:
             self._require_plain()
         if first:
@@ -102,9 +126,22 @@ class StepBuilder:
         else:
             plan.recorded.append((run, update))
             plan.current = plan.recorded[0]
+        self._require_agreed(made.programs)
         self.plans.append(plan)
         self.guides += made.guides
         return plan
+
+    def _require_agreed(self, programs: Sequence[Assembled]) -> None:
+        """Raise `RanksDiffer` if a program that other ranks do not know of would run other collectives than theirs."""
+        found = frozenset(_collectives(one.runner.plan) for one in programs)
+        if not self._agreed:
+            self._agreed = found
+        elif self.parallelism is not None and not found <= self._agreed:
+            what = "a plan for this call would run other collectives than those on which the ranks agreed"
+            hint = (
+                "call the step with batches of the shapes that it was compiled for, or compile another step for these"
+            )
+            raise RanksDiffer(what, where="the step", hint=hint)
 
     def update(self, plan: StepPlan, run: UpdateRun | None) -> UpdateProgram:
         """Return a new program of a plan, for another update; None stands for one that keeps the gradients."""
@@ -115,6 +152,7 @@ class StepBuilder:
             return UpdateProgram(program=plan.adding, alone=True)
         step = self._step(plan.loss, kinds[0], run)
         made = self._assemble([(step.retrace(), step)], None)
+        self._require_agreed(made.programs)
         self.guides += made.guides
         return UpdateProgram(program=made.programs[0], alone=run is None)
 
@@ -277,6 +315,11 @@ class StepBuilder:
                 traced, plan, policy = self._planned((traced, None), None, step)  # noqa: PLW2901
             found.append((traced, plan, policy))
         return found
+
+
+def _collectives(plan: Plan) -> tuple[str, ...]:
+    """Return the collectives of a plan, a line each."""
+    return tuple(c.line for c in plan.collectives)
 
 
 def _require_no_gradients(batch: Any) -> None:

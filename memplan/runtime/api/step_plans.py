@@ -110,13 +110,11 @@ def step_alone(guards: StepGuards, runner: Runner, clip_grad_norm: float | None,
     """Run the optimizer's own step on the gradients that a program has kept. `sums`: they start from zero again."""
     optimizer = guards.optimizer
     bindings = runner.traced.bound(Source.STATE)
-    kept = {guards.model.get_parameter(b.name): b for b in bindings if b.key == ACCUMULATED}
+    kept = [guards.model.get_parameter(b.name) for b in bindings if b.key == ACCUMULATED]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = {p: p.grad for p in parameters}
-    gradients: dict[torch.Tensor, torch.Tensor] = {}
-    for p, binding in kept.items():
-        holder, key = guards.slot(binding)
-        gradients[p] = holder[key]
+    sums_of = guards.accumulated()
+    gradients = {p: sums_of[p] for p in kept}
     try:
         for p in parameters:
             p.grad = gradients.get(p)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from memplan.distributed.local import Slot, of_this_rank
+from memplan.distributed.parallel_guards import ParallelGuards
 from memplan.errors import InputMismatch, UnsupportedCall
 from memplan.runtime.guards.hook_counts import hooks_ever_set, hooks_of_node
 from memplan.runtime.guards.module_guards import COMPILE_AGAIN, ModuleGuards
@@ -36,6 +38,8 @@ class StepGuards(ModuleGuards):
         self._options = list(map(_deciding, optimizer.param_groups))
         self._own_step = has_own_step(optimizer)
         self._last_rates = [group.get("lr") for group in optimizer.param_groups]
+        self._parallel = ParallelGuards(model)
+        self._parallel.check()
         super().__init__(model)
         self.called = getattr(model, "model", model)  # without its loss
         self._store()
@@ -78,6 +82,7 @@ class StepGuards(ModuleGuards):
 
     def modes(self) -> list[bool]:
         """Return the modes, after checking that the optimizer has the same parameters, options and state."""
+        self._parallel.check()
         groups = self.optimizer.param_groups
         if len(groups) != len(self._groups) or not all(
             _same(group["params"], stored) for group, stored in zip(groups, self._groups, strict=True)
@@ -132,10 +137,14 @@ class StepGuards(ModuleGuards):
                     raise InputMismatch(what, where=f"the optimizer's group {i}", hint=COMPILE_AGAIN, see="other-model")
         self._options = list(map(_deciding, self.optimizer.param_groups))
 
-    def slot(self, binding: Binding) -> tuple[dict[str, Any], str]:
+    def slot(self, binding: Binding) -> tuple[Slot, str]:
         """Return the dict and key of a binding; state that the step keeps itself is created on first use."""
         if binding.source is not Source.STATE:
             return super().slot(binding)
+        holder, key = self._state_slot(binding)
+        return of_this_rank(holder, key), key
+
+    def _state_slot(self, binding: Binding) -> tuple[dict[str, Any], str]:
         if binding.key == LEARNING_RATE:
             return self._rates.setdefault(binding.name, self._new_rate(binding.name)), binding.key
         if binding.name.startswith(GROUP):

@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from memplan.core.choices import Gradients, Sanitize
 from memplan.core.graph import Phase
 from memplan.core.plan import Plan
+from memplan.distributed.ops import updating
 from memplan.errors import UnsupportedCall
 from memplan.runtime.debug.hooks import Hook, Hooks
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Sanitizers, make_poison, make_redzone
@@ -280,7 +281,8 @@ class Runner:
                 loss = self.cuda_graphs.step(inputs, tangent)
             else:
                 (loss,), saved = self.forward(*inputs)
-                self.backward(*saved, tangent)
+                with updating():
+                    self.backward(*saved, tangent)
         self.count_writes(inputs, current)
         return loss
 

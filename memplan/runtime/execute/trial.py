@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from memplan.core.collectives import is_collective
 from memplan.core.graph import Graph, StorageKind, Value
 from memplan.core.plan import Plan
 from memplan.devices.generators import forked
@@ -145,12 +146,13 @@ def _copy_changed(env: list[torch.Tensor | None], traced: TracedGraph) -> frozen
 
 
 def leaves_users_alone(traced: TracedGraph, layout: Layout, index: int, copied: frozenset[int] = frozenset()) -> bool:
-    """Return whether an op can be tried: it changes no tensor of the user, and is not a check that only raises.
+    """Return whether an op can be tried: it changes no tensor of the user, is not a check that only raises, and
+    needs no other rank.
 
     `copied`: the storages that stand for the user's in the trial.
     """
     graph = traced.graph
-    if graph.ops[index].only_raises:
+    if graph.ops[index].only_raises or is_collective(graph.ops[index].target):
         return False
     written = graph.written(graph.ops[index])
     ours = {s for s in written if graph.storages[s].planned or graph.storages[s].kind is StorageKind.HOST}

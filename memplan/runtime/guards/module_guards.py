@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from itertools import repeat
 from operator import attrgetter, contains, getitem, is_
-from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from memplan.distributed.local import Slot, of_this_rank
 from memplan.errors import InputMismatch
 from memplan.runtime.guards.hook_counts import hooks_ever_set
 from memplan.trace.traced import Binding
@@ -137,11 +137,11 @@ class ModuleGuards:
     def require_known(self) -> None:
         """Raise `InputMismatch` if something else still has the old parameters; called after parameters moved."""
 
-    def slot(self, binding: Binding) -> tuple[dict[str, Any], str]:
+    def slot(self, binding: Binding) -> tuple[Slot, str]:
         """Return the dict and the key under which the model keeps a parameter or buffer."""
         path, _, key = binding.name.rpartition(".")
         owner = self.model.get_submodule(path)
-        return (owner._parameters if key in owner._parameters else owner._buffers), key
+        return of_this_rank(owner._parameters if key in owner._parameters else owner._buffers, key), key
 
     def name_of(self, index: int) -> str:
         """Return the qualified name of a submodule ("h.0.attn"), by its index in `modes()`."""

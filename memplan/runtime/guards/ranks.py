@@ -12,21 +12,21 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from memplan.core.collectives import is_collective
 from memplan.errors import UnsupportedCall
 from memplan.trace.traced import TracedGraph
 
-_COLLECTIVES = ("_c10d_functional.", "_c10d_functional_autograd.", "c10d.", "c10d_functional.")
 _HINT = (
-    "train DistributedDataParallel(memplan.compile(model, inputs)) with the optimizer outside, "
+    "compile a step of DistributedDataParallel(model), or of a model that fully_shard has divided, "
     "or pass allow_unsynchronized=True where each rank shall train on its own"
 )
 
 
 def require_no_reducer(model: nn.Module) -> None:
-    """Raise `UnsupportedCall` if a DistributedDataParallel averages the gradient of a parameter."""
+    """Raise `UnsupportedCall` if a DistributedDataParallel that is not the model averages a parameter's gradient."""
     if not _in_group():
         return
-    held = {id(p) for ddp in _live_reducers() for p in ddp.parameters()}
+    held = {id(p) for ddp in _live_reducers() if ddp is not model for p in ddp.parameters()}
     for name, p in model.named_parameters():
         if id(p) in held:
             what = "is held by a DistributedDataParallel, which would not average its gradient in a compiled step"
@@ -36,7 +36,7 @@ def require_no_reducer(model: nn.Module) -> None:
 def require_collective(traced: Iterable[TracedGraph]) -> None:
     """Raise `UnsupportedCall` if there are several ranks and no program of the step contains a collective."""
     ranks = torch.distributed.get_world_size() if _in_group() else 1
-    if ranks > 1 and not any(op.target.startswith(_COLLECTIVES) for t in traced for op in t.graph.ops):
+    if ranks > 1 and not any(is_collective(op.target) for t in traced for op in t.graph.ops):
         what = "the step contains no collective, so each rank would train on its own"
         raise UnsupportedCall(what, where=f"a process group of {ranks} ranks", hint=_HINT, see="ranks")
 

@@ -16,7 +16,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 
+from memplan.core.collectives import is_collective
 from memplan.core.graph import Graph
+from memplan.distributed.ops import collective_of
 from memplan.errors import UnsupportedGraph
 from memplan.runtime.kernels.callables import Function, fast_bindings, in_place_function, scalars_as_tensors
 from memplan.runtime.kernels.convolve import direct_convolutions
@@ -138,12 +140,15 @@ class KernelSelector:
             returns=choice.returns,
             as_planned=choice.as_planned,
             overload=choice.overload,
-            fresh_overload=kernel.target,
+            fresh_overload=None if is_collective(str(kernel.target)) else kernel.target,
         )
 
     def _choose(self, kernel: KernelCall, tensors: Sequence[torch.Tensor | None]) -> _Choice:
         if draws(kernel.target, kernel.args, kernel.kwargs):
             return _Choice(kernel.target._op, overload=kernel.target)  # a trial would draw random numbers
+        collective = collective_of(kernel.target)
+        if collective is not None:  # a trial would wait for the other ranks
+            return _Choice(collective, ("out",))
         if kernel.target is torch.ops.aten.mkldnn_rnn_layer.default:
             return self._lstm_layer(kernel)
         args, kwargs = materialise((kernel.args, kernel.kwargs), tensors)

@@ -26,6 +26,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from memplan.core.graph import GIVEN, Graph, Op, Origin, Phase, StorageKind
+from memplan.distributed.ops import group_of
 from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.capture.origins import origin_of, place_of
@@ -310,6 +311,7 @@ class _FxReader:
                 origin=origin_of(node),
                 unrelated=self._unrelated(node, outs),
                 checkpoint=node.meta.get(CHECKPOINT, 0),
+                group=group_of(node.target, node.args),
             )
         )
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._argument)

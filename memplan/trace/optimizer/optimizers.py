@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memplan.devices.kinds import HOST, is_accelerator
+from memplan.distributed.local import local_tensor
 from memplan.errors import UnsupportedGraph
 from memplan.trace.optimizer.surroundings import has_own_step
 
@@ -105,7 +106,7 @@ def _require_updatable(name: str, parameter: torch.Tensor) -> None:
     if not parameter.is_floating_point():
         what = f"is {parameter.dtype}, which torch's fused updates do not take"
         hint = "keep it as two real parameters"
-    elif torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+    elif torch.empty_like(local_tensor(parameter), device="meta").stride() != local_tensor(parameter).stride():
         what, hint = f"has gaps in memory (strides {parameter.stride()})", "make the parameter of a contiguous copy"
     if what:
         raise UnsupportedGraph(name, what, f"{hint}, or use memplan.compile", see="fused-update")

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTInput
 
+from memplan.distributed.local import local_tensor
 from memplan.errors import UnsupportedGraph
 from memplan.trace.optimizer.optimizers import STEP, ensure_state, keys_of
 from memplan.trace.optimizer.recorded_ops import RecordedOps, functions_of
@@ -320,6 +321,7 @@ class _Updates:
         with self.graph.inserting_after(last):
             node = self.graph.placeholder(f"{name}_{key}".replace(".", "_").replace(" ", "_"))
         node.meta["desc"] = StateInput(name, key, targets)
+        tensor = local_tensor(tensor)
         with self.mode:
             node.meta["val"] = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device or device or tensor.device

@@ -142,6 +142,15 @@ def replace_by(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
     _recompute_views(views, old, mode)
 
 
+def redirect(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
+    """Let all that reads `node` read `other`, which is made of it and has its layout; views of it become views of
+    that.
+    """
+    views = {user: None for user in node.users if user is not other}
+    node.replace_all_uses_with(other, delete_user_cb=lambda user: user is not other)
+    _recompute_views(views, storage_key(value(node)), fake_mode_of(graph))
+
+
 def separate_tangents(graph: fx.Graph) -> None:
     """Give each incoming gradient bytes of its own; gradients of several views of one tensor are traced as views."""
     mode = fake_mode_of(graph)

@@ -1,0 +1,82 @@
+"""The collectives of a plan: ops that every rank of a process group runs in the same order.
+
+A collective is known by its target. memplan's own are one op each, which has its result when it returns; torch's
+functional ones, whose results arrive later, appear only in graphs that memplan does not run itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memplan.core.graph import Graph
+
+NAMESPACE = "memplan_distributed"
+GATHER = f"{NAMESPACE}.gather_parameter.default"
+ALL_REDUCE = f"{NAMESPACE}.all_reduce.default"
+_OTHERS = ("_c10d_functional.", "_c10d_functional_autograd.", "c10d.", "c10d_functional.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One collective of a plan, as it runs at `step` of the schedule.
+
+    `kind` is "gather_parameter", "reduce_scatter", "all_reduce" and the like; `group` names its process group. `shape`
+    and `dtype` are those of its result, `nbytes` the bytes of what it reads or of its result, whichever is more.
+    `name` names what it is of ("gather_h_0_weight"), and `again` says that the same ran before in the step.
+    """
+
+    step: int
+    kind: str
+    group: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    again: bool
+
+    @property
+    def line(self) -> str:
+        """The collective in one line, equal on all ranks that run the same."""
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return f"{self.kind} {self.name} ({self.dtype} {shape})"
+
+
+def is_collective(target: str) -> bool:
+    """Return whether ops of this target need the other ranks.
+
+    Example:
+        >>> is_collective("aten.add.Tensor")
+        False
+    """
+    return target.startswith((f"{NAMESPACE}.", *_OTHERS))
+
+
+def may_run_again(target: str) -> bool:
+    """Return whether an op of this target, a collective, may run again in a step: the gather of a parameter may."""
+    return target == GATHER
+
+
+def collectives_of(graph: Graph, order: Sequence[int]) -> tuple[Collective, ...]:
+    """Return the collectives of a graph in the order in which they run."""
+    known: set[str] = set()
+    found = []
+    for step, index in enumerate(order):
+        op = graph.ops[index]
+        if not is_collective(op.target):
+            continue
+        result = graph.values[(*op.writes, *op.reads)[0]]
+        found.append(
+            Collective(
+                step=step,
+                kind=op.target.split(".")[1],
+                group=op.group,
+                name=op.origin.node,
+                dtype=result.dtype,
+                shape=result.shape,
+                nbytes=max(graph.storages[s].nbytes for s in graph.touched(op)),
+                again=op.origin.node in known,
+            )
+        )
+        known.add(op.origin.node)
+    return tuple(found)

@@ -1,0 +1,46 @@
+"""The tensor of this rank behind a DTensor: what kernels read, and what a program is bound to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed
+
+
+def is_distributed(tensor: object) -> bool:
+    """Return whether a tensor is a DTensor, of which this rank has a part."""
+    if not distributed.is_available() or type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def local_tensor(tensor: Any) -> Any:
+    """Return this rank's part of a DTensor, which requires a gradient as the DTensor does; others as they are.
+
+    It has the bytes of the DTensor: what is written to the one is written to the other.
+    """
+    if not is_distributed(tensor):
+        return tensor
+    return tensor._local_tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+class LocalTensors:
+    """A view of a dict of tensors that gives this rank's part of each DTensor: `holder[key]` as `local_tensor` does."""
+
+    def __init__(self, holder: dict[str, Any]) -> None:
+        self.holder = holder
+
+    def __getitem__(self, key: str) -> Any:
+        """Return this rank's part of a tensor of the dict."""
+        return local_tensor(self.holder[key])
+
+
+Slot = dict[str, Any] | LocalTensors
+
+
+def of_this_rank(holder: dict[str, Any], key: str) -> Slot:
+    """Return the dict that holds a tensor, or a view of it that gives this rank's part if the tensor is a DTensor."""
+    return LocalTensors(holder) if is_distributed(holder[key]) else holder

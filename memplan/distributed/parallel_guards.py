@@ -1,0 +1,45 @@
+"""Checks on every call that torch's objects for many ranks are as a compiled step needs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from memplan.distributed.parallelism import fsdp_modules, reducer_of
+from memplan.errors import UnsupportedCall
+
+_SEE = "ranks-refused"
+
+
+class ParallelGuards:
+    """The states of a model's sharded modules, and of its `DistributedDataParallel`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._reducer = reducer_of(model)
+        self._groups = [
+            (module, group)
+            for module in fsdp_modules(model)
+            for group in module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
+        ]
+
+    def check(self) -> None:
+        """Free whole parameters that an eager forward has left, which a step would not update.
+
+        Raises `UnsupportedCall` where gradients shall not be reduced, which a compiled step always does.
+        """
+        for module, group in self._groups:
+            if group.is_unsharded:
+                _reshard(module)
+            if not group.reduce_grads:
+                self._refuse("set_requires_gradient_sync(False)")
+        if self._reducer is not None and not self._reducer.require_backward_grad_sync:
+            self._refuse("no_sync()")
+
+    def _refuse(self, what: str) -> None:
+        hint = "call the step outside of it, and pass accumulate= to compile_step to add gradients of several batches"
+        raise UnsupportedCall(f"a compiled step reduces its gradients, also under {what}", hint=hint, see=_SEE)
+
+
+def _reshard(module: Any) -> None:
+    module.reshard()

@@ -1,0 +1,192 @@
+"""Reads what `fully_shard` and `DistributedDataParallel` have made of a model into plain values.
+
+Nothing of torch's objects is changed, and none of their hooks is called: a compiled step does what they say by
+collectives of its own. What it cannot do is refused (`refusals.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from memplan.distributed.refusals import require_group, require_parameter, require_reducer
+
+
+_FIRST_BUCKET_BYTES = 1 << 20  # of torch's, which starts to reduce early
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A parameter that `fully_shard` has divided by rows (dimension 0) among the ranks of a group.
+
+    `shape` and `dtype` are those of the whole parameter; `local` is the shape of this rank's part, `rows` the number of
+    rows of the largest part, to which all are padded. The parameter is gathered as `gathered`, and its gradient is
+    reduced as `reduced` by `how` ("avg" or "sum"), after dividing by `before` and before dividing by `after`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    local: tuple[int, ...]
+    rows: int
+    ranks: int
+    group: str
+    gathered: torch.dtype
+    reduced: torch.dtype
+    how: str
+    before: float | None
+    after: float | None
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the parts of some ranks are smaller than others."""
+        return self.rows * self.ranks != self.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """A model of which each rank has a copy: gradients of `parameters` are averaged, in buckets of so many bytes.
+
+    `buffers`: the names of buffers that the first rank's are copied to before each forward.
+    """
+
+    parameters: frozenset[str]
+    buffers: frozenset[str]
+    ranks: int
+    group: str
+    bucket_bytes: int
+    first_bucket_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallelism:
+    """How the parameters of a model are divided among ranks, or copied to them.
+
+    `shards` are by the name of the parameter, each name of tied ones. `replicas` is None for a model without
+    `DistributedDataParallel`. `device` is that of the parameters.
+    """
+
+    shards: Mapping[str, Shard]
+    replicas: Replicas | None
+    device: torch.device
+
+    @property
+    def group(self) -> str:
+        """The name of the process group."""
+        found = {s.group for s in self.shards.values()} | ({self.replicas.group} if self.replicas else set())
+        return next(iter(sorted(found)))
+
+
+def parallelism_of(model: nn.Module) -> Parallelism | None:
+    """Return how a model is divided among ranks; None for a plain one.
+
+    Raises `UnsupportedGraph` for what a compiled step cannot do as torch does.
+    """
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    names = dict(_names(model))
+    shards = {names_of: shard for param in fsdp_parameters(model) for names_of, shard in _shards(param, names)}
+    replicas = _replicas(model)
+    if not shards and replicas is None:
+        return None
+    sharded = fsdp_parameters(model)
+    device = torch.device(sharded[0].device) if sharded else next(model.parameters()).device
+    return Parallelism(shards=shards, replicas=replicas, device=device)
+
+
+def fsdp_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model that `fully_shard` was called for."""
+    if not distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [m for m in model.modules() if isinstance(m, FSDPModule)]
+
+
+def fsdp_parameters(model: nn.Module) -> list[Any]:
+    """Return torch's `FSDPParam` of each sharded parameter, after checking that a compiled step can do what it says."""
+    found = []
+    for module in fsdp_modules(model):
+        state = module._get_fsdp_state()  # type: ignore[operator]
+        for group in state._fsdp_param_groups:
+            require_group(module, state, group)
+            for param in group.fsdp_params:
+                require_parameter(param)
+            found += group.fsdp_params
+    return found
+
+
+def gathered_dtype(param: Any) -> torch.dtype:
+    """Return the type in which the model reads a parameter, given torch's `FSDPParam` of it."""
+    found: torch.dtype = param.mp_policy.param_dtype or param.sharded_param.dtype
+    return found
+
+
+def reducer_of(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """Return the `DistributedDataParallel` of a model: the model itself, or what its loss is computed from."""
+    for module in (model, getattr(model, "model", None)):
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            return module
+    return None
+
+
+def _names(model: nn.Module) -> Iterator[tuple[int, list[str]]]:
+    """Yield the identity of each parameter with all its names."""
+    found: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(p), []).append(name)
+    yield from found.items()
+
+
+def _shards(param: Any, names: Mapping[int, list[str]]) -> Iterator[tuple[str, Shard]]:
+    """Yield the shard of an `FSDPParam` for each name of its parameter."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+
+    group = param.mesh_info.shard_process_group
+    own, gathered = param.sharded_param.dtype, gathered_dtype(param)
+    reduced = param.mp_policy.reduce_dtype or gathered
+    before, after, how, _ = _get_gradient_divide_factors(group, None, reduced, param.device.type)
+    for name in names.get(id(param.sharded_param), ()):
+        yield (
+            name,
+            Shard(
+                name=name,
+                shape=tuple(param._orig_size),
+                dtype=own,
+                local=tuple(param.sharded_size),
+                rows=int(param.padded_sharded_param_size[0]),
+                ranks=group.size(),
+                group=group.group_name,
+                gathered=gathered,
+                reduced=reduced,
+                how="avg" if how == distributed.ReduceOp.AVG else "sum",
+                before=before,
+                after=after,
+            ),
+        )
+
+
+def _replicas(model: nn.Module) -> Replicas | None:
+    """Return what a `DistributedDataParallel` does; None if the model has none."""
+    reducer = reducer_of(model)
+    if reducer is None:
+        return None
+    require_reducer(model, reducer)
+    torchs: Any = reducer
+    prefix = "module." if reducer is model else "model.module."
+    ignored = reducer.parameters_to_ignore
+    held = [(name, p) for name, p in reducer.module.named_parameters() if name not in ignored and p.requires_grad]
+    syncs = torchs.will_sync_module_buffers()
+    buffers = [name for name, _ in reducer.module.named_buffers() if name not in ignored] if syncs else []
+    return Replicas(
+        parameters=frozenset(prefix + name for name, _ in held),
+        buffers=frozenset(prefix + name for name in buffers),
+        ranks=distributed.get_world_size(reducer.process_group),
+        group=reducer.process_group.group_name,
+        bucket_bytes=int(reducer.bucket_bytes_cap),
+        first_bucket_bytes=_FIRST_BUCKET_BYTES,
+    )

@@ -1,0 +1,52 @@
+"""The options of a compiled step that several ranks must have alike, and those that they cannot have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from memplan.errors import UnsupportedCall
+
+_SAME = ("budget", "arena_budget", "host_budget", "pinned_budget", "reserve", "policy", "checkpoint", "divide")
+_SAME_TOO = ("compress", "schedule", "solver", "layout", "time_limit", "clip_grad_norm", "accumulate", "sanitize")
+_EAGERLY = ("eager", "passive")
+
+
+def require_options(options: Any, *, replicated: bool) -> None:
+    """Raise `UnsupportedCall` for options with which ranks could not be sure to run the same collectives.
+
+    `replicated`: the model is a `DistributedDataParallel`.
+    """
+    if options.on_mismatch in _EAGERLY:
+        what = "a step by torch alone runs other collectives than a compiled one, for which other ranks would wait"
+        _refuse(what, f"on_mismatch={options.on_mismatch!r}", 'leave on_mismatch out, or pass "error"')
+    if options.measures:
+        what = "each rank would measure other costs, and make another plan"
+        hint = "measure on one rank, save step.measurement.costs, and pass costs='costs.json' on all"
+        _refuse(what, "costs='measure'", hint)
+    if options.cuda_graph:
+        _refuse("a recorded step of several ranks is not supported", "cuda_graph=True", "leave cuda_graph out")
+    if options.device is not None:
+        what = "parameters of several ranks stay on the device of each"
+        _refuse(what, f"device={options.device!r}", "leave device out, and move the model before it is divided")
+    if replicated and options.accumulate > 1:
+        what = "sums of gradients would be averaged after each batch, and not once, as under no_sync()"
+        _refuse(what, f"accumulate={options.accumulate}", "use fully_shard, or pass the batches as one")
+
+
+def option_lines(options: Any) -> list[str]:
+    """Return the options that decide a plan, a line each; functions have other addresses on each rank."""
+    values = {name: getattr(options, name) for name in (*_SAME, *_SAME_TOO)}
+    return [f"{name}={value!r}" for name, value in values.items() if not callable(value)]
+
+
+def batch_lines(batch: Any) -> list[str]:
+    """Return the layout of each tensor of a batch, a line each."""
+    leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, torch.Tensor)]
+    return [f"input {i}: {x.dtype} {tuple(x.shape)}" for i, x in enumerate(leaves)]
+
+
+def _refuse(what: str, where: str, hint: str) -> None:
+    raise UnsupportedCall(what, where=where, hint=hint, see="ranks-refused")

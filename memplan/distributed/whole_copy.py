@@ -1,0 +1,113 @@
+"""A copy of a model that is divided among ranks, as if it were on one: without torch's hooks, with whole parameters.
+
+The copy is for tracing. Its parameters are on the meta device where they are divided; all else is the model's own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from memplan.distributed.parallelism import (
+    Parallelism,
+    fsdp_modules,
+    fsdp_parameters,
+    gathered_dtype,
+    reducer_of,
+)
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+# Hooks on state dicts refer to torch's objects for sharded parameters, and are no part of a forward.
+_STATE_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+class _Inner(nn.Module):
+    """Stands for a `DistributedDataParallel` in a copy: it calls its module, and no collective."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def whole_copy(model: nn.Module, parallelism: Parallelism) -> nn.Module:
+    """Return the copy of a model. Names of parameters, buffers and modules are those of the model."""
+    memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    for param in fsdp_parameters(model):
+        whole = torch.empty(param._orig_size, dtype=gathered_dtype(param), device="meta")
+        memo[id(param.sharded_param)] = nn.Parameter(whole, requires_grad=param.sharded_param.requires_grad)
+    reducer = reducer_of(model)
+    if reducer is not None:
+        inner = _Inner(copy.deepcopy(reducer.module, memo))
+        inner.training = reducer.training
+        memo[id(reducer)] = inner
+    sharded = fsdp_modules(model)
+    for module in sharded:
+        memo[id(module)] = object.__new__(_plain_class(module))
+    for module in sharded:
+        made = memo[id(module)]
+        made.__dict__.update(copy.deepcopy(_without_hooks(module), memo))
+        _cast(made, module._get_fsdp_state()._mp_policy)  # type: ignore[operator]
+    return copy.deepcopy(model, memo)
+
+
+def _plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before `fully_shard`."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule) and issubclass(c, nn.Module))
+
+
+def _without_hooks(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module without the hooks and objects that `fully_shard` has registered."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    own = {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
+    found = {key: held for key, held in vars(module).items() if key not in (STATE_KEY, REGISTRY_KEY)}
+    for kind in _HOOKS:
+        for name in (kind, f"{kind}_with_kwargs"):
+            if name in found:
+                found[name] = OrderedDict((k, v) for k, v in found[name].items() if k not in own)
+    for kind in _STATE_HOOKS:
+        found[kind] = OrderedDict()
+    return found
+
+
+def _cast(module: nn.Module, policy: Any) -> None:
+    """Cast what a module takes and returns, as the mixed precision of its `fully_shard` does."""
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        taken = policy.param_dtype
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            return _casted(args, taken), _casted(kwargs, taken)
+
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    if policy.output_dtype is not None:
+        returned = policy.output_dtype
+
+        def after(_: nn.Module, __: Any, output: Any) -> Any:
+            return _casted(output, returned)
+
+        module.register_forward_hook(after)
+
+
+def _casted(tree: Any, dtype: torch.dtype) -> Any:
+    """Return a tree with its floating-point tensors in another type."""
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype) if x.is_floating_point() else x
+
+    return pytree.tree_map_only(torch.Tensor, cast, tree)
