@@ -21,7 +21,8 @@ from memplan.evict.judge.arrays import measure
 from memplan.evict.policies.delta import delta
 from memplan.evict.policies.flow import flow
 from memplan.evict.policies.loading import while_loading
-from memplan.evict.policies.seeds import seeded
+from memplan.evict.policies.many_ops import MANY_OPS, decide_classes
+from memplan.evict.policies.seeds import drastic, seeded
 from memplan.evict.search.decisions import (
     PIN,
     RECOMPUTE_EACH_TIME,
@@ -41,6 +42,7 @@ _WORK = 4_000_000  # ops measured by annealing, all rounds together
 _TRIMMED = 2  # how many of the best candidates from starts of one kind are trimmed
 _TIGHT = 0.45  # a budget below this share of the bytes without a budget is tight
 _SOFT = 0.6  # the share of annealing rounds in which the budget may be exceeded at a price
+_ROUND = 1_000  # ops measured that stand for a round of annealing in steps of many ops, where each takes longer
 _CLASSES_WORK = 2_000_000  # ops measured by annealing over classes of similar storages
 
 
@@ -56,6 +58,10 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     start = search.start()
     if start.area == 0:
         return search.events(start)
+    if len(workload.graph.ops) >= MANY_OPS:
+        tight, rounds = workload.budget < _TIGHT * start.peak, work // _ROUND
+        ways = decide_classes(search, start, _EXPONENTS, tight=tight, rounds=rounds, seed=seed)
+        return _fastest(workload, ways, swaps=swaps)
     found = [fitted for a in _EXPONENTS if (fitted := descend(search, start, a))]
     blocks = _from_classes(search, start, work=min(work, _CLASSES_WORK), seed=seed)
     if (found or blocks) and not work:
@@ -74,12 +80,7 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
         found += _from_below(search, (TO_HOST, RECOMPUTE_EACH_TIME, RECOMPUTE_ONCE))
     improved = [_improved(search, family, work // 2, seed) for family in (found, blocks) if family]
     ways = [search.events(min(improved, key=lambda d: d.seconds))] if improved else []
-    ways += others
-    if not ways and swaps:
-        ways = list(_last_resorts(workload))
-    if not ways:
-        raise infeasible(workload)
-    return min(ways, key=lambda events: measure(workload, events).seconds)
+    return _fastest(workload, [*ways, *others], swaps=swaps)
 
 
 def _from_classes(search: DecisionSearch, start: Decisions, *, work: int, seed: int) -> list[Decisions]:
@@ -90,6 +91,15 @@ def _from_classes(search: DecisionSearch, start: Decisions, *, work: int, seed: 
         walks = [anneal_walk(search, one, classes, work=work // len(coarse), seed=seed, soft=1.0) for one in coarse]
         coarse += [state for walk in walks for state in (walk.best, walk.last) if state is not None]
     return [fitted for state in coarse if (fitted := descend(search, state, 1.0))]
+
+
+def _fastest(workload: Workload, ways: Sequence[Events], *, swaps: bool) -> Events:
+    """Return the fastest of these events, or else of policies that offload. Raises `BudgetInfeasible` if none exist."""
+    if not ways and swaps:
+        ways = list(_last_resorts(workload))
+    if not ways:
+        raise infeasible(workload)
+    return min(ways, key=lambda events: measure(workload, events).seconds)
 
 
 def _last_resorts(workload: Workload) -> Iterator[Events]:
@@ -115,19 +125,6 @@ def _improved(search: DecisionSearch, found: list[Decisions], work: int, seed: i
 def recompute(workload: Workload, *, work: int = _WORK, seed: int = 0) -> Events:
     """Return the events of `auto` without copies to the host."""
     return auto(workload, swaps=False, work=work, seed=seed)
-
-
-def drastic(search: DecisionSearch, ways: Sequence[int]) -> Iterator[Decisions]:
-    """Yield, for each of `ways` (decisions), the state in which every storage that allows it is treated that way."""
-    for wanted in ways:
-        decision, gap = search.nothing()
-        for moves in search.moves:
-            for move in moves:
-                if move.decision == wanted:
-                    decision[move.storage], gap[move.storage] = move.decision, move.gap
-        state = search.judged(decision, gap)
-        if np.isfinite(state.area):
-            yield state
 
 
 def trimmed(search: DecisionSearch, state: Decisions) -> Decisions:

@@ -112,22 +112,24 @@ class Neighbourhoods:
         self._made_from = [tuple(found) for found in made_from]
         self._makes = [tuple(found) for found in makes]
         self._known: dict[int, float] = {}
+        self._depends: list[list[int]] = [[] for _ in range(count)]  # the known storages for which each was looked at
 
     def seconds(self, device: DeviceState, storage: int) -> float:
         """Return the seconds of the dropped neighbourhood of `storage`, without the storage itself."""
         if storage not in self._known:
-            below, _ = _reach(device, storage, self._made_from, (Location.GONE, Location.DEAD))
-            above, _ = _reach(device, storage, self._makes, (Location.GONE,))
+            below, beneath = _reach(device, storage, self._made_from, (Location.GONE, Location.DEAD))
+            above, beyond = _reach(device, storage, self._makes, (Location.GONE,))
             used = [s for s in above if device.last[s] >= device.position]
             self._known[storage] = sum(map(device.seconds, (*below, *used)))
+            for s in {storage}.union(below, beneath, above, beyond):
+                self._depends[s].append(storage)
         return self._known[storage]
 
     def changed(self, device: DeviceState, storage: int) -> None:
-        """Discard the cached neighbourhoods that `storage` belongs to."""
-        self._known.pop(storage, None)
-        for edges in (self._made_from, self._makes):
-            for s in _reach(device, storage, edges, (Location.GONE, Location.DEAD))[1]:
-                self._known.pop(s, None)
+        """Discard the cached neighbourhoods that were found by looking at `storage`."""
+        for s in self._depends[storage]:
+            self._known.pop(s, None)
+        self._depends[storage].clear()
 
 
 def candidate(device: DeviceState, around: Neighbourhoods, storage: int) -> Candidate:

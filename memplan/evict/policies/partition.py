@@ -7,7 +7,8 @@ The search is that of the default policy (`auto.py`), with these decisions alone
 from __future__ import annotations
 
 from memplan.evict.events import Events, Kind
-from memplan.evict.policies.auto import annealed, drastic, trimmed
+from memplan.evict.policies.auto import annealed, trimmed
+from memplan.evict.policies.seeds import drastic
 from memplan.evict.search.decisions import PIN, RECOMPUTE_ONCE, Decisions, DecisionSearch, Move
 from memplan.evict.search.descent import descend, descend_classes, storage_classes
 from memplan.evict.workload import Workload

@@ -29,21 +29,25 @@ def singles(search: DecisionSearch) -> tuple[tuple[Option, ...], ...]:
 
 def storage_classes(search: DecisionSearch) -> tuple[tuple[Option, ...], ...]:
     """Return the options of each class of storages: equal in size, and used by the same sequence of kernels."""
-    graph = search.workload.graph
     classes: dict[tuple[object, ...], dict[int, list[Move]]] = {}
     for moves in search.moves:
         for move in moves:
             if move.decision != PIN:
-                kernels = tuple(graph.ops[i].target for i in search.workload.uses[move.storage])
-                options = classes.setdefault((search.workload.size[move.storage], *kernels), {})
+                options = classes.setdefault(class_of(search, move.storage), {})
                 options.setdefault(move.decision, []).append(move)
     return tuple(tuple(map(tuple, options.values())) for options in classes.values())
+
+
+def class_of(search: DecisionSearch, storage: int) -> tuple[object, ...]:
+    """Return what the storages of one class have in common: their size, and the kernels that use them."""
+    w = search.workload
+    return (w.size[storage], *(w.graph.ops[i].target for i in w.uses[storage]))
 
 
 def descend(search: DecisionSearch, state: Decisions, exponent: float) -> Decisions | None:
     """Return the state after taking the best move until the budget is kept; None when no move helps any more."""
     options = [option for choices in singles(search) for option in choices if option[0].decision != PIN]
-    for after in _steps(search, state, options, exponent):
+    for after, _ in descending(search, state, options, exponent):
         state = after
     return state if state.area == 0 else None
 
@@ -55,15 +59,19 @@ def descend_classes(
 
     The option that would reach the budget is not taken, since not all of its moves may be needed.
     """
-    for after in _steps(search, state, [option for choices in classes for option in choices], exponent):
+    for after, _ in descending(search, state, [option for choices in classes for option in choices], exponent):
         if after.area == 0:
             break
         state = after
     return state
 
 
-def _steps(search: DecisionSearch, state: Decisions, options: Sequence[Option], exponent: float) -> Iterator[Decisions]:
-    """Yield the states of a descent, after one option each, until the budget is kept or no option helps.
+def descending(
+    search: DecisionSearch, state: Decisions, options: Sequence[Option], exponent: float
+) -> Iterator[tuple[Decisions, int]]:
+    """Yield the states of a descent, each with the index of the option that led to it.
+
+    It ends when the budget is kept or no option helps.
 
     The evaluation is lazy: an option's gain is measured again only when it is first in the queue; gains rarely rise.
     """
@@ -84,7 +92,7 @@ def _steps(search: DecisionSearch, state: Decisions, options: Sequence[Option], 
             heapq.heappush(queue, (-gain, index))
             continue
         state, fresh = after, False
-        yield state
+        yield state, index
 
 
 def _priced(
