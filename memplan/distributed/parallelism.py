@@ -15,7 +15,6 @@ from torch import distributed, nn
 
 from memplan.distributed.refusals import require_group, require_parameter, require_reducer
 
-
 _FIRST_BUCKET_BYTES = 1 << 20  # of torch's, which starts to reduce early
 
 
