@@ -129,7 +129,9 @@ class KernelSelector:
         return BoundOp(
             form=CallForm.FUNCTIONAL if choice.names is None else CallForm.OUT,
             function=choice.function,
-            args=scalars_as_tensors(kernel, self.graph, self.numbers) if choice.scalars else choice.arguments(kernel.args),
+            args=scalars_as_tensors(kernel, self.graph, self.numbers)
+            if choice.scalars
+            else choice.arguments(kernel.args),
             kwargs={**kernel.kwargs, **choice.out_kwargs([Ref(out) for out in kernel.outs if out is not None])},
             outs=tuple(None if i in choice.absent else out for i, out in enumerate(kernel.outs)),
             returns_sequence=kernel.returns_sequence,
