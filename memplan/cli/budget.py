@@ -25,6 +25,10 @@ def budget(
     host_budget: Annotated[
         str | None, typer.Option("--host-budget", metavar="SIZE", help="The most bytes of copies on the host.")
     ] = None,
+    pinned_budget: Annotated[
+        str | None,
+        typer.Option("--pinned-budget", metavar="SIZE", help="The same where they are page-locked: for CUDA."),
+    ] = None,
     reserve: Annotated[
         str | None,
         typer.Option("--reserve", metavar="SIZE", help="Bytes that the step does not show: optimizer state."),
@@ -71,6 +75,7 @@ def budget(
         policy=policy,
         reserve=nbytes,
         host_budget=size_option("--host-budget", host_budget),
+        pinned_budget=size_option("--pinned-budget", pinned_budget),
     )
     rivals: tuple[Rival, ...] = ()
     if compare and not infer and is_model(target):

@@ -24,7 +24,7 @@ from memplan.evict.rng_states import only_used, with_saved_states
 from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy, Workload
 from memplan.evict.workload_limits import floor
-from memplan.planning.byte_limits import ByteLimits, budgets_in_bytes
+from memplan.planning.byte_limits import ByteLimits, budgets_in_bytes, device_of, is_pinned
 from memplan.planning.fit import Fitted, fit, make_workload, quick_of, smallest
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions, read_budget, read_size
@@ -94,13 +94,12 @@ def _limits(
     if options.budget is None and arena is None and workload.host_resident:
         states = with_saved_states(workload)
         arena = measure(*only_used(states, checkpoint(states.workload))).peak  # without checkpoints: of the plain step
-    device = workload.device or next((s.device for s in scheduled.graph.storages if s.planned), "")
     limits = ByteLimits(
         total=asked.budget if isinstance(asked.budget, int) else None,
         arena=arena if isinstance(arena, int) else None,
         host_budget=read_size("host_budget", options.host_budget) if options.host_budget is not None else None,
         pinned_budget=read_size("pinned_budget", options.pinned_budget) if options.pinned_budget is not None else None,
-        pinned=bool(device) and not device.startswith("cpu"),
+        pinned=is_pinned(device_of(scheduled.graph, workload)),
         room=room,
         relative=isinstance(asked.budget, int) and not isinstance(read_budget(options.budget), int),
     )

@@ -95,6 +95,16 @@ class ByteLimits:
         return bool(plan.redzone) or (self.over(plan) <= 0 and within)
 
 
+def device_of(graph: Graph, workload: Workload) -> str:
+    """Return the device of a step's arena; "" where nothing is planned."""
+    return workload.device or next((s.device for s in graph.storages if s.planned), "")
+
+
+def is_pinned(device: str) -> bool:
+    """Return whether copies that a step on `device` has on the host are page-locked."""
+    return bool(device) and not device.startswith("cpu")
+
+
 def _least(one: int | None, two: int | None) -> int | None:
     """Return the smaller of two limits; None is no limit."""
     if one is None or two is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,6 +10,7 @@ from memplan.core.graph import Graph
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, InvalidEviction
 from memplan.evict.costs import CostModel
+from memplan.evict.events import Events
 from memplan.evict.graph.apply import apply
 from memplan.evict.graph.equivalent import require_equivalent
 from memplan.evict.judge.arrays import MeasuredEvents, measure
@@ -24,6 +26,8 @@ from memplan.evict.workload_limits import floor
 
 _KEEP_RANDOM: tuple[Policy, ...] = (flow, genoa, dtr, dtr_addresses, delta)  # they copy, or free after the last use
 _CLOSE = 0.005  # share of the smallest budget found: the precision of the bisection
+_RUNGS = 16  # smaller budgets, as shares of the bytes without a budget, whose events are candidates for a larger one
+_PATIENCE = 2  # smaller budgets in a row that cost more, after which no smaller one is tried
 _BELOW = 4  # the search goes on where it beats on-demand eviction by 1 / _BELOW of the bytes above the floor
 
 
@@ -78,7 +82,7 @@ def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
     elif lowest > workload.budget:
         raise _infeasible(workload, lowest, op)
     else:
-        workload, events = decide(_states_for(workload, policy), policy)
+        workload, events = _decided(workload, policy, base)
     measured = measure(workload, events)
     if measured.peak > workload.budget:
         what = f"the policy's events need {measured.peak} bytes, the budget is {workload.budget}"
@@ -90,6 +94,52 @@ def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
     return Fitted(
         graph=applied.graph, sources=applied.sources, instances=applied.instances, measured=measured, base=base
     )
+
+
+def _decided(workload: Workload, policy: Policy, base: MeasuredEvents) -> tuple[Workload, Events]:
+    """Return the events of `policy`, or those that it finds for a smaller budget if these take less time.
+
+    A search may get stuck where it does not for a smaller budget, whose events keep the larger one too. The smaller
+    budgets are the same ones whatever was asked. Raises what `policy` raises where it finds none for these either.
+    """
+    states = _states_for(workload, policy)
+    best: tuple[Workload, Events] | None = None
+    failed: BudgetInfeasible | None = None
+    try:
+        best = decide(states, policy)
+    except BudgetInfeasible as error:
+        failed = error
+    least = base.seconds if best is None else measure(*best).seconds
+    patience = _PATIENCE
+    for budget in _rungs(workload, base.peak) if _searches(policy) else ():
+        if not patience or (best is not None and least <= base.seconds):  # no step takes less time
+            break
+        try:
+            within, events = decide(states.within(budget), quick_of(policy))
+        except BudgetInfeasible:
+            break
+        found = measure(within, events)
+        if best is not None and (found.area > 0 or found.seconds >= least):
+            patience -= 1
+            continue
+        patience = _PATIENCE
+        best, least = (within.within(workload.budget), events), found.seconds
+    if best is None:
+        assert failed is not None
+        raise failed
+    return best
+
+
+def _rungs(workload: Workload, peak: int) -> Iterator[int]:
+    """Yield budgets below that of `workload`, from the largest on, which depend on its bytes without a budget alone."""
+    lowest, _ = floor(workload)
+    tried = (peak * k // _RUNGS for k in reversed(range(1, _RUNGS)))
+    return (budget for budget in tried if lowest <= budget < workload.budget)
+
+
+def _searches(policy: Policy) -> bool:
+    """Return whether a policy is a search, which may find less for a larger budget than for a smaller one."""
+    return getattr(policy, "func", policy) in (auto, recompute)
 
 
 def smallest(workload: Workload, policy: Policy) -> int:

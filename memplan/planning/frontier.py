@@ -14,6 +14,7 @@ from memplan.evict.costs import CostModel, cost_model
 from memplan.evict.judge.arrays import measure
 from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy, Workload
+from memplan.planning.byte_limits import ByteLimits, device_of, is_pinned
 from memplan.planning.eager_total import eager_total
 from memplan.planning.fit import Fitted, fit, make_workload, quick_of, smallest
 
@@ -76,17 +77,21 @@ def frontier(
     shares: Sequence[float] = SHARES,
     reserve: int = 0,
     host_budget: int | None = None,
+    pinned_budget: int | None = None,
 ) -> Frontier:
     """Compute the cost of budgets: shares of the predicted eager total, the need without a budget, and the smallest.
 
     Budgets limit the total, `reserve` (bytes) and alignment included, as in `memplan.plan`; `host_budget` limits the
-    copies on the host (bytes). Fragmentation, which only a plan shows, and kernels' temporaries, which only running
-    shows, are left out. A budget costs no more time
-    than a smaller one: what keeps the smaller one keeps it too. Raises the errors of the policy other than
+    copies on the host (bytes), and `pinned_budget` does where they are page-locked. Fragmentation, which only a plan
+    shows, and kernels' temporaries, which only running shows, are left out. A budget costs no more time than a smaller
+    one: what keeps the smaller one keeps it too. Raises the errors of the policy other than
     `BudgetInfeasible`.
     """
     decide, prices = fit_policy(policy), cost_model(costs)
-    workload = replace(make_workload(graph, schedule.order, prices, alignment), host_budget=host_budget)
+    workload = make_workload(graph, schedule.order, prices, alignment)
+    pinned = is_pinned(device_of(graph, workload))
+    limits = ByteLimits(host_budget=host_budget, pinned_budget=pinned_budget, pinned=pinned)
+    workload = replace(workload, host_budget=limits.host)
     base = measure(workload, workload.plain)
     outside = outside_bytes(graph, schedule.order, functional_transient(graph)) + reserve
     eager, least = (

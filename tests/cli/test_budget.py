@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from memplan.planning.make_plan import ScheduledGraph, make_plan
-from memplan.planning.planfile import save
+from memplan.planning.planfile import load, save
 from memplan.schedule import traced
 from tests.cli.helpers import Run
 from tests.planning.test_budget import chain, within
+from tests.runtime.budgets import FAST_LINK
 
 MODEL = """
 import torch
@@ -74,10 +76,25 @@ def test_a_model_is_compared_with_torchs_knob(run: Run, tmp_path: Path) -> None:
     assert "costs of h100" in out
 
 
+def test_page_locked_copies_have_a_limit(run: Run, saved: Path, tmp_path: Path) -> None:
+    graph = chain(5, size=256 << 20)
+    graph = replace(graph, storages=tuple(replace(s, device="cuda:0") for s in graph.storages))
+    scheduled = ScheduledGraph(model="chain", graph=graph, schedule=traced(graph), alignment=512, versions={})
+    save(make_plan(scheduled), tmp_path / "cuda.json")
+    copied = []
+    for file, limit in (("cuda.json", "1TiB"), ("cuda.json", "0"), (saved, "0")):
+        code, out, _ = run("budget", file, "--policy", "flow", "--pinned-budget", limit, "--format", "json")
+        assert code == 0
+        copied.append(any("offloaded" in point for point in json.loads(out)["points"]))
+    assert copied == [True, False, True], "copies of a step on the CPU are not page-locked"
+
+
 def test_bad_input(run: Run, saved: Path, tmp_path: Path) -> None:
     assert run("budget", saved, "--costs", "abacus")[0] == 2
     assert run("budget", saved, "--policy", "hope")[0] == 2
     assert run("budget", saved, "--host-budget", "much")[0] == 2
+    assert run("budget", saved, "--pinned-budget", "half")[0] == 2
+    assert run("budget", saved, "--pinned-budget", "-1")[0] == 2
 
 
 def test_a_plan_with_evictions_is_judged_without_them(run: Run, saved: Path, tmp_path: Path) -> None:
@@ -99,3 +116,19 @@ def test_a_report_with_a_budget(run: Run, tmp_path: Path) -> None:
     assert code == 2
     assert "give at least" in err
     assert run("report", "p.json", "--budget", "1KiB")[0] == 2
+
+
+def test_a_report_with_limits_of_copies(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(MODEL)
+    FAST_LINK.save("fast.json")
+    asked = ("report", "net.py:net", "--arena-budget", "60%", "--costs", "fast.json", "--save", "p.json")
+    code, out, _ = run(*asked, "--pinned-budget", "1MiB", "--host-budget", "2MiB")
+    assert code == 0
+    assert "kept by 'auto'" in out
+    plan = load("p.json")
+    assert plan.eviction is not None
+    assert (plan.eviction.pinned_budget, plan.eviction.host_budget) == (1 << 20, 2 << 20)
+    assert 0 < plan.host_size <= 1 << 20
+    code, _, err = run(*asked, "--pinned-budget", "50%")
+    assert code == 2
+    assert "pinned_budget" in err

@@ -28,6 +28,7 @@ from memplan.planning.planfile import load
 from memplan.report.frontier_form import frontier_sections, frontier_svg
 from memplan.schedule import traced
 from tests.graph_strategies import GraphBuilder
+from tests.runtime.budgets import QUICK
 
 SIZE = 1 << 20
 
@@ -271,6 +272,12 @@ def test_the_frontier_keeps_a_limit_of_the_host() -> None:
     points = frontier(graph, traced(graph), alignment=64, costs=costs, shares=(0.5,), host_budget=0).points
     assert not any(point.offloaded for point in points)
     assert any(point.recomputed for point in points)
+    on_cuda = replace(graph, storages=tuple(replace(s, device="cuda:0") for s in graph.storages))
+    for one, copied in ((graph, True), (on_cuda, False)):  # copies of a step on the CPU are not page-locked
+        points = frontier(
+            one, traced(one), alignment=64, costs=costs, policy=QUICK, shares=(0.5,), pinned_budget=0
+        ).points
+        assert any(point.offloaded for point in points) == copied
 
 
 def test_a_step_without_intermediates_has_a_frontier_too() -> None:

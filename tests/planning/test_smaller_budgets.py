@@ -1,0 +1,124 @@
+"""A larger budget costs no more time than a smaller one, on generated steps and on a model."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from benchmarks.zoo import ZOO
+from memplan.core.graph import Graph, Phase, StorageKind
+from memplan.errors import BudgetInfeasible
+from memplan.evict.costs import DEVICES
+from memplan.evict.judge.arrays import measure
+from memplan.planning import fit as module
+from memplan.planning.budget import plan_within
+from memplan.planning.fit import fit, make_workload
+from memplan.planning.frontier import frontier
+from memplan.planning.make_plan import ScheduledGraph
+from memplan.planning.options import PlanOptions
+from memplan.schedule import traced
+from memplan.trace import trace
+from tests.graph_strategies import GraphBuilder
+from tests.runtime.budgets import QUICK, QUICK_RECOMPUTE
+
+UNIT = 1 << 14
+SHARES = tuple(1 - k * 0.95 / 14 for k in range(15))  # 100 % to 5 %
+RUNGS = 16
+
+
+def generated(seed: int) -> Graph:
+    """A step with saved tensors of different sizes, some of which are read again much later."""
+    chance, b = random.Random(seed), GraphBuilder()
+    length = chance.randint(4, 14)
+    saved = [b.storage(StorageKind.INPUT, 1 << 16, planned=False)]
+    for layer in range(length):
+        made = b.storage(StorageKind.ACTIVATION, chance.choice([1, 2, 3, 5, 8, 13]) * UNIT, planned=True)
+        skips = chance.random() >= 0.6 and layer >= 2
+        b.op(Phase.FORWARD, (saved[-1], chance.choice(saved[1:])) if skips else (saved[-1],), (made,))
+        saved.append(made)
+    gradient = saved[-1]
+    for layer in reversed(range(length)):
+        made = b.storage(StorageKind.GRADIENT, chance.choice([1, 2, 3]) * UNIT, planned=True)
+        also = (chance.choice(saved[1:]),) if chance.random() >= 0.8 else ()
+        b.op(Phase.BACKWARD, tuple(dict.fromkeys((gradient, saved[layer + 1], *also))), (made,))
+        gradient = made
+    kept = b.storage(StorageKind.GRADIENT, 64, planned=False)
+    b.op(Phase.BACKWARD, (gradient,), (kept,))
+    return b.graph(gradients=(kept,))
+
+
+def _seconds(graph: Graph, policy: Any, budgets: list[int]) -> list[float]:
+    """The predicted seconds of separate plans, of budgets that are kept."""
+    workload, found = make_workload(graph, traced(graph).order, DEVICES["a100"], 64), list[float]()
+    for budget in budgets:
+        try:
+            fitted = fit(graph, workload.within(budget), policy)
+        except BudgetInfeasible:
+            continue
+        assert fitted.measured.peak <= budget
+        found.append(fitted.measured.seconds)
+    return found
+
+
+@pytest.mark.parametrize("policy", [QUICK, QUICK_RECOMPUTE], ids=["auto", "recompute"])
+@pytest.mark.parametrize("seed", [3, 4])
+def test_times_rise_along_the_frontier_of_generated_steps(seed: int, policy: Any) -> None:
+    graph = generated(seed)
+    found = frontier(graph, traced(graph), alignment=64, costs="a100", policy=policy, shares=SHARES)
+    kept = [p for p in found.points if p.seconds is not None]
+    assert all((one.seconds or 0) <= (two.seconds or 0) for one, two in pairwise(kept))
+    assert all((p.total or 0) <= p.budget for p in kept)
+    lowest = kept[-1].budget
+    assert all((p.seconds is None) == (p.budget < lowest) for p in found.points), "only smaller ones are not kept"
+    scheduled = ScheduledGraph(model="generated", graph=graph, schedule=traced(graph), alignment=64, versions={})
+    named = set[tuple[int, bool]]()
+    for point in found.points[::3]:
+        asked = PlanOptions(budget=point.budget, policy=policy)
+        try:
+            assert plan_within(scheduled, asked, DEVICES["a100"]).total <= point.budget
+        except BudgetInfeasible as error:
+            named.add((error.smallest, error.smallest > point.budget))
+    assert len(named) <= 1
+    assert all(above for _, above in named)
+
+
+@pytest.mark.parametrize(("seed", "policy"), [(18, QUICK), (54, QUICK), (51, QUICK), (21, QUICK_RECOMPUTE)])
+def test_a_search_that_is_stuck_takes_what_it_finds_for_less(
+    seed: int, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = generated(seed)
+    workload = make_workload(graph, traced(graph).order, DEVICES["a100"], 64)
+    budgets = [measure(workload, workload.plain).peak * k // RUNGS for k in range(RUNGS, 0, -1)]
+    found = _seconds(graph, policy, budgets)
+    assert len(found) > 5
+    assert found == sorted(found)
+    monkeypatch.setattr(module, "_RUNGS", 1)  # no smaller budget is tried
+    alone = _seconds(graph, policy, budgets)
+    assert alone != sorted(alone)
+    assert all(one <= two for one, two in zip(found, alone, strict=False))
+    monkeypatch.setattr(module, "_RUNGS", RUNGS)
+    monkeypatch.setattr(module, "_PATIENCE", 0)
+    assert _seconds(graph, policy, budgets) == alone
+
+
+def test_separate_plans_of_a_model_take_no_less_time_under_smaller_budgets() -> None:
+    model, inputs = ZOO["vit"]("nano")
+    graph = trace(model, inputs).graph
+    scheduled = ScheduledGraph(model="vit", graph=graph, schedule=traced(graph), alignment=64, versions={})
+    seconds, refused = list[float](), set[int]()
+    for share in SHARES:
+        try:
+            plan = plan_within(scheduled, PlanOptions(arena_budget=share, policy=QUICK_RECOMPUTE), DEVICES["cpu"])
+        except BudgetInfeasible as error:
+            refused.add(error.smallest)
+            continue
+        assert not refused, "a smaller budget is kept"
+        assert plan.eviction is not None
+        assert plan.arena_size <= plan.eviction.arena_budget
+        seconds.append(plan.eviction.seconds)
+    assert len(seconds) > 8
+    assert seconds == sorted(seconds)
+    assert len(refused) == 1
