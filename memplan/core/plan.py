@@ -26,6 +26,7 @@ from memplan.core.totals import (
     functional_transient,
     outside_bytes,
     outside_profile,
+    page_locked_bytes,
     released_bytes,
     transient_on,
 )
@@ -165,6 +166,17 @@ class Plan:
     def host_size(self) -> int:
         """Bytes of the host arena, which holds the offloaded copies."""
         return self.eviction.host.arena_size if self.eviction else 0
+
+    @property
+    def pinned(self) -> int:
+        """The most bytes of the host that are page-locked for the step; 0 where it runs on the CPU."""
+        if self.eviction is None:
+            return 0
+        devices = [s.device for s in self.graph.storages if s.planned]
+        device = (self.eviction.device or next(iter(devices), "cpu")).partition(":")[0]
+        if device in ("cpu", "meta"):
+            return 0
+        return page_locked_bytes(self.graph, self.host_size, away=bool(self.eviction.device))
 
     @cached_property
     def transient(self) -> tuple[int, ...]:

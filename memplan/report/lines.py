@@ -132,6 +132,8 @@ def budget_lines(report: Report) -> tuple[str, ...]:
         lie = f"up to {format_bytes(k.host_size)} of what the step makes lie there" if k.device else ""
         what.append(f"{copied}; {lie or f'up to {format_bytes(k.host_size)} lie there'})")
     cost = f"predicted +{k.overhead * 100:.2f} % of a step's time by the costs of {k.costs}"
+    if k.pinned:
+        what.append(f"up to {format_bytes(k.pinned)} of the host's memory are page-locked, in powers of two")
     how = f"{'; '.join(what)}; {cost}" if what else "nothing is evicted"
     limit = f"arena budget {format_exact(k.arena_budget)}"
     limit = limit if k.budget is None else f"budget {format_exact(k.budget)}, {limit}"
