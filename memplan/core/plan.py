@@ -170,13 +170,16 @@ class Plan:
     @property
     def pinned(self) -> int:
         """The most bytes of the host that are page-locked for the step; 0 where it runs on the CPU."""
-        if self.eviction is None:
-            return 0
-        devices = [s.device for s in self.graph.storages if s.planned]
-        device = (self.eviction.device or next(iter(devices), "cpu")).partition(":")[0]
-        if device in ("cpu", "meta"):
+        if self.eviction is None or not self.on_accelerator:
             return 0
         return page_locked_bytes(self.graph, self.host_size, away=bool(self.eviction.device))
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether the step runs on a device beside the host."""
+        named = [s.device for s in self.graph.storages if s.planned]
+        device = self.eviction.device if self.eviction is not None and self.eviction.device else (*named, "cpu")[0]
+        return device.partition(":")[0] not in ("cpu", "meta")
 
     @cached_property
     def transient(self) -> tuple[int, ...]:

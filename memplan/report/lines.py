@@ -10,11 +10,12 @@ Line = tuple[str, int | None, str]
 
 
 _RELEASED = "freed after their last use, the most at one step"
+_WORKSPACES = "not known: cuBLAS keeps some for each thread and stream; in no total, reserve= sets bytes aside for it"
 _IDLE = "while the optimizer runs; the rest holds gradients"
 
 
 def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
-    """Return groups of (label, bytes or None if not measured, remark); the last line of a group is its sum."""
+    """Return groups of (label, bytes or None if not known, remark); the last line of a group is its sum."""
     out = report.outside
     arena = (
         ("peak (max live)", report.max_live, f"at step {report.peak.step}" if report.peak else "nothing is planned"),
@@ -38,6 +39,7 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
         ("optimizer state", out.optimizer_state, ""),
         ("constants", out.constants, f"{format_bytes(out.folded)} of it computed once" if out.folded else ""),
         *((("reserve", out.reserve, "what the step does not show"),) if out.reserve else ()),
+        *((("libraries' workspaces", None, _WORKSPACES),) if out.workspaces else ()),
         ("outside the arena", report.outside_total, "all of these"),
     )
     return arena, step, before, (("total", report.total, _total(report)),)

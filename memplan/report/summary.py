@@ -29,7 +29,8 @@ class Outside:
     results that need less here than in the arena, `fallbacks` results of ops without an `out=` kernel, `temporaries`
     what kernels allocate internally: each the most at any one step. `during` is the most that these five hold together
     at one step, which is less than their sum if their peaks are at different steps. `inputs`, `parameters` and
-    `constants` exist before the step; `reserve` is what the user reserved.
+    `constants` exist before the step; `reserve` is what the user reserved. `workspaces`: libraries of the device may
+    keep memory that no plan knows.
     """
 
     outputs: int
@@ -45,6 +46,7 @@ class Outside:
     constants: int
     folded: int
     reserve: int
+    workspaces: bool
 
     @property
     def total(self) -> int:
@@ -279,6 +281,7 @@ def _outside(plan: Plan) -> Outside:
         constants=plan.graph.bytes_of(StorageKind.CONSTANT),
         folded=plan.graph.folded_bytes,
         reserve=plan.reserve,
+        workspaces=plan.on_accelerator,
     )
 
 
