@@ -27,6 +27,7 @@ from memplan.core.totals import (
     functional_transient,
     outside_bytes,
     outside_profile,
+    page_locked_bytes,
     released_bytes,
     transient_on,
 )
@@ -174,6 +175,20 @@ class Plan:
     def host_size(self) -> int:
         """Bytes of the host arena, which holds the offloaded copies."""
         return self.eviction.host.arena_size if self.eviction else 0
+
+    @property
+    def pinned(self) -> int:
+        """The most bytes of the host that are page-locked for the step; 0 where it runs on the CPU."""
+        if self.eviction is None or not self.on_accelerator:
+            return 0
+        return page_locked_bytes(self.graph, self.host_size, away=bool(self.eviction.device))
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether the step runs on a device beside the host."""
+        named = [s.device for s in self.graph.storages if s.planned]
+        device = self.eviction.device if self.eviction is not None and self.eviction.device else (*named, "cpu")[0]
+        return device.partition(":")[0] not in ("cpu", "meta")
 
     @cached_property
     def transient(self) -> tuple[int, ...]:

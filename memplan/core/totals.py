@@ -17,6 +17,32 @@ MODEL_KINDS = (
 )
 
 
+_COPIED = (StorageKind.PARAMETER, StorageKind.CONSTANT, StorageKind.OPTIMIZER_STATE)
+_RESULTS = (StorageKind.OUTPUT, StorageKind.GRADIENT)
+
+
+def page_locked(nbytes: int) -> int:
+    """Return the bytes that torch locks for a request of pinned memory: the next power of two.
+
+    That is its default; `PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:N` keeps it from rounding larger ones.
+    """
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+def most_within(budget: int) -> int:
+    """Return the largest request for which torch locks at most `budget` bytes."""
+    return 1 << (budget.bit_length() - 1) if budget else 0
+
+
+def page_locked_bytes(graph: Graph, host_size: int, *, away: bool) -> int:
+    """Return the bytes of the host that a step on an accelerator locks: its host arena of `host_size` bytes, and, if
+    the model and the caller are on the host (`away`), what it copies from there and the results that it copies there.
+    """
+    kinds = (*_COPIED, *_RESULTS) if away else ()
+    copied = (s.nbytes for s in graph.storages if s.kind in kinds and not s.planned)
+    return page_locked(host_size) + sum(map(page_locked, copied))
+
+
 def outside_profile(graph: Graph, order: tuple[int, ...], transient: Sequence[int]) -> tuple[int, ...]:
     """Return the bytes allocated outside the arena at each step: the caller's results so far, intermediate results
     that are not in the arena, and transient bytes.

@@ -14,6 +14,13 @@ def host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_accelerator(device))
 
 
+def unlock_unused(device: torch.device) -> None:
+    """Give back pinned memory that nothing refers to: torch keeps it for later requests of the same size."""
+    give_back = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 has none
+    if is_accelerator(device) and give_back is not None:
+        give_back()
+
+
 def pin(tensors: Iterable[torch.Tensor]) -> None:
     """Move the bytes of tensors to pinned memory, in place; tensors that share memory still do."""
     moved: dict[int, torch.UntypedStorage] = {}

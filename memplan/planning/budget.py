@@ -13,7 +13,7 @@ from memplan.core import lifetimes
 from memplan.core.evictions import EvictionPlan
 from memplan.core.plan import Plan
 from memplan.core.schedule import make_schedule
-from memplan.core.totals import functional_transient, outside_bytes
+from memplan.core.totals import functional_transient, outside_bytes, page_locked
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import CostModel
@@ -222,16 +222,18 @@ class _Planner:
             tried = (low + high) // 2
             plan = self.within_host(tried).quick().descended()
             low, high = (tried, high) if plan is None else (low, plan.host_size)
-        pinned = limits.host == limits.pinned_budget and limits.pinned
+        pinned = limits.pinned and limits.host != limits.host_budget
+        smallest = page_locked(high) if pinned else high
+        limit = format_bytes(limits.host or 0) + (", the power of two within that budget" if pinned else "")
         where = "pinned_budget" if pinned else "host_budget"
         most = max(self.workload.graph.storages, key=lambda s: s.nbytes if s.planned else -1)
         return BudgetInfeasible(
             f"the step needs {format_bytes(high)} of copies on the host to keep its other budgets, its limit is"
-            f" {format_bytes(limits.host or 0)}; the largest storage is {most.name}, {format_bytes(most.nbytes)}",
+            f" {limit}; the largest storage is {most.name}, {format_bytes(most.nbytes)}",
             op="",
-            smallest=high,
+            smallest=smallest,
             where=where,
-            hint=f"give at least {high} bytes ({format_bytes(high)}), or a larger budget on the device",
+            hint=f"give at least {smallest} bytes ({format_bytes(smallest)}), or a larger budget on the device",
         )
 
     def _placed(self, fitted: Fitted) -> Plan:

@@ -8,6 +8,7 @@ from typing import Any
 
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
+from memplan.core.totals import most_within
 from memplan.evict.judge.arrays import measure
 from memplan.evict.workload import Workload
 from memplan.planning.eager_total import eager_total
@@ -50,7 +51,8 @@ def budgets_in_bytes(options: PlanOptions, graph: Graph, workload: Workload) -> 
 class ByteLimits:
     """The limits of a plan on one device, in bytes; None is no limit.
 
-    `host_budget` and `pinned_budget` limit the copies on the host, which are page-locked where `pinned`. `room` are the
+    `host_budget` and `pinned_budget` limit the copies on the host, which are page-locked where `pinned`: the smaller
+    power of two, since torch rounds what it locks up to one. `room` are the
     bytes of an arena that exists already: all of it may be used, and all of it counts in the total. `relative`: the
     total is a share of this step's own, which the existing arena may exceed.
     """
@@ -66,7 +68,8 @@ class ByteLimits:
     @property
     def host(self) -> int | None:
         """The most bytes of copies on the host; None for no limit."""
-        return _least(self.host_budget, self.pinned_budget if self.pinned else None)
+        pinned = self.pinned_budget if self.pinned else None
+        return _least(self.host_budget, None if pinned is None else most_within(pinned))
 
     def arena_beside(self, outside: int) -> int:
         """Return the most bytes that the arena may have beside `outside` bytes that are on the device too.

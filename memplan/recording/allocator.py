@@ -23,11 +23,16 @@ class Backing:
     """The allocator of memory that is not planned, as C functions of integers.
 
     `allocate` writes the address to where its first argument points (as cudaMalloc) and returns 0, or an error;
-    `release` takes the address.
+    `release` takes the address. `spill` is like `allocate`, with flags, for memory that serves when the device has no
+    more; `clear_error` makes the runtime forget its last error. `give_up` ends the process: torch uses whatever address
+    it is given, and cannot be told that there is none.
     """
 
     allocate: Callable[[int, int], int]
     release: Callable[[int], int]
+    spill: Callable[[int, int, int], int]
+    clear_error: Callable[[], int]
+    give_up: Callable[[], int]
 
 
 def host_backing() -> Backing:
@@ -37,7 +42,11 @@ def host_backing() -> Backing:
     align.argtypes, align.restype = (_Word, _Word, _Word), ctypes.c_int
     free.argtypes, free.restype = (_Word,), ctypes.c_int
     made = ctypes.CFUNCTYPE(ctypes.c_int, _Word, _Word)(lambda place, size: int(align(place, 512, size)))
-    return Backing(made, free)
+    spill = ctypes.CFUNCTYPE(ctypes.c_int, _Word, _Word, ctypes.c_uint)(
+        lambda place, size, _: int(align(place, 512, size))
+    )
+    clear_error = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
+    return Backing(allocate=made, release=free, spill=spill, clear_error=clear_error, give_up=_abort())
 
 
 def cuda_backing(library: ctypes.CDLL) -> Backing:
@@ -45,7 +54,16 @@ def cuda_backing(library: ctypes.CDLL) -> Backing:
     allocate, release = library.cudaMalloc, library.cudaFree
     allocate.argtypes, allocate.restype = (_Word, _Word), ctypes.c_int
     release.argtypes, release.restype = (_Word,), ctypes.c_int
-    return Backing(allocate, release)
+    clear_error, spill = library.cudaGetLastError, library.cudaMallocManaged
+    spill.argtypes, spill.restype = (_Word, _Word, ctypes.c_uint), ctypes.c_int
+    clear_error.argtypes, clear_error.restype = (), ctypes.c_int
+    return Backing(allocate=allocate, release=release, spill=spill, clear_error=clear_error, give_up=_abort())
+
+
+def _abort() -> Callable[[], int]:
+    abort = ctypes.CDLL(None).abort
+    abort.argtypes, abort.restype = (), ctypes.c_int
+    return abort
 
 
 class Allocator:
@@ -85,8 +103,8 @@ class Allocator:
         if count > k.MAX_EVENTS:
             what = f"{count} allocations and releases in one step, {k.MAX_EVENTS} can be recorded"
             raise MemplanError(what, hint="record a smaller part of the step")
-        found = m[k.T_EVENTS : k.T_EVENTS + 2 * count].reshape(-1, 2).tolist()
-        return [TapeEvent(address, nbytes) for address, nbytes in found]
+        found = m[k.T_EVENTS : k.T_EVENTS + 3 * count].reshape(-1, 3).tolist()
+        return [TapeEvent(address, nbytes, lane=lane) for address, nbytes, lane in found]
 
     def load(self, tape: Tape) -> None:
         """Replay `tape` from now on, in an arena that is allocated now. Raises `MemplanError` without room for it."""
@@ -125,6 +143,7 @@ class Allocator:
             k.LIVES_LONGER: f"allocation {at} would overwrite what was released before it when recorded",
             k.MORE: f"allocation {at} comes after the last recorded one",
             k.STILL_ALIVE: f"{int(m[k.LIVE])} allocations of an earlier step are still alive",
+            k.OTHER_STREAM: f"allocation {at} is of another stream than when recorded",
             k.FEWER: f"it stopped before allocation {at} of {int(m[k.COUNT])}",
         }[why]
 
@@ -132,6 +151,12 @@ class Allocator:
     def replayed(self) -> int:
         """The number of steps that equalled the recorded one, since a tape was loaded."""
         return int(self._m[self._kernel.STEPS])
+
+    def take_spilled(self) -> int:
+        """Return the bytes that the device had no room for, and that are beside its memory, since the last call."""
+        k, m = self._kernel, self._m
+        found, m[k.SPILLED] = int(m[k.SPILLED]), 0
+        return found
 
     @property
     def in_arena(self) -> int:

@@ -1,9 +1,9 @@
 """The state machine of a replay over one array of integers, so that an allocator can run it without Python.
 
 `serve` answers each allocation of a step from the tape as long as the step equals the recorded one: the same sizes in
-the same order, and every allocation released before its bytes are reused. From the first difference on, the rest of the
-step gets ordinary memory, and allocations in the arena stay where they are. Ordinary memory that is released is cached
-for later allocations of the same size on the same stream. All sizes and addresses are bytes.
+the same order on the same streams, and every allocation released before its bytes are reused. From the first difference
+on, the rest of the step gets ordinary memory, and allocations in the arena stay where they are. Ordinary memory that is
+released is cached for later allocations of the same size on the same stream. All sizes and addresses are bytes.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -13,17 +13,33 @@ import numpy as np
 from numba import njit
 
 # The layout of the array: a header, then tables of fixed size.
-MODE, CURSOR, COUNT, ARENA, ARENA_SIZE, LIVE, DIFFERENCE, AT, SIZE, EVENTS, SPARE, CACHED, PLACES, STEPS, SCRATCH = (
-    range(15)
-)
+(
+    MODE,
+    CURSOR,
+    COUNT,
+    ARENA,
+    ARENA_SIZE,
+    LIVE,
+    DIFFERENCE,
+    AT,
+    SIZE,
+    EVENTS,
+    SPARE,
+    CACHED,
+    PLACES,
+    STEPS,
+    SCRATCH,
+    SPILLED,
+) = range(16)
 HEADER = 64
 OFF, RECORD, REPLAY = range(3)  # modes
-SAME, OTHER_SIZE, LIVES_LONGER, MORE, STILL_ALIVE, FEWER = range(6)  # differences
+SAME, OTHER_SIZE, LIVES_LONGER, MORE, STILL_ALIVE, FEWER, OTHER_STREAM = range(7)  # differences
 MAX_EVENTS, MAX_COUNT, MAX_BEFORE, MAX_NODES, SLOTS = 1 << 19, 1 << 17, 1 << 19, 1 << 17, 1 << 14
 T_EVENTS = HEADER
-T_SIZES = T_EVENTS + 2 * MAX_EVENTS
+T_SIZES = T_EVENTS + 3 * MAX_EVENTS  # (address, bytes, lane) each
 T_OFFSETS = T_SIZES + MAX_COUNT
-T_FIRST = T_OFFSETS + MAX_COUNT  # where the entries of allocation k begin in T_BEFORE
+T_LANES = T_OFFSETS + MAX_COUNT  # the stream and device of allocation k
+T_FIRST = T_LANES + MAX_COUNT  # where the entries of allocation k begin in T_BEFORE
 T_BEFORE = T_FIRST + MAX_COUNT + 1
 T_ALIVE = T_BEFORE + MAX_BEFORE
 T_PLACE = T_ALIVE + MAX_COUNT  # the index of allocation k's offset in T_PLACES
@@ -42,13 +58,14 @@ def rounded(size):
 
 
 @njit(cache=True)
-def note(m, address, nbytes):
+def note(m, address, nbytes, lane):
     """Record an event: an allocation, or (`nbytes` 0) a release. Events beyond the table's size are only counted."""
     if m[MODE] == RECORD:
         at = m[EVENTS]
         if at < MAX_EVENTS:
-            m[T_EVENTS + 2 * at] = address
-            m[T_EVENTS + 2 * at + 1] = nbytes
+            m[T_EVENTS + 3 * at] = address
+            m[T_EVENTS + 3 * at + 1] = nbytes
+            m[T_EVENTS + 3 * at + 2] = lane
         m[EVENTS] += 1
 
 
@@ -82,8 +99,11 @@ def end(m):
 
 
 @njit(cache=True)
-def serve(m, size):
-    """Return the planned address of the next allocation, or 0 if it gets ordinary memory."""
+def serve(m, size, lane):
+    """Return the planned address of the next allocation, or 0 if it gets ordinary memory.
+
+    On another stream than when recorded, it could overwrite what a stream still reads that released its bytes.
+    """
     if m[MODE] != REPLAY:
         return 0
     k = m[CURSOR]
@@ -92,6 +112,9 @@ def serve(m, size):
         return 0
     if m[T_SIZES + k] != size:
         differs(m, OTHER_SIZE, size)
+        return 0
+    if m[T_LANES + k] != lane:
+        differs(m, OTHER_STREAM, size)
         return 0
     if m[T_OFFSETS + k] < 0:
         m[CURSOR] = k + 1
@@ -197,6 +220,7 @@ def load(m, tape, address):
     places = np.unique(offsets[offsets >= 0])
     m[T_SIZES : T_SIZES + count] = tape.sizes
     m[T_OFFSETS : T_OFFSETS + count] = offsets
+    m[T_LANES : T_LANES + count] = tape.lanes
     m[T_FIRST] = 0
     m[T_FIRST + 1 : T_FIRST + count + 1] = np.cumsum([len(b) for b in tape.before])
     m[T_BEFORE : T_BEFORE + before] = [j for b in tape.before for j in b]

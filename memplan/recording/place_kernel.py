@@ -18,7 +18,7 @@ def make_place(state: int, backing, exchange):
     is cudaThreadExchangeStreamCaptureMode: during a graph capture, memory may be allocated only in the mode that the
     caching allocator uses for it, "relaxed" (2).
     """
-    get, put = backing.allocate, backing.release
+    get, put, clear_error = backing.allocate, backing.release, backing.clear_error
     scratch, capture = state + 8 * SCRATCH, state + 8 * CAPTURE
 
     @cfunc(types.uintp(types.uintp, types.int32, types.intp))
@@ -32,7 +32,8 @@ def make_place(state: int, backing, exchange):
         m[CAPTURE] = 2
         exchange(capture)
         m[SCRATCH] = 0
-        if get(scratch, int(size)) != 0:
+        if get(scratch, int(size)) != 0:  # then torch frees cached memory, tries again, and raises
+            clear_error()
             m[SCRATCH] = 0
         exchange(capture)
         return m[SCRATCH]

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from memplan.core.problem import Interval, Problem
+from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
 
 ELSEWHERE = -1  # the offset of an allocation that outlives the step: it gets ordinary memory
 
 
 @dataclass(frozen=True, slots=True)
 class TapeEvent:
-    """An allocation (`nbytes` > 0) or a release at an address, by an op ("" if unknown)."""
+    """An allocation (`nbytes` > 0) or a release at an address, by an op ("" if unknown).
+
+    `lane`: a number of the stream (and its device) that uses the bytes; 0 if it is not known.
+    """
 
     address: int
     nbytes: int
     op: str = ""
+    lane: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tape:
-    """The allocations of a step: the k-th has `sizes[k]` bytes at `offsets[k]` (or `ELSEWHERE`).
+    """The allocations of a step: the k-th has `sizes[k]` bytes at `offsets[k]` (or `ELSEWHERE`), in lane `lanes[k]`.
 
     `before[k]` are the last allocations before the k-th that had some of its bytes: they must be released by then.
     """
@@ -29,6 +33,7 @@ class Tape:
     sizes: tuple[int, ...]
     offsets: tuple[int, ...]
     before: tuple[tuple[int, ...], ...]
+    lanes: tuple[int, ...]
     arena_size: int
 
 
@@ -54,7 +59,39 @@ def make_tape(events: Sequence[TapeEvent], problem: Problem, offsets: Mapping[st
     at = tuple(offsets[buffers[step].id] if step in buffers else ELSEWHERE for step in starts)
     ends = tuple(offset + buffers[step].size if offset >= 0 else 0 for step, offset in zip(starts, at, strict=True))
     return Tape(
-        sizes=tuple(event.nbytes for event in made), offsets=at, before=_owners(at, ends), arena_size=arena_size
+        sizes=tuple(event.nbytes for event in made),
+        offsets=at,
+        before=_owners(at, ends),
+        lanes=tuple(event.lane for event in made),
+        arena_size=arena_size,
+    )
+
+
+def solve_lanes(problem: Problem, lanes: Mapping[str, int], solve: Callable[[Problem], Solution]) -> Solution:
+    """Return a solution in which buffers of different lanes (by id) share no bytes: each lane has a section.
+
+    The order of events says nothing about two streams: what one has released, it may still read.
+    """
+    of: dict[int, list[Buffer]] = {}
+    for buffer in problem.buffers:
+        of.setdefault(lanes[buffer.id], []).append(buffer)
+    if len(of) < 2:
+        return solve(problem)
+    offsets: dict[str, int] = {}
+    found, start = [], 0
+    for buffers in of.values():
+        alignment = max(b.alignment for b in buffers)
+        start = -(-start // alignment) * alignment
+        found.append(solve(Problem(buffers=tuple(buffers))))
+        offsets.update({name: start + offset for name, offset in found[-1].offsets.items()})
+        start += found[-1].arena_size
+    return replace(
+        found[0],
+        offsets=offsets,
+        arena_size=start,
+        status=Status.OPTIMAL if start == problem.max_live else Status.FEASIBLE,
+        bound=problem.max_live,
+        seconds=sum(solution.seconds for solution in found),
     )
 
 

@@ -10,11 +10,12 @@ Line = tuple[str, int | None, str]
 
 
 _RELEASED = "freed after their last use, the most at one step"
+_WORKSPACES = "not known: cuBLAS keeps some for each thread and stream; in no total, reserve= sets bytes aside for it"
 _IDLE = "while the optimizer runs; the rest holds gradients"
 
 
 def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
-    """Return groups of (label, bytes or None if not measured, remark); the last line of a group is its sum."""
+    """Return groups of (label, bytes or None if not known, remark); the last line of a group is its sum."""
     out = report.outside
     arena = (
         ("peak (max live)", report.max_live, f"at step {report.peak.step}" if report.peak else "nothing is planned"),
@@ -39,6 +40,7 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
         ("constants", out.constants, f"{format_bytes(out.folded)} of it computed once" if out.folded else ""),
         *((("numbers", out.numbers, "that kernels take as tensors"),) if out.numbers else ()),
         *((("reserve", out.reserve, "what the step does not show"),) if out.reserve else ()),
+        *((("libraries' workspaces", None, _WORKSPACES),) if out.workspaces else ()),
         ("outside the arena", report.outside_total, "all of these"),
     )
     return arena, step, before, (("total", report.total, _total(report)),)
@@ -133,6 +135,8 @@ def budget_lines(report: Report) -> tuple[str, ...]:
         lie = f"up to {format_bytes(k.host_size)} of what the step makes lie there" if k.device else ""
         what.append(f"{copied}; {lie or f'up to {format_bytes(k.host_size)} lie there'})")
     cost = f"predicted +{k.overhead * 100:.2f} % of a step's time by the costs of {k.costs}"
+    if k.pinned:
+        what.append(f"up to {format_bytes(k.pinned)} of the host's memory are page-locked, in powers of two")
     how = f"{'; '.join(what)}; {cost}" if what else "nothing is evicted"
     limit = f"arena budget {format_exact(k.arena_budget)}"
     limit = limit if k.budget is None else f"budget {format_exact(k.budget)}, {limit}"

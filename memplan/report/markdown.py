@@ -20,7 +20,7 @@ def report_markdown(report: Report) -> str:
     """Return the report as headings and tables, with exact bytes next to the rounded sizes."""
     groups = memory_lines(report)
     memory = [
-        (label, *_size(size), remark if size is not None else "not measured")
+        (label, *_size(size), remark or ("not measured" if size is None else ""))
         for group in groups
         for label, size, remark in group
     ]

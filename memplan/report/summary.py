@@ -30,7 +30,7 @@ class Outside:
     what kernels allocate internally: each the most at any one step. `during` is the most that these five hold together
     at one step, which is less than their sum if their peaks are at different steps. `inputs`, `parameters` and
     `constants` exist before the step, as do `numbers`, which kernels take as tensors; `reserve` is what the user
-    reserved.
+    reserved. `workspaces`: libraries of the device may keep memory that no plan knows.
     """
 
     outputs: int
@@ -47,6 +47,7 @@ class Outside:
     folded: int
     reserve: int
     numbers: int
+    workspaces: bool
 
     @property
     def total(self) -> int:
@@ -87,10 +88,10 @@ class Kept:
     """The evictions that keep a budget, and their cost; `budget` limits the total, `arena_budget` the arena.
 
     `recomputed` and `offloaded` are the bytes that are recomputed, and copied to the host and back, in a step (counted
-    each time), `host_size` the bytes of the arena on the host. `seconds`, `base_seconds` (without a budget) and `stall`
-    are predicted by the costs of `costs`. `device` is where the step runs if the model and the caller are on the host,
-    "" if all are on the same device. `sections` are the arenas of several devices, `sent` the bytes that are copied
-    between them in a step.
+    each time), `host_size` the bytes of the arena on the host, `pinned` the most of the host's memory that torch locks,
+    in powers of two. `seconds`, `base_seconds` (without a budget) and `stall` are predicted by the
+    costs of `costs`. `device` is where the step runs if the model and the caller are on the host, "" if all are on the
+    same device. `sections` are the arenas of several devices, `sent` the bytes that are copied between them in a step.
     """
 
     budget: int | None
@@ -102,6 +103,7 @@ class Kept:
     offloads: int
     offloaded: int
     host_size: int
+    pinned: int
     seconds: float
     base_seconds: float
     stall: float
@@ -254,6 +256,7 @@ def _kept(plan: Plan) -> Kept | None:
         offloads=len(sizes[Action.OFFLOAD]),
         offloaded=sum(sizes[Action.OFFLOAD]),
         host_size=plan.host_size,
+        pinned=plan.pinned,
         seconds=plan.eviction.seconds,
         base_seconds=plan.eviction.base_seconds,
         stall=plan.eviction.stall,
@@ -280,6 +283,7 @@ def _outside(plan: Plan) -> Outside:
         folded=plan.graph.folded_bytes,
         reserve=plan.reserve,
         numbers=plan.numbers,
+        workspaces=plan.on_accelerator,
     )
 
 

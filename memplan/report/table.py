@@ -81,13 +81,19 @@ def _memory(report: Report, width: int) -> RenderableType:
     for group in memory_lines(report):
         for position, (label, size, remark) in enumerate(group):
             last = position == len(group) - 1
-            row = [_text(label), _text("not measured" if size is None else format_bytes(size))]
+            row = [_text(label), _text(_size(size, remark))]
             if width >= NARROW:
                 row.append(_text("" if size is None else f"{size:,}"))
             if width >= WIDE:
                 row.append(_text(remark, "dim"))
             table.add_row(*row, style="bold" if last else "", end_section=last)
     return Group(Text(), table, Text())
+
+
+def _size(size: int | None, remark: str) -> str:
+    if size is None:
+        return "not known" if remark else "not measured"
+    return format_bytes(size)
 
 
 def _text(text: str, style: str = "") -> Text:

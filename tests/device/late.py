@@ -78,6 +78,12 @@ class LateDevice:
         """Run what is queued."""
         self._library.late_synchronize()
 
+    def allocated_peak(self, index: int) -> int:
+        """Return the most bytes that were allocated on a device since this was last asked, and begin anew."""
+        found = int(self._library.late_peak(index))
+        self._library.late_reset_peak(index)
+        return found
+
     @property
     def tasks_run(self) -> int:
         """The number of kernels and copies that have run."""

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
 import json
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from memplan.core.happens_before import follow, require_no_races
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible
 from memplan.planning.options import PlanOptions
+from memplan.runtime.api import step_builder
 from memplan.runtime.copies.copies import Direction
 from memplan.runtime.copies.copy_streams import StreamCopy
 from memplan.runtime.execute.runner import Runner
@@ -161,6 +164,55 @@ def whole_step(device: LateDevice) -> dict[str, Any]:
 
     expected = steps(False)
     return {"wrong": wrong_orders(device, lambda: steps(True), expected)}
+
+
+class _Recorder:
+    """Records a step by remembering it, as a recorder of graphs would: a replay runs it again."""
+
+    pool_bytes = 0
+
+    def warm_up(self, function: Callable[[], Any]) -> None:
+        """Run it once."""
+        function()
+
+    def placer(self, low: int, high: int) -> Any:
+        """Let nothing be made at an address."""
+        return types.SimpleNamespace(at=lambda address, nbytes: contextlib.nullcontext())
+
+    def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Return what runs it again, and its results."""
+        results = function()
+
+        def replay() -> None:
+            for old, new in zip(pytree.tree_leaves(results), pytree.tree_leaves(function()), strict=True):
+                if old is not new:
+                    old.copy_(new)
+
+        return replay, results
+
+
+def recorded(device: LateDevice) -> dict[str, Any]:
+    """A whole step that is recorded at its first call: the device needs no room for a copy of parameters and state."""
+    step_builder.make_recorder = lambda device, sanitize: _Recorder()  # type: ignore[assignment, return-value]
+    numbers = [torch.randn(4, 512, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+    def losses(compiled: bool) -> tuple[Bits, int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(512, 512), nn.Tanh())]).to(HERE)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        step = memplan.compile_step(
+            model, optimizer, lambda out: out.square().mean(), numbers[0].to(HERE), cuda_graph=compiled
+        )
+        batches = [batch.to(HERE) for batch in numbers]
+        before = device.allocated_peak(0)
+        found = [step(batch).cpu() for batch in batches]
+        found += [p.detach().cpu() for p in model.parameters()]
+        return found, device.allocated_peak(0) - before
+
+    expected, _ = losses(False)
+    ours, more = losses(True)
+    parameters = sum(p.nbytes for p in expected[3:])
+    return {"wrong": [] if same(ours, expected) else ["bits"], "more": more, "parameters": parameters}
 
 
 def _layers() -> nn.Module:
@@ -390,6 +442,7 @@ SCENARIOS: dict[str, Callable[[LateDevice], dict[str, Any]]] = {
     "policies vit": lambda device: policies(device, "vit"),
     "resident": resident,
     "whole step": whole_step,
+    "recorded": recorded,
     "streams": streams,
     "dropped": dropped,
     "left on the host": left_on_host,

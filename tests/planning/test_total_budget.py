@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from memplan.core import lifetimes
-from memplan.core.graph import Graph, Phase, StorageKind
+from memplan.core.graph import Graph, Phase, Storage, StorageKind
 from memplan.core.plan import Plan
 from memplan.core.schedule import make_schedule
+from memplan.core.totals import most_within, page_locked, page_locked_bytes
 from memplan.errors import BudgetInfeasible, InvalidPlan, InvalidSize
 from memplan.evict.costs import DEVICES, CostModel
 from memplan.evict.graph.apply import apply
@@ -183,6 +184,34 @@ def test_pinned_memory_is_that_of_cuda() -> None:
     with pytest.raises(BudgetInfeasible) as caught:
         _plan(on_cuda, **options)
     assert caught.value.where == "pinned_budget"
+    smallest = caught.value.smallest
+    assert smallest == 1 << (smallest.bit_length() - 1), "torch locks powers of two"
+    for budget in (smallest, 2 * smallest - 1):
+        plan = _plan(on_cuda, **{**options, "pinned_budget": budget})
+        assert smallest // 2 < plan.host_size <= plan.pinned == smallest
+    with pytest.raises(BudgetInfeasible) as caught:
+        _plan(on_cuda, **{**options, "pinned_budget": smallest - 1})
+    assert caught.value.smallest == smallest
+    broken = replace(plan, eviction=replace(plan.eviction, pinned_budget=smallest - 1))  # type: ignore[type-var]
+    with pytest.raises(InvalidPlan, match="locked"):
+        check_consistency(broken)
+    assert _plan(graph, **options).pinned == 0
+
+
+def test_what_torch_locks_of_parameters_and_results_is_counted_in_powers_of_two() -> None:
+    assert [page_locked(n) for n in (0, 1, 4096, 4097)] == [0, 1, 4096, 8192]
+    assert [most_within(n) for n in (0, 1, 4096, 8191)] == [0, 1, 4096, 4096]
+    sizes = {"w": 3000, "unused": 0, "exp_avg": 4097, "gradient": 3000, "loss": 4, "inside": 999, "x": 700}
+    kinds = (StorageKind.PARAMETER, StorageKind.CONSTANT, StorageKind.OPTIMIZER_STATE, StorageKind.GRADIENT)
+    kinds += (StorageKind.OUTPUT, StorageKind.ACTIVATION, StorageKind.INPUT)
+    pairs = zip(sizes.items(), kinds, strict=True)
+    origin = chain().storages[0].origin
+    storages = [
+        Storage(name=n, nbytes=b, kind=k, device="cpu", planned=n == "inside", origin=origin) for (n, b), k in pairs
+    ]
+    graph = Graph(ops=(), values=(), storages=tuple(storages), outputs=(), gradients=())
+    assert page_locked_bytes(graph, 5000, away=False) == 8192
+    assert page_locked_bytes(graph, 5000, away=True) == 8192 + 4096 + 8192 + 4096 + 4
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -78,6 +79,19 @@ def test_measured_temporaries_are_shown() -> None:
     assert "not measured" not in _drawn(plan, 80)
     assert "not measured" not in report_markdown(plan.report())
     assert "not measured" in report_markdown(sample_plan().report())
+
+
+def test_on_an_accelerator_the_report_says_what_no_plan_knows() -> None:
+    plan = sample_plan()
+    storages = tuple(replace(s, device="cuda:0") for s in plan.graph.storages)
+    there = replace(plan, graph=replace(plan.graph, storages=storages))
+    assert there.on_accelerator
+    assert not plan.on_accelerator
+    for shown in (_drawn, lambda plan, width: report_markdown(plan.report())):
+        assert "workspaces" in shown(there, 200)
+        assert "not known" in shown(there, 200)
+        assert "workspaces" not in shown(plan, 200)
+    assert there.report().total == plan.report().total
 
 
 @given(plans())

@@ -50,6 +50,9 @@ class LateCopies:
     def settle(self) -> None:
         """Does nothing: a copy is complete when its wait returns."""
 
+    def forget(self, host: torch.Tensor) -> None:
+        """Does nothing: a copy alone refers to its memory."""
+
     def close(self) -> None:
         """Forget what has not run: its memory may be gone."""
         for queue in self.queues.values():

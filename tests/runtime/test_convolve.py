@@ -10,6 +10,7 @@ from torch import nn
 
 import memplan
 from memplan.runtime import compile as memplan_compile
+from memplan.runtime.kernels import convolve
 from memplan.runtime.kernels.convolve import direct_convolutions
 from memplan.runtime.kernels.convolve_inner import inner_convolution
 from memplan.runtime.kernels.probe import same_bytes
@@ -161,3 +162,49 @@ def test_at_another_shape_a_convolution_is_eagers_again(size: int) -> None:
             once = torch.autograd.grad(model(x).square().sum(), p)[0]
             assert torch.equal(p.grad, once + once)
             p.grad = None
+
+
+class Used:
+    """A backend of convolutions, as torch names it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_cudnn_writes_to_the_arena_and_adds_the_bias_as_eager_does(
+    monkeypatch: pytest.MonkeyPatch, transposed: bool, biased: bool
+) -> None:
+    """With the CPU's kernels in place of cuDNN's: nobody here has run it on a GPU."""
+    calls: list[tuple[Any, ...]] = []
+
+    def by_cudnn(x: torch.Tensor, weight: torch.Tensor, *how: Any, out: torch.Tensor) -> None:
+        calls.append(how)
+        *shape, groups, _benchmark, _deterministic, _tf32 = how
+        padding, *between, stride, dilation = shape
+        output_padding = between[0] if between else [0, 0]
+        out.copy_(aten.convolution(x, weight, None, stride, padding, dilation, transposed, output_padding, groups))
+
+    x, weight = torch.randn(2, 6, 9, 9), torch.randn(6, 6, 3, 3)
+    bias = torch.randn(6) if biased else None
+    args = (x, weight, bias, [2, 2], [1, 1], [1, 1], transposed, [1, 1] if transposed else [0, 0], 1)
+    monkeypatch.setattr(torch._C, "_select_conv_backend", lambda *_: Used("CudnnTranspose" if transposed else "Cudnn"))
+    monkeypatch.setattr(torch._C, "_conv_determine_backend_memory_format", lambda *_: torch.channels_last)
+    found: Any = convolve.cudnn_convolution(args)
+    packet = aten.cudnn_convolution_transpose if transposed else aten.cudnn_convolution
+    assert found.func is convolve.convolve_by_cudnn
+    assert found.args == (packet.out._op, torch.channels_last)
+    expected = aten.convolution(*args[:2], None, *args[3:])
+    expected = expected if bias is None else expected.add_(bias.view(1, -1, 1, 1))
+    out = torch.full_like(expected, float("nan"))
+    convolve.convolve_by_cudnn(by_cudnn, torch.channels_last, *args, out=out)
+    assert torch.allclose(out, expected, rtol=1e-6, atol=1e-5)
+    (how,) = calls
+    names = [argument.name for argument in packet.out._schema.arguments][2:-1]
+    assert len(how) == len(names)
+    given = dict(zip(names, how, strict=True))
+    assert (given["stride"], given["padding"], given["dilation"], given["groups"]) == ([2, 2], [1, 1], [1, 1], 1)
+    assert (given["benchmark"], given["deterministic"], given["allow_tf32"]) == (False, False, True)
+    monkeypatch.setattr(torch._C, "_select_conv_backend", lambda *_: Used("CudaDepthwise2d"))
+    assert convolve.cudnn_convolution(args) is None

@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memplan
+from memplan.core.validate import validate
 from memplan.errors import UnsupportedCall
-from memplan.recording.allocator import Allocator, host_backing
+from memplan.recording.allocator import Allocator, Backing, host_backing
 from memplan.runtime.recording.recorded import Recording, recording_of
 
 Action = tuple[
@@ -172,6 +173,87 @@ def test_released_memory_serves_the_next_of_its_stream() -> None:
     assert len({*program.given[1:]}) == 3, "another stream may still be at work there"
     assert _allocator().kept >= 5000
     program.release_all()
+
+
+def _on_two_streams(first: int, second: int) -> tuple[Program, Recording]:
+    """What one stream has released, and the next allocation is on another."""
+    program = Program()
+    _allocator().start_recording()
+    for stream in (first, second, first):
+        program.run([(4096, 0)], stream)
+        program.release(0, stream)
+    recording = recording_of(_allocator().stop_recording(), 512, _allocator(), solver="greedy")
+    return program, recording
+
+
+def test_two_streams_share_no_bytes_of_the_arena() -> None:
+    _, recording = _on_two_streams(8, 16)
+    assert recording.tape.offsets == (0, 4096, 0)
+    assert recording.arena_size == 8192 > recording.max_live == 4096
+    validate(recording.problem, recording.solution)
+    program = Program()
+    with recording.replay():
+        for stream in (8, 16, 8):
+            program.run([(4096, 0)], stream)
+            program.release(0, stream)
+    assert _allocator().replayed == 1
+    assert program.given[0] == program.given[2] != program.given[1]
+    assert _on_two_streams(8, 8)[1].arena_size == 4096
+
+
+def test_another_stream_than_when_recorded_gets_no_bytes_of_the_arena(caplog: pytest.LogCaptureFixture) -> None:
+    """The stream that had the bytes may still read them when another one gets them."""
+    _, recording = _on_two_streams(8, 8)
+    program = Program()
+    with caplog.at_level(logging.WARNING, "memplan"), recording.replay():
+        for stream in (8, 16):
+            program.run([(4096, 0)], stream)
+            program.release(0, stream)
+    assert program.given[0] != program.given[1]
+    assert "allocation 1 is of another stream" in caplog.text
+
+
+def test_out_of_memory_is_told_and_never_an_address_of_zero(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch uses whatever address it gets: memory beside the device serves, and without that the process ends."""
+    host, left, calls = host_backing(), {"device": 1, "beside": 1}, list[str]()
+
+    def from_device(place: int, size: int) -> int:
+        left["device"] -= 1
+        return 2 if left["device"] < 0 else host.allocate(place, size)
+
+    def beside(place: int, size: int, flags: int) -> int:
+        left["beside"] -= 1
+        return 2 if left["beside"] < 0 else host.allocate(place, size)
+
+    word, number = ctypes.c_size_t, ctypes.c_int
+    backing = Backing(
+        allocate=ctypes.CFUNCTYPE(number, word, word)(from_device),
+        release=host.release,
+        spill=ctypes.CFUNCTYPE(number, word, word, ctypes.c_uint)(beside),
+        clear_error=ctypes.CFUNCTYPE(number)(lambda: len(calls.append("cleared") or "")),
+        give_up=ctypes.CFUNCTYPE(number)(lambda: len(calls.append("gave up") or "")),
+    )
+    allocator = Allocator(backing)
+    allocate = ctypes.CFUNCTYPE(word, word, number, word)(allocator.pointers[0])
+    release = ctypes.CFUNCTYPE(None, word, word, number, word)(allocator.pointers[1])
+    allocator.start_recording()
+    inside, outside = allocate(4096, 0, 8), allocate(8192, 0, 8)
+    assert inside
+    assert outside
+    release(inside, 4096, 0, 8)
+    recording = recording_of(allocator.stop_recording(), 512, allocator)
+    assert calls == ["cleared"], "or the next check of a kernel would report it"
+    left["device"] = 1  # the arena
+    with caplog.at_level(logging.WARNING, "memplan"), recording.replay():
+        release(allocate(4096, 0, 8), 4096, 0, 8)
+    assert "out of memory; 8.00 KiB are in managed memory" in caplog.text
+    assert allocator.take_spilled() == 0
+    left.update(device=0, beside=0)
+    assert allocate(1 << 20, 0, 8) == 0
+    assert calls[-2:] == ["cleared", "gave up"]
+    assert "out of memory" in capfd.readouterr().err
 
 
 def test_a_large_step_and_two_recordings_in_turn() -> None:

@@ -49,6 +49,9 @@ class VirtualCopies:
     def settle(self) -> None:
         """See `Copies`."""
 
+    def forget(self, host: torch.Tensor) -> None:
+        """See `Copies`."""
+
     def close(self) -> None:
         """See `Copies`."""
 

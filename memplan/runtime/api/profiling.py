@@ -19,7 +19,7 @@ from torch import nn
 
 from memplan.core.arguments import arguments_of
 from memplan.devices.generators import forked
-from memplan.devices.host_memory import host_bytes
+from memplan.devices.host_memory import host_bytes, unlock_unused
 from memplan.devices.kinds import is_accelerator, name_of
 from memplan.devices.streams import hold_busy, new_event, record, synchronizer
 from memplan.errors import InvalidCosts
@@ -152,8 +152,9 @@ def _link(device: torch.device, *, to_device: bool, rounds: int) -> Link:
             times.append(perf_counter() - start)
         return median(times[1:])
 
-    latency = seconds(_SMALL)
-    return Link(bytes_per_second=_LARGE / max(seconds(_LARGE) - latency, 1e-9), latency=latency)
+    latency, large = seconds(_SMALL), seconds(_LARGE)
+    unlock_unused(device)
+    return Link(bytes_per_second=_LARGE / max(large - latency, 1e-9), latency=latency)
 
 
 def _device_name(device: torch.device) -> str:

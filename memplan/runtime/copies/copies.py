@@ -58,5 +58,8 @@ class Copies(Protocol):
     def settle(self) -> None:
         """Return when every copy that an op has waited for is complete on the host too."""
 
+    def forget(self, host: torch.Tensor) -> None:
+        """Release the memory of copies that will not run again; none of them may be running."""
+
     def close(self) -> None:
         """Drain, and release the threads, streams or memory that copies use."""

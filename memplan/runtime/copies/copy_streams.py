@@ -61,6 +61,10 @@ class StreamCopies:
         for stream in self._streams.values():
             stream.synchronize()
 
+    def forget(self, host: torch.Tensor) -> None:
+        """Release the memory of copies that will not run again; none of them may be running."""
+        self._hosts.pop(host.data_ptr(), None)
+
     def close(self) -> None:
         """Block the host until all copies are complete, and release the host memory."""
         for stream in self._streams.values():

@@ -52,6 +52,9 @@ class ThreadCopies:
     def settle(self) -> None:
         """Does nothing: a copy is complete when its wait returns."""
 
+    def forget(self, host: torch.Tensor) -> None:
+        """Does nothing: a copy alone refers to its memory."""
+
     def close(self) -> None:
         """Drain, and end the threads; a later copy starts them again."""
         for lane in self._lanes.values():

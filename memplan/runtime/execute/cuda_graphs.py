@@ -250,10 +250,13 @@ class CudaGraphProgram:
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        """Restore what the step changes on exit: parameters, buffers, state, and random generators."""
+        """Restore what the step changes on exit: parameters, buffers, state, and random generators.
+
+        They are copied to the host meanwhile: the device may have no room for a second set of parameters and state.
+        """
         names, traced = self.program.namespace.names, self.program.traced
         written = [names[f"v{b.value}"] for b in traced.bindings if b.written and b.source is not Source.INPUT]
-        before = [t.clone() for t in written]
+        before = [torch.empty_like(t, device="cpu").copy_(t) for t in written]
         with forked(traced.device):
             yield
         _copy_all(written, before)

@@ -3,7 +3,8 @@
 `aten.convolution` has no `out=` kernel, but oneDNN can add a convolution to a tensor (Inductor fuses residual
 connections that way). Added to zeros, it gives the convolution without a copy of the result. One-dimensional
 convolutions run as two-dimensional ones with a first dimension of size 1, as in eager. oneDNN has no such sum for
-transposed convolutions.
+transposed convolutions. On CUDA, eager calls cuDNN's convolution, which has an `out=` kernel of its own, and adds the
+bias.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 Function = Callable[..., Any]
+_DIMENSIONS_OF_CUDNN = (4, 5)  # of a batch of images or volumes; eager reshapes other inputs first
 # By dimensions of the input, the bytes of a result below which the longer call costs more than the copy that it saves.
 _WORTH = {3: 1 << 18, 4: 1 << 16, 5: 1 << 16}
 
@@ -22,12 +24,14 @@ _WORTH = {3: 1 << 18, 4: 1 << 16, 5: 1 << 16}
 def direct_convolutions(args: Sequence[Any], nbytes: int) -> tuple[Function, ...]:
     """Return callables that take the arguments of `aten.convolution` and `out`; the caller must compare their results.
 
-    There are none if eager would not use oneDNN. Whether the sum must start from 0.0 or -0.0, so that results of -0.0
-    keep their sign, depends on the kernel: `keeps_signs` tests it.
+    There are none if eager would not use oneDNN or cuDNN. Whether oneDNN's sum must start from 0.0 or -0.0, so that
+    results of -0.0 keep their sign, depends on the kernel: `keeps_signs` tests it.
     """
     x, weight, bias, *how = args
     stride, padding, dilation, transposed, output_padding, groups = how
     tensors = [t for t in (x, weight, bias) if t is not None]
+    if all(t.device.type == "cuda" for t in tensors):
+        return (function,) if (function := cudnn_convolution(args)) is not None else ()
     if any(t.device.type != "cpu" or t.dtype is not torch.float32 for t in tensors):
         return ()
     if transposed or nbytes < _WORTH.get(x.dim(), nbytes + 1) or (add := _adding_convolution()) is None:
@@ -55,6 +59,44 @@ def keeps_signs(function: Function, args: Sequence[Any]) -> bool:
             if not torch.equal(out.signbit(), expected.signbit()):
                 return False
     return True
+
+
+def cudnn_convolution(args: Sequence[Any]) -> Function | None:
+    """Return what eager does with a convolution that it gives to cuDNN, into `out`; None for other convolutions."""
+    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args
+    used = torch._C._select_conv_backend(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+    if x.dim() not in _DIMENSIONS_OF_CUDNN or used.name not in ("Cudnn", "CudnnTranspose"):
+        return None
+    layout = torch._C._conv_determine_backend_memory_format(x, weight, used)
+    packet = torch.ops.aten.cudnn_convolution_transpose if transposed else torch.ops.aten.cudnn_convolution
+    return partial(convolve_by_cudnn, packet.out._op, layout)
+
+
+def convolve_by_cudnn(  # noqa: PLR0917  (the op's own signature)
+    convolution: Function,
+    layout: torch.memory_format,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    *,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Write a convolution to `out` by cuDNN, with the flags of now, and add the bias, as eager does."""
+    deterministic = torch._C._get_cudnn_deterministic() or torch._C._get_deterministic_algorithms()
+    precision: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    flags = (torch._C._get_cudnn_benchmark(), deterministic, precision.fp32_precision == "tf32")
+    shape = (padding, output_padding, stride, dilation) if transposed else (padding, stride, dilation)
+    given = (x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout))
+    convolution(*given, *shape, groups, *flags, out=out)
+    if bias is not None:
+        out.add_(bias.view(1, -1, *[1] * (x.dim() - 2)))
+    return out
 
 
 def _convolve(  # noqa: PLR0917  (the op's own signature)

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from memplan.core.evictions import OFFLOAD, RELOAD, SEND, TRANSFERS
+from memplan.devices.host_memory import unlock_unused
 from memplan.devices.kinds import is_accelerator
 from memplan.devices.streams import new_event, record
 from memplan.evict.costs import CostModel, signature_of
@@ -152,15 +153,24 @@ def probe(arena: Arena, direction: Direction) -> list[tuple[int, float]]:
     found = []
     arena.copies.time(True)
     for nbytes in sorted({min(n, arena.nbytes) for n in _PROBES}):
-        host = Memory(nbytes, torch.device("cpu"), pinned=is_accelerator(arena.device))
-        copy = arena.copies.copy(direction, host.memory)
-        here = arena.memory[:nbytes]
-        pair = (host.memory, here) if direction is Direction.TO_HOST else (here, host.memory)
-        for _ in range(_ROUNDS):
-            copy.start(*pair)
-            copy.wait()
-            found.append((nbytes, copy.seconds))
-        arena.copies.drain()
+        found += [(nbytes, seconds) for seconds in _seconds_of_copies(arena, direction, nbytes)]
+    unlock_unused(arena.device)
+    return found
+
+
+def _seconds_of_copies(arena: Arena, direction: Direction, nbytes: int) -> list[float]:
+    """Return the seconds of some copies of so many bytes. The memory on the host is free when it returns."""
+    host = Memory(nbytes, torch.device("cpu"), pinned=is_accelerator(arena.device))
+    copy = arena.copies.copy(direction, host.memory)
+    here = arena.memory[:nbytes]
+    pair = (host.memory, here) if direction is Direction.TO_HOST else (here, host.memory)
+    found = []
+    for _ in range(_ROUNDS):
+        copy.start(*pair)
+        copy.wait()
+        found.append(copy.seconds)
+    arena.copies.drain()
+    arena.copies.forget(host.memory)
     return found
 
 

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from memplan.core.units import format_bytes
 from memplan.devices.kinds import alignment_of
 from memplan.errors import MemplanError, UnsupportedCall
 from memplan.recording.allocator import Allocator, cuda_backing
-from memplan.recording.tape import Tape, TapeEvent, lives, make_tape
+from memplan.recording.tape import Tape, TapeEvent, lives, make_tape, solve_lanes
 from memplan.report.text_diagrams import partition_table
 from memplan.runtime.kernels.pool_placement import cuda_runtime
 from memplan.runtime.memory.measure import quiet_kineto
@@ -62,8 +63,9 @@ class Recording:
     def replay(self) -> Iterator[None]:
         """Serve the allocations of the `with` block from one arena, at the planned addresses.
 
-        From the first allocation that differs from the recorded ones, or would overwrite live bytes, the rest of the
-        block gets ordinary memory; that is logged once (logger "memplan").
+        From the first allocation that differs from the recorded ones (its size, its stream), or would overwrite live
+        bytes, the rest of the block gets ordinary memory; that is logged once (logger "memplan"). Two streams share no
+        bytes.
 
         Returns:
             A context manager.
@@ -94,6 +96,7 @@ class Recording:
             why = allocator.end()
             if why and complete and allocator.differences == 1:
                 _log.warning("memplan.record: a replayed step is not the recorded one: %s", why)
+            _warn_of_spilled(allocator)
 
     @property
     def arena_size(self) -> int:
@@ -239,7 +242,8 @@ def recording_of(
     """Return a recording of allocations and releases in order. `alignment` is in bytes."""
     buffers, kept = _buffers(events, alignment)
     problem = Problem(buffers=tuple(buffers))
-    solution = solve(problem, solver=solver, time_limit=time_limit)
+    lanes = {b.id: events[b.live.start].lane for b in buffers}
+    solution = solve_lanes(problem, lanes, partial(solve, solver=solver, time_limit=time_limit))
     return Recording(
         problem=problem,
         solution=solution,
@@ -284,10 +288,19 @@ def _hooked(allocator: Allocator) -> Callable[[Callable[[], Any], torch.device],
             result = step_fn()
         finally:
             events = allocator.stop_recording()
+            _warn_of_spilled(allocator)
         del result
         return events
 
     return watch
+
+
+def _warn_of_spilled(allocator: Allocator) -> None:
+    """Log what the device had no room for: torch cannot be told that there is no memory, as its own allocator would."""
+    spilled = allocator.take_spilled()
+    if spilled:
+        what = "memplan.record: the device was out of memory; %s are in managed memory, which is slow: use less memory"
+        _log.warning(what, format_bytes(spilled))
 
 
 def _allocations(nodes: Any, op: str) -> Iterator[tuple[int, Any, str]]:
