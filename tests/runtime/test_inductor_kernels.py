@@ -78,7 +78,8 @@ class Aliases(nn.Module):
         part = both[:, 3:11].exp()
         image = part.reshape(2, 4, 2, 2).to(memory_format=torch.channels_last)
         seen = self.convolution(image).relu()
-        return seen.flatten(1) + part[1:3, 2:].mean(1, keepdim=True)
+        found: torch.Tensor = seen.flatten(1) + part[1:3, 2:].mean(1, keepdim=True)
+        return found
 
 
 def _tokens() -> torch.Tensor:
