@@ -1,37 +1,45 @@
 """Inductor's kernels with and without memplan, beside eager and memplan's ATen kernels: time, peak, first call.
 
-    python -m benchmarks.fused --models gpt2,llama --rounds 15
+    python -m benchmarks.fused --models gpt2,llama --rounds 15 --keep /tmp/fused.jsonl
 
-All contenders of a model run in one process, on the CPU with one thread, in turns: the order rotates from round to
-round, and a ratio is the median of the ratios of single rounds. Peaks are taken from outside, by memory events. Budgets
-are relative to the peak that torch's knob (`activation_memory_budget`) reaches at .5.
+Each contender runs in a process of its own, on the CPU with one thread, in turns with the others of its model: the
+order rotates from round to round, and a ratio is the median of the ratios of single rounds. Peaks are taken from
+outside, by memory events and by the tensors that live between steps. Budgets are shares of the peak of Inductor, and of
+the one that torch's knob (`activation_memory_budget`) reaches at .5. Only contenders whose first call is reported start
+from empty caches.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import contextlib
+import json
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
 
 import memplan
 from benchmarks.arguments import parser_of
 from benchmarks.peak_contenders import Step
-from benchmarks.peak_measure import MODELS, WARM_UP, covered, peak_growth
+from benchmarks.peak_measure import MODELS, WARM_UP, live_bytes, peak_growth
 from benchmarks.results import Row, Table, collect
+from benchmarks.resumable import ResumableLines
 
 KNOB = 0.5
 TIGHTER = 0.85  # of the peak that the knob reaches
+SHARES = (0.85, 0.725)  # of Inductor's peak
 COLUMNS = {
     "model": "model",
     "contender": "contender",
@@ -40,6 +48,7 @@ COLUMNS = {
     "peak_mb": "peak, MB",
     "peak_ratio": "peak / inductor's",
     "budget_mb": "budget, MB",
+    "share": "budget is a share of",
     "first": "first call / inductor's",
     "bits": "bits",
     "failed": "did not run",
@@ -48,16 +57,14 @@ COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A contender that is ready, and its figures: seconds of the first call, peak in bytes, loss and gradients.
+    """The figures of a contender that is ready: seconds of the first call, peak in bytes, loss and gradients.
 
-    `budget` is the bytes that it was given.
+    `first` is None where caches were full already.
     """
 
-    step: Step
-    first: float
+    first: float | None
     peak: int
-    numbers: tuple[Tensor, ...]
-    budget: int | None
+    numbers: tuple[Any, ...]
 
 
 Compile = Callable[[nn.Module, tuple[Any, ...], int | None], Callable[..., Any]]
@@ -77,7 +84,7 @@ def partitioned(model: nn.Module, inputs: tuple[Any, ...], budget: int | None) -
 
 def planned(model: nn.Module, inputs: tuple[Any, ...], budget: int | None, **options: Any) -> Callable[..., Any]:
     """`memplan.compile`."""
-    return memplan.compile(model, inputs, **options)
+    return memplan.compile(model, inputs, budget=budget, **options)
 
 
 def eager(model: nn.Module, inputs: tuple[Any, ...], budget: int | None) -> Callable[..., Any]:
@@ -90,68 +97,141 @@ Reference = Literal["inductor", "eager", "inductor-knob"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """A way to compile, what its numbers are compared with, its budget as a share of the knob's peak, and the knob."""
+    """A way to compile.
+
+    `against` has the numbers that its own are compared with. Its budget is `share` times the peak of `of`. `knob`:
+    torch's knob is at `KNOB`. `cold`: it starts from empty caches, so that its first call is comparable.
+    """
 
     compile: Compile
     against: Reference
     share: float | None = None
-    knob: float | None = None
+    of: str = "inductor-knob"
+    knob: bool = False
+    cold: bool = False
 
 
+_fused = partial(planned, kernels="inductor")
 CONTENDERS: Mapping[str, Contender] = MappingProxyType(
     {
         "eager": Contender(compile=eager, against="eager"),
-        "inductor": Contender(compile=inductor, against="inductor"),
-        "inductor-knob": Contender(compile=inductor, against="inductor", knob=KNOB),
-        "inductor+partitioner": Contender(compile=partitioned, against="inductor", share=1.0),
-        "inductor+partitioner-tighter": Contender(compile=partitioned, against="inductor", share=TIGHTER),
+        "inductor": Contender(compile=inductor, against="inductor", cold=True),
+        "memplan-inductor": Contender(compile=_fused, against="inductor", cold=True),
+        "inductor-knob": Contender(compile=inductor, against="inductor", knob=True),
         "memplan": Contender(compile=planned, against="eager"),
-        "memplan-inductor": Contender(compile=partial(planned, kernels="inductor"), against="inductor"),
-        "memplan-auto": Contender(compile=partial(planned, kernels="auto"), against="inductor"),
+        **{
+            f"memplan-inductor {share:.3g}": Contender(compile=_fused, against="inductor", share=share, of="inductor")
+            for share in SHARES
+        },
+        "memplan-inductor at the knob's": Contender(compile=_fused, against="inductor", share=1.0),
+        "memplan-inductor tighter": Contender(compile=_fused, against="inductor", share=TIGHTER),
+        "partitioner at the knob's": Contender(compile=partitioned, against="inductor", share=1.0),
+        "partitioner tighter": Contender(compile=partitioned, against="inductor", share=TIGHTER),
     }
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A contender that waits for its turns in a process of its own, and the bytes of its budget."""
+
+    process: Any
+    turns: Connection
+    measured: Measured
+    budget: int | None
+
+    def seconds(self) -> float:
+        """Run a step and return its seconds."""
+        self.turns.send(True)
+        found: float = self.turns.recv()
+        return found
+
+    def end(self) -> None:
+        """End the process."""
+        self.turns.send(False)
+        self.process.join()
+
+
 def rows_of(model: str, size: str, rounds: int) -> list[Row]:
-    """Return the rows of one model, all contenders measured in turns in this process."""
-    ready: dict[str, Measured] = {}
+    """Return the rows of one model, all contenders measured in turns."""
+    ready: dict[str, Running] = {}
     failed: dict[str, str] = {}
-    for name, contender in CONTENDERS.items():
-        print(f"{model} {name} ...", file=sys.stderr, flush=True)
-        knob = ready.get("inductor-knob")
-        budget = None if contender.share is None or knob is None else int(contender.share * knob.peak)
-        try:
-            ready[name] = _ready(contender, model, size, budget)
-        except (memplan.MemplanError, TypeError) as error:  # an option that this version does not have is a TypeError
-            failed[name] = str(error).splitlines()[0][:160]
-    seconds = _in_turns(ready, rounds)
-    return [_row(model, name, ready, seconds, failed) for name in CONTENDERS]
+    try:
+        for name, contender in CONTENDERS.items():
+            print(f"{model} {name} ...", file=sys.stderr, flush=True)
+            base = ready.get(contender.of)
+            if contender.share is not None and base is None:
+                failed[name] = f"{contender.of} did not run"
+                continue
+            budget = int(contender.share * base.measured.peak) if contender.share is not None and base else None
+            started = _started(name, model, size, budget)
+            if isinstance(started, str):
+                failed[name] = started
+            else:
+                ready[name] = started
+        seconds = _in_turns(ready, rounds)
+        return [_row(model, name, ready, seconds, failed) for name in CONTENDERS]
+    finally:
+        for one in ready.values():
+            one.end()
 
 
-def _ready(contender: Contender, model: str, size: Any, budget: int | None) -> Measured:
+def _started(name: str, model: str, size: str, budget: int | None) -> Running | str:
+    """Start the process of a contender and wait until it is warm; its error, in one line, if it does not run."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_take_turns, args=(theirs, name, model, size, budget), daemon=False)
+    process.start()
+    theirs.close()
+    try:
+        found: Measured | str = ours.recv()
+    except EOFError:
+        found = "its process ended"
+    if isinstance(found, str):
+        process.join()
+        return found
+    return Running(process=process, turns=ours, measured=found, budget=budget)
+
+
+def _take_turns(turns: Connection, name: str, model: str, size: str, budget: int | None) -> None:
+    """Compile and warm up a contender, send its figures, and then run a step whenever one is asked for."""
+    torch.set_num_threads(1)
+    try:
+        step, measured = _ready(CONTENDERS[name], model, size, budget)
+    except (memplan.MemplanError, TypeError) as error:  # an option that this version does not have is a TypeError
+        turns.send(str(error).splitlines()[0][:160])
+        return
+    turns.send(measured)
+    while turns.recv():
+        started = time.perf_counter()
+        step.run()
+        turns.send(time.perf_counter() - started)
+
+
+def _ready(contender: Contender, model: str, size: Any, budget: int | None) -> tuple[Step, Measured]:
     """Compile and warm up a contender, and take its figures but for the time."""
-    torch._dynamo.reset()
-    module, inputs = MODELS[model](size)
-    own = copy.deepcopy(module)
-    knob = nullcontext() if contender.knob is None else torch._functorch.config.patch(activation_memory_budget=KNOB)
-    started = time.perf_counter()
-    with knob:
+    before = live_bytes()
+    own, inputs = MODELS[model](size)
+    with contextlib.ExitStack() as stack:
+        if contender.knob:
+            stack.enter_context(torch._functorch.config.patch(activation_memory_budget=KNOB))
+        if contender.cold:
+            stack.enter_context(fresh_cache())
+        started = time.perf_counter()
         step = _step(contender.compile(own, inputs, budget), own, inputs)
         step.run()
         first = time.perf_counter() - started
         for _ in range(WARM_UP):
             step.run()
-    step.clear()
-    tensors = [*own.parameters(), *own.buffers(), *(x for x in inputs if isinstance(x, Tensor))]
-    spans = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors]
-    standing = covered((start, start + nbytes) for start, nbytes in spans)
-    standing += 0 if step.plan is None else step.plan.arena_size
-    peak = standing + peak_growth(step)
+        step.clear()
+        peak = live_bytes() - before + peak_growth(step)
     torch.manual_seed(7)
     loss = step.run()
     assert isinstance(loss, Tensor)
-    numbers = (loss.detach().clone(), *(p.grad.clone() for p in own.parameters() if p.grad is not None))
-    return Measured(step=step, first=first, peak=peak, numbers=numbers, budget=budget)
+    numbers = (loss, *(p.grad for p in own.parameters() if p.grad is not None))
+    found = tuple(one.detach().clone().numpy() for one in numbers)
+    step.clear()
+    return step, Measured(first=first if contender.cold else None, peak=peak, numbers=found)
 
 
 def _step(call: Callable[..., Any], module: nn.Module, inputs: tuple[Any, ...]) -> Step:
@@ -169,52 +249,49 @@ def _step(call: Callable[..., Any], module: nn.Module, inputs: tuple[Any, ...]) 
     return Step(run=run, clear=clear, plan=getattr(call, "plan", None))
 
 
-def _in_turns(ready: Mapping[str, Measured], rounds: int) -> dict[str, list[float]]:
+def _in_turns(ready: Mapping[str, Running], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each contender in each round."""
     names, found = list(ready), {name: list[float]() for name in ready}
     for number in range(rounds):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            started = time.perf_counter()
-            ready[name].step.run()
-            found[name].append(time.perf_counter() - started)
+            found[name].append(ready[name].seconds())
     return found
 
 
 def _row(
     model: str,
     name: str,
-    ready: Mapping[str, Measured],
+    ready: Mapping[str, Running],
     seconds: Mapping[str, Sequence[float]],
     failed: Mapping[str, str],
 ) -> Row:
     """Return the row of one contender."""
     if name not in ready:
         return {**dict.fromkeys(COLUMNS), "model": model, "contender": name, "failed": failed[name]}
-    one, base = ready[name], ready.get("inductor")
-    other = ready.get(CONTENDERS[name].against)
+    contender, one, base = CONTENDERS[name], ready[name].measured, ready["inductor"].measured
+    budget = ready[name].budget
     return {
         "model": model,
         "contender": name,
         "ms": statistics.median(seconds[name]) * 1e3,
-        "speed": statistics.median(a / b for a, b in zip(seconds["inductor"], seconds[name], strict=True))
-        if base
-        else None,
+        "speed": statistics.median(a / b for a, b in zip(seconds["inductor"], seconds[name], strict=True)),
         "peak_mb": one.peak / 1e6,
-        "peak_ratio": one.peak / base.peak if base else None,
-        "budget_mb": None if one.budget is None else one.budget / 1e6,
-        "first": one.first / base.first if base else None,
-        "bits": None if other is None else _bits(one.numbers, other.numbers, CONTENDERS[name].against),
+        "peak_ratio": one.peak / base.peak,
+        "budget_mb": None if budget is None else budget / 1e6,
+        "share": None if contender.share is None else f"{contender.share:.3g} of {contender.of}'s peak",
+        "first": one.first / base.first if one.first and base.first else None,
+        "bits": _bits(one.numbers, ready[contender.against].measured.numbers, contender.against),
         "failed": None,
     }
 
 
-def _bits(one: Sequence[Tensor], other: Sequence[Tensor], against: str) -> str:
+def _bits(one: Sequence[Any], other: Sequence[Any], against: str) -> str:
     """Say whether all numbers are equal, or by how much they differ at most."""
     pairs = list(zip(one, other, strict=True))
-    if all(torch.equal(a, b) for a, b in pairs):
+    if all((a == b).all() for a, b in pairs):
         return f"{against}'s"
-    return f"{max(float((a - b).abs().max()) for a, b in pairs):.1e} off {against}'s"
+    return f"{max(float(abs(a - b).max()) for a, b in pairs):.1e} off {against}'s"
 
 
 def _table(rows: Sequence[Row], output: str, options: argparse.Namespace) -> Table:
@@ -225,16 +302,24 @@ def _table(rows: Sequence[Row], output: str, options: argparse.Namespace) -> Tab
         rows=rows,
         settings={"size": options.size, "rounds": options.rounds, "threads": 1},
         notes=(
-            "Peak: parameters, buffers, inputs, an arena, and by how much one step exceeds them, by memory events."
-            " MB = 10^6 bytes.",
-            f"Budgets: {1.0:.0%} and {TIGHTER:.0%} of the peak at activation_memory_budget={KNOB}.",
+            "Peak: what lives between steps (parameters, buffers, inputs, an arena), and by how much one step exceeds"
+            " it, by memory events. MB = 10^6 bytes.",
+            f"The knob is activation_memory_budget={KNOB}; tighter is {TIGHTER:.0%} of the peak that it reaches.",
+            f"Command: python -m benchmarks.fused --models {','.join(options.models)} --size {options.size} "
+            f"--rounds {options.rounds}",
         ),
     )
 
 
 def _batches(options: argparse.Namespace) -> Iterator[list[Row]]:
+    """Yield the rows of each model; those that a run before has kept are not measured again."""
+    lines = ResumableLines(options.keep, lambda: f"{options.size}, {options.rounds} rounds, torch {torch.__version__}")
+    known = {rows[0]["model"]: rows for rows in map(json.loads, lines.known)}
     for model in options.models:
-        yield rows_of(model, options.size, options.rounds)
+        if model not in known:
+            known[model] = rows_of(model, options.size, options.rounds)
+            lines.add(json.dumps(known[model]))
+        yield known[model]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -242,6 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("fused", __doc__.splitlines()[0], list(MODELS), ["gpt2", "llama", "bert", "vit", "resnet"])
     parser.add_argument("--size", choices=["nano", "medium"], default="medium")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--keep", type=Path, help="a file that keeps each model's rows: a run that was ended goes on")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     return collect(_batches(options), partial(_table, output=options.output, options=options), options.directory)

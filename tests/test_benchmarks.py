@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import adaptive, first_call
+from benchmarks import adaptive, first_call, fused
 from benchmarks.contenders import CONTENDERS
 from benchmarks.cuda_memory import MOST, largest
 from benchmarks.direct import count, graph_of, row
+from benchmarks.results import Row
 from benchmarks.runtime import main, measure
 from benchmarks.step_memory import row as step_memory_row
 from benchmarks.streamed import main as streamed
@@ -94,3 +95,22 @@ def test_first_steps_are_timed_in_processes_of_their_own(tmp_path: Path) -> None
     (row,) = json.loads((tmp_path / "first-call.json").read_text())["rows"]
     assert row["memplan"] == 1
     assert row["memplan_s"] > 0
+
+
+def test_fused_kernels_are_compared_and_rows_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, measured = fused._ready(fused.CONTENDERS["memplan"], "mlp", "nano", None)
+    assert step.plan is not None
+    assert measured.peak >= step.plan.arena_size > 0
+    assert fused._bits(measured.numbers, measured.numbers, "eager") == "eager's"
+    other = (measured.numbers[0] + 1, *measured.numbers[1:])
+    assert fused._bits(other, measured.numbers, "eager") == "1.0e+00 off eager's"
+    asked: list[str] = []
+
+    def rows_of(model: str, size: str, rounds: int) -> list[Row]:
+        asked.append(model)
+        return [{**dict.fromkeys(fused.COLUMNS), "model": model}]
+
+    monkeypatch.setattr(fused, "rows_of", rows_of)
+    arguments = ["--models", "mlp,vit", "--keep", str(tmp_path / "kept"), "--directory", str(tmp_path)]
+    assert [fused.main(arguments), fused.main(arguments)] == [0, 0]
+    assert asked == ["mlp", "vit"]

@@ -19,7 +19,8 @@ from memplan.core.choices import Kernels
 from memplan.core.division import Division, compression_of
 from memplan.core.in_place import with_inplace_candidates
 from memplan.distributed.parallelism import parallelism_of
-from memplan.trace.capture.joint_graph import Captured, capture, quiet
+from memplan.trace.capture.joint_graph import Captured, capture
+from memplan.trace.capture.quiet import quiet
 from memplan.trace.chunking.chunk import divide
 from memplan.trace.collectives.parallel_graph import capture_parallel
 from memplan.trace.compression.pack import pack_masks

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.utils import fresh_cache
 
 import memplan
 from benchmarks.peak_contenders import Step
@@ -172,6 +173,48 @@ def test_enough_room_leaves_the_partition_as_it_is() -> None:
     assert partitioner.tried == (partitioner.chosen,)
     plain = gradients(step_of(compiled(model, None), model, (x,)), model)
     assert all(torch.equal(a, b) for a, b in zip((ours[0], *ours[1]), (plain[0], *plain[1]), strict=True))
+
+
+class Counted(nn.Module):
+    """A model whose backward needs what was computed from the old value of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0, 1, 64))
+        self.register_buffer("count", torch.zeros(()))
+        self.count: torch.Tensor
+
+    def forward(self) -> torch.Tensor:
+        found = (self.weight + self.count).sin().sum()
+        self.count.add_(1)
+        return found
+
+
+def test_torchs_own_partition_reads_no_buffer_that_has_changed() -> None:
+    model, eager = Counted(), Counted()
+    partitioner = memplan.partitioner(budget="1GiB")
+    for call, own in ((compiled(model, partitioner), model), (eager, eager)):
+        call().backward()
+        own.zero_grad()
+        call().backward()
+    assert partitioner.tried == (partitioner.chosen,)
+    torch.testing.assert_close(model.weight.grad, eager.weight.grad)
+
+
+def test_a_partition_that_torchs_cache_has_is_not_made_again() -> None:
+    model = Counted()
+    partitioners = [memplan.partitioner(budget=budget) for budget in ("1GiB", 1 << 30)]
+    losses = []
+    on = torch._functorch.config.patch(enable_autograd_cache=True)
+    with fresh_cache(), on, torch._inductor.config.patch(fx_graph_cache=True):
+        for partitioner in partitioners:
+            model.count.zero_()
+            loss = compiled(model, partitioner)()
+            loss.backward()
+            losses.append(loss.detach())
+    assert [one.chosen is None for one in partitioners] == [False, True]
+    assert partitioners[1].tried == ()
+    assert losses[0] == losses[1]
 
 
 def test_impossible_budget_names_the_smallest_found() -> None:

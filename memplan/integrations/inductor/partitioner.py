@@ -39,7 +39,8 @@ from memplan.integrations.inductor.temporaries import Temporaries
 from memplan.integrations.inductor.wrapper_lines import read_wrapper
 from memplan.planning.fit import make_workload
 from memplan.planning.options import Budget, Costs, read_budget, read_size
-from memplan.trace.capture.joint_graph import quiet
+from memplan.trace.capture.quiet import quiet
+from memplan.trace.passes.old_values import require_new_values, save_old_values
 from memplan.trace.passes.rewrite import storage_key
 from memplan.trace.planning import device_costs
 from memplan.version import __version__
@@ -220,10 +221,13 @@ class _Joint:
         copied.graph.eliminate_dead_code()
         if functorch_config.cse:  # as the partitioner does: what the backward would compute twice is one node
             copied.graph = fx_graph_cse(copied.graph)
-        if saved is not None:
+        if saved is None:
+            save_old_values(copied.graph)
+        else:
             tag_saved(copied.graph, frozenset(saved))
         with functorch_config.patch(activation_memory_budget=1.0):
             forward, backward = min_cut_rematerialization_partition(copied, self.inputs, **self.options)
+        require_new_values(self.module.graph, forward.graph, backward.graph)
         self.lowered = lower_step(forward, backward, self.results)
         need = bytes_of(self.module.graph, self.lowered, self.temporaries, self.alignment)
         return TriedPartition(saved=self.lowered.saved, bytes=need, seconds=seconds), (forward, backward)

@@ -15,8 +15,7 @@ from torch._functorch.partitioners import get_default_op_list
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memplan.trace.passes.aliasing import written_in
-from memplan.trace.passes.rewrite import storage_key
+from memplan.trace.passes.old_values import readers_of_old_values
 
 TAG = "recompute"
 _COLLECTIVES = ("_c10d_functional", "c10d")
@@ -100,22 +99,13 @@ def is_collective(node: fx.Node) -> bool:
 
 def _not_again(graph: fx.Graph, never_again: Callable[[fx.Node], bool]) -> set[fx.Node]:
     """Return the nodes that must not run twice: random ones, collectives, and readers of overwritten inputs."""
-    overwritten = written_in(graph)
-    found: set[fx.Node] = set()
+    found = readers_of_old_values(graph)
     for node in (one for one in graph.nodes if one.op == "call_function"):
-        tags = getattr(node.target, "tags", ())
-        reads = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-        random = torch.Tag.nondeterministic_seeded in tags
-        changed = any(_key(n) in overwritten for n in reads)
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         item = node.target is operator.getitem and node.args[0] in found
-        if random or changed or item or is_collective(node) or never_again(node):
+        if random or item or is_collective(node) or never_again(node):
             found.add(node)
     return found
-
-
-def _key(node: fx.Node) -> int | None:
-    value = node.meta["val"]
-    return storage_key(value) if value.layout is torch.strided else None
 
 
 def _base(node: fx.Node, views: Iterable[object]) -> fx.Node:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+
 from torch import fx, nn
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
 from memplan.trace.capture.origins import origin_of
 from memplan.trace.passes.checkpoints import DROPS
@@ -35,25 +38,22 @@ def gradients_that_eager_lacks(graph: fx.Graph) -> tuple[str, ...]:
 def statistics_updated_once(graph: fx.Graph) -> tuple[str, ...]:
     """Return a warning for each batch norm of a joint graph whose running statistics eager updates twice per step.
 
-    It is inside of a checkpoint, and eager runs it once more in the backward.
+    It is inside of a checkpoint, and eager runs it once more in the backward. The graph returns the new statistics; an
+    op that computes them belongs to a batch norm also where that was decomposed.
     """
-    found = []
-    for node in graph.nodes:
-        name = getattr(node.target, "_opname", "")
-        if (
-            not name.startswith(_BATCH_NORMS)
-            or "backward" in name
-            or getattr(node.target, "_overloadname", "") == "no_stats"
-        ):
-            continue
-        training = any(a is True for a in node.args)
-        if training and node.meta.get("ac_graph_id") and node.meta.get("recompute") in DROPS:
-            place = origin_of(node)
-            where = " in ".join(part for part in (place.module, place.source) if part) or node.name
-            found.append(
+    (output,) = graph.find_nodes(op="output")
+    pairs = zip(output.args[0], output.meta.get("desc") or (), strict=False)
+    found = dict[str, None]()
+    for node in (node for node, desc in pairs if isinstance(desc, InputMutationAOTOutput)):
+        made = node.args[0] if node.target is operator.getitem else node
+        op = getattr(made.meta.get("original_aten") or made.target, "_opname", "")
+        if op.startswith(_BATCH_NORMS) and made.meta.get("ac_graph_id") and made.meta.get("recompute") in DROPS:
+            place = origin_of(made)
+            where = " in ".join(part for part in (place.module, place.source) if part) or made.name
+            found[
                 f"{where}: batch norm inside of a checkpoint. Eager updates its running statistics twice in each step, "
                 "this step once"
-            )
+            ] = None
     return tuple(found)
 
 

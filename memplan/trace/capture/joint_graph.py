@@ -7,8 +7,6 @@ then traces the joint graph. Nothing is computed and no memory of the model's si
 from __future__ import annotations
 
 import contextlib
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +25,7 @@ from memplan.trace.capture.fake_statistics import correct_statistics
 from memplan.trace.capture.front_ends import READINGS, WARNINGS, FrontEnd, dynamo, export, identity, is_patched, meta_of
 from memplan.trace.capture.lost_checkpoints import LostCheckpoint
 from memplan.trace.capture.python_values import Reading, with_values
+from memplan.trace.capture.quiet import quiet
 from memplan.trace.capture.recurrent import RecurrentAsEager, size_workspaces
 from memplan.trace.capture.refusals import lost_checkpoints, require_same_types, require_traceable, unsupported
 from memplan.trace.capture.unfinished_collectives import refuse_unfinished
@@ -278,16 +277,3 @@ def _any_meta(model: nn.Module, flat: list[Any]) -> bool:
 def _is_tangent(node: fx.Node) -> bool:
     """Return whether a placeholder is a gradient that comes in."""
     return bool(node.meta["desc"].is_tangent())
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress warnings and logs of tracing about its own internals, which are noise to a user of memplan."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo import compiled_autograd
+from torch._dynamo.utils import count_calls
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._inductor import compile_fx, config
 from torch._inductor.virtualized import V
 
 from memplan.errors import UnsupportedGraph
 from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, Replay, extent, piece_of
-from memplan.trace.fused.wrapper import recording, refused
+from memplan.trace.fused.refusals import inductors_errors, refused
+from memplan.trace.fused.wrapper import recording
 from memplan.trace.fused.written import WrittenCode
+from memplan.trace.passes.old_values import require_new_values, save_old_values
 from memplan.trace.passes.rewrite import fake_mode_of
 
 # What a user may have set and the recorded code cannot have. Inductor's cache of whole graphs is off, because what
@@ -41,14 +45,13 @@ _SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Half:
-    """The code of the forward or the backward, replayed. `inputs` and `outputs` are in the order of its graph.
+    """The code of the forward or the backward, replayed.
 
-    An output is a piece, or a plain value. `constants` are the blocks of tensors that the code holds.
+    `runs` are its calls of kernels in order. `outputs` are in the order of its graph: each is a view of a block, or a
+    plain value. `constants` are the blocks of tensors that the code holds.
     """
 
-    code: WrittenCode
     runs: tuple[KernelRun, ...]
-    inputs: tuple[BlockView | None, ...]
     outputs: tuple[Any, ...]
     constants: tuple[Block, ...]
 
@@ -57,8 +60,8 @@ class Half:
 class Halves:
     """Both halves of a step; without a backward, `backward` is None.
 
-    `given` are the pieces of the joint graph's inputs, by the names of their placeholders. Of the forward's outputs,
-    the first `returned` are the step's own, and the others are saved for the backward.
+    `given` are the blocks of the joint graph's inputs, as they are viewed, by the names of their placeholders. Of the
+    forward's outputs, the first `returned` are the step's own, and the others are saved for the backward.
     """
 
     forward: Half
@@ -67,78 +70,102 @@ class Halves:
     returned: int
 
 
-def generate(joint: fx.GraphModule, *, returned: int, static: Sequence[int], training: bool) -> Halves:
+def generate(joint: fx.GraphModule, model: str, *, returned: int, static: Sequence[int], training: bool) -> Halves:
     """Return the code of a joint graph, which is changed.
 
-    `returned`: the number of outputs of the forward. `static`: the inputs, by position, that stay from step to step.
-    Raises `UnsupportedGraph` for code that memplan cannot plan.
+    Args:
+        joint: The graph, whose changed inputs are written back at the end of the forward.
+        model: The name of the model, for errors.
+        returned: The number of outputs of the forward.
+        static: The inputs, by position, that stay from step to step.
+        training: The graph contains a backward.
+
+    Raises:
+        UnsupportedGraph: Inductor cannot compile the graph, or memplan cannot plan the code.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
     mode = fake_mode_of(joint.graph)
     given = {n.name: _given(n) for n in placeholders if isinstance(n.meta.get("val"), torch.Tensor)}
     with _compiling(mode):
         if not training:
-            forward = _forward(joint, given, returned, inference=True)
+            forward = _forward(joint, model, given, returned, inference=True)
             return Halves(forward=forward, backward=None, given=given, returned=returned)
-        values = [n.meta.get("val") for n in placeholders]
-        primals = [v for n, v in zip(placeholders, values, strict=True) if not _is_tangent(n)]
-        tangents = [v for n, v in zip(placeholders, values, strict=True) if _is_tangent(n)]
-        first, second = compile_fx.partition_fn(
-            joint, (primals, tangents), num_fwd_outputs=returned, static_lifetime_input_indices=list(static)
-        )
+        first, second = _partition(joint, model, returned, static)
         saved = _names_of_outputs(first)[returned:]
-        names = [n.name for n in second.graph.find_nodes(op="placeholder")]
-        forward = _forward(first, given, returned, inference=False)
+        forward = _forward(first, model, given, returned, inference=False)
         pairs = zip(saved, forward.outputs[returned:], strict=True)
-        found = {name: piece for name, piece in pairs if name is not None}
-        backward = _backward(second, names, {**given, **found})
+        found = {name: view for name, view in pairs if name is not None and isinstance(view, BlockView)}
+        backward = _backward(second, model, {**given, **found})
     return Halves(forward=forward, backward=backward, given=given, returned=returned)
 
 
-def _forward(graph: fx.GraphModule, given: dict[str, BlockView], returned: int, *, inference: bool) -> Half:
+def _partition(
+    joint: fx.GraphModule, model: str, returned: int, static: Sequence[int]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the graphs of forward and backward, as Inductor would partition them but for what is read too late."""
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    primals = [n.meta.get("val") for n in placeholders if not _is_tangent(n)]
+    tangents = [n.meta.get("val") for n in placeholders if _is_tangent(n)]
+
+    def keeping_old_values(gm: fx.GraphModule, inputs: Sequence[object], **options: Any) -> Any:
+        """Partition a graph, on which Inductor's own passes have run, so that no value is read that has changed."""
+        save_old_values(gm.graph)
+        own = config.custom_partitioner_fn
+        return (own or min_cut_rematerialization_partition)(gm, inputs, compiler="inductor", **options)
+
+    with inductors_errors(model):
+        first, second = compile_fx.partition_fn(
+            joint,
+            (primals, tangents),
+            partitioner_fn_override=keeping_old_values,
+            num_fwd_outputs=returned,
+            static_lifetime_input_indices=list(static),
+        )
+    require_new_values(joint.graph, first.graph, second.graph)
+    return first, second
+
+
+def _forward(
+    graph: fx.GraphModule, model: str, given: Mapping[str, BlockView], returned: int, *, inference: bool
+) -> Half:
+    """Generate the forward."""
     names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
     values = _values_of(graph)
-    extra = compile_fx.create_compiler_config_extra(graph)
-    with _recorded(values) as (code, inner):
+    with inductors_errors(model), _recorded(values) as (code, inner):
         compile_fx.compile_fx_forward(
             graph,
             values,
             num_orig_model_outputs=returned,
             num_example_inputs=len(values),
-            compiler_config_extra=extra,
+            compiler_config_extra=compile_fx.create_compiler_config_extra(graph),
             inner_compile=inner,
             is_inference=inference,
         )
     return _half(code, [given.get(name) for name in names], label="")
 
 
-def _backward(graph: fx.GraphModule, names: Sequence[str], known: dict[str, Any]) -> Half:
+def _backward(graph: fx.GraphModule, model: str, known: Mapping[str, BlockView]) -> Half:
     """Generate the backward for the strides that the saved tensors have in the generated forward."""
+    names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
     values = _values_of(graph)
     for i, (name, value) in enumerate(zip(names, values, strict=True)):
-        piece = known.get(name)
-        if isinstance(value, torch.Tensor) and isinstance(piece, BlockView) and value.stride() != piece.strides:
-            values[i] = value.as_strided(value.size(), piece.strides)
-    extra = compile_fx.create_compiler_config_extra(graph)
+        view = known.get(name)
+        if isinstance(value, torch.Tensor) and view is not None and value.stride() != view.strides:
+            values[i] = value.as_strided(value.size(), view.strides)
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         graph = copy.deepcopy(graph)
-    with _recorded(values) as (code, inner):
+    with inductors_errors(model), _recorded(values) as (code, inner):
+        extra = compile_fx.create_compiler_config_extra(graph)
         compile_fx.compile_fx_backward(graph, values, compiler_config_extra=extra, inner_compile=inner)
     return _half(code, [known.get(name) for name in names], label="backward_")
 
 
-def _half(code: WrittenCode, inputs: Sequence[Any], label: str) -> Half:
-    pieces = [piece if isinstance(piece, BlockView) else None for piece in inputs]
-    named = {name: piece for name, piece in zip(code.inputs, pieces, strict=True) if piece is not None}
-    replay = Replay(code, named, label)
+def _half(code: WrittenCode, inputs: Sequence[BlockView | None], label: str) -> Half:
+    """Replay the code of a graph that is given `inputs` (None: no tensor)."""
+    views = {name: view for name, view in zip(code.inputs, inputs, strict=True) if view is not None}
+    replay = Replay(code, views, label)
     runs = replay.run()
-    return Half(
-        code=code,
-        runs=runs,
-        inputs=tuple(pieces),
-        outputs=replay.outputs(),
-        constants=tuple(replay.constants.values()),
-    )
+    return Half(runs=runs, outputs=replay.outputs(), constants=tuple(replay.constants.values()))
 
 
 @contextlib.contextmanager
@@ -150,11 +177,15 @@ def _recorded(values: Sequence[Any]) -> Iterator[tuple[WrittenCode, Any]]:
     with recording("cpu") as code:
 
         def inner(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-            """Compile one graph, and keep the globals of its code."""
+            """Compile one graph, and keep the globals of its code. Inductor writes none for a graph without ops."""
+            if not count_calls(graph.graph):
+                code.inputs = tuple(n.name for n in graph.graph.find_nodes(op="placeholder"))
+                code.outputs = tuple(map(str, _outputs_of(graph)))
+                return graph.forward
             made = compile_fx.compile_fx_inner(graph, inputs, **options)
             run = getattr(made, "current_callable", None)
             if run is None or not hasattr(run, "__globals__"):
-                raise refused("no function of its own (a graph without ops)")
+                raise refused("no function of its own")
             code.namespace = run.__globals__
             return made
 
@@ -190,9 +221,15 @@ def _is_tangent(node: fx.Node) -> bool:
     return bool(node.meta["desc"].is_tangent())
 
 
-def _names_of_outputs(graph: fx.GraphModule) -> list[str | None]:
+def _outputs_of(graph: fx.GraphModule) -> Sequence[Any]:
+    """Return the outputs of a graph: nodes and plain values."""
     (output,) = graph.graph.find_nodes(op="output")
-    return [getattr(node, "name", None) for node in output.args[0]]
+    found: Sequence[Any] = output.args[0]
+    return found
+
+
+def _names_of_outputs(graph: fx.GraphModule) -> list[str | None]:
+    return [getattr(node, "name", None) for node in _outputs_of(graph)]
 
 
 def _values_of(graph: fx.GraphModule) -> list[Any]:

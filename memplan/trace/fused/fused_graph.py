@@ -22,7 +22,7 @@ from memplan.core.graph import GIVEN, Graph, Op, Origin, Phase, Storage, Storage
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.fused.code_generation import Half, Halves
 from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, extent
-from memplan.trace.fused.wrapper import refused
+from memplan.trace.fused.refusals import refused
 from memplan.trace.graph.build import KIND_OF, binding_of
 from memplan.trace.graph.output_spec import read_results
 from memplan.trace.passes.out_variants import out_variant
@@ -316,7 +316,6 @@ class _Builder:
     ) -> TracedGraph:
         """Return the traced graph, with what leaves it."""
         made = {self.values[v].storage for op in ops for v in op.writes}
-        self._require_unchanged(ops)
         bindings = tuple(replace(b, written=self.values[b.value].storage in made) for b in self.bindings)
         results, value_of = self._results(pieces)
         read = read_results(results, value_of, self.values, bindings, made, self.captured.differentiable, self.needs)
@@ -341,22 +340,6 @@ class _Builder:
             readings=captured.readings,
             device=torch.device("cpu"),
         )
-
-    def _require_unchanged(self, ops: Sequence[Op]) -> None:
-        """Raise `UnsupportedGraph` for a backward that reads what the forward was given and has changed since.
-
-        Inductor's partition computes results of the forward again in the backward, also from a buffer whose old value
-        is gone by then.
-        """
-        given = {self.values[b.value].storage for b in self.bindings}
-        changed: set[int] = set()
-        for op in ops:
-            for v in op.reads if op.phase is Phase.BACKWARD else ():
-                if self.values[v].storage in changed:
-                    name = self.storages[self.values[v].storage].name
-                    raise refused(f"a backward that reads {name}, which the forward has changed by then")
-            if op.phase is Phase.FORWARD:
-                changed |= given & {self.values[v].storage for v in op.writes}
 
     def _results(self, pieces: Sequence[Any]) -> tuple[fx.Graph, dict[fx.Node, int]]:
         """Return a graph of inputs and outputs only, in which each output is a node of its own, and their values."""

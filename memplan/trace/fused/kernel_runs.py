@@ -7,6 +7,7 @@ they tell the arguments of each call exactly, views included, without a parser a
 from __future__ import annotations
 
 import builtins
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,8 @@ import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 
 from memplan.core.graph import Origin
-from memplan.trace.fused.wrapper import refused
+from memplan.errors import MemplanError
+from memplan.trace.fused.refusals import refused
 from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode
 
 _PLAIN = (
@@ -151,20 +153,25 @@ class Replay(MutableMapping[str, Any]):
                 self._names[line.name] = _piece(self._new_block(line.name, spec), spec)
                 continue
             before = len(self._calls)
-            exec(line.text, {}, self)
+            with _replaying(line.text):
+                exec(line.text, {}, self)
             made = self._calls[before:]
             if isinstance(line, Renaming):
                 if made:
                     raise refused("a call where a buffer gets a name")
                 continue
             if len(made) != 1:
-                raise refused(f"{len(made)} calls in one line ({line.text.splitlines()[0][:60]})")
+                raise refused(f"{len(made)} calls in one line ({_shortened(line.text)})")
             pending.append((line, made[0]))
         return tuple(self._finished(line, call) for line, call in pending)
 
     def outputs(self) -> tuple[Any, ...]:
         """Return what the code returns: a piece, or a plain value, for each output."""
-        return tuple(eval(source, {}, self) for source in self._code.outputs)
+        found = []
+        for source in self._code.outputs:
+            with _replaying(source):
+                found.append(eval(source, {}, self))
+        return tuple(found)
 
     def _new_block(self, name: str, spec: TensorSpec) -> Block:
         if spec.device.type != "cpu":
@@ -174,7 +181,7 @@ class Replay(MutableMapping[str, Any]):
     def _finished(self, line: KernelLine, call: _Call) -> KernelRun:
         """Return a call with what it reads and writes, once all of its results are known."""
         given = dict[int | str, Any]((*enumerate(call.args), *call.kwargs.items()))
-        changed = {self._names[name].block for name in line.changed if isinstance(self._names.get(name), BlockView)}
+        changed = {self._changed(line, name).block for name in line.changed}
         reads: dict[BlockView, None] = {}
         writes: dict[BlockView, None] = {}
         for place, thing in given.items():
@@ -201,10 +208,23 @@ class Replay(MutableMapping[str, Any]):
             writes=tuple(writes),
             results=dict(call.results),
             overload=overload,
-            source=self._code.sources.get(line.kernel, ""),
+            source=self._source(line.kernel),
             origin=line.origin,
             known=line.known,
         )
+
+    def _changed(self, line: KernelLine, name: str) -> BlockView:
+        """Return the buffer that a call changes beside the arguments that it is known to write."""
+        found = self._names.get(name)
+        if not isinstance(found, BlockView):
+            raise refused(f"a call that changes {name}, which is no tensor ({_shortened(line.text)})")
+        return found
+
+    def _source(self, kernel: str) -> str:
+        """Return the source code of a generated kernel, "" for another one (whose name is "")."""
+        if kernel and not self._code.sources.get(kernel):
+            raise refused(f"a kernel without source code ({kernel})")
+        return self._code.sources.get(kernel, "")
 
     # -- the mapping of names ----------------------------------------------------------------------------
 
@@ -251,6 +271,23 @@ class Replay(MutableMapping[str, Any]):
 
 
 _MISSING = object()
+
+
+@contextlib.contextmanager
+def _replaying(text: str) -> Iterator[None]:
+    """Refuse a line of Inductor's that raises an error while it is replayed."""
+    try:
+        yield
+    except MemplanError:
+        raise
+    except Exception as error:
+        raise refused(
+            f"a line that cannot be replayed ({_shortened(text)}): {type(error).__name__}: {error}"
+        ) from error
+
+
+def _shortened(text: str) -> str:
+    return text.splitlines()[0][:60]
 
 
 def piece_of(block: Block, tensor: torch.Tensor) -> BlockView:

@@ -12,8 +12,9 @@ from torch._inductor.decomposition import select_decomp_table
 
 from memplan.core.arguments import arguments_of
 from memplan.core.division import Division
-from memplan.errors import MemplanError, UnsupportedGraph, UnsupportedProblem
-from memplan.trace.capture.joint_graph import Captured, capture, quiet
+from memplan.errors import UnsupportedProblem
+from memplan.trace.capture.joint_graph import Captured, capture
+from memplan.trace.capture.quiet import quiet
 from memplan.trace.fused.code_generation import generate
 from memplan.trace.fused.environment import require_inductor
 from memplan.trace.fused.fused_graph import fused_graph
@@ -84,21 +85,14 @@ class FusedStep:
         _, _, descs = returned_by(joint.graph)
         placeholders = joint.graph.find_nodes(op="placeholder")
         static = [i for i, n in enumerate(placeholders) if isinstance(n.meta["desc"], (ParamAOTInput, BufferAOTInput))]
-        try:
-            with quiet():
-                halves = generate(
-                    _copy(joint),
-                    returned=sum(d is not None and not isinstance(d, GradAOTOutput) for d in descs),
-                    static=static,
-                    training=captured.training,
-                )
-        except MemplanError:
-            raise
-        except Exception as error:  # Inductor may raise anything, and wraps what is raised inside
-            ours = _ours(error)
-            if ours is not None:
-                raise ours from None
-            raise _refused_by_inductor(self.model, error) from error
+        with quiet():
+            halves = generate(
+                _copy(joint),
+                type(self.model).__name__,
+                returned=sum(d is not None and not isinstance(d, GradAOTOutput) for d in descs),
+                static=static,
+                training=captured.training,
+            )
         return fused_graph(
             replace(captured, graph_module=joint),
             halves,
@@ -111,17 +105,3 @@ class FusedStep:
 
 def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(graph_module, copy_of(graph_module.graph))
-
-
-def _ours(error: BaseException | None) -> MemplanError | None:
-    """Return the error of memplan's that made Inductor raise `error`; None if there is none."""
-    while error is not None and not isinstance(error, MemplanError):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def _refused_by_inductor(model: nn.Module, error: Exception) -> UnsupportedGraph:
-    """Return Inductor's error as one sentence."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    what = f"Inductor cannot compile it: {type(error).__name__}: {lines[0] if lines else 'no message'}"
-    return UnsupportedGraph(type(model).__name__, what, 'leave out kernels="inductor"', see="inductor-refuses")

@@ -25,11 +25,10 @@ from torch._inductor.utils import DeferredLineBase, LineContext
 from torch._inductor.virtualized import V
 
 from memplan.core.graph import Origin
-from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.origins import origin_of
+from memplan.trace.fused.refusals import refused
 from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode, WrittenLine
 
-_HINT = 'leave out kernels="inductor", which plans the same model with the kernels of eager'
 _current = threading.local()  # .code: what the compilation of this thread writes
 
 
@@ -244,8 +243,3 @@ def _op_of(node: fx.Node) -> str:
     overload = node.meta.get("original_aten") or node.target
     packet = getattr(overload, "_overloadpacket", None)
     return str(getattr(packet, "__name__", None) or getattr(overload, "__name__", overload))
-
-
-def refused(what: str) -> UnsupportedGraph:
-    """Return the error for something in Inductor's code that memplan cannot plan."""
-    return UnsupportedGraph("Inductor's code", f"has {what}", _HINT, see="inductor-code")

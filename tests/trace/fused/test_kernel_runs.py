@@ -27,7 +27,9 @@ def _given(name: str, *shape: int) -> BlockView:
 def _replay(lines: list[Any], **inputs: BlockView) -> Replay:
     specs = {f"buf{i}": _spec(4, 4) for i in range(6)}
     namespace = {"cpp_fused": lambda *_: None, "torch": torch, "aten": torch.ops.aten, "table": torch.ones(3)}
-    return Replay(WrittenCode(lines=lines, inputs=tuple(inputs), specs=specs, namespace=namespace), inputs)
+    code = WrittenCode(lines=lines, inputs=tuple(inputs), specs=specs, namespace=namespace)
+    code.sources["cpp_fused"] = "void kernel() {}"
+    return Replay(code, inputs)
 
 
 def _call(text: str, *written: int | str, **options: Any) -> KernelLine:
@@ -125,8 +127,35 @@ def test_a_call_of_which_nothing_is_known_may_change_all_of_its_arguments() -> N
         (KernelLine(text="nothing_of_that_name(x)"), "nothing_of_that_name"),
         (Renaming(text="buf0 = cpp_fused(x)"), "gets a name"),
         (KernelLine(text="cpp_fused(aten.view.dtype(x, torch.float64))"), "another size"),
+        (KernelLine(text="cpp_fused(x, changed)", changed=frozenset(("changed",))), "not known"),
+        (KernelLine(text="cpp_fused(x)", changed=frozenset(("buf5",))), r"changes buf5, which is no tensor"),
+        (KernelLine(text="cpp_fused(x)", kernel="cpp_other"), r"without source code \(cpp_other\)"),
+        (KernelLine(text="cpp_fused(x[0])"), r"cannot be replayed \(cpp_fused\(x\[0\]\)\): TypeError"),
     ],
 )
 def test_code_that_cannot_be_replayed_is_refused(line: Any, words: str) -> None:
     with pytest.raises(UnsupportedGraph, match=words):
         _replay([line], x=_given("x", 4, 4)).run()
+
+
+def test_an_output_that_cannot_be_replayed_is_refused() -> None:
+    replay = _replay([], x=_given("x", 4, 4))
+    replay._code.outputs = ("x + 1",)
+    with pytest.raises(UnsupportedGraph, match=r"cannot be replayed \(x \+ 1\)"):
+        replay.outputs()
+
+
+def test_parts_of_one_buffer_and_other_layouts_keep_their_strides() -> None:
+    lines = [
+        Allocation(name="buf0"),
+        Renaming(text="buf1 = reinterpret_tensor(buf0, (4, 2), (4, 1), 0)  # alias"),
+        Renaming(text="buf2 = reinterpret_tensor(buf0, (4, 2), (4, 1), 2)  # alias"),
+        _call("cpp_fused(x, buf1)", 1),
+        _call("cpp_fused(x, buf2)", 1),
+        _call("cpp_fused(reinterpret_tensor(buf0, (1, 2, 2, 4), (16, 1, 8, 2), 0), x)"),
+    ]
+    one, two, last = _replay(lines, x=_given("x", 4, 4)).run()
+    assert one.writes[0].block is two.writes[0].block is last.reads[0].block
+    assert [(p.strides, p.offset) for p in (*one.writes, *two.writes)] == [((4, 1), 0), ((4, 1), 2)]
+    assert not one.reads[1:]
+    assert (last.reads[0].shape, last.reads[0].strides) == ((1, 2, 2, 4), (16, 1, 8, 2))  # channels last

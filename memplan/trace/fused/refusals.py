@@ -1,0 +1,38 @@
+"""The errors of a step that Inductor cannot compile, or whose code memplan cannot plan."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from memplan.errors import MemplanError, UnsupportedGraph
+
+
+def refused(what: str) -> UnsupportedGraph:
+    """Return the error for something in Inductor's code that memplan cannot plan."""
+    hint = 'leave out kernels="inductor", which plans the same model with the kernels of eager'
+    return UnsupportedGraph("Inductor's code", f"has {what}", hint, see="inductor-code")
+
+
+@contextlib.contextmanager
+def inductors_errors(model: str) -> Iterator[None]:
+    """Raise what Inductor raises inside as an `UnsupportedGraph`, in one sentence; errors of memplan's as they are.
+
+    Only calls of Inductor belong inside: an error of memplan's own code is no refusal.
+    """
+    try:
+        yield
+    except Exception as error:  # Inductor may raise anything, and wraps what is raised inside of it
+        ours = _ours(error)
+        if ours is not None:
+            raise ours from None
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        what = f"Inductor cannot compile it: {type(error).__name__}: {lines[0] if lines else 'no message'}"
+        raise UnsupportedGraph(model, what, 'leave out kernels="inductor"', see="inductor-refuses") from error
+
+
+def _ours(error: BaseException | None) -> MemplanError | None:
+    """Return the error of memplan's that made Inductor raise `error`; None if there is none."""
+    while error is not None and not isinstance(error, MemplanError):
+        error = error.__cause__ or error.__context__
+    return error
