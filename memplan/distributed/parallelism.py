@@ -15,7 +15,6 @@ from torch import distributed, nn
 
 from memplan.distributed.refusals import require_group, require_parameter, require_reducer
 
-
 _FIRST_BUCKET_BYTES = 1 << 20  # of torch's, which starts to reduce early
 
 
@@ -96,6 +95,12 @@ def parallelism_of(model: nn.Module) -> Parallelism | None:
     sharded = fsdp_parameters(model)
     device = torch.device(sharded[0].device) if sharded else next(model.parameters()).device
     return Parallelism(shards=shards, replicas=replicas, device=device)
+
+
+def group_of_ranks(model: nn.Module) -> str | None:
+    """Return the name of the process group that trains a model together; None for a plain model."""
+    found = parallelism_of(model)
+    return None if found is None else found.group
 
 
 def fsdp_modules(model: nn.Module) -> list[nn.Module]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memplan
 from memplan.distributed.local import local_tensor
+from memplan.trace import planning
 from tests.distributed.models import SmallConvolutions, SmallGpt, energy, images, tokens, vectors
 
 STEPS = 4
@@ -112,3 +116,75 @@ def budgets() -> dict[str, Any]:
         str(budget): compared(lambda: SmallGpt(blocks=3), sharded, tokens, arena_budget=budget)
         for budget in (0.5, "min")
     }
+
+
+def raised(make: Callable[[], Any]) -> list[str]:
+    """Return the type and the words of the error that a function raises; nothing if it raises none."""
+    try:
+        make()
+    except memplan.MemplanError as error:
+        return [type(error).__name__, error.what]
+    return []
+
+
+def compiled(
+    rows: int = 4, model: Callable[[], nn.Module] = mlp, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Return a sharded model, its optimizer and its compiled step."""
+    torch.manual_seed(0)
+    made = sharded(model())
+    optimizer = torch.optim.SGD(made.parameters(), lr=1e-2)
+    return made, optimizer, memplan.compile_step(made, optimizer, energy, vectors(rank(), 0, rows=rows), **options)
+
+
+def ranks_that_differ() -> dict[str, Any]:
+    """Compile what is not alike on both ranks in many ways, one after the other."""
+    odd = rank() == 1
+    wide = lambda: nn.Sequential(nn.Linear(10, 18 if odd else 16), nn.Tanh(), nn.Linear(18 if odd else 16, 2))  # noqa: E731
+    _, _, step = compiled()
+    plan, found = step.plan, {}
+    found["rows under a budget"] = raised(lambda: compiled(rows=6 if odd else 4, arena_budget=1.0))
+    found["model"] = raised(lambda: compiled(model=wide))
+    found["plan on one rank"] = raised(lambda: compiled(plan=plan if odd else None))
+    found["option"] = raised(lambda: compiled(policy="recompute" if odd else "auto"))
+    version = planning.__version__
+    planning.__version__ = "0.0" if odd else version
+    found["version"] = raised(compiled)
+    planning.__version__ = version
+    found["one fails"] = raised(lambda: compiled(solver="none such" if odd else "auto"))
+    _, _, step = compiled(rows=6 if odd else 4)  # batches of other sizes are no difference without a budget
+    found["rows"] = [bool(torch.isfinite(step(vectors(rank(), i, rows=6 if odd else 4)))) for i in range(2)]
+    store = distributed.distributed_c10d._get_default_store()
+    store.set_timeout(datetime.timedelta(seconds=1))
+    found["one does not come"] = [] if odd else raised(compiled)
+    return found
+
+
+def rank_that_dies() -> dict[str, Any]:
+    """Lose a rank between two steps, or in the backward of one; rank 0 tells what it saw."""
+    found = {}
+    model, optimizer, step = compiled()
+    step(vectors(rank(), 0))
+    before = [local_tensor(p).clone() for p in model.parameters()]
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for when in ("first", "again"):
+        found[when] = raised(lambda: step(vectors(0, 1)))
+    found["changed"] = sum(not torch.equal(a, local_tensor(p)) for a, p in zip(before, model.parameters(), strict=True))
+    return found
+
+
+def rank_that_dies_late() -> list[str]:
+    """Lose a rank before the third reduction of a backward."""
+    _, _, step = compiled()
+    step(vectors(rank(), 0))
+    seen: list[str] = []
+
+    def hook(event: Any) -> None:
+        if event.when == "start" and "reduce_scatter" in event.target:
+            seen.append(event.op)
+            if len(seen) == 3 and rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    step.hooks.add(hook)
+    return raised(lambda: step(vectors(rank(), 1)))
