@@ -22,7 +22,7 @@ _SEE_LOG = "see the logs of that rank"
 
 
 class Agreement:
-    """What the ranks of a group compile at one time; a context in which each makes what it will run.
+    """A context in which each rank of a group makes what it will run, and the comparison of what they have made.
 
     If it raises within the context, the other ranks raise too, with its reason.
 

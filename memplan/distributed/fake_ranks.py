@@ -16,8 +16,6 @@ from torch import distributed, nn
 from memplan.distributed.parallelism import fsdp_modules, reducer_of
 from memplan.errors import UnsupportedCall, UnsupportedGraph
 
-_SEE = "fake-ranks"
-
 
 @contextlib.contextmanager
 def fake_ranks(ranks: int | None) -> Iterator[None]:
@@ -33,14 +31,16 @@ def fake_ranks(ranks: int | None) -> Iterator[None]:
         return
     where = f"ranks={ranks!r}"
     if type(ranks) is not int or ranks < 1:
-        raise UnsupportedCall("is no number of ranks", where=where, hint="pass 1 or more", see=_SEE)
+        raise UnsupportedCall("is no number of ranks", where=where, hint="pass 1 or more", see="fake-ranks")
     if not distributed.is_available():
-        raise UnsupportedCall("this torch has no torch.distributed", where=where, hint="install another", see=_SEE)
+        what = "this torch has no torch.distributed"
+        raise UnsupportedCall(what, where=where, hint="install another", see="fake-ranks")
     if distributed.is_initialized():
         here = distributed.get_world_size()
         if here != ranks:
             what = f"this process is one of {here} ranks already"
-            raise UnsupportedCall(what, where=where, hint="plan in a process of its own, or leave ranks out", see=_SEE)
+            hint = "plan in a process of its own, or leave ranks out"
+            raise UnsupportedCall(what, where=where, hint=hint, see="fake-ranks")
         yield
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -66,7 +66,7 @@ def divided(model: nn.Module) -> nn.Module:
     scalar = next((name for name, p in model.named_parameters() if p.dim() == 0), None)
     if scalar is not None:
         hint = "give it one dimension, of one element"
-        raise UnsupportedGraph(scalar, "is a number, which has no rows to divide among ranks", hint, see=_SEE)
+        raise UnsupportedGraph(scalar, "is a number, which has no rows to divide among ranks", hint, see="fake-ranks")
     memo: dict[int, Any] = {id(b): b for b in model.buffers()}
     device = "cpu"
     for p in model.parameters():

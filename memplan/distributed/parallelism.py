@@ -193,5 +193,5 @@ def _replicas(model: nn.Module) -> Replicas | None:
         ranks=distributed.get_world_size(reducer.process_group),
         group=reducer.process_group.group_name,
         bucket_bytes=int(reducer.bucket_bytes_cap),
-        first_bucket_bytes=_FIRST_BUCKET_BYTES,
+        first_bucket_bytes=_FIRST_BUCKET_BYTES if torchs.bucket_bytes_cap_default else int(reducer.bucket_bytes_cap),
     )

@@ -120,7 +120,7 @@ def trained_alike() -> dict[str, Any]:
     cases = {
         "fsdp": compared(mlp, sharded, vectors),
         "fsdp gpt": compared(SmallGpt, sharded, tokens),
-        "fsdp min": compared(SmallGpt, sharded, tokens, arena_budget="min", sanitize="poison"),
+        "fsdp min": compared(SmallGpt, sharded, tokens, arena_budget="min", policy="recompute", sanitize="poison"),
         "fsdp bfloat16": compared(SmallGpt, partial(sharded, mp_policy=halves), tokens),
         "fsdp clipped": compared(mlp, sharded, vectors, clipped=0.01),
         "fsdp adagrad": compared(mlp, sharded, vectors, adagrad),
