@@ -149,6 +149,7 @@ def plan(
     *,
     train: bool | None = None,
     gradients: Gradients = "auto",
+    ranks: int | None = None,
     dynamic_shapes: None = None,
     **options: Unpack[PlanKeywords],
 ) -> Plan: ...
@@ -190,6 +191,7 @@ def plan(
     layout: Layout = "auto",
     time_limit: float | None = None,
     device: Device | None = None,
+    ranks: int | None = None,
     dynamic_shapes: DynamicShapes | None = None,
 ) -> Plan | SymbolicPlan:
     """Plan the memory of one step of `model` from fake tensors, to the byte, without computing anything.
@@ -232,6 +234,9 @@ def plan(
             that a release leaves one hole at the top (`plan.to_text()` draws it).
         time_limit: The solver's time limit in seconds.
         device: The device on which the step runs while the model and its caller stay on the CPU.
+        ranks: Plan one of so many ranks, of which none has to exist: a model that `fully_shard` or
+            `DistributedDataParallel` has prepared, or a plain one, each of whose parameters is then divided by rows
+            among all ranks and gathered for its use. The inputs are those of one rank.
         dynamic_shapes: The dimensions of the inputs that vary, as `torch.export` takes them.
 
     Returns:
@@ -275,9 +280,14 @@ def plan(
         dynamic_shapes=dynamic_shapes,
     )
     if dynamic_shapes is not None:
+        if ranks is not None:
+            from memplan.errors import InvalidShapes
+
+            hint = "plan each shape that matters"
+            raise InvalidShapes("a rank has one shape", where="ranks with dynamic_shapes", hint=hint, see="one-shape")
         from memplan.trace.dynamic.symbolic import plan_symbolic
 
         return plan_symbolic(model, example_inputs, example_kwargs, train=train, options=options)
     from memplan import trace
 
-    return trace.plan(model, example_inputs, example_kwargs, train=train, options=options)
+    return trace.plan(model, example_inputs, example_kwargs, train=train, options=options, ranks=ranks)

@@ -34,6 +34,9 @@ def budget(
         typer.Option("--reserve", metavar="SIZE", help="Bytes that the step does not show: optimizer state."),
     ] = None,
     infer: Annotated[bool, typer.Option("--infer", help="Plan the forward alone, without gradients.")] = False,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", help="Plan one of N ranks that share the parameters.")
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--torch/--no-torch", help="Compare with torch's activation_memory_budget (models only).")
     ] = True,
@@ -60,7 +63,7 @@ def budget(
     from memplan.report.frontier_form import frontier_json, frontier_sections, frontier_title
 
     require_outputs({"--html": html, "--svg": svg, "--png": png}, target, costs)
-    plan = obtain(target, infer=infer)
+    plan = obtain(target, infer=infer, ranks=ranks)
     try:
         step = without_evictions(plan)
     except InvalidPlan as error:
@@ -78,7 +81,7 @@ def budget(
         pinned_budget=size_option("--pinned-budget", pinned_budget),
     )
     rivals: tuple[Rival, ...] = ()
-    if compare and not infer and is_model(target):
+    if compare and not infer and ranks is None and is_model(target):
         rivals = _torch(target, costs, plan.alignment, nbytes)
     stop_if_interrupted()
     _draw(plan.model, found, rivals, html, svg, png)

@@ -44,6 +44,9 @@ def report(
     ],
     *,
     infer: Annotated[bool, typer.Option("--infer", help="Plan the forward alone, without gradients.")] = False,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", help="Plan one of N ranks that share the parameters.")
+    ] = None,
     form: Annotated[
         ReportFormat, typer.Option("--format", help="What to print; github: also a job summary.")
     ] = ReportFormat.TABLE,
@@ -124,7 +127,7 @@ def report(
     require_outputs({"--save": save, "--json": json_file, **pictures}, target, costs)
     budgets = (budget, arena_budget, host_budget, pinned_budget, reserve)
     words = (gradients, checkpoint, kernels, solver) != ("auto", "follow", "aten", "auto")
-    given = (infer, words, any(one is not None for one in budgets), costs is not None, limit is not None)
+    given = (infer, words, *(one is not None for one in (*budgets, costs, limit, ranks)))
     require_model(target, any(given))  # before their values are checked, which would not matter
     options = PlanOptions(
         budget=budget,
@@ -139,7 +142,7 @@ def report(
         solver=solver,
         time_limit=limit,
     )
-    plan = obtain(target, infer=infer, options=options)
+    plan = obtain(target, infer=infer, options=options, ranks=ranks)
     figures = plan.report()
     stop_if_interrupted()
     if save is not None:

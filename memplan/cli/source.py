@@ -31,7 +31,7 @@ def require_model(target: str, has_options: bool) -> None:
     """Raise `InvalidModel` if there are options for planning, and `target` is no model."""
     if has_options and not is_model(target):
         raise InvalidModel(
-            "is a saved plan: --infer, --gradients, --solver, --time-limit, --budget and --costs are for models",
+            "is a saved plan: options for planning, such as --infer, --ranks, --budget and --costs, are for models",
             where=target,
             hint="leave them out, or name the model as FILE.py:FACTORY",
         )
@@ -42,12 +42,21 @@ def obtain(
     *,
     infer: bool = False,
     options: PlanOptions = DEFAULTS,
+    ranks: int | None = None,
 ) -> Plan:
-    """Return the plan of `target`, a plan file or a model's name. torch is imported for a model only."""
+    """Return the plan of `target`, a plan file or a model's name. torch is imported for a model only.
+
+    `ranks`: the model's factory runs as the first of so many ranks, and may divide the model among them.
+    """
     if not is_model(target):
-        require_model(target, infer or options != DEFAULTS)
+        require_model(target, infer or ranks is not None or options != DEFAULTS)
         return _saved(target)
-    return _planned(target, infer=infer, options=options)
+    if ranks is None:
+        return _planned(target, infer=infer, options=options)
+    from memplan.trace import fake_ranks
+
+    with fake_ranks(ranks):
+        return _planned(target, infer=infer, options=options, ranks=ranks)
 
 
 def _saved(target: str) -> Plan:
@@ -74,7 +83,7 @@ def quiet_stages(target: str) -> Iterator[NamedModel]:
         yield named
 
 
-def _planned(target: str, *, infer: bool, options: PlanOptions) -> Plan:
+def _planned(target: str, *, infer: bool, options: PlanOptions, ranks: int | None = None) -> Plan:
     with progress(f"Importing {target}"), contextlib.redirect_stdout(sys.stderr):
         named = load_model(target)
     with progress(f"Planning {target}"), _quiet():
@@ -87,6 +96,7 @@ def _planned(target: str, *, infer: bool, options: PlanOptions) -> Plan:
                 dict(named.kwargs) or None,
                 train=False if infer else None,
                 options=options,
+                ranks=ranks,
             )
         except Exception as error:
             raise blame(error, "planning failed", file=named.file) from error

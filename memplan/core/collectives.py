@@ -36,6 +36,11 @@ class Collective:
     again: bool
 
     @property
+    def gathers(self) -> bool:
+        """Whether it gathers a parameter, which a budget may repeat."""
+        return may_run_again(f"{NAMESPACE}.{self.kind}.default")
+
+    @property
     def line(self) -> str:
         """The collective in one line, equal on all ranks that run the same."""
         shape = "x".join(map(str, self.shape)) or "scalar"

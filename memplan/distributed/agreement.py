@@ -9,46 +9,49 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from torch import distributed
 
 from memplan.distributed.ops import process_group
 from memplan.errors import RanksDiffer
 
-_Made = TypeVar("_Made")
 _FAILED = "failed"
 _SEE_LOG = "see the logs of that rank"
 
 
-def agreed(make: Callable[[], _Made], describe: Callable[[_Made], Sequence[str]], *, group: str) -> _Made:
-    """Return what `make` returns, if the lines that describe it are equal on all ranks of the group.
+class Agreement:
+    """A context in which each rank of a group makes what it will run, and the comparison of what they have made.
+
+    If it raises within the context, the other ranks raise too, with its reason.
 
     Args:
-        make: Makes what this rank will run; it runs no collective. If it raises, all other ranks raise too.
-        describe: Returns lines that all ranks must have alike.
-        group: The name of the process group.
-
-    Raises:
-        RanksDiffer: The lines differ, or a rank failed or did not come in time.
+        group: The name of the process group; None: there are no other ranks, and all agree.
 
     Example:
-        >>> step = agreed(build, lambda step: [c.line for c in step.plan.collectives], group="0")
+        >>> with Agreement("0") as ranks:
+        ...     step = build()
+        ...     ranks.compare([c.line for c in step.plan.collectives])
     """
-    found = process_group(group)
-    if found.size() == 1 or distributed.get_backend(found) == "fake":
-        return make()
-    exchange = _Exchange(distributed.get_process_group_ranks(found))
-    try:
-        made = make()
-        lines = list(describe(made))
-    except BaseException as error:
-        exchange.put(_FAILED, [f"{type(error).__name__}: {error}"])
-        raise
-    exchange.put(hashlib.sha256("\n".join(lines).encode()).hexdigest(), lines)
-    exchange.compare(lines)
-    return made
+
+    def __init__(self, group: str | None) -> None:
+        found = None if group is None else process_group(group)
+        alone = found is None or found.size() == 1 or distributed.get_backend(found) == "fake"
+        self._exchange = None if alone else _Exchange(distributed.get_process_group_ranks(found))
+
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._exchange is not None and not self._exchange.published:
+            self._exchange.put(_FAILED, [f"{type(error).__name__}: {error}"])
+
+    def compare(self, lines: Sequence[str]) -> None:
+        """Raise `RanksDiffer` on every rank unless all ranks have the same lines, within the store's timeout."""
+        if self._exchange is not None:
+            self._exchange.put(hashlib.sha256("\n".join(lines).encode()).hexdigest(), lines)
+            self._exchange.compare()
 
 
 class _Exchange:
@@ -60,14 +63,16 @@ class _Exchange:
         prefix = f"memplan/{'-'.join(map(str, ranks))}"
         number = self.store.add(f"{prefix}/of rank {self.rank}", 1)
         self.prefix = f"{prefix}/{number}"
+        self.published = False
 
     def put(self, digest: str, lines: Sequence[str]) -> None:
         """Publish this rank's digest and lines."""
+        self.published = True
         self.store.set(f"{self.prefix}/lines of {self.rank}", json.dumps(list(lines)))
         self.store.set(self._key(self.rank), digest)
 
-    def compare(self, lines: Sequence[str]) -> None:
-        """Raise `RanksDiffer` unless all ranks have the same lines."""
+    def compare(self) -> None:
+        """Raise `RanksDiffer` unless all ranks have published the same lines."""
         digests = self._digests()
         failed = next((r for r in self.ranks if digests[r] == _FAILED), None)
         if failed is not None:

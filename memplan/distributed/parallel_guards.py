@@ -9,8 +9,6 @@ from torch import nn
 from memplan.distributed.parallelism import fsdp_modules, reducer_of
 from memplan.errors import UnsupportedCall
 
-_SEE = "ranks-refused"
-
 
 class ParallelGuards:
     """The states of a model's sharded modules, and of its `DistributedDataParallel`."""
@@ -38,7 +36,8 @@ class ParallelGuards:
 
     def _refuse(self, what: str) -> None:
         hint = "call the step outside of it, and pass accumulate= to compile_step to add gradients of several batches"
-        raise UnsupportedCall(f"a compiled step reduces its gradients, also under {what}", hint=hint, see=_SEE)
+        what = f"a compiled step reduces its gradients, also under {what}"
+        raise UnsupportedCall(what, hint=hint, see="ranks-refused")
 
 
 def _reshard(module: Any) -> None:

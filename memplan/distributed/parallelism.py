@@ -97,6 +97,12 @@ def parallelism_of(model: nn.Module) -> Parallelism | None:
     return Parallelism(shards=shards, replicas=replicas, device=device)
 
 
+def group_of_ranks(model: nn.Module) -> str | None:
+    """Return the name of the process group that trains a model together; None for a plain model."""
+    found = parallelism_of(model)
+    return None if found is None else found.group
+
+
 def fsdp_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that `fully_shard` was called for."""
     if not distributed.is_available():
@@ -187,5 +193,5 @@ def _replicas(model: nn.Module) -> Replicas | None:
         ranks=distributed.get_world_size(reducer.process_group),
         group=reducer.process_group.group_name,
         bucket_bytes=int(reducer.bucket_bytes_cap),
-        first_bucket_bytes=_FIRST_BUCKET_BYTES,
+        first_bucket_bytes=_FIRST_BUCKET_BYTES if torchs.bucket_bytes_cap_default else int(reducer.bucket_bytes_cap),
     )

@@ -8,11 +8,9 @@ from torch import nn
 
 from memplan.errors import UnsupportedGraph
 
-_SEE = "ranks-refused"
-
 
 def _refuse(where: str, what: str, hint: str) -> None:
-    raise UnsupportedGraph(where, what, hint, see=_SEE)
+    raise UnsupportedGraph(where, what, hint, see="ranks-refused")
 
 
 def require_group(module: nn.Module, state: Any, group: Any) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from memplan.core.collectives import ALL_REDUCE, is_collective
 from memplan.core.files import write_atomic
 from memplan.core.graph import Graph, Op, Value
 from memplan.core.jsonio import from_json, to_json
@@ -60,6 +61,7 @@ class CostModel:
         to_host: The link for copies from the device to the host.
         to_device: The link for copies from the host to the device.
         measured: Measured seconds by op signature (`signature_of`); these replace the roofline's.
+        between_ranks: The link between the ranks of a process group, for collectives; a network of 400 Gbit/s.
 
     Raises:
         InvalidCosts: A rate is not positive, or a time is negative, or either is not finite.
@@ -78,6 +80,7 @@ class CostModel:
     to_host: Link
     to_device: Link
     measured: Mapping[str, float] = field(default_factory=dict)
+    between_ranks: Link = Link(bytes_per_second=45e9, latency=15e-6)
 
     def __post_init__(self) -> None:
         rates = {"matrix_flops": self.matrix_flops, "narrow_flops": self.narrow_flops}
@@ -112,6 +115,8 @@ class CostModel:
         known = self.measured.get(signature_of(graph, op)) if self.measured else None
         if known is not None:
             return known
+        if is_collective(op.target):
+            return self.launch + self.between_ranks.seconds(_sent_bytes(graph, op))
         nbytes = sum(_value_bytes(graph, v) for v in dict.fromkeys((*op.reads, *op.writes)))
         widest = max((graph.values[v].dtype for v in op.reads), key=lambda d: d not in _NARROW, default="float32")
         rate = self.narrow_flops if widest in _NARROW else self.matrix_flops
@@ -185,18 +190,34 @@ def load_costs(path: str | os.PathLike[str]) -> CostModel:
 def cost_model(costs: CostModel | str | os.PathLike[str]) -> CostModel:
     """Return the cost model of a known device (by name), of a `.json` file (by path), or `costs` itself if it is one.
 
+    A name may have a link between ranks: "h100/nvlink", "a100/400gb".
+
     Raises `InvalidCosts` for anything else, and the errors of `load_costs`.
     """
     if isinstance(costs, CostModel):
         return costs
     if isinstance(costs, os.PathLike) or (isinstance(costs, str) and costs.endswith(".json")):
         return load_costs(costs)
+    device, _, link = costs.lower().partition("/") if isinstance(costs, str) else ("", "", "")
+    if device in DEVICES and link in LINKS:
+        return replace(DEVICES[device], name=f"{device}/{link}", between_ranks=LINKS[link])
     if not isinstance(costs, str) or costs.lower() not in DEVICES:
         hint = f"choose one of: {', '.join(DEVICES)}, or measure one: memplan.profile(model, inputs)"
+        if device in DEVICES:
+            hint = f"choose a link between ranks: {', '.join(f'{device}/{name}' for name in LINKS)}"
         if costs == "measure":
             hint = f"memplan.compile and compile_step measure their first steps; here, {hint}"
         raise InvalidCosts(f"there is no cost model {costs!r}", where="costs", hint=hint)
     return DEVICES[costs.lower()]
+
+
+def _sent_bytes(graph: Graph, op: Op) -> int:
+    """Return the bytes that a collective brings over a rank's link, of many ranks: the whole of what is divided.
+
+    A sum that all ranks get is divided among them first, and gathered then.
+    """
+    whole = max(_value_bytes(graph, v) for v in (*op.reads, *op.writes))
+    return 2 * whole if op.target == ALL_REDUCE else whole
 
 
 def signature_of(graph: Graph, op: Op) -> str:
@@ -298,5 +319,15 @@ DEVICES: Mapping[str, CostModel] = MappingProxyType(
         "h100": _device("h100", 495, 989, 3.35, 2e-6, 50),
         "h200": _device("h200", 495, 989, 4.8, 2e-6, 50),
         "cpu": _device("cpu", 0.1, 0.1, 0.02, 3e-6, 8),
+    }
+)
+
+# Data sheets, one direction of each rank's link, and what collectives reach of it in practice (about 80 % and 90 %).
+LINKS: Mapping[str, Link] = MappingProxyType(
+    {
+        "nvlink": Link(bytes_per_second=360e9, latency=15e-6),
+        "400gb": Link(bytes_per_second=45e9, latency=15e-6),
+        "200gb": Link(bytes_per_second=22e9, latency=15e-6),
+        "100gb": Link(bytes_per_second=11e9, latency=20e-6),
     }
 )

@@ -98,7 +98,7 @@ def certificate(report: Report) -> str:
 
 
 def waiting_lines(report: Report) -> tuple[str, ...]:
-    """Return the memory that it costs if updates wait for all gradients, as in clipping, or for several steps."""
+    """Return what it costs if updates wait for all gradients, as in clipping, or for several steps, and for ranks."""
     lines = []
     if report.barrier is not None:
         b = report.barrier
@@ -113,6 +113,13 @@ def waiting_lines(report: Report) -> tuple[str, ...]:
         lines.append(
             f"accumulated gradients hold {format_bytes(report.accumulated)} outside the arena from step to step; "
             "an update in every step would not need them"
+        )
+    if report.exchanged is not None:
+        x = report.exchanged
+        again = f" ({x.again} of them again)" if x.again else ""
+        lines.append(
+            f"this rank runs {x.gathers} gathers of parameters{again} and {x.others} other collectives, of tensors of "
+            f"{format_bytes(x.nbytes)} together; buffers of the library that runs them (NCCL) are not known"
         )
     return tuple(lines)
 

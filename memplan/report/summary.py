@@ -113,6 +113,20 @@ class Kept:
     sent: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanged:
+    """The collectives of a step of one rank, each counted as often as it runs.
+
+    `gathers` are those of parameters, `again` the gathers that repeat an earlier one, `others` all other collectives,
+    and `nbytes` the bytes of the largest tensor of each, together.
+    """
+
+    gathers: int
+    again: int
+    others: int
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
     """The figures of a plan. Sizes are bytes, steps are positions in the schedule.
@@ -132,7 +146,8 @@ class Report:
 
     `barrier` is the op that makes all updates of a whole step wait for all gradients, with its cost (None: there is
     none); `accumulated` the bytes of gradients that are kept from step to step (part of the optimizer's state). `kept`
-    is how a budget is kept (None: there is none), whose recomputes and copies the order's figures include. `division`
+    is how a budget is kept (None: there is none), whose recomputes and copies the order's figures include. `exchanged`
+    are the collectives (None: there are no other ranks). `division`
     is how ops were divided by rows (None: they were not). `peak` is None when nothing is planned. `advice` are ways to
     save memory, each with the most that it saves.
     """
@@ -164,6 +179,7 @@ class Report:
     barrier: Barrier | None
     accumulated: int
     kept: Kept | None
+    exchanged: Exchanged | None
     division: Division | None
     outside: Outside
     outside_total: int
@@ -223,6 +239,7 @@ def make_report(plan: Plan) -> Report:
         barrier=price(plan.graph, plan.schedule.max_live),
         accumulated=accumulated(plan.graph),
         kept=_kept(plan),
+        exchanged=_exchanged(plan),
         division=plan.division,
         outside=outside,
         outside_total=outside.total,
@@ -264,6 +281,18 @@ def _kept(plan: Plan) -> Kept | None:
         device=plan.eviction.device,
         sections=plan.devices,
         sent=sum(plan.graph.values[op.reads[0]].shape[0] for op in plan.graph.ops if op.target == SEND),
+    )
+
+
+def _exchanged(plan: Plan) -> Exchanged | None:
+    if not plan.collectives:
+        return None
+    gathers = [c for c in plan.collectives if c.gathers]
+    return Exchanged(
+        gathers=len(gathers),
+        again=sum(c.again for c in gathers),
+        others=len(plan.collectives) - len(gathers),
+        nbytes=sum(c.nbytes for c in plan.collectives),
     )
 
 

@@ -12,6 +12,7 @@ No other package knows AOTAutograd. Two parts of `runtime/` import dynamo or fx:
 
 from __future__ import annotations
 
+from memplan.distributed.fake_ranks import fake_ranks
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.planning import (
     device_costs,
@@ -34,6 +35,7 @@ __all__ = [
     "capture_call",
     "capture_loss",
     "device_costs",
+    "fake_ranks",
     "plan",
     "plan_step",
     "plan_traced",

@@ -13,6 +13,7 @@ from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.devices.kinds import HOST, alignment_of, is_accelerator, name_of
+from memplan.distributed.fake_ranks import divided, fake_ranks
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import cost_model
 from memplan.planning.checkpoints import has_checkpoints, plan_checkpointed, plan_from_checkpoints
@@ -37,18 +38,20 @@ def plan(
     *,
     train: bool | None = None,
     options: PlanOptions = DEFAULTS,
+    ranks: int | None = None,
 ) -> Plan:
     """Return the plan of one step of `model`; see `memplan.plan`."""
-    captured = capture_call(
-        model,
-        example_inputs,
-        example_kwargs,
-        train=train,
-        device=options.device,
-        gradients_in_arena=options.gradients_in_arena,
-        copy_gradients=options.gradients_copied,
-        kernels=options.kernels,
-    )
+    with fake_ranks(ranks):
+        captured = capture_call(
+            model if ranks is None else divided(model),
+            example_inputs,
+            example_kwargs,
+            train=train,
+            device=options.device,
+            gradients_in_arena=options.gradients_in_arena,
+            copy_gradients=options.gradients_copied,
+            kernels=options.kernels,
+        )
     captured.warn()
     return plan_step(captured.retrace(), captured, options)[1]
 

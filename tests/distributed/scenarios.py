@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import datetime
+import json
+import os
+import signal
+import time
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import memplan
 from memplan.distributed.local import local_tensor
+from memplan.trace import planning
 from tests.distributed.models import SmallConvolutions, SmallGpt, energy, images, tokens, vectors
 
 STEPS = 4
@@ -43,12 +51,16 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
-def eager(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, steps: int = STEPS) -> list[float]:
-    """Train by torch alone; return the losses."""
+def eager(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, steps: int = STEPS, clipped: float | None = None
+) -> list[float]:
+    """Train by torch alone; return the losses. `clipped`: the norm to which gradients are clipped."""
     losses = []
     for i in range(steps):
         loss = energy(model(batch(rank(), i)))
         loss.backward()  # type: ignore[no-untyped-call]
+        if clipped is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clipped)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -71,17 +83,23 @@ def compared(
     wrap: Callable[[nn.Module], nn.Module],
     batch: Batch,
     optimizer: Callable[[nn.Module], Any] = adamw,
+    clipped: float | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train a model by torch alone and by a compiled step; return in what they differ, and facts of the plan."""
+    """Train a model by torch alone and by a compiled step; return in what they differ, and facts of the plan.
+
+    `clipped`: the norm to which gradients are clipped.
+    """
     models = []
     for _ in range(2):
         torch.manual_seed(0)
         models.append(wrap(make()))
     theirs, ours = models
     optimizers = optimizer(ours), optimizer(theirs)
-    expected = eager(theirs, optimizers[1], batch)
-    step = memplan.compile_step(ours, optimizers[0], energy, batch(rank(), 0), **options)
+    expected = eager(theirs, optimizers[1], batch, clipped=clipped)
+    step = memplan.compile_step(ours, optimizers[0], energy, batch(rank(), 0), clip_grad_norm=clipped, **options)
+    if "sanitize" in options:
+        step.hooks.add(_late_for_collectives)
     losses = [step(batch(rank(), i)).item() for i in range(STEPS)]
     plan = step.plan
     return {
@@ -90,25 +108,130 @@ def compared(
             *differences(ours, theirs, optimizers),
         ],
         "arena": plan.arena_size,
-        "collectives": [c.kind for c in plan.collectives],
+        "collectives": dict(Counter(c.kind for c in plan.collectives)),
+        "lines": [c.line for c in plan.collectives],
         "again": sum(c.again for c in plan.collectives),
     }
 
 
-def fsdp() -> dict[str, Any]:
-    return {"mlp": compared(mlp, sharded, vectors), "gpt": compared(SmallGpt, sharded, tokens)}
-
-
-def ddp() -> dict[str, Any]:
-    return {
-        "gpt": compared(SmallGpt, DistributedDataParallel, tokens),
-        "convolutions": compared(SmallConvolutions, DistributedDataParallel, images),
+def trained_alike() -> dict[str, Any]:
+    """Train in many ways by torch and by compiled steps: FSDP2, DDP, budgets, other optimizers, casts."""
+    halves = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    cases = {
+        "fsdp": compared(mlp, sharded, vectors),
+        "fsdp gpt": compared(SmallGpt, sharded, tokens),
+        "fsdp min": compared(SmallGpt, sharded, tokens, arena_budget="min", policy="recompute", sanitize="poison"),
+        "fsdp bfloat16": compared(SmallGpt, partial(sharded, mp_policy=halves), tokens),
+        "fsdp clipped": compared(mlp, sharded, vectors, clipped=0.01),
+        "fsdp adagrad": compared(mlp, sharded, vectors, adagrad),
+        "ddp gpt": compared(SmallGpt, DistributedDataParallel, tokens),
+        "ddp clipped": compared(mlp, DistributedDataParallel, vectors, adagrad, clipped=0.01),
+        "ddp convolutions": compared(SmallConvolutions, in_small_buckets, images),
     }
+    return {"alike": cases, "between": between_steps()}
 
 
-def budgets() -> dict[str, Any]:
-    """Train under budgets that only repeated gathers keep."""
-    return {
-        str(budget): compared(lambda: SmallGpt(blocks=3), sharded, tokens, arena_budget=budget)
-        for budget in (0.5, "min")
-    }
+def _late_for_collectives(event: Any) -> None:
+    """Let rank 1 come late to each collective: what the other has freed or overwritten meanwhile would show."""
+    if event.when == "start" and event.target.startswith("memplan_distributed") and rank() == 1:
+        time.sleep(0.001)
+
+
+def in_small_buckets(model: nn.Module) -> nn.Module:
+    """Return a model whose gradients torch averages in buckets of 1 KiB."""
+    return DistributedDataParallel(model, bucket_cap_mb=1 / 1024)
+
+
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer for which torch has no fused update."""
+    return torch.optim.Adagrad(model.parameters(), lr=1e-2)
+
+
+def between_steps() -> dict[str, Any]:
+    """Evaluate by torch between compiled steps, and do what a compiled step refuses."""
+    torch.manual_seed(0)
+    theirs = sharded(SmallGpt())
+    torch.manual_seed(0)
+    ours = sharded(SmallGpt())
+    optimizers = adamw(ours), adamw(theirs)
+    step = memplan.compile_step(ours, optimizers[0], energy, tokens(rank(), 0))
+    evaluated = []
+    for i in range(2):
+        step(tokens(rank(), i))
+        eager(theirs, optimizers[1], lambda r, _, i=i: tokens(r, i), steps=1)
+        with torch.no_grad():
+            evaluated.append(torch.equal(ours(tokens(rank(), 9)), theirs(tokens(rank(), 9))))
+    shorter = step(tokens(rank(), 2, rows=1))  # planned anew, with the same collectives
+    found: dict[str, Any] = {"evaluated": evaluated, "shorter": bool(shorter.isfinite())}
+    saved = {name: p.full_tensor() for name, p in ours.state_dict().items()}
+    found["state"] = sorted(saved) == sorted(SmallGpt().state_dict())
+    ours.set_requires_gradient_sync(False)
+    found["no sync"] = raised(lambda: step(tokens(rank(), 3)))
+    ours.set_requires_gradient_sync(True)
+    replicas = DistributedDataParallel(mlp())
+    again = memplan.compile_step(replicas, adamw(replicas), energy, vectors(rank(), 0))
+    with replicas.no_sync():
+        found["ddp no sync"] = raised(lambda: again(vectors(rank(), 0)))
+    return found
+
+
+def raised(make: Callable[[], Any]) -> list[str]:
+    """Return the type and the words of the error that a function raises; nothing if it raises none."""
+    try:
+        make()
+    except memplan.MemplanError as error:
+        return [type(error).__name__, error.what]
+    return []
+
+
+def compiled(
+    rows: int = 4, model: Callable[[], nn.Module] = mlp, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Return a sharded model, its optimizer and its compiled step."""
+    torch.manual_seed(0)
+    made = sharded(model())
+    optimizer = torch.optim.SGD(made.parameters(), lr=1e-2)
+    return made, optimizer, memplan.compile_step(made, optimizer, energy, vectors(rank(), 0, rows=rows), **options)
+
+
+def ranks_that_differ() -> dict[str, Any]:
+    """Compile what is not alike on both ranks in many ways, one after the other; then lose a rank in a backward."""
+    odd, found = rank() == 1, {}
+    _, _, step = compiled()
+    plan, rows = step.plan, 6 if odd else 4
+    found["rows under a budget"] = raised(lambda: compiled(rows=rows, arena_budget=1.0))
+    found["model"] = raised(lambda: compiled(model=lambda: nn.Linear(10, 18 if odd else 16)))
+    found["plan on one rank"] = raised(lambda: compiled(plan=plan if odd else None))
+    found["option"] = raised(lambda: compiled(policy="recompute" if odd else "auto"))
+    version = planning.__version__
+    planning.__version__ = "0.0" if odd else version
+    found["version"] = raised(compiled)
+    planning.__version__ = version
+    found["one fails"] = raised(lambda: compiled(solver="none such" if odd else "auto"))
+    _, _, step = compiled(rows=rows)  # batches of other sizes are no difference without a budget
+    found["rows"] = [bool(torch.isfinite(step(vectors(rank(), i, rows=rows)))) for i in range(2)]
+    store = distributed.distributed_c10d._get_default_store()
+    store.set_timeout(datetime.timedelta(seconds=1))
+    if odd:
+        store.set("found", json.dumps(found))
+    else:
+        found["one does not come"] = raised(compiled)
+        found["other"] = json.loads(store.get("found"))
+    distributed.barrier()
+    step.hooks.add(_dying_at_the_third_reduction())
+    found["dies"] = raised(lambda: step(vectors(rank(), 0, rows=rows)))
+    found["dead"] = raised(lambda: step(vectors(rank(), 0, rows=rows)))
+    return found
+
+
+def _dying_at_the_third_reduction() -> Callable[[Any], None]:
+    """Return a hook that kills rank 1."""
+    seen: list[str] = []
+
+    def hook(event: Any) -> None:
+        if event.when == "start" and "reduce_scatter" in event.target:
+            seen.append(event.op)
+            if len(seen) == 3 and rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return hook

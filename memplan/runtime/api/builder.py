@@ -26,6 +26,7 @@ from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwners
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
 from memplan.trace import CapturedCall, capture_call
+from memplan.trace.capture.refusals import require_traceable
 from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Builder:
     def __init__(
         self, model: nn.Module, options: CompileOptions, hooks: Hooks, coordinator: ArenaCoordinator | None = None
     ) -> None:
+        require_traceable(model)
         self.make_room: Callable[[CompileOptions, Plan], None] = _nothing_beside
         self.model, self.hooks, self.coordinator = model, hooks, coordinator
         self.module_guards = ModuleGuards(model)

@@ -14,6 +14,8 @@ from memplan.core.arguments import arguments_of
 from memplan.core.choices import Checkpoint, Kernels, Layout, OnMismatch, Sanitize
 from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
+from memplan.distributed.agreement import Agreement
+from memplan.distributed.parallelism import group_of_ranks
 from memplan.errors import MemplanError
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Budget, Costs, Device
@@ -107,6 +109,7 @@ def compile_step(
         BudgetInfeasible: No plan keeps the budget; the error names the smallest one that can be kept.
         PlanMismatch: `plan` was made for another step.
         MemplanError: An option has an unknown value.
+        RanksDiffer: Ranks that train the model together would run other collectives, or have other options.
 
     Example:
         ```python
@@ -115,47 +118,49 @@ def compile_step(
         loss = step(inputs, targets)
         ```
     """
-    given = given_plan(
-        plan,
-        budget=budget,
-        arena_budget=arena_budget,
-        host_budget=host_budget,
-        pinned_budget=pinned_budget,
-        reserve=reserve or None,
-    )
-    options = StepOptions(
-        budget=budget,
-        arena_budget=arena_budget,
-        host_budget=host_budget,
-        pinned_budget=pinned_budget,
-        reserve=reserve,
-        policy=policy,
-        costs=costs,
-        checkpoint=checkpoint,
-        kernels=kernels,
-        divide=divide,
-        compress=compress,
-        schedule=schedule,
-        solver=solver,
-        layout=layout,
-        time_limit=time_limit,
-        in_place=in_place,
-        sanitize=sanitize,
-        device=device_for(device, given),
-        clip_grad_norm=clip_grad_norm,
-        accumulate=accumulate,
-        on_mismatch=on_mismatch,
-        cuda_graph=cuda_graph,
-        allow_unsynchronized=allow_unsynchronized,
-    )
-    if given is not None and accumulate > 1:
-        what = f"accumulate={accumulate} needs two programs, and a plan is for one"
-        raise MemplanError(what, where="compile_step", hint="leave out plan=")
-    loss = LossModule(model, loss_fn)
-    batch, kwargs = arguments_of(example_batch, example_kwargs)
-    loss.require_parts(batch)
-    if not allow_unsynchronized:
-        require_no_reducer(model)
-    builder = StepBuilder(loss, optimizer, options)
-    main = builder.first(batch, kwargs, given)
-    return CompiledStep(builder, main, eager=partial(eager_step, clip_grad_norm=clip_grad_norm))
+    with Agreement(group_of_ranks(model)) as ranks:
+        given = given_plan(
+            plan,
+            budget=budget,
+            arena_budget=arena_budget,
+            host_budget=host_budget,
+            pinned_budget=pinned_budget,
+            reserve=reserve or None,
+        )
+        options = StepOptions(
+            budget=budget,
+            arena_budget=arena_budget,
+            host_budget=host_budget,
+            pinned_budget=pinned_budget,
+            reserve=reserve,
+            policy=policy,
+            costs=costs,
+            checkpoint=checkpoint,
+            kernels=kernels,
+            divide=divide,
+            compress=compress,
+            schedule=schedule,
+            solver=solver,
+            layout=layout,
+            time_limit=time_limit,
+            in_place=in_place,
+            sanitize=sanitize,
+            device=device_for(device, given),
+            clip_grad_norm=clip_grad_norm,
+            accumulate=accumulate,
+            on_mismatch=on_mismatch,
+            cuda_graph=cuda_graph,
+            allow_unsynchronized=allow_unsynchronized,
+        )
+        if given is not None and accumulate > 1:
+            what = f"accumulate={accumulate} needs two programs, and a plan is for one"
+            raise MemplanError(what, where="compile_step", hint="leave out plan=")
+        loss = LossModule(model, loss_fn)
+        batch, kwargs = arguments_of(example_batch, example_kwargs)
+        loss.require_parts(batch)
+        if not allow_unsynchronized:
+            require_no_reducer(model)
+        builder = StepBuilder(loss, optimizer, options)
+        main = builder.build(batch, kwargs, given)
+        ranks.compare(builder.agreed_lines((batch, kwargs), main, given))
+        return CompiledStep(builder, main, eager=partial(eager_step, clip_grad_norm=clip_grad_norm))

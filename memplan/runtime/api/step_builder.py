@@ -15,7 +15,6 @@ from torch import nn
 from memplan.core.plan import Plan
 from memplan.core.totals import functional_transient
 from memplan.core.units import format_bytes
-from memplan.distributed.agreement import agreed
 from memplan.distributed.parallelism import parallelism_of
 from memplan.distributed.step_options import batch_lines, option_lines, require_options
 from memplan.errors import InputMismatch, RanksDiffer, UnsupportedCall, UnsupportedGraph
@@ -77,20 +76,13 @@ class StepBuilder:
         if self.parallelism is not None:
             require_options(options, replicated=self.parallelism.replicas is not None)
 
-    def first(self, batch: tuple[Any, ...], kwargs: dict[str, Any], given: Plan | None = None) -> StepPlan:
-        """Return what `build` does, after all ranks have made the same; raises `RanksDiffer` if they have not."""
-        if self.parallelism is None:
-            return self.build(batch, kwargs, given)
-
-        def describe(made: StepPlan) -> list[str]:
-            """Return what all ranks must have alike."""
-            programs = [one.runner.plan for one in made.programs]
-            layouts = batch_lines((batch, kwargs)) if self.options.has_budget else []
-            how = [f"{key} {version}" for key, version in sorted(programs[0].versions.items())]
-            how += [*option_lines(self.options), f"plan {'new' if given is None else 'given'}", *layouts]
-            return how + [f"program {i}: {line}" for i, plan in enumerate(programs) for line in _collectives(plan)]
-
-        return agreed(partial(self.build, batch, kwargs, given), describe, group=self.parallelism.group)
+    def agreed_lines(self, batch: Any, made: StepPlan, given: Plan | None) -> list[str]:
+        """Return what all ranks must have alike of the first plan, in the order in which differences are named."""
+        programs = [one.runner.plan for one in made.programs]
+        found = [f"{key} {version}" for key, version in sorted(programs[0].versions.items())]
+        found += [*option_lines(self.options), f"plan {'new' if given is None else 'given'}"]
+        found += batch_lines(batch) if self.options.has_budget else []
+        return found + [f"program {i}: {line}" for i, plan in enumerate(programs) for line in _collectives(plan)]
 
     def build(self, batch: tuple[Any, ...], kwargs: dict[str, Any], given: Plan | None = None) -> StepPlan:
         """Return the plan of calls like this one, with the program of the optimizer's next update.

@@ -14,7 +14,7 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTIn
 
 from memplan.distributed.parallelism import Shard
 from memplan.trace.passes.own_outputs import after_last, returned_by
-from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, replace_by, value
+from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, replace_by, storage_key, value
 
 _ops = torch.ops.memplan_distributed
 
@@ -22,7 +22,7 @@ _ops = torch.ops.memplan_distributed
 def gather_parameters(graph: fx.Graph, shards: Mapping[str, Shard]) -> None:
     """Replace each placeholder of a sharded parameter by one of this rank's part, gathered before its first use."""
     mode = fake_mode_of(graph)
-    last = next(n for n in graph.nodes if n.op != "placeholder")
+    parts: dict[int, torch.Tensor] = {}  # by the storage of the whole one, which tied parameters share
     for node in list(graph.find_nodes(op="placeholder")):
         shard = _shard_of(node.meta["desc"], shards)
         if shard is None:
@@ -30,9 +30,15 @@ def gather_parameters(graph: fx.Graph, shards: Mapping[str, Shard]) -> None:
         with graph.inserting_before(node):
             part = graph.placeholder(f"{node.name}_shard")
         part.meta.update(node.meta)
-        with mode:
-            part.meta["val"] = torch.empty(shard.local, dtype=shard.dtype, device=value(node).device)
-        first = next((n for n in graph.nodes if n in node.users and n.op != "output"), last)
+        key = storage_key(value(node))
+        if key not in parts:
+            with mode:
+                parts[key] = torch.empty(shard.local, dtype=shard.dtype, device=value(node).device)
+        part.meta["val"] = parts[key]
+        first = next((n for n in graph.nodes if n in node.users), None)
+        if first is None:
+            graph.erase_node(node)
+            continue
         rw = Rewriter(graph, mode, first)
         rw.label = f"gather_{_word(shard.name)}"
         given = part
@@ -43,10 +49,7 @@ def gather_parameters(graph: fx.Graph, shards: Mapping[str, Shard]) -> None:
         whole = rw.call(_ops.gather_parameter.default, given, shard.ranks, shard.group)
         if shard.uneven:
             whole = rw.call(aten.slice.Tensor, whole, 0, 0, shard.shape[0])
-        if node.users:
-            replace_by(graph, node, whole)
-        else:
-            graph.erase_node(node)
+        replace_by(graph, node, whole)
 
 
 def reduce_gradients(graph: fx.Graph, shards: Mapping[str, Shard]) -> None:

@@ -1,0 +1,67 @@
+"""Compiled steps of several ranks: the bits of torch's FSDP2 and DDP, ranks that differ, and ranks that die."""
+
+from __future__ import annotations
+
+import pytest
+from torch import distributed
+
+from tests.distributed.launcher import launch
+
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
+
+
+def test_two_ranks_train_as_torch_alone_does() -> None:
+    """One launch, since each costs seconds: FSDP2 and DDP, budgets, poison, casts, clipping, evaluation between."""
+    ranks = launch("trained_alike")
+    for found in ranks.results:
+        assert {case: one["different"] for case, one in found["alike"].items() if one["different"]} == {}
+    first, second = ([(c, one["lines"]) for c, one in found["alike"].items()] for found in ranks.results)
+    assert first == second, "all ranks run the same collectives in the same order"
+    alike = ranks.results[0]["alike"]
+    gathers = 27 + alike["fsdp gpt"]["again"]
+    assert alike["fsdp gpt"]["collectives"] == {"gather_parameter": gathers, "reduce_scatter": 27}
+    assert alike["fsdp min"]["again"] > alike["fsdp gpt"]["again"]
+    assert alike["fsdp min"]["arena"] < alike["fsdp gpt"]["arena"] / 2
+    assert alike["ddp gpt"]["collectives"] == {"all_reduce": 1}
+    assert alike["ddp convolutions"]["collectives"] == {"broadcast": 6, "all_reduce": 2}, "buckets of 1 KiB"
+    between = ranks.results[1]["between"]
+    assert between["evaluated"] == [True, True]
+    assert between["shorter"]
+    assert between["state"]
+    assert between["no sync"][1].endswith("also under set_requires_gradient_sync(False)")
+    assert between["ddp no sync"][1].endswith("also under no_sync()")
+
+
+def test_ranks_that_differ_raise_together_and_a_dead_rank_is_an_error() -> None:
+    ranks = launch("ranks_that_differ", fails=True)
+    mine, theirs = ranks.results[0], ranks.results[0]["other"]
+    words = {
+        "rows under a budget": "input 0: torch.float32 (4, 10)', rank 1 has 'input 0: torch.float32 (6, 10)'",
+        "model": "(float32 16x10)', rank 1 has 'program 0: gather_parameter gather_model_0_weight (float32 18x10)'",
+        "plan on one rank": "rank 0 has 'plan new', rank 1 has 'plan given'",
+        "option": "rank 0 has \"policy='auto'\", rank 1 has \"policy='recompute'\"",
+        "version": "rank 1 has 'memplan 0.0'",
+    }
+    for case, expected in words.items():
+        for kind, what in (mine[case], theirs[case]):
+            assert kind == "RanksDiffer", ranks.text
+            assert expected in what
+    assert mine["one fails"][0] == "RanksDiffer"
+    assert "rank 1 could not compile: UnsupportedProblem" in mine["one fails"][1]
+    assert theirs["one fails"][0] == "UnsupportedProblem"
+    assert mine["rows"] == theirs["rows"] == [True, True]
+    assert mine["one does not come"] == ["RanksDiffer", "ranks [1] did not compile within 1 s"]
+    assert ranks.statuses[1] == -9, "it was killed"
+    assert mine["dies"][0] == "CollectiveFailed"
+    assert "it failed in the backward, and some parameters may be updated" in mine["dies"][1]
+    assert mine["dead"][0] == "CollectiveFailed"
+    assert "parameters may be updated" not in mine["dead"][1]
+
+
+def test_a_launch_ends_when_a_rank_fails_or_hangs() -> None:
+    found = launch("fails_and_hangs", ranks=2, fails=True, grace=0.5, module="tests.distributed.bare")
+    assert found.statuses == [3, -9]
+    assert found.results == [None, None]
+    assert "said before it failed" in found.logs[0]
+    with pytest.raises(AssertionError, match=r"(?s)ranks \[0, 1\] did not end in time.*said before it hung"):
+        launch("hangs", ranks=2, timeout=4, module="tests.distributed.bare")
