@@ -6,6 +6,7 @@
     record(step_fn)                  records and places the allocations of a step that cannot be traced; after
                                      install_allocator() it can be replayed on CUDA
     solve(problem)                   assigns offsets to buffers, for compilers and embedded systems
+    fits(model, inputs, device="h100")  says whether a training step fits a device, part by part, before it runs
     max_batch(make, budget)          finds the largest batch that fits, without running out of memory
     profile(model, example_inputs)   measures each op on this machine: costs for budgets
     load(path)                       loads and validates a plan; load_symbolic(path): a plan for a range of shapes
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from memplan.evict.costs import CostModel, load_costs
     from memplan.evict.workload import Policy as EvictionPolicy
     from memplan.integrations.inductor.partitioner import partitioner
+    from memplan.planning.memory_answer import Fits
     from memplan.planning.options import Budget, Costs, Device, DynamicShapes, PlanKeywords
     from memplan.planning.planfile import load
     from memplan.runtime import (
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from memplan.solvers import Solver, solve
     from memplan.symbolic import SymbolicPlan, load_symbolic
     from memplan.trace.batches import max_batch
+    from memplan.trace.fits import fits
 
 
 __all__ = [
@@ -69,6 +72,7 @@ __all__ = [
     "CompiledStep",
     "CostModel",
     "Division",
+    "Fits",
     "Interval",
     "MemplanError",
     "Plan",
@@ -84,6 +88,7 @@ __all__ = [
     "csvio",
     "diff",
     "explain",
+    "fits",
     "install_allocator",
     "load",
     "load_costs",
@@ -109,9 +114,11 @@ _HOMES = {
     **dict.fromkeys(("CostModel", "load_costs"), "memplan.evict.costs"),
     "Backend": "memplan.runtime.dynamo.backend",
     "Division": "memplan.core.division",
+    "Fits": "memplan.planning.memory_answer",
     "Plan": "memplan.core.plan",
     "diff": "memplan.analysis.diff",
     "explain": "memplan.analysis.explain",
+    "fits": "memplan.trace.fits",
     "load": "memplan.planning.planfile",
     "max_batch": "memplan.trace.batches",
     "partitioner": "memplan.integrations.inductor.partitioner",

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from memplan.cli import budget, check, compare, demo, doctor, report, solve
+from memplan.cli import budget, check, compare, demo, doctor, fits, report, solve
 from memplan.cli.console import Settings, error_console, show_error, tolerate_encodings
 from memplan.cli.interrupt import EXIT_CODE, Interrupts
 from memplan.errors import MemplanError
@@ -37,6 +37,8 @@ memplan report model.py:gpt2 --infer           what a forward alone needs
 memplan report model.py:gpt2 --html a.html     see where every tensor lies
 
 memplan report model.py:gpt2 --save plan.json  keep the plan
+
+memplan fits model.py:gpt2 --device h100       whether it fits, and the largest batch
 
 memplan budget model.py:gpt2                   what less memory costs in time
 
@@ -69,6 +71,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(no_args_is_help=True)(report.report)
+app.command(no_args_is_help=True)(fits.fits)
 app.command(no_args_is_help=True)(budget.budget)
 app.command()(check.check)
 app.command(no_args_is_help=True)(compare.diff)

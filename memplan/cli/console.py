@@ -44,11 +44,16 @@ def _console(*, stderr: bool) -> Console:
     return made
 
 
+def is_live(screen: Console) -> bool:
+    """Return whether a console writes to a real terminal, on which a line can change; FORCE_COLOR makes none."""
+    return screen.is_terminal and screen.file.isatty()
+
+
 @contextlib.contextmanager
 def progress(doing: str) -> Iterator[None]:
     """Show on a terminal, while the context lasts, that work is under way; print nothing elsewhere."""
     screen = error_console()
-    if not screen.is_terminal:
+    if not is_live(screen):
         yield
         return
     from rich.text import Text

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memplan.cli.console import error_console
+from memplan.cli.console import error_console, is_live
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,11 +50,11 @@ def solver_progress(doing: str, *, wanted: bool | None) -> Iterator[Listener | N
     `wanted` None: show progress on a terminal only; False: never.
     """
     screen = error_console()
-    if wanted is False or (wanted is None and not screen.is_terminal):
+    if wanted is False or (wanted is None and not is_live(screen)):
         yield None
         return
     watch = _ProgressLine(doing)
-    with _on_terminal(watch, screen) if screen.is_terminal else _in_log(watch, screen):
+    with _on_terminal(watch, screen) if is_live(screen) else _in_log(watch, screen):
         yield watch
 
 

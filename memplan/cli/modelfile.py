@@ -43,6 +43,24 @@ class NamedModel:
     kwargs: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedFactory:
+    """A factory that was found: `file` defines it, and it has an argument named batch if `takes_batch`."""
+
+    name: str
+    file: str
+    make: Callable[..., Any]
+    takes_batch: bool
+
+    def call(self, batch: int | None = None) -> NamedModel:
+        """Return its result for a batch (None: its own). Raises `InvalidModel`, with the user's own source line."""
+        try:
+            returned = self.make() if batch is None else self.make(batch=batch)
+        except (Exception, SystemExit) as error:
+            raise blame(error, f"{self.name.rpartition(':')[2]}() failed", file=self.file) from error
+        return _named(self.name, self.file, returned)
+
+
 def names_model(target: str) -> bool:
     """Return whether `target` has the form of a model's name: a module or file, a colon and an identifier."""
     module, colon, factory = target.rpartition(":")
@@ -52,9 +70,17 @@ def names_model(target: str) -> bool:
 def load_model(target: str) -> NamedModel:
     """Import the file or module that `target` names, call the factory and return its result. Runs the user's code.
 
+    Raises the errors of `load_factory`, and `InvalidModel` if the factory raises or returns something else.
+    """
+    return load_factory(target).call()
+
+
+def load_factory(target: str) -> NamedFactory:
+    """Import the file or module that `target` names, and return the factory. Runs the user's code.
+
     The folder of FILE.py (or the working directory, for a module) comes first in `sys.path`, as when Python runs it.
-    Raises `InvalidModel` if the file, module or name does not exist, the user's code raises, or the factory returns
-    something else; `TorchNotInstalled` where torch is not installed, before any code runs.
+    Raises `InvalidModel` if the file, module or name does not exist, or the user's code raises; `TorchNotInstalled`
+    where torch is not installed, before any code runs.
     """
     if not names_model(target):
         raise InvalidModel("does not name a model", where=target or "''", hint=_FORM)
@@ -69,12 +95,7 @@ def load_model(target: str) -> NamedModel:
     if not callable(factory):
         what = "is not a function" if hasattr(module, name) else "there is no such name"
         raise InvalidModel(f"{name}: {what}", where=source, hint=_other_names(module))
-    _require_no_arguments(factory, name, source)
-    try:
-        returned = factory()
-    except (Exception, SystemExit) as error:
-        raise blame(error, f"{name}() failed", file=file) from error
-    return _named(target, file, returned)
+    return NamedFactory(name=target, file=file, make=factory, takes_batch=_takes_batch(factory, name, source))
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -109,16 +130,19 @@ def _import_module(name: str) -> ModuleType:
         raise blame(error, "cannot be imported", file=name) from error
 
 
-def _require_no_arguments(factory: Callable[..., Any], name: str, source: str) -> None:
+def _takes_batch(factory: Callable[..., Any], name: str, source: str) -> bool:
+    """Return whether a factory has an argument named batch. Raises `InvalidModel` if it needs any argument."""
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):  # a builtin without a signature; calling it shows whether it needs arguments
-        return
+        return False
     try:
         signature.bind()
     except TypeError as error:
         hint = "give every argument of the factory a default"
         raise InvalidModel(f"{name}: needs arguments: {signature}", where=source, hint=hint) from error
+    batch = signature.parameters.get("batch")
+    return batch is not None and batch.kind in (batch.POSITIONAL_OR_KEYWORD, batch.KEYWORD_ONLY)
 
 
 def _put_on_path(folder: str) -> None:

@@ -318,6 +318,7 @@ DEVICES: Mapping[str, CostModel] = MappingProxyType(
         "a100": _device("a100", 156, 312, 2.0, 2e-6, 25),
         "h100": _device("h100", 495, 989, 3.35, 2e-6, 50),
         "h200": _device("h200", 495, 989, 4.8, 2e-6, 50),
+        "l4": _device("l4", 60, 121, 0.3, 2e-6, 25),
         "cpu": _device("cpu", 0.1, 0.1, 0.02, 3e-6, 8),
     }
 )

@@ -19,6 +19,7 @@ from memplan.evict.costs import CostModel, cost_model
 from memplan.evict.select import fit_policy
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.evict.workload import Workload
+from memplan.planning.batch_search import largest_within
 from memplan.planning.budget import plan_within
 from memplan.planning.byte_limits import ByteLimits
 from memplan.planning.checkpoints import without_checkpoints
@@ -106,17 +107,7 @@ def max_batch(
             where="max_batch",
             hint=f"it needs {least} bytes ({format_bytes(least)})",
         )
-    fits, fails = lowest, highest + 1
-    while fails - fits > 1:
-        guess = min(max(search.guess(fits, fails), fits + 1), fails - 1)
-        try:
-            over = search.over(guess)
-        except UnsupportedGraph as error:
-            hint = (
-                f"{fits} fits; if the model takes no batch of {guess}, set highest= to what it takes; or {error.hint}"
-            )
-            raise UnsupportedGraph(error.node, error.reason, hint, see=error.see) from error
-        fits, fails = (fits, guess) if over > 0 else (guess, fails)
+    fits = largest_within(search.over_or_refused, search.limit, lowest=lowest, highest=highest)
     if fits > lowest and search.same_need(lowest, fits):
         raise InvalidModel(
             f"make({lowest}) and make({fits}) return the same inputs, which need the same memory: it ignores its batch",
@@ -162,16 +153,16 @@ class _Search:
             self._overs[batch] = least - limit
         return self._overs[batch]
 
-    def guess(self, fits: int, fails: int) -> int:
-        """Return the batch size whose need should meet the limit: needs are nearly affine in the batch size."""
-        known = sorted(self._overs)
-        if len(known) == 1:
-            return fits * max(self.limit // max(self.limit + self._overs[fits], 1), 2)
-        if len(known) > 12:
-            return (fits + fails) // 2
-        one, two = known[-2:] if fails > known[-1] else (fits, fails)
-        slope = (self._overs[two] - self._overs[one]) / (two - one)
-        return one + int(-self._overs[one] / slope) if slope > 0 else 2 * two
+    def over_or_refused(self, batch: int) -> int:
+        """Return what `over` returns; where the model takes no such batch, the error says which one fits."""
+        try:
+            return self.over(batch)
+        except UnsupportedGraph as error:
+            fits = max((known for known, over in self._overs.items() if over <= 0), default=0)
+            hint = (
+                f"{fits} fits; if the model takes no batch of {batch}, set highest= to what it takes; or {error.hint}"
+            )
+            raise UnsupportedGraph(error.node, error.reason, hint, see=error.see) from error
 
     def same_need(self, one: int, two: int) -> bool:
         """Return whether two batch sizes make inputs of the same sizes and need the same memory."""

@@ -1,0 +1,313 @@
+"""`memplan.fits`: say whether a training step fits a device, from fake tensors, before anything runs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.core.arguments import arguments_of
+from memplan.core.plan import Plan
+from memplan.core.units import format_bytes
+from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, MemplanError
+from memplan.evict.costs import cost_model
+from memplan.planning.batch_search import largest_within
+from memplan.planning.capacity import Capacity, capacity_of
+from memplan.planning.eager_total import eager_total
+from memplan.planning.memory_answer import Fits, Need, Remedy, need_of
+from memplan.planning.options import DEFAULTS, Costs, PlanOptions
+from memplan.trace.meta_model import batch_of, floating_type, meta_inputs, meta_model
+from memplan.trace.optimizer.update_bytes import NONE, MakeOptimizer, UpdateBytes, update_bytes
+from memplan.trace.planning import plan_traced
+from memplan.trace.traced import TracedGraph
+from memplan.trace.tracing import trace
+
+Make = Callable[[int], tuple[Any, ...]]
+_HIGHEST = 1 << 20
+_log = logging.getLogger("memplan")
+
+
+def fits(
+    model: nn.Module | Make,
+    example_inputs: Any = (),
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    device: str | int,
+    batch: int | None = None,
+    optimizer: str | MakeOptimizer = "AdamW",
+    dtype: str | torch.dtype | None = None,
+    train: bool | None = None,
+    allowance: int | str | None = None,
+    slack: int | float | str | None = None,
+    costs: Costs | None = None,
+    search: bool = True,
+    on_progress: Callable[[str], object] | None = None,
+) -> Fits:
+    """Return whether a training step of `model` fits a device, what it needs by parts, and what would make it fit.
+
+    The step is forward and backward in one arena, as `memplan.compile` runs them, and `optimizer.step()`. Nothing runs
+    and no memory of the model's size is allocated. Kernels are traced as the CPU's: what an accelerator's kernels
+    allocate for themselves is not known, and belongs to the slack.
+
+    Args:
+        model: The module; its parameters may be real, fake or meta tensors. Or a function from a batch size to
+            `(model, example_inputs)` or `(model, example_inputs, example_kwargs)`.
+        example_inputs: As in `memplan.plan`; none for a function.
+        example_kwargs: The keyword arguments; none for a function.
+        device: "h100", "h200", "a100", "a100-40gb", "l4"; "cpu", which is this machine; or the memory of an
+            accelerator: bytes, or a text such as "24GiB".
+        batch: The samples of a step: the first dimension of every tensor in the example; None takes the example's. A
+            function is called with it (1 if None).
+        optimizer: The name of a class of `torch.optim`, "none", or a function from parameters to an optimizer.
+        dtype: The type of all floating-point tensors, such as "bfloat16"; None keeps them. The model is not changed.
+        train: Forward, backward and update (True) or the forward alone (False); None follows `model.training`.
+        allowance: Bytes for the device's context and libraries; None: 1 GiB for a named device, 0 for a size.
+        slack: What stays free: bytes, or a share of the device (0.05, "5%"); None: 5 %.
+        costs: The cost model for predicted times, as in `memplan.plan`; None: the device's, or "a100" for a size.
+        search: Find the largest batch too, and, where the step does not fit, what would make it fit.
+        on_progress: Called with a text when a stage begins.
+
+    Returns:
+        The answer. It is true if the step fits; `.total` (bytes), `.need`, `.largest_batch`, `.remedies`.
+
+    Raises:
+        UnsupportedDevice: The device is unknown.
+        InvalidSize: A size, share or type has no valid value, or the example has no batch to change.
+        InvalidModel: There is no such optimizer, or it cannot update the model's parameters.
+        UnsupportedGraph: The model cannot be traced as one graph.
+
+    Example:
+        >>> answer = memplan.fits(model, batch, device="h100", optimizer="AdamW")
+        >>> print(answer)
+    """
+    capacity = capacity_of(device, allowance=allowance, slack=slack)
+    if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
+        raise InvalidSize(f"{batch!r} is no number of samples", where="batch", hint="give a number of 1 or more")
+    kind = floating_type(dtype) if isinstance(dtype, str) else dtype
+    example = _Example(model, (example_inputs, example_kwargs), kind)
+    options = replace(DEFAULTS, costs=costs or capacity.costs or "a100")
+    asked = _Asked(example, optimizer, capacity, options, train, on_progress or (lambda stage: None))
+    made = asked.answer(batch, search=search)
+    return made if costs or capacity.costs else replace(made, seconds=None)  # the speed of a size is not known
+
+
+@dataclass(frozen=True, slots=True)
+class _Example:
+    """The model and its inputs for any size of the batch, on the meta device where a size or a type is asked for."""
+
+    model: Any
+    example: tuple[Any, Any]
+    dtype: torch.dtype | None
+
+    @property
+    def is_function(self) -> bool:
+        """Whether a function makes model and inputs."""
+        return callable(self.model) and not isinstance(self.model, nn.Module)
+
+    def made(self, batch: int | None) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        """Return the model, its positional arguments and its keywords for a batch (None: the example's own)."""
+        model, (inputs, kwargs) = self.model, self.example
+        if self.is_function:
+            returned = self.model(1 if batch is None else batch)
+            if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
+                what = f"returned an object of type {type(returned).__name__}"
+                raise InvalidModel(what, where=f"make({batch})", hint="return (model, example_inputs)")
+            model, inputs, kwargs = (*returned, None)[:3]
+        args, keywords = arguments_of(inputs, kwargs)
+        if self.dtype is not None:
+            model = meta_model(model, self.dtype)
+        if self.dtype is not None or (batch is not None and not self.is_function):
+            args, keywords = meta_inputs((args, keywords), batch=None if self.is_function else batch, dtype=self.dtype)
+        return model, args, keywords
+
+    @property
+    def can_change_batch(self) -> bool:
+        """Whether other sizes of the batch can be tried."""
+        return self.is_function or batch_of(self.example) is not None
+
+
+@dataclass(slots=True)
+class _Asked:
+    """One question: plans sizes of the batch, and remembers what they need."""
+
+    example: _Example
+    optimizer: str | MakeOptimizer
+    capacity: Capacity
+    options: PlanOptions
+    train: bool | None
+    tell: Callable[[str], object]
+    _update: UpdateBytes | None = None
+    _needs: dict[int | None, Need] = field(default_factory=dict)
+
+    def answer(self, batch: int | None, *, search: bool) -> Fits:
+        """Return the answer for a batch (None: the example's own)."""
+        traced, model, shown = self._traced(batch)
+        plan = self._planned(traced, self.options)
+        need = self._need(plan)
+        own = shown if batch is None else batch
+        self._needs[own] = need
+        assert self._update is not None
+        costs = cost_model(self.options.costs or "a100")
+        dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+        made = Fits(
+            model=plan.model,
+            capacity=self.capacity,
+            need=need,
+            eager=self._eager(traced, need),
+            batch=own,
+            optimizer=self._update.name,
+            dtypes=tuple(dtypes),
+            train=traced.graph.forward_ops < len(traced.graph.ops),
+            largest_batch=None,
+            seconds=sum(costs.seconds(plan.graph)),
+            plan=plan,
+        )
+        if not search:
+            return made
+        remedies = () if made.fits else tuple(self._remedies(batch, traced, model, need, made))
+        return replace(made, remedies=remedies, largest_batch=self._largest(own, made))
+
+    def _traced(self, batch: int | None) -> tuple[TracedGraph, nn.Module, int | None]:
+        """Return the step, the model, and the size of the batch that its inputs show."""
+        model, args, kwargs = self.example.made(batch)
+        shown = 1 if batch is None and self.example.is_function else batch_of((args, kwargs))
+        with self._stage(f"tracing {type(model).__name__}" + (f" with a batch of {shown}" if shown else "")):
+            traced = trace(model, args, kwargs, train=self.train, gradients_in_arena=self.options.gradients_in_arena)
+        if self._update is None:
+            trains = bool(model.training) if self.train is None else self.train
+            name, foreach = self.optimizer if trains else NONE, not self.capacity.is_host
+            self._update = update_bytes(name, model.parameters(), foreach=foreach)
+        return replace(traced, device=_stand_in(self.capacity)), model, shown
+
+    def _planned(self, traced: TracedGraph, options: PlanOptions) -> Plan:
+        with self._stage(
+            f"planning {len(traced.graph.ops):,} ops" + (" within a budget" if options.has_budget else "")
+        ):
+            return plan_traced(traced, options)
+
+    def _stage(self, doing: str) -> _Stage:
+        return _Stage(doing, self.tell)
+
+    def _need(self, plan: Plan) -> Need:
+        assert self._update is not None
+        return need_of(plan, state=self._update.state, temporaries=self._update.temporaries)
+
+    def _eager(self, traced: TracedGraph, need: Need) -> int:
+        """Return what eager is predicted to need: in forward and backward, or in the update."""
+        graph = traced.graph
+        gradients = need.gradients + need.kept
+        update = need.fixed + gradients + need.temporaries
+        return max(eager_total(graph) + need.state, update) + self.capacity.allowance
+
+    def _remedies(
+        self, batch: int | None, traced: TracedGraph, model: nn.Module, need: Need, made: Fits
+    ) -> list[Remedy]:
+        """Return what was tried to make the step fit."""
+        found = []
+        if need.kept + need.temporaries > need.during and not self.capacity.is_host:
+            found.append(self._one_by_one(model, need))
+        least = need.fixed + need.gradients + need.kept + need.temporaries
+        if least > self.capacity.usable:
+            update = f", the state of {made.optimizer} and what its step() allocates" if need.state else ""
+            text = f"the model, its inputs and gradients{update} need {format_bytes(least)} already"
+            found.append(Remedy(how="budget", total=least + self.capacity.allowance, fits=False, text=text))
+        else:
+            found.append(self._within(traced, need))
+        if "float32" in made.dtypes:
+            found.append(self._narrow(batch))
+        return found
+
+    def _one_by_one(self, model: nn.Module, need: Need) -> Remedy:
+        """Return what the step needs where the optimizer updates one parameter after the other."""
+        alone = update_bytes(self.optimizer, model.parameters(), foreach=False)
+        less = replace(need, temporaries=alone.temporaries)
+        return Remedy(
+            how="foreach=False",
+            total=less.total + self.capacity.allowance,
+            fits=less.total <= self.capacity.usable,
+            text=f"{alone.name} updates one parameter after the other; memplan.compile_step plans such updates",
+        )
+
+    def _within(self, traced: TracedGraph, need: Need) -> Remedy:
+        """Return the cheapest plan within the device, or the smallest that was found."""
+        usable, allowance = self.capacity.usable, self.capacity.allowance
+        beside_update = need.fixed + need.kept + need.temporaries
+        options = replace(
+            self.options,
+            budget=usable,
+            reserve=need.state,
+            arena_budget=usable - beside_update,
+        )
+        try:
+            plan = self._planned(traced, options)
+        except BudgetInfeasible as error:
+            text = f"no plan was found within {format_bytes(usable)}: {error.summary}"
+            return Remedy(how="budget", total=error.smallest + allowance, fits=False, text=text)
+        kept = self._need(plan)
+        budget = f"budget={usable}, reserve={need.state}"
+        return Remedy(
+            how="budget",
+            total=kept.total + allowance,
+            fits=kept.total <= usable,
+            overhead=plan.eviction.overhead if plan.eviction is not None else None,
+            text=f"memplan.compile(model, inputs, {budget}): part of the step is computed again or offloaded",
+        )
+
+    def _narrow(self, batch: int | None) -> Remedy:
+        """Return what the step needs with parameters in bfloat16."""
+        example = replace(self.example, dtype=torch.bfloat16)
+        narrow = _Asked(example, self.optimizer, self.capacity, self.options, self.train, self.tell)
+        try:
+            made = narrow.answer(batch, search=False)
+        except MemplanError as error:
+            return Remedy(how="bfloat16", total=0, fits=False, text=f"could not be planned: {error.summary}")
+        text = "parameters, gradients and the optimizer's state in bfloat16; the numbers change"
+        return Remedy(how="bfloat16", total=made.total, fits=made.fits, text=text)
+
+    def _largest(self, batch: int | None, made: Fits) -> int | None:
+        """Return the largest batch that fits with the slack; 0 if none does, None where the batch cannot change."""
+        if batch is None or not self.example.can_change_batch:
+            return None
+        usable = self.capacity.usable
+        if made.need.fixed > usable:
+            return 0
+        lowest = batch if made.fits else 1
+        if self._over(lowest) > 0:
+            return 0
+        return largest_within(
+            self._over, usable, lowest=lowest, highest=_HIGHEST if made.fits else max(batch - 1, lowest)
+        )
+
+    def _over(self, batch: int) -> int:
+        """Return the bytes by which a batch exceeds what may be used."""
+        if batch not in self._needs:
+            self._needs[batch] = self._need(self._planned(self._traced(batch)[0], self.options))
+        return self._needs[batch].total - self.capacity.usable
+
+
+def _stand_in(capacity: Capacity) -> torch.device:
+    """Return the device whose alignment a plan has: an accelerator's, except for the memory of this machine."""
+    return torch.device("cpu" if capacity.is_host else "cuda")
+
+
+@dataclass(slots=True)
+class _Stage:
+    """A stage of the work: told when it begins, and logged when it ends if it took a second."""
+
+    doing: str
+    tell: Callable[[str], object]
+    _began: float = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+        self.tell(self.doing)
+
+    def __exit__(self, *error: object) -> None:
+        seconds = time.perf_counter() - self._began
+        if seconds > 1:
+            _log.info("%s took %.1f s", self.doing, seconds)

@@ -1,0 +1,150 @@
+"""Measures what an optimizer keeps and allocates, from meta tensors: the bytes of its state, and the peak of `step()`.
+
+The optimizer's own code runs, so every optimizer of `torch.optim`, and others, are measured alike.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memplan.errors import InvalidModel
+
+Parameters = Iterable[torch.nn.Parameter]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+NONE = "none"
+_NUMBERS = {torch.bool: True}  # what a number that the update reads is taken for; other types: 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateBytes:
+    """The needs of an optimizer on the device of its parameters.
+
+    `name` is its class, `state` the bytes that it keeps, `temporaries` the most that `step()` allocates beside them.
+    """
+
+    name: str
+    state: int
+    temporaries: int
+
+
+def update_bytes(optimizer: str | MakeOptimizer, parameters: Parameters, *, foreach: bool) -> UpdateBytes:
+    """Return what an optimizer needs for parameters that require gradients.
+
+    Args:
+        optimizer: The name of a class in `torch.optim`, "none", or a function from parameters to an optimizer.
+        parameters: The parameters, of any device.
+        foreach: Update all parameters together where the class can and nothing else is asked for, as torch does on
+            accelerators.
+
+    Raises:
+        InvalidModel: There is no such optimizer, or it cannot update these parameters.
+    """
+    own = [_with_gradient(p) for p in parameters if p.requires_grad]
+    if optimizer == NONE or not own:
+        return UpdateBytes(name=NONE, state=0, temporaries=0)
+    made = _made(optimizer, own)
+    if foreach:
+        for group in made.param_groups:
+            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = True
+    counted = _Allocations(storage_of(p)[0] for one in own for p in (one, one.grad) if p is not None)
+    try:
+        with counted, torch.no_grad():
+            made.step()
+    except Exception as error:
+        raise _failed(made, error) from error
+    state = _bytes_of(made.state.values())
+    return UpdateBytes(name=type(made).__name__, state=state, temporaries=max(counted.peak - state, 0))
+
+
+def _with_gradient(p: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Return a copy of a parameter, and of its gradient, on the meta device."""
+    made = torch.nn.Parameter(torch.empty_like(p, device="meta"))
+    made.grad = torch.empty_like(made)
+    return made
+
+
+def _made(optimizer: str | MakeOptimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer. Raises `InvalidModel`."""
+    make: Any = optimizer
+    if isinstance(optimizer, str):
+        classes = _classes()
+        make = classes.get(optimizer.lower())
+        if make is None:
+            hint = f"choose one of: {', '.join(cls.__name__ for cls in classes.values())}, or {NONE}"
+            raise InvalidModel(f"torch.optim has no {optimizer!r}", where="optimizer", hint=hint)
+    try:
+        made = make(parameters)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TypeError(f"returned an object of type {type(made).__name__}, which is no torch.optim.Optimizer")
+    except Exception as error:
+        raise _failed(make, error) from error
+    return made
+
+
+def _classes() -> Mapping[str, Any]:
+    """Return the optimizers of torch by their names in lower case."""
+    found = (value for value in vars(torch.optim).values() if isinstance(value, type))
+    own = (value for value in found if issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer)
+    return {value.__name__.lower(): value for value in own}
+
+
+def _failed(optimizer: Any, error: Exception) -> InvalidModel:
+    name = getattr(optimizer, "__name__", type(optimizer).__name__)
+    first = f"{type(error).__name__}: {error}".splitlines()[0]
+    hint = "name another optimizer, 'none', or pass a function that makes it: lambda parameters: AdamW(parameters)"
+    return InvalidModel(f"{name} cannot update these parameters: {first}", where="optimizer", hint=hint)
+
+
+def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the identity of a tensor's storage, and its bytes."""
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage.nbytes()
+
+
+def _bytes_of(states: Iterable[Mapping[str, Any]]) -> int:
+    """Return the bytes of the tensors in the state; counters that stay on the host do not count."""
+    leaves = (leaf for state in states for leaf in tree_leaves(dict(state)))
+    return sum(dict(storage_of(x) for x in leaves if isinstance(x, torch.Tensor) and x.is_meta).values())
+
+
+class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of storages on the meta device that are made and alive while it is on; `peak` is the most.
+
+    A number that is read from a tensor is 1: meta tensors have none.
+    """
+
+    def __init__(self, known: Iterable[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = set(known)
+        self._live = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op, and count its new results."""
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return _NUMBERS.get(args[0].dtype, 1.0 if args[0].dtype.is_floating_point else 1)
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+                self._count(leaf)
+        return out
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        key, nbytes = storage_of(tensor)
+        if key not in self._known:
+            self._known.add(key)
+            self._live += nbytes
+            self.peak = max(self.peak, self._live)
+            weakref.finalize(tensor.untyped_storage(), self._freed, key, nbytes)
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self._live -= nbytes

@@ -1,0 +1,198 @@
+"""`memplan.fits`: its parts, its remedies and its batches, beside real optimizers and real plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import memplan
+from memplan.errors import InvalidModel, InvalidSize, UnsupportedDevice
+from memplan.trace.meta_model import batch_of, meta_inputs, meta_model
+from memplan.trace.optimizer.update_bytes import update_bytes
+
+WIDTH = 256
+
+
+class Tied(nn.Module):
+    """A loss of two layers with one weight, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).relu() * self.scale
+        loss: torch.Tensor = self.second(hidden).square().mean()
+        return loss
+
+
+def layers(depth: int = 4) -> nn.Module:
+    """A network whose activations take more than its parameters at a batch of some thousands."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(depth)))
+
+
+def parameters(count: int = 6) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(64, 64)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.Adam(p, amsgrad=True),
+        torch.optim.Adafactor,
+        torch.optim.RMSprop,
+    ],
+)
+def test_state_and_temporaries_are_those_of_the_real_update(make: Callable[[Any], Any], foreach: bool) -> None:
+    found = update_bytes(make, parameters(), foreach=foreach)
+    real = parameters()
+    optimizer = make(real)
+    for group in optimizer.param_groups:
+        group["foreach"] = foreach
+    for p in real:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
+    assert found.state == sum(t.nbytes for t in state if t.numel() > 1)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        optimizer.step()
+    live = peak = 0
+    events = profiler.profiler.kineto_results.events() if profiler.profiler else []
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    # Numbers in tensors, whole updates of a kernel's own: within a parameter, and never below.
+    assert peak <= found.temporaries + 6 * 64
+    assert found.temporaries <= peak + 64 * 64 * 4
+
+
+def test_parts_are_those_of_the_plan_and_of_the_optimizer() -> None:
+    model, x = Tied(), torch.randn(64, WIDTH)
+    plan = memplan.plan(model, x)
+    answer = memplan.fits(model, x, device="cpu", allowance=0, search=False)
+    weights = sum(p.nbytes for p in model.parameters())
+    assert answer
+    assert 0 <= answer.need.parameters - (weights + WIDTH * 4) < 64  # and the constants of the mean
+    assert answer.need.state == 2 * weights
+    assert answer.need.arena == plan.arena_size
+    assert answer.need.fixed + answer.need.arena + answer.need.during == plan.total + 2 * weights
+    assert answer.total == answer.need.total == answer.need.fixed + answer.need.arena + answer.need.beside
+    assert (answer.batch, answer.optimizer, answer.dtypes, answer.largest_batch) == (64, "AdamW", ("float32",), None)
+    assert "AdamW" in str(answer)
+    assert "fits cpu" in repr(answer)
+    whole = memplan.fits(model, x, device="1GiB", search=False).total
+    assert memplan.fits(model, x, device=whole, slack=0, search=False)
+    assert not memplan.fits(model, x, device=whole - 1, slack=0, search=False)
+    plain = memplan.fits(model, x, device="cpu", optimizer="none", search=False, allowance="1MiB")
+    assert plain.need.state == plain.need.temporaries == 0
+    assert plain.total == plan.total + (1 << 20)
+    forward = memplan.fits(model, x, device="cpu", train=False, search=False)
+    assert (forward.train, forward.need.state) == (False, 0)
+
+
+def test_the_largest_batch_is_the_largest_that_fits() -> None:
+    model, stages = layers(), list[str]()
+    example = torch.randn(32, WIDTH)
+    need = memplan.fits(model, example, device="1GiB", search=False).total
+    limit = need * 3
+    answer = memplan.fits(model, example, device=limit, slack=0, on_progress=stages.append)
+    assert answer.largest_batch is not None
+    assert answer.largest_batch > 32
+    assert any("tracing Sequential" in stage for stage in stages)
+    for batch, fits in ((answer.largest_batch, True), (answer.largest_batch + 1, False)):
+        assert memplan.fits(model, example, device=limit, slack=0, batch=batch, search=False).fits is fits
+
+    def make(batch: int) -> tuple[nn.Module, torch.Tensor]:
+        return model, torch.empty(batch, WIDTH)
+
+    assert memplan.fits(make, device=limit, slack=0, batch=32).largest_batch == answer.largest_batch
+    assert memplan.fits(make, device=int(limit / 0.95) + 1, batch=32).largest_batch == answer.largest_batch
+    assert all(p.device.type == "cpu" for p in model.parameters())
+
+
+def test_what_would_make_it_fit() -> None:
+    model, example = layers(), torch.randn(8192, WIDTH)
+    whole = memplan.fits(model, example, device="1GiB", search=False)
+    answer = memplan.fits(model, example, device=int(whole.total * 0.8), slack=0, costs="a100")
+    update, budget, narrow = answer.remedies
+    assert not answer
+    assert answer.seconds is not None
+    assert [(r.how, r.fits) for r in (update, budget, narrow)] == [
+        ("foreach=False", False), ("budget", True), ("bfloat16", True),
+    ]  # fmt: skip
+    assert budget.overhead is not None
+    assert budget.overhead > 0
+    assert whole.total * 0.7 < budget.total <= answer.capacity.usable
+    half = memplan.fits(model, example, device="1GiB", dtype="bfloat16", search=False)
+    assert half.dtypes == ("bfloat16",)
+    assert narrow.total == half.total < 0.51 * whole.total
+    assert answer.largest_batch is not None
+    assert 8192 * 0.6 < answer.largest_batch < 8192
+    tiny = memplan.fits(model, example, device="1MiB", slack=0)
+    assert [(r.how, r.fits) for r in tiny.remedies] == [
+        ("foreach=False", False), ("budget", False), ("bfloat16", False),
+    ]  # fmt: skip
+    assert tiny.largest_batch == 0
+    assert "already" in tiny.remedies[1].text
+
+
+def test_an_update_that_alone_does_not_fit_is_told_of_one_by_one() -> None:
+    model, example = layers(8), torch.randn(8, WIDTH)
+    answer = memplan.fits(model, example, device="1GiB", search=False)
+    assert answer.need.beside > answer.need.during
+    tight = memplan.fits(model, example, device=answer.total - 4, slack=0)
+    assert tight.remedies[0].how == "foreach=False"
+    assert tight.remedies[0].fits
+
+
+def test_copies_on_the_meta_device_keep_what_is_shared() -> None:
+    model = Tied().half()
+    made = meta_model(model, torch.float64)
+    assert made.get_parameter("first.weight") is made.get_parameter("second.weight")
+    assert {t.dtype for t in (*made.parameters(), *made.buffers())} == {torch.float64}
+    assert all(t.is_meta for t in (*made.parameters(), *made.buffers()))
+    assert model.get_parameter("first.weight").dtype is torch.float16
+    inputs = ({"x": torch.ones(3, 5), "n": torch.ones(3, dtype=torch.long)}, 7)
+    other = meta_inputs(inputs, batch=9, dtype=torch.float16)
+    assert (other[0]["x"].shape, other[0]["x"].dtype, other[0]["n"].shape, other[1]) == (
+        (9, 5), torch.float16, (9,), 7,
+    )  # fmt: skip
+    assert (batch_of(inputs), batch_of((torch.ones(2), torch.ones(3))), batch_of((1,))) == (3, None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "what"),
+    [
+        ({"device": "abacus"}, UnsupportedDevice, "choose one of"),
+        ({"batch": 0}, InvalidSize, "batch"),
+        ({"batch": True}, InvalidSize, "batch"),
+        ({"dtype": "int8"}, InvalidSize, "floating-point"),
+        ({"dtype": "float99"}, InvalidSize, "floating-point"),
+        ({"optimizer": "Adman"}, InvalidModel, "AdamW"),
+        ({"optimizer": "LBFGS"}, InvalidModel, "closure"),
+        ({"optimizer": lambda p: 3}, InvalidModel, "no torch.optim.Optimizer"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], error: type[Exception], what: str) -> None:
+    with pytest.raises(error, match=what):
+        memplan.fits(nn.Linear(4, 4), torch.ones(2, 4), **{"device": "1MiB", "search": False, **options})
+
+
+def test_inputs_without_a_common_batch_are_said() -> None:
+    model = nn.Bilinear(4, 4, 4)
+    two = (torch.ones(2, 4), torch.ones(2, 4))
+    assert memplan.fits(model, two, device="1MiB", search=False).batch == 2
+    with pytest.raises(InvalidModel, match="make"):
+        memplan.fits(lambda batch: (), device="1MiB")
+    with pytest.raises(InvalidSize, match="first dimension"):
+        memplan.fits(nn.Embedding(8, 4), (torch.tensor(3),), device="1MiB", batch=4)
