@@ -82,8 +82,8 @@ class Builder:
                 return (Built(traced=settled, runner=runner),)
 
             built = build_measured(build, 1, again=given is None, alone=first)[0]
-            unlimited = given is None and first and not self.options.has_budget
-            smaller = plan_as_small_as_eager(self.options, built) if unlimited and not traced.runs_on else None
+            unlimited = given is None and first and not self.options.has_budget and len(traced.runs_on) < 2
+            smaller = plan_as_small_as_eager(self.options, built) if unlimited else None
             runner = built.runner
             if smaller is not None:
                 discard([built])
