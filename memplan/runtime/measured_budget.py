@@ -7,10 +7,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from memplan.core.graph import Graph, StorageKind
 from memplan.core.plan import Plan
 from memplan.core.totals import beside_results
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
+from memplan.evict.workload import Policy
 from memplan.planning.eager_total import eager_total
 from memplan.planning.outside_arena import plan_partly_outside
 from memplan.runtime.execute.runner import Runner
@@ -111,7 +113,7 @@ def first_program(
         return (Built(traced=settled, runner=runner),)
 
     built = build_measured(build, 1, again=given is None, alone=first)[0]
-    if given is not None or not first or options.has_budget or traced.runs_on:
+    if given is not None or not first or options.has_budget or len(traced.runs_on) > 1:
         return built
     smaller = plan_as_small_as_eager(options, built)
     if smaller is None:
@@ -148,25 +150,27 @@ def replan(options: RunOptions, known: Measured, *, room: int = 0) -> tuple[Trac
 
 
 def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGraph, Plan] | None:
-    """Return a plan whose total is at most what eager is predicted to need, for a program without a budget that needs
-    more; None if it needs no more, or if no such plan is found.
+    """Return a plan that needs at most what eager is predicted to need on its device, for a program without a budget
+    that needs more; None if it needs no more, or if no such plan is found.
 
     Where kernels return new memory, as convolutions do, the arena and what is beside it may have their peaks at
     different steps, and eager's peak is below their sum.
     """
     known = measured(built, None)
     graph, plan = built.traced.graph, built.runner.plan
-    beside = beside_results(graph, known.transient)
+    beside = beside_results(_placed(graph) if built.traced.runs_on else graph, known.transient)
     eager = eager_total(graph, beside)
     limit = eager - eager // _PRECISION + plan.padding + options.reserved
-    if plan.total <= limit or plan.redzone:
+    if plan.on_device <= limit or plan.redzone:
         return None
     found = None
     if plan.eviction is None:
         found = plan_partly_outside(plan, beside, limit, options, gradients=options.gradients == "auto")
     if found is not None and found.total <= limit:
         return outside_as_in(built.traced, found, gradients=True), found
-    policy = "recompute" if built.traced.device.type == "cpu" else "auto"  # the CPU's host copies are in its own memory
+    policy: str | Policy = options.policy
+    if not built.traced.runs_on:  # the CPU's host copies are in its own memory
+        policy = "recompute" if built.traced.device.type == "cpu" else "auto"
     within = replace(options, budget=limit, policy=policy, divide=None)
     with contextlib.suppress(BudgetInfeasible):
         settled, cheaper = known.settle(within)
@@ -175,8 +179,15 @@ def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGra
             return settled, cheaper
         if kept.overhead <= _MOST_OVERHEAD:  # nobody asked for this budget
             return settled, replace(cheaper, eviction=replace(kept, budget=None, arena_budget=cheaper.arena_size))
-    _log.info("%s: needs %s, and eager %s", plan.model, format_bytes((found or plan).total), format_bytes(limit))
+    _log.info("%s: needs %s, and eager %s", plan.model, format_bytes((found or plan).on_device), format_bytes(limit))
     return None if found is None else (outside_as_in(built.traced, found, gradients=True), found)
+
+
+def _placed(graph: Graph) -> Graph:
+    """Return the graph of a step on another device than its caller's, with results where their kernels write them: in
+    the arena, from which they are copied to the caller."""
+    results = (StorageKind.OUTPUT, StorageKind.GRADIENT)
+    return replace(graph, storages=tuple(replace(s, planned=s.planned or s.kind in results) for s in graph.storages))
 
 
 def adopt_need(runner: Runner) -> None:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memplan
 from benchmarks.zoo import ZOO
 from memplan.runtime.memory.measure import peak_bytes
+from tests.runtime.budgets import QUICK
 
 CPU = torch.device("cpu")
 
@@ -110,6 +111,39 @@ def test_the_peak_of_a_whole_step_is_at_most_eagers(name: str) -> None:
     assert peaks[1] + step.plan.arena_size <= peaks[0] + step.plan.padding
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["forward + backward", "whole step"])
+def test_the_device_of_a_step_on_the_host_holds_no_more_than_eager_would(whole: bool) -> None:
+    """Kernels of convolutions allocate much beside the arena, which has parameters, inputs and results here."""
+    torch.manual_seed(0)
+    model, inputs = ZOO["resnet"]("nano")
+    reference = copy.deepcopy(model)
+    theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model))
+
+    def eager() -> None:
+        reference(*inputs).backward()
+        if whole:
+            theirs.step()
+            theirs.zero_grad()
+
+    holds = sum(t.nbytes for t in (*reference.parameters(), *reference.buffers(), *inputs))
+    peak = _measured(eager, reference) + holds
+    if whole:
+        step = memplan.compile_step(model, ours, lambda loss: loss, inputs, device="cpu", policy=QUICK)
+        for _ in range(2):
+            step(*inputs)
+        plan = step.plan
+    else:
+        compiled = memplan.compile(model, inputs, device="cpu", policy=QUICK)
+        for _ in range(2):
+            model.zero_grad()
+            compiled(*inputs).backward()
+        plan = compiled.plan
+    assert plan.on_device <= peak + plan.padding
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert (p.grad is q.grad is None) or torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
 
 
 def test_what_is_outside_is_freed_after_its_last_use() -> None:
