@@ -77,11 +77,13 @@ def _buckets(gradients: list[fx.Node], replicas: Replicas) -> list[list[int]]:
 def _averaged(graph: fx.Graph, gradients: list[fx.Node], replicas: Replicas, number: int) -> list[fx.Node]:
     """Return the averages of the gradients of one bucket, which is multiplied by 1 / ranks and then summed."""
     rw = Rewriter(graph, fake_mode_of(graph), gradients[-1], before=after_last(graph, gradients))
-    rw.label, rw.phase = f"bucket_{number}", "is_backward"
+    rw.phase = "is_backward"
     flat = [_flat(rw, g) for g in gradients]
     bucket = flat[0] if len(flat) == 1 else rw.call(aten.cat.default, flat)
     scaled = rw.call(aten.mul.Tensor, bucket, 1.0 / replicas.ranks)
+    rw.label = f"reduce_bucket_{number}"
     whole = rw.call(_ops.all_reduce.default, scaled, "sum", replicas.group)
+    rw.label = ""
     found, start = [], 0
     for g in gradients:
         shape = list(value(g).shape)

@@ -40,13 +40,14 @@ def gather_parameters(graph: fx.Graph, shards: Mapping[str, Shard]) -> None:
             graph.erase_node(node)
             continue
         rw = Rewriter(graph, mode, first)
-        rw.label = f"gather_{_word(shard.name)}"
         given = part
         if shard.uneven:
             given = rw.call(aten.constant_pad_nd.default, given, _padding(shard, shard.rows - shard.local[0]))
         if shard.gathered != shard.dtype:
             given = rw.call(aten._to_copy.default, given, dtype=shard.gathered)
+        rw.label = f"gather_{_word(shard.name)}"
         whole = rw.call(_ops.gather_parameter.default, given, shard.ranks, shard.group)
+        rw.label = ""
         if shard.uneven:
             whole = rw.call(aten.slice.Tensor, whole, 0, 0, shard.shape[0])
         replace_by(graph, node, whole)
@@ -65,7 +66,7 @@ def reduce_gradients(graph: fx.Graph, shards: Mapping[str, Shard]) -> None:
 def _reduced(graph: fx.Graph, gradient: fx.Node, shard: Shard) -> fx.Node:
     """Return this rank's part of the sum of a gradient over the ranks, divided as torch divides it."""
     rw = Rewriter(graph, fake_mode_of(graph), gradient, before=after_last(graph, [gradient]))
-    rw.label, rw.phase = f"reduce_{_word(shard.name)}", "is_backward"
+    rw.phase = "is_backward"
     node = gradient
     if value(node).dtype != shard.reduced:
         node = rw.call(aten._to_copy.default, node, dtype=shard.reduced)
@@ -75,7 +76,9 @@ def _reduced(graph: fx.Graph, gradient: fx.Node, shard: Shard) -> fx.Node:
         node = rw.call(aten.constant_pad_nd.default, node, _padding(shard, shard.rows * shard.ranks - shard.shape[0]))
     if shard.before not in (None, 1):
         node = rw.call(aten.div.Tensor, node, shard.before)
+    rw.label = f"reduce_{_word(shard.name)}"
     node = rw.call(_ops.reduce_scatter.default, node, shard.how, shard.ranks, shard.group)
+    rw.label = ""
     if shard.after not in (None, 1):
         node = rw.call(aten.div.Tensor, node, shard.after)
     if shard.reduced != shard.dtype:

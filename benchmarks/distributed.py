@@ -1,0 +1,212 @@
+"""One rank's memory under FSDP2 and DDP: torch in eager, and compiled steps without a budget and within budgets.
+
+    python -m benchmarks.distributed --ranks 2 --rounds 5
+
+Each contender runs on all ranks over gloo, on the CPU with one thread, in processes of its own. What a rank needs is
+taken from outside on rank 0: the bytes of all live tensors before a step, and by how much a step exceeds them by the
+profiler's memory events. The gathers are those of the plan, and of torch's hooks one for each unit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import RESULTS, Cell, Row, Table, collect
+
+COLUMNS = {
+    "contender": "contender",
+    "standing_mb": "before the step, MB",
+    "peak_mb": "peak by memory events, MB",
+    "ratio": "peak / eager FSDP2's",
+    "arena_mb": "arena, MB",
+    "total_mb": "plan's total, MB",
+    "gathers": "gathers a step",
+    "again": "of them again",
+    "reductions": "other collectives",
+    "ms": "median ms/step",
+    "loss": "loss after the steps",
+}
+NOTES = (
+    "Peak: the bytes of all live tensors of rank 0 before the step (parts of parameters, optimizer state, batch,"
+    " arena), and by how much one step exceeds them, by the profiler's memory events. MB = 10^6 bytes. gloo's own"
+    " buffers are not seen. Equal losses are equal bits of the whole training so far.",
+    "Times over gloo on one machine are a check that nothing is far off, and no claim: collectives of a compiled step"
+    " do not overlap with compute.",
+)
+# name -> (how torch divides the model, options of compile_step; None: torch alone)
+CONTENDERS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "eager FSDP2": ("fsdp", None),
+    "eager FSDP2, reshard_after_forward=False": ("fsdp kept", None),
+    "memplan, FSDP2": ("fsdp", {}),
+    "memplan, FSDP2, budget 70 %": ("fsdp", {"arena_budget": 0.7, "policy": "recompute"}),
+    "memplan, FSDP2, budget 50 %": ("fsdp", {"arena_budget": 0.5, "policy": "recompute"}),
+    "memplan, FSDP2, budget 25 %": ("fsdp", {"arena_budget": 0.25, "policy": "recompute"}),
+    "memplan, FSDP2, budget min": ("fsdp", {"arena_budget": "min", "policy": "recompute"}),
+    "eager DDP": ("ddp", None),
+    "memplan, DDP": ("ddp", {}),
+}
+WARM_UP = 3
+WIDTH, HEADS, LAYERS, VOCABULARY, ROWS, LENGTH = 128, 4, 6, 512, 2, 16
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure all contenders and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5, help="steps that are timed")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    asked = parser.parse_args(arguments)
+    if asked.rank_of is not None:
+        print(json.dumps(measured(asked.rank_of, asked.rounds)))
+        return 0
+
+    def table(rows: Sequence[Row]) -> Table:
+        eager = next((row["peak_mb"] for row in rows if row["contender"] == "eager FSDP2"), None)
+        found = [{**row, "ratio": _ratio(row["peak_mb"], eager)} for row in rows]
+        return Table(
+            name="distributed",
+            title="One rank under FSDP2 and DDP",
+            columns=COLUMNS,
+            rows=found,
+            settings={
+                "ranks": asked.ranks,
+                "model": f"{LAYERS} transformer layers of width {WIDTH}",
+                "batch": f"{ROWS}x{LENGTH} per rank",
+                "optimizer": "AdamW, fused",
+                "command": f"python -m benchmarks.distributed --ranks {asked.ranks} --rounds {asked.rounds}",
+            },
+            notes=NOTES,
+        )
+
+    return collect(_rows(asked.ranks, asked.rounds), table, asked.out)
+
+
+def _ratio(one: Cell, other: Cell) -> Cell:
+    return round(one / other, 3) if isinstance(one, float) and isinstance(other, float) else None
+
+
+def _rows(ranks: int, rounds: int) -> Iterator[list[Row]]:
+    for name in CONTENDERS:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "benchmarks.distributed", "--rounds", str(rounds), "--rank-of", name]
+            shared = os.environ | {
+                "WORLD_SIZE": str(ranks),
+                "OMP_NUM_THREADS": "1",
+                "BENCHMARK_RENDEZVOUS": str(Path(folder) / "rendezvous"),
+            }
+            processes = [
+                subprocess.Popen(command, env=shared | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+                for rank in range(ranks)
+            ]
+            try:
+                outputs = [process.communicate(timeout=600)[0] for process in processes]
+            finally:
+                for process in processes:
+                    process.kill()
+        if any(process.returncode for process in processes):
+            raise RuntimeError(f"{name}: a rank failed")
+        yield [{"contender": name, **json.loads(outputs[0].splitlines()[-1])}]
+
+
+def measured(contender: str, rounds: int) -> dict[str, Cell]:
+    """Return what this rank needs and how long its steps take; runs on every rank of the group."""
+    import torch
+    from torch import distributed, nn
+
+    import memplan
+    from benchmarks.peak_measure import live_bytes, median_seconds, peak_growth
+
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{os.environ['BENCHMARK_RENDEZVOUS']}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    how, options = CONTENDERS[contender]
+    model = _divided(how)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    generator = torch.Generator().manual_seed(distributed.get_rank())
+    x, y = (torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator) for _ in range(2))
+
+    def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def eager() -> torch.Tensor:
+        loss = loss_fn(model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    plan, run = None, eager
+    if options is not None:
+        step = memplan.compile_step(model, optimizer, loss_fn, (x, y), **options)
+        plan = step.plan
+
+        def run() -> torch.Tensor:
+            return step(x, y)
+
+    for _ in range(WARM_UP):
+        run()
+    measurable = _Step(run)
+    seconds = median_seconds(measurable, rounds)  # type: ignore[arg-type]
+    standing = live_bytes()
+    peak = standing + peak_growth(measurable)  # type: ignore[arg-type]
+    gathers = [] if plan is None else [c for c in plan.collectives if c.gathers]
+    found: dict[str, Cell] = {
+        "standing_mb": round(standing / 1e6, 3),
+        "peak_mb": round(peak / 1e6, 3),
+        "arena_mb": None if plan is None else round(plan.arena_size / 1e6, 3),
+        "total_mb": None if plan is None else round(plan.total / 1e6, 3),
+        "gathers": None if plan is None else len(gathers),
+        "again": None if plan is None else sum(c.again for c in gathers),
+        "reductions": None if plan is None else len(plan.collectives) - len(gathers),
+        "ms": round(seconds * 1e3, 2),
+        "loss": run().item().hex(),
+    }
+    distributed.destroy_process_group()
+    return found
+
+
+class _Step:
+    """A step as `benchmarks.peak_measure` takes it."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def clear(self) -> None:
+        """Do nothing: a step leaves no gradients."""
+
+
+def _divided(how: str) -> Any:
+    """Return the model as torch divides it, or copies it, among the ranks."""
+    import torch
+    from torch import distributed, nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+    layers = [nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, **options) for _ in range(LAYERS)]
+    model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    kept = {"reshard_after_forward": False} if how == "fsdp kept" else {}
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, **kept)
+    return fully_shard(model, mesh=mesh, **kept)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""Plans for ranks that are not there, what of FSDP2 and DDP is refused, and the order of collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+
+import memplan
+from memplan.core.collectives import collectives_of, is_collective, may_run_again
+from memplan.core.graph import Graph
+from memplan.core.legal_orders import predecessors, require_legal
+from memplan.distributed.fake_ranks import fake_ranks
+from memplan.errors import InvalidCosts, InvalidPlan, InvalidShapes, UnsupportedCall, UnsupportedGraph
+from memplan.evict.costs import DEVICES, LINKS, cost_model
+from memplan.report.lines import waiting_lines
+from tests.distributed.models import SmallGpt, energy, tokens, vectors
+
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
+
+
+class _GptLoss(SmallGpt):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return energy(super().forward(x))
+
+
+def _planned(ranks: int | None, **options: Any) -> memplan.Plan:
+    with torch.device("meta"):
+        model = _GptLoss(blocks=1)
+        model.head.weight = model.embedding.weight
+    return memplan.plan(model, tokens(0, 0).to("meta"), ranks=ranks, **options)
+
+
+def _shape_of(graph: Graph) -> list[tuple[str, str]]:
+    return [(op.name, op.target) for op in graph.ops]
+
+
+@pytest.fixture
+def ranks() -> Iterator[None]:
+    """This process is the first of two ranks, whose collectives do nothing."""
+    with fake_ranks(2):
+        yield
+
+
+def test_a_plan_of_many_ranks_is_that_of_two_with_smaller_parts() -> None:
+    alone, two, many = _planned(None), _planned(2), _planned(16)
+    assert _shape_of(two.graph) == _shape_of(many.graph)
+    assert not alone.collectives
+    kinds = [c.kind for c in many.collectives]
+    assert kinds.count("gather_parameter") == kinds.count("reduce_scatter") == 15, "tied parameters once"
+    assert two.outside["parameters"] == alone.outside["parameters"] / 2
+    assert many.outside["parameters"] == alone.outside["parameters"] / 16
+    assert not distributed.is_initialized()
+    lines = "\n".join(waiting_lines(many.report()))
+    assert "15 gathers of parameters and 15 other collectives" in lines
+    assert many.report().exchanged is not None
+    assert alone.report().exchanged is None
+
+
+def test_a_budget_gathers_again_and_repeats_nothing_else() -> None:
+    whole = _planned(64)  # whose vectors of 32 elements have parts of one or none
+    plan = _planned(64, arena_budget="min", policy="recompute", costs="h100/nvlink")
+    again = [c for c in plan.collectives if c.again]
+    assert again
+    assert {c.kind for c in again} == {"gather_parameter"}
+    assert plan.arena_size < whole.arena_size / 2
+    assert sum(c.kind == "reduce_scatter" for c in plan.collectives) == 15
+    assert plan.eviction is not None
+    assert plan.eviction.costs == "h100/nvlink"
+
+
+def test_collectives_of_a_group_keep_their_order() -> None:
+    plan = _planned(2)
+    order = list(plan.schedule.order)
+    reductions = [c.step for c in plan.collectives if c.kind == "reduce_scatter"]
+    one, two = reductions[:2]
+    order[one], order[two] = order[two], order[one]
+    with pytest.raises(InvalidPlan):
+        require_legal(plan.graph, tuple(order))
+    last, first = (plan.schedule.order[step] for step in (two, one))
+    assert _comes_before(plan.graph, first, last)
+    ops = [replace(op, group="other") if i == first else op for i, op in enumerate(plan.graph.ops)]
+    assert first not in predecessors(replace(plan.graph, ops=tuple(ops)))[last]
+    assert collectives_of(plan.graph, plan.schedule.order) == plan.collectives
+    assert is_collective("c10d.allreduce_.default")
+    assert not may_run_again("memplan_distributed.reduce_scatter.default")
+
+
+def _comes_before(graph: Graph, first: int, last: int) -> bool:
+    """Whether the dependencies put one op before another."""
+    before, waiting = predecessors(graph), [last]
+    while waiting:
+        op = waiting.pop()
+        if op == first:
+            return True
+        waiting += [other for other in before[op] if other >= first]
+    return False
+
+
+def test_a_link_between_ranks_is_a_part_of_the_costs() -> None:
+    plan = _planned(64)
+    slow, fast = cost_model("a100/100gb"), cost_model("A100/NVLink")
+    assert fast.between_ranks == LINKS["nvlink"]
+    assert replace(fast, name="a100", between_ranks=DEVICES["a100"].between_ranks) == DEVICES["a100"]
+    gather = next(op for op in plan.graph.ops if op.name == plan.collectives[0].name)
+    assert slow.op_seconds(plan.graph, gather) > fast.op_seconds(plan.graph, gather)
+    with pytest.raises(InvalidCosts) as error:
+        cost_model("a100/pigeons")
+    assert "a100/nvlink" in str(error.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: _planned(0), "is no number of ranks"),
+        (lambda: _within_two(lambda: _planned(3)), "this process is one of 2 ranks already"),
+        (lambda: memplan.plan(_Scaled(), vectors(0, 0), ranks=2), "is a number, which has no rows"),
+        (
+            lambda: memplan.plan(nn.Linear(10, 2), vectors(0, 0), ranks=2, dynamic_shapes=({0: "batch"},)),
+            "a rank has one shape",
+        ),
+    ],
+)
+def test_what_no_rank_can_be_is_refused(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises((UnsupportedCall, UnsupportedGraph, InvalidShapes), match=words):
+        make()
+
+
+def _within_two(make: Callable[[], Any]) -> Any:
+    with fake_ranks(2):
+        return make()
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale).sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"on_mismatch": "eager"}, "runs other collectives than a compiled one"),
+        ({"on_mismatch": "passive", "budget": 0.9}, "runs other collectives than a compiled one"),
+        ({"costs": "measure", "budget": 0.9}, "each rank would measure other costs"),
+        ({"accumulate": 2}, "averaged after each batch"),
+    ],
+)
+def test_options_with_which_ranks_would_part_are_refused(ranks: None, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedCall, match=words):
+        _step(nn.parallel.DistributedDataParallel(nn.Linear(10, 2)), **options)
+
+
+def _step(model: nn.Module, **options: Any) -> memplan.CompiledStep:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return memplan.compile_step(model, optimizer, energy, vectors(0, 0), **options)
+
+
+def _hooked(model: nn.parallel.DistributedDataParallel) -> nn.Module:
+    model.register_comm_hook(None, lambda _, bucket: bucket.buffer())  # type: ignore[arg-type,no-untyped-call]
+    return model
+
+
+def _hybrid() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(nn.Linear(10, 2), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "parts")))
+
+
+def _sharded(change: Callable[[Any], object] = lambda _: None, **options: Any) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    made = fully_shard(nn.Linear(10, 2), mesh=init_device_mesh("cpu", (2,)), **options)
+    change(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: _hooked(nn.parallel.DistributedDataParallel(nn.Linear(10, 2))), "has a communication hook"),
+        (_hybrid, r"a mesh of several dimensions \(HSDP\)"),
+        (lambda: _sharded(lambda m: m.set_requires_gradient_sync(False)), "does not reduce its gradients"),
+        (lambda: _sharded(lambda m: m.set_gradient_divide_factor(3.0)), "has a divide factor of its own"),
+        (lambda: _sharded(shard_placement_fn=lambda _: _columns()), "is divided along dimension 1"),
+    ],
+)
+def test_what_a_step_cannot_do_as_torch_does_is_refused(ranks: None, make: Callable[[], nn.Module], words: str) -> None:
+    with pytest.raises(UnsupportedGraph, match=words) as error:
+        _step(make())
+    assert error.value.see == "ranks-refused"
+
+
+def _columns() -> Any:
+    from torch.distributed.tensor import Shard
+
+    return Shard(-1)
+
+
+def test_a_divided_model_is_no_model_for_compile(ranks: None) -> None:
+    with pytest.raises(UnsupportedGraph, match=r"is sharded \(FSDP\)"):
+        memplan.compile(_sharded(), vectors(0, 0))
+    assert len(memplan.plan(_sharded(), vectors(0, 0)).collectives) == 4
