@@ -18,6 +18,7 @@ from memplan.core.arguments import arguments_of
 from memplan.core.choices import Kernels
 from memplan.core.division import Division, compression_of
 from memplan.core.in_place import with_inplace_candidates
+from memplan.core.timed import timed
 from memplan.trace.capture.joint_graph import Captured, capture, quiet
 from memplan.trace.chunking.chunk import divide
 from memplan.trace.compression.pack import pack_masks
@@ -136,11 +137,12 @@ def captured_for(
     device: Device | None, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool
 ) -> tuple[Captured, Target | None]:
     """Return the graph captured for `device` (None: for where the model is), and the target that stands for it."""
-    if device is None:
-        return capture(model, args, kwargs, train=train), None
-    target = target_of(device)
-    require_on_cpu(model, (args, kwargs))
-    return capture(model, args, kwargs, train=train, device=target.device), target
+    with timed(f"tracing {type(model).__name__}"):
+        if device is None:
+            return capture(model, args, kwargs, train=train), None
+        target = target_of(device)
+        require_on_cpu(model, (args, kwargs))
+        return capture(model, args, kwargs, train=train, device=target.device), target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

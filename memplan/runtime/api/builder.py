@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.plan import Plan
+from memplan.core.timed import timed
 from memplan.errors import InputMismatch
 from memplan.evict.feedback import RecordingPolicy
 from memplan.planning.consistency import require_budget
@@ -76,7 +77,8 @@ class Builder:
                     settled, plan = self.options.settle(traced, captured, given, room=room)
                 else:
                     settled, plan = replan(self.options, known[0], room=room)
-                runner = self.assemble(settled, plan)
+                with timed(f"making the program of {plan.model}, and running it once"):
+                    runner = self.assemble(settled, plan)
                 if self.options.budget == "min" or (room and not self.options.budget_is_absolute):
                     adopt_need(runner)
                 return (Built(traced=settled, runner=runner),)
