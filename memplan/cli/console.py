@@ -41,7 +41,7 @@ def _console(*, stderr: bool) -> Console:
     from rich.console import Console
 
     made = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
-    if not made.is_terminal and "COLUMNS" not in os.environ:
+    if not is_live(made) and "COLUMNS" not in os.environ:
         made.width = LOG_WIDTH
     return made
 
