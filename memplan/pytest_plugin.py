@@ -10,6 +10,8 @@ is computed: the model is planned from fake tensors. torch is imported by the fi
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -107,12 +109,30 @@ class Checker:
             require_torch("memplan.check of a model")
             from memplan import trace
 
-            plan = trace.plan(model, inputs, kwargs, train=train)
+            with _without_torchs_trace():
+                plan = trace.plan(model, inputs, kwargs, train=train)
         self.plans.append(plan)
         verdict = check(plan, rules)
         if not verdict.ok:
             raise LimitExceeded(_message(verdict), hint="memplan explain shows who is alive at the peak, and why")
         return plan
+
+
+@contextlib.contextmanager
+def _without_torchs_trace() -> Iterator[None]:
+    """Keep what torch logs for its own trace files out of what pytest prints below a failure.
+
+    pytest adds handlers of its own to that logger, since it does not propagate.
+    """
+    log = logging.getLogger("torch.__trace")
+    others = [handler for handler in log.handlers if not type(handler).__module__.startswith("torch.")]
+    for handler in others:
+        log.removeHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in others:
+            log.addHandler(handler)
 
 
 def _rules(texts: Iterable[str], limits: Mapping[str, Limit | None]) -> tuple[Rule, ...]:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
+import sys
+import tarfile
 import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 OLDER = {path.stem.removeprefix("torch-"): path for path in (ROOT / "constraints").glob("torch-*.txt")}
@@ -49,3 +54,23 @@ def test_a_torch_without_constraints_is_refused_before_anything_is_installed() -
     )
     assert done.returncode == 2
     assert "there is no constraints/torch-1.0.txt; TORCH is one of: 2.11 2.12 2.13" in done.stderr
+
+
+def test_the_source_distribution_holds_the_repository(tmp_path: Path) -> None:
+    """So that it builds, tests and documents itself."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a checkout")
+    files = [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+    for name in files:
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "source" / name)
+    code = "from setuptools import build_meta; build_meta.build_sdist('..')"
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path / "source", capture_output=True, check=True
+    )
+    (archive,) = tmp_path.glob("memplan-*.tar.gz")
+    with tarfile.open(archive) as packed:
+        held = {name.partition("/")[2] for name in packed.getnames()}
+    assert sorted(set(files) - held) == []
+    assert not [name for name in held if "__pycache__" in name]

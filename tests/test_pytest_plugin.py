@@ -91,8 +91,8 @@ def test_without_a_check(memplan):
     result.stdout.fnmatch_lines(["*needs the fixture*", "*checked nothing*"])
 
 
-def test_a_real_model_is_planned(pytester: pytest.Pytester) -> None:
-    _run(
+def test_a_real_model_is_planned_and_a_failure_shows_no_log_of_torchs(pytester: pytest.Pytester) -> None:
+    done = _run(
         pytester,
         """
 import torch
@@ -102,8 +102,15 @@ def test_memory(memplan):
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     assert memplan.check(model, torch.ones(4, 8)).arena_size > 0
     assert len(memplan.plans) == 1
+
+@pytest.mark.memplan(arena="1 KiB")
+def test_failing(memplan):
+    memplan.check(torch.nn.Linear(64, 64), torch.ones(4, 64))
 """,
-    ).assert_outcomes(passed=1)
+    )
+    done.assert_outcomes(passed=1, failed=1)
+    done.stdout.fnmatch_lines(["*largest buffers alive at the peak*"])
+    done.stdout.no_fnmatch_line("*torch.__trace*")
 
 
 @pytest.mark.parametrize(

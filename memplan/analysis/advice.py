@@ -20,6 +20,7 @@ from memplan.core.schedule import live_bytes, working_set_bound
 from memplan.core.units import format_bytes
 
 SHOWN = 3
+LEAST = 0.01  # share of the live bytes: what saves less is no advice
 
 _POINTWISE = frozenset(
     {"_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "abs", "add", "clamp", "div",
@@ -43,9 +44,9 @@ class Lever:
 
 
 def levers(plan: Plan, step: int | None = None) -> tuple[Lever, ...]:
-    """Return what would make `plan` smaller at `step` (None: the peak), the most concrete first.
+    """Return what would make `plan` smaller at `step` (None: the peak), by the bytes that it can save.
 
-    The result is empty when nothing is planned.
+    Ways that save less than `LEAST` of the bytes there are left out. The result is empty when nothing is planned.
     """
     if not plan.problem.buffers or not plan.schedule.order:
         return ()
@@ -54,7 +55,8 @@ def levers(plan: Plan, step: int | None = None) -> tuple[Lever, ...]:
     found = [*_copies(plan, at, alive), *_in_place(plan, at, alive, steps), *_evict(plan, at, alive)]
     if at == plan.problem.peak_step:
         found += [*_gradients(plan), *_layout(plan), *_order(plan)]
-    return tuple(found)
+    least = LEAST * sum(holder.size for holder in alive)
+    return tuple(sorted((one for one in found if one.saves >= least), key=lambda one: -one.saves))
 
 
 def _evict(plan: Plan, step: int, alive: Iterable[Holder]) -> Iterator[Lever]:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memplan.cli.compare import TARGET, TextFormat, print_sections
+from memplan.cli.console import wrote
 
 if TYPE_CHECKING:
+    from memplan.core.graph import Graph
     from memplan.planning.frontier import Frontier, Rival
 
 
@@ -17,8 +19,11 @@ def budget(
     target: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help=TARGET)],
     *,
     costs: Annotated[
-        str, typer.Option("--costs", metavar="DEVICE|FILE", help="a100, h100, h200, cpu, or what profile saved.")
-    ] = "a100",
+        str | None,
+        typer.Option(
+            "--costs", metavar="DEVICE|FILE", help="a100, h100, h200, l4, cpu or a file; else this machine's."
+        ),
+    ] = None,
     policy: Annotated[
         str, typer.Option("--policy", metavar="NAME", help="The policy that decides what is evicted.")
     ] = "auto",
@@ -69,6 +74,7 @@ def budget(
     except InvalidPlan as error:
         what = f"was planned for another device than its model is on: {error.what}"
         raise InvalidModel(what, where=target, hint="give the model, or a plan without device=") from error
+    costs = costs or _own_costs(step.graph)
     nbytes = plan.reserve if reserve is None else size_option("--reserve", reserve) or 0
     found = frontier(
         step.graph,
@@ -85,8 +91,23 @@ def budget(
         rivals = _torch(target, costs, plan.alignment, nbytes)
     stop_if_interrupted()
     _draw(plan.model, found, rivals, html, svg, png)
+    wrote(html, svg, png)
     sections = frontier_sections(found, rivals)
     print_sections(form, frontier_title(plan.model, found), sections, lambda: frontier_json(found, rivals))
+
+
+def _own_costs(graph: Graph) -> str:
+    """Return the name of the costs of this machine: of its processor, or of the accelerator that the step runs on."""
+    from importlib.util import find_spec
+
+    away = sorted({storage.device for storage in graph.storages if not storage.device.startswith("cpu")})
+    if not away:
+        return "cpu"
+    if find_spec("torch") is None:
+        return "a100"
+    from memplan.trace.planning import device_costs
+
+    return device_costs(away[0])
 
 
 def _torch(target: str, costs: str, alignment: int, reserve: int) -> tuple[Rival, ...]:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from memplan.errors import MemplanError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
-LOG_WIDTH = 120
+LOG_WIDTH = 1000  # characters: so wide that no name of a model is broken, and a table takes what it needs
 
 
 @dataclass(slots=True)
@@ -39,7 +41,7 @@ def _console(*, stderr: bool) -> Console:
     from rich.console import Console
 
     made = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
-    if not made.is_terminal and "COLUMNS" not in os.environ:
+    if not is_live(made) and "COLUMNS" not in os.environ:
         made.width = LOG_WIDTH
     return made
 
@@ -60,6 +62,18 @@ def progress(doing: str) -> Iterator[None]:
 
     with screen.status(Text(f"{doing} ..."), spinner="line"):
         yield
+
+
+def wrote(*paths: Path | None) -> None:
+    """Print to stderr which files were written, and their sizes; None stands for none."""
+    from rich.text import Text
+
+    from memplan.core.units import format_bytes
+
+    for path in paths:
+        if path is not None:
+            size = f" ({format_bytes(path.stat().st_size)})" if path.is_file() else ""
+            error_console().print(Text(f"wrote {path}{size}"), soft_wrap=True)
 
 
 def show_error(error: MemplanError) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memplan.cli.console import console, progress
+from memplan.cli.console import console
+from memplan.cli.stages import stages
 from memplan.errors import MemplanError, UnreadableFile
 
 if TYPE_CHECKING:
@@ -41,17 +42,22 @@ def demo(
     less = folder / "budget.html"
     _require_own(plan_file, page, still, less)
 
-    plan = obtain(BEFORE)
+    with stages("demo") as tell:
+        tell(f"planning {BEFORE}")
+        plan = obtain(BEFORE)
     _heading(1, "What does a training step need?", f"memplan report {BEFORE}")
     _report(plan)
     _heading(2, "Where does every tensor lie, and when?", f"memplan report {BEFORE} --save {plan_file} --html {page}")
     _pictures(plan, plan_file, page, still)
     _heading(3, "Does it run in exactly that?", "compiled = memplan.compile(model, inputs)")
     _train()
-    _heading(4, "What if there is less memory?", f"memplan.compile(model, inputs, budget={SHARE})")
+    _heading(4, "What if there is less memory?", f"memplan.compile(model, inputs, arena_budget={SHARE}, costs='a100')")
     _budget(plan, less)
     _heading(5, "What if a change makes it grow?", f"memplan check {AFTER} --baseline ... --fail-over arena:+2%")
-    _gate(plan, obtain(AFTER))
+    with stages("demo") as tell:
+        tell(f"planning {AFTER}")
+        after = obtain(AFTER)
+    _gate(plan, after)
     _print_line(
         f"\nDone. Open {page} in a browser; on your own model: memplan report FILE.py:FACTORY --html report.html"
     )
@@ -125,7 +131,8 @@ def _pictures(plan: Plan, plan_file: Path, page: Path, still: Path) -> None:
 
 
 def _train() -> None:
-    with progress("Training in the arena, and by eager"):
+    with stages("demo") as tell:
+        tell("training in the arena, and by eager")
         from memplan.demo_model import train
 
         done = train()
@@ -148,7 +155,8 @@ def _budget(plan: Plan, page: Path) -> None:
     from memplan.report.lines import budget_lines
     from memplan.report.picture import picture_of_plan
 
-    with progress("Fitting it; the first time on a machine, this compiles the search"):
+    with stages("demo") as tell:
+        tell("fitting it; the first time on a machine, this compiles the search")
         kept = plan_within(ScheduledGraph.of(plan), PlanOptions(arena_budget=SHARE), DEVICES["a100"])
     _print_line(f"arena     {format_exact(kept.arena_size)} instead of {format_exact(plan.arena_size)}")
     for line in budget_lines(kept.report()):

@@ -19,10 +19,15 @@ _PARTS = (
     ("numba", "fast search of the portfolio solver", True),
     ("ortools", "minimum cuts that prove orders; CP-SAT, the exact solver", True),
     ("networkx", "reports of whole steps, Graph.to_networkx, check --verify", True),
-    ("transformers", "models of the zoo", False),
+    ("transformers", "fits --hf, the callback for its Trainer, models of the zoo", False),
     ("diffusers", "UNet of the zoo", False),
+    ("lightning", "the callback for its Trainer", False),
+    ("PIL", "report --png and solve --plot FILE.png: pip install 'memplan[png]'", False),
     ("pytest", "the marker and the fixture `memplan`", False),
 )
+
+
+_PROJECTS = {"PIL": "pillow"}  # packages whose project has another name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +87,17 @@ def _packages() -> list[Line]:
     for name, use, needed in _PARTS:
         there = importlib.util.find_spec(name) is not None
         try:
-            version = importlib.metadata.version(name) if there else "not installed"
+            version = importlib.metadata.version(_PROJECTS.get(name, name)) if there else "not installed"
         except importlib.metadata.PackageNotFoundError:
             version = "installed"
-        lines.append(Line(what=name, found=version, ok=True if there else (False if needed else None), remark=use))
+        lines.append(
+            Line(
+                what=_PROJECTS.get(name, name),
+                found=version,
+                ok=True if there else (False if needed else None),
+                remark=use,
+            )
+        )
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     lines.append(
         Line(what="chromium", found=chromium or "not installed", ok=bool(chromium) or None, remark="tests of the page")

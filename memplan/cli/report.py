@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from memplan.cli.console import console
+from memplan.cli.console import console, wrote
 
 if TYPE_CHECKING:
     from memplan.core.choices import Checkpoint, Gradients, Kernels
@@ -100,7 +100,7 @@ def report(
     ] = "auto",
     costs: Annotated[
         str | None,
-        typer.Option("--costs", metavar="DEVICE|FILE", help="The cost model: a100, h100, h200, cpu, a file."),
+        typer.Option("--costs", metavar="DEVICE|FILE", help="The cost model: a100, h100, h200, l4, cpu, a file."),
     ] = None,
     solver: Annotated[
         str, typer.Option("--solver", metavar="NAME", help="Which solver places the buffers: auto or its name.")
@@ -153,6 +153,7 @@ def report(
     if wanted != Pictures():
         _draw(plan, wanted)
     _print(figures, form)
+    wrote(save, json_file, html, svg, png, trace, snapshot)
 
 
 def _draw(plan: Plan, wanted: Pictures) -> None:

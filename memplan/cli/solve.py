@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memplan.cli.console import console, error_console, progress
+from memplan.cli.console import console, error_console, progress, wrote
 from memplan.cli.live import solver_progress
 
 if TYPE_CHECKING:
@@ -103,6 +103,8 @@ def solve(
         from memplan.report.picture import picture_of
 
         draw(plot, picture_of(problem, solution, name))
+    if fits:
+        wrote(output, plot)
     if as_json:
         typer.echo(json.dumps(_figures(problem, solution, capacity_bytes), indent=2))
     else:

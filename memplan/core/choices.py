@@ -22,6 +22,12 @@ SANITIZERS: tuple[Sanitize, ...] = get_args(Sanitize)
 ON_MISMATCH: tuple[OnMismatch, ...] = get_args(OnMismatch)
 
 
+def other_choices(name: str, choices: Sequence[str], but: str = "error") -> str:
+    """Return the words of an option as a hint, without `but`: 'on_mismatch="replan", "eager" or "passive"'."""
+    words = [f'"{choice}"' for choice in choices if choice != but]
+    return f"{name}={', '.join(words[:-1])} or {words[-1]}"
+
+
 def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Raise `MemplanError` if `value` is none of `choices`."""
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):

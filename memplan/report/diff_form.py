@@ -9,7 +9,7 @@ from memplan.analysis.diff import Diff, Pair
 from memplan.analysis.holders import Holder
 from memplan.core.jsonio import to_json
 from memplan.core.units import format_bytes, format_exact, format_share
-from memplan.report.lines import op_name, origin
+from memplan.report.lines import op_name
 from memplan.report.sections import Section, columns, limited
 from memplan.report.verdicts import counts, place, signed
 
@@ -54,7 +54,7 @@ def diff_sections(diff: Diff) -> Iterator[Section]:
 
 def _section(heading: str, count: int, left: str, cells: Sequence[tuple[str, ...]]) -> Section:
     heading = f"{heading}: {count} buffer{'s' if count > 1 else ''}"
-    return Section(heading=heading, columns=columns(f"{left} module source op@100"), rows=limited(cells, SHOWN))
+    return Section(heading=heading, columns=columns(f"{left} module source@60 op"), rows=limited(cells, SHOWN))
 
 
 def _graphs(diff: Diff) -> str:
@@ -92,7 +92,7 @@ def _steps(holder: Holder) -> str:
 
 
 def _where(holder: Holder) -> tuple[str, str, str]:
-    return origin(holder), holder.source, op_name(holder.op)
+    return holder.module, holder.source, op_name(holder.op)
 
 
 def diff_json(diff: Diff) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from memplan.analysis.explain import Explanation, HeldBuffer
 from memplan.analysis.uses import OpAt
 from memplan.core.jsonio import to_json
 from memplan.core.units import format_bytes, format_exact, format_share
-from memplan.report.lines import op_name, origin
+from memplan.report.lines import op_name
 from memplan.report.sections import Section, columns, limited
 
 FORMAT = "memplan-explain-1"
@@ -36,8 +36,8 @@ def explain_sections(explanation: Explanation) -> Iterator[Section]:
         names = "size> buffers> kind@60 module source@60 op@100"
         yield Section(heading="rows of like buffers", columns=columns(names), rows=limited(rows, GROUPS))
     if e.held:
-        held = [(format_bytes(h.holder.size), origin(h.holder), op_name(h.holder.op), _why(h)) for h in e.held]
-        names = "size> module op@100 why_it_is_alive"
+        held = [(format_bytes(h.holder.size), h.holder.module, op_name(h.holder.op), _why(h)) for h in e.held]
+        names = "size> module op why_it_is_alive"
         yield Section(heading="who is alive", columns=columns(names), rows=limited(held, SHOWN))
 
 

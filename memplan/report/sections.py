@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memplan.analysis.holders import Holder
 from memplan.core.units import format_bytes
-from memplan.report.lines import op_name, origin, printable
+from memplan.report.lines import op_name, printable
 from memplan.report.summary import Report
 
 
@@ -62,9 +62,9 @@ def holders_section(heading: str, holders: Iterable[Holder]) -> Section:
     """Return a table of buffers: their sizes, kinds and steps, and where in the model they come from."""
     return Section(
         heading=heading,
-        columns=columns("size> bytes>@100 kind@60 steps@60 module source op@100"),
+        columns=columns("size> bytes>@100 kind@60 steps@60 module source@60 op"),
         rows=tuple(
-            (format_bytes(h.size), f"{h.size:,}", h.kind, f"{h.start}-{h.end - 1}", origin(h), h.source, op_name(h.op))
+            (format_bytes(h.size), f"{h.size:,}", h.kind, f"{h.start}-{h.end - 1}", h.module, h.source, op_name(h.op))
             for h in holders
         ),
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from memplan.core.graph import Graph, StorageKind
 from memplan.core.plan import Plan
+from memplan.core.timed import timed
 from memplan.core.totals import beside_results
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
@@ -107,7 +108,8 @@ def first_program(
             settled, plan = options.settle(traced, retracer, given, room=room or 0)
         else:
             settled, plan = replan(options, known[0], room=room or 0)
-        runner = assemble(settled, plan)
+        with timed(f"making the program of {plan.model}, and running it once"):
+            runner = assemble(settled, plan)
         if options.budget == "min" or (room and not options.budget_is_absolute):
             adopt_need(runner)
         return (Built(traced=settled, runner=runner),)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from memplan.core.arguments import arguments_of
 from memplan.core.plan import Plan
+from memplan.core.timed import timed
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, MemplanError
 from memplan.evict.costs import cost_model
@@ -29,7 +29,6 @@ from memplan.trace.tracing import trace
 
 Make = Callable[[int], tuple[Any, ...]]
 _HIGHEST = 1 << 20
-_log = logging.getLogger("memplan")
 
 
 def fits(
@@ -190,8 +189,12 @@ class _Asked:
         ):
             return plan_traced(traced, options)
 
-    def _stage(self, doing: str) -> _Stage:
-        return _Stage(doing, self.tell)
+    @contextmanager
+    def _stage(self, doing: str) -> Iterator[None]:
+        """Tell that a stage begins, and log it if it takes long."""
+        self.tell(doing)
+        with timed(doing):
+            yield
 
     def _need(self, plan: Plan) -> Need:
         assert self._update is not None
@@ -293,21 +296,3 @@ class _Asked:
 def _stand_in(capacity: Capacity) -> torch.device:
     """Return the device whose alignment a plan has: an accelerator's, except for the memory of this machine."""
     return torch.device("cpu" if capacity.is_host else "cuda")
-
-
-@dataclass(slots=True)
-class _Stage:
-    """A stage of the work: told when it begins, and logged when it ends if it took a second."""
-
-    doing: str
-    tell: Callable[[str], object]
-    _began: float = 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-        self.tell(self.doing)
-
-    def __exit__(self, *error: object) -> None:
-        seconds = time.perf_counter() - self._began
-        if seconds > 1:
-            _log.info("%s took %.1f s", self.doing, seconds)

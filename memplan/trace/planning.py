@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memplan.core.plan import Plan
+from memplan.core.timed import timed
 from memplan.devices.kinds import HOST, alignment_of, is_accelerator, name_of
 from memplan.distributed.fake_ranks import divided, fake_ranks
 from memplan.errors import BudgetInfeasible
@@ -94,7 +95,8 @@ def plan_step(
     failed: BudgetInfeasible | None = None
     for variant in variants:
         try:
-            made = _plan_variant(variant, within, redzone=redzone, room=room, transient=transient)
+            with timed(f"planning {len(variant.graph.ops):,} ops of {variant.model}"):
+                made = _plan_variant(variant, within, redzone=redzone, room=room, transient=transient)
             return variant, replace(made, division=variant.division, compress=variant.compress)
         except BudgetInfeasible as error:
             failed = error
@@ -166,8 +168,9 @@ def _plan_with_grouped_updates(traced: TracedGraph, scheduled: ScheduledGraph, o
     return plan if plan.arena_size <= ungrouped.arena_size else ungrouped
 
 
-def device_costs(device: torch.device) -> str:
+def device_costs(device: torch.device | str) -> str:
     """Return the name of the cost model that is nearest to a device."""
+    device = torch.device(device)
     if not is_accelerator(device):
         return HOST
     name = name_of(device).lower()

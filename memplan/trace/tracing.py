@@ -18,6 +18,7 @@ from memplan.core.arguments import arguments_of
 from memplan.core.choices import Kernels
 from memplan.core.division import Division, compression_of
 from memplan.core.in_place import with_inplace_candidates
+from memplan.core.timed import timed
 from memplan.distributed.parallelism import parallelism_of
 from memplan.trace.capture.joint_graph import Captured, capture
 from memplan.trace.capture.quiet import quiet
@@ -139,14 +140,15 @@ def captured_for(
     device: Device | None, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool
 ) -> tuple[Captured, Target | None]:
     """Return the graph captured for `device` (None: for where the model is), and the target that stands for it."""
-    if device is None:
-        parallelism = parallelism_of(model)
-        if parallelism is not None:
-            return capture_parallel(model, parallelism, args, kwargs, train=train), None
-        return capture(model, args, kwargs, train=train), None
-    target = target_of(device)
-    require_on_cpu(model, (args, kwargs))
-    return capture(model, args, kwargs, train=train, device=target.device), target
+    with timed(f"tracing {type(model).__name__}"):
+        if device is None:
+            parallelism = parallelism_of(model)
+            if parallelism is not None:
+                return capture_parallel(model, parallelism, args, kwargs, train=train), None
+            return capture(model, args, kwargs, train=train), None
+        target = target_of(device)
+        require_on_cpu(model, (args, kwargs))
+        return capture(model, args, kwargs, train=train, device=target.device), target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

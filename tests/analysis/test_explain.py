@@ -211,7 +211,7 @@ def test_what_a_budget_keeps_can_be_evicted_too() -> None:
     assert smaller.max_live == plan.max_live - (1 << 20)
 
 
-def test_advice_names_what_lies_in_a_buffer_and_not_what_did() -> None:
+def test_advice_names_what_lies_in_a_buffer_and_not_what_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """b takes the place of a, and waits for the backward in it."""
     b = GraphBuilder()
     x = b.storage(StorageKind.INPUT, 64, planned=False)
@@ -226,7 +226,18 @@ def test_advice_names_what_lies_in_a_buffer_and_not_what_did() -> None:
     graph = with_inplace_candidates(b.graph(gradients=(kept,)))
     plan = make_plan(ScheduledGraph(model="two", graph=graph, schedule=traced(graph), alignment=1, versions={}))
     assert [h.module for h in alive_at(plan, 2)] == ["", "first"]
+    assert _advised(plan, 2) == ""  # it saves nothing
+    monkeypatch.setattr("memplan.analysis.advice.LEAST", 0)
     assert "64 B of aten.neg in second" in _advised(plan, 2)
+
+
+def test_advice_is_ranked_by_what_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = deep_plan()
+    found = levers(plan)
+    assert found
+    assert [one.saves for one in found] == sorted((one.saves for one in found), reverse=True)
+    monkeypatch.setattr("memplan.analysis.advice.LEAST", max(one.saves for one in found) / plan.max_live)
+    assert [one.saves for one in levers(plan)] == [found[0].saves] * sum(one.saves == found[0].saves for one in found)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "genoa"])

@@ -17,8 +17,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_the_command_line_writes_them_all(run: Run, plan_file: Path, tmp_path: Path) -> None:
     files = {"--html": "r.html", "--svg": "r.svg", "--png": "r.png", "--trace": "r.json", "--snapshot": "r.pickle"}
     args = [word for option in files.items() for word in option]
-    code, out, err = run("report", plan_file, *args)
-    assert (code, err) == (0, "")
+    code, out, err = run("report", plan_file, *args, "--save", "plan2.json")
+    assert code == 0
+    assert [line.split()[:2] for line in err.splitlines()] == [
+        ["wrote", file] for file in ("plan2.json", *files.values())
+    ]
     assert out.startswith("sample")
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
     assert ET.parse(tmp_path / "r.svg").getroot().tag == f"{SVG}svg"

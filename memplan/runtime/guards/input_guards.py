@@ -10,11 +10,14 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from memplan.core.choices import ON_MISMATCH, other_choices
 from memplan.errors import InputMismatch
 from memplan.runtime.guards.arguments import Arrangement
 from memplan.runtime.guards.layout_guards import LayoutGuards
 from memplan.trace.passes.overlapping_strides import may_overlap
 from memplan.trace.traced import Source, TracedGraph
+
+_OTHERS = other_choices("on_mismatch", ON_MISMATCH)
 
 
 class InputGuards:
@@ -137,7 +140,7 @@ class InputGuards:
             what = written.get(leaves[i].untyped_storage().data_ptr())
             if what is not None:
                 what = f"shares its memory with {what}, which the step changes"
-                hint = "pass a copy, compile again, or choose another on_mismatch="
+                hint = f"pass a copy, compile again, or choose {_OTHERS}"
                 raise InputMismatch(what, where=f"input {i}", hint=hint, see="shared-memory")
 
 
@@ -145,8 +148,8 @@ def laid_out(x: torch.Tensor, strides: Sequence[int], where: str) -> torch.Tenso
     """Return a copy of an input with these strides; raise `InputMismatch` if its elements would share bytes."""
     if may_overlap(x.shape, strides):
         what = f"has strides {x.stride()}, the plan was made for {tuple(strides)}, under which elements share bytes"
-        hint = "compile with a dense example (x.contiguous()), which any layout is copied to, or choose another"
-        raise InputMismatch(what, where=where, hint=f"{hint} on_mismatch=")
+        hint = "compile with a dense example (x.contiguous()), which any layout is copied to, or choose"
+        raise InputMismatch(what, where=where, hint=f"{hint} {_OTHERS}")
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
@@ -190,7 +193,7 @@ def same_constant(one: Any, two: Any) -> bool:
 
 
 def _mismatch(where: str, what: str) -> InputMismatch:
-    hint = "call it like the example inputs, compile again, or choose another on_mismatch="
+    hint = f"call it like the example inputs, compile again, or choose {_OTHERS}"
     return InputMismatch(what, where=where, hint=hint)
 
 
