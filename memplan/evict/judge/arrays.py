@@ -40,15 +40,15 @@ class WorkloadArrays:
 
     def __init__(self, workload: Workload) -> None:
         w = self.workload = workload
-        self.read_ptr, self.read = _flat(w.reads)
-        self.write_ptr, self.write = _flat(w.writes)
+        self.read_ptr, self.read = flat(w.reads)
+        self.write_ptr, self.write = flat(w.writes)
         self.size = np.array(w.size, np.int64)
-        self.writer_ptr, self.writer = _flat([ops if s in w.held else () for s, ops in enumerate(w.writers)])
-        self.use_ptr, self.use = _flat([ops if s in w.held else () for s, ops in enumerate(w.uses)])
+        self.writer_ptr, self.writer = flat([ops if s in w.held else () for s, ops in enumerate(w.writers)])
+        self.use_ptr, self.use = flat([ops if s in w.held else () for s, ops in enumerate(w.uses)])
         self.seconds = np.array(w.seconds, np.float64)
         self.to_host = np.array(w.to_host, np.float64)
         self.to_device = np.array(w.to_device, np.float64)
-        self.pair_ptr, self.pair = _flat([[x for pair in op for x in pair] for op in w.pairs])
+        self.pair_ptr, self.pair = flat([[x for pair in op for x in pair] for op in w.pairs])
         self.host_resident = np.zeros(len(w.size), np.bool_)
         self.host_resident[list(w.host_resident - w.fresh)] = True
         self.begun = np.array(w.begun, np.int64)
@@ -101,7 +101,8 @@ def measure(workload: Workload, events: Sequence[Event]) -> MeasuredEvents:
     return found
 
 
-def _flat(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+def flat(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """Return lists as a pointer array and a flat array: list i is `flat[ptr[i]:ptr[i + 1]]`."""
     ptr = np.zeros(len(lists) + 1, np.int64)
     np.cumsum([len(one) for one in lists], out=ptr[1:])
     return ptr, np.array([x for one in lists for x in one], np.int64)

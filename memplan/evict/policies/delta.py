@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from memplan.evict.events import Events
 from memplan.evict.judge.overlap import overlapped
-from memplan.evict.policies.dtr import Candidate, Neighbourhoods, candidate, h_dtr
+from memplan.evict.policies.dtr import Candidate, Neighbourhoods, choose_least, h_dtr
 from memplan.evict.simulator.device_state import DeviceState, EvictionKind, Location
 from memplan.evict.simulator.eviction_simulator import EvictionSimulator
 from memplan.evict.simulator.memory import ByteCounter
@@ -70,12 +70,12 @@ class _Delta:
         self._busy = 0.0  # the time until which the link to the host is in use
 
     def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
-        return min(candidates, key=lambda s: (self._filter(candidate(device, self._around, s)), s))
+        return choose_least(device, self._around, self._filter, candidates)
 
     def choose_kind(self, device: DeviceState, storage: int) -> EvictionKind:
         w, by = device.workload, device.next_use(storage)
         released = Released(
-            recompute=device.seconds(storage) + self._around.seconds(device, storage),
+            recompute=device.seconds(storage) + self._around.seconds(device, [storage])[0],
             out=0.0 if device.clean(storage) else max(0.0, self._left(device, storage) - device.clock),
             back=w.to_device[storage] + sum(w.to_device[s] for s in self._away if device.next_use(s) <= by),
             gap=self._clock[by] - self._clock[device.position],

@@ -11,11 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from memplan.evict.events import Events
+from memplan.evict.judge.arrays import Ints, flat
+from memplan.evict.policies.neighbourhood_kernel import DROPPED, RELEASED, THERE, seconds_around
 from memplan.evict.simulator.device_state import DeviceState, EvictionKind, Location
 from memplan.evict.simulator.eviction_simulator import MOST_RUNS, EvictionSimulator
 from memplan.evict.simulator.memory import AddressSpace, ByteCounter, SimulatedMemory
 from memplan.evict.workload import Workload
+
+_LOST = {Location.GONE: DROPPED, Location.DEAD: RELEASED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +91,7 @@ class _Dropper:
         self._around = Neighbourhoods(workload)
 
     def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
-        return min(candidates, key=lambda s: (self._heuristic(candidate(device, self._around, s)), s))
+        return choose_least(device, self._around, self._heuristic, candidates)
 
     def choose_kind(self, device: DeviceState, storage: int) -> EvictionKind:
         return EvictionKind.DROP
@@ -94,7 +101,7 @@ class _Dropper:
 
 
 class Neighbourhoods:
-    """The seconds of the dropped storages around each storage, cached until one of them changes.
+    """The seconds of the dropped storages around each storage.
 
     These are the dropped storages that it is computed from, and those computed from it that have a later use, each
     directly or through other dropped storages.
@@ -109,56 +116,43 @@ class Neighbourhoods:
                 for r in reads:
                     if r != s:
                         made_from[s][r] = makes[r][s] = None
-        self._made_from = [tuple(found) for found in made_from]
-        self._makes = [tuple(found) for found in makes]
-        self._known: dict[int, float] = {}
-        self._depends: list[list[int]] = [[] for _ in range(count)]  # the known storages for which each was looked at
+        self._edges = (*flat(list(map(tuple, made_from))), *flat(list(map(tuple, makes))))
+        self._lost = np.full(count, THERE, np.int8)
+        self._costs: tuple[npt.NDArray[np.float64], Ints] | None = None  # seconds and last use of each storage
 
-    def seconds(self, device: DeviceState, storage: int) -> float:
-        """Return the seconds of the dropped neighbourhood of `storage`, without the storage itself."""
-        if storage not in self._known:
-            below, beneath = _reach(device, storage, self._made_from, (Location.GONE, Location.DEAD))
-            above, beyond = _reach(device, storage, self._makes, (Location.GONE,))
-            used = [s for s in above if device.last[s] >= device.position]
-            self._known[storage] = sum(map(device.seconds, (*below, *used)))
-            for s in {storage}.union(below, beneath, above, beyond):
-                self._depends[s].append(storage)
-        return self._known[storage]
+    def seconds(self, device: DeviceState, storages: Sequence[int]) -> list[float]:
+        """Return the seconds of the dropped neighbourhood of each of `storages`, without the storage itself."""
+        if self._costs is None:
+            costs = [device.seconds(s) for s in range(len(self._lost))]
+            self._costs = np.array(costs, np.float64), np.array(device.last, np.int64)
+        around = seconds_around(np.array(storages, np.int64), self._lost, *self._edges, *self._costs, device.position)
+        found: list[float] = around.tolist()
+        return found
 
     def changed(self, device: DeviceState, storage: int) -> None:
-        """Discard the cached neighbourhoods that were found by looking at `storage`."""
-        for s in self._depends[storage]:
-            self._known.pop(s, None)
-        self._depends[storage].clear()
+        """Take note of where `storage` is now."""
+        self._lost[storage] = _LOST.get(device.where[storage], THERE)
 
 
-def candidate(device: DeviceState, around: Neighbourhoods, storage: int) -> Candidate:
+def choose_least(device: DeviceState, around: Neighbourhoods, heuristic: Heuristic, candidates: Sequence[int]) -> int:
+    """Return the candidate with the smallest value of a heuristic; of equal ones, the first storage."""
+    priced = (
+        (heuristic(_candidate(device, s, seconds)), s)
+        for s, seconds in zip(candidates, around.seconds(device, candidates), strict=True)
+    )
+    return min(priced)[1]
+
+
+def _candidate(device: DeviceState, storage: int, around: float) -> Candidate:
     """Return the properties of `storage` at the current op."""
     return Candidate(
         storage=storage,
         size=device.workload.size[storage],
         seconds=device.seconds(storage),
-        around=around.seconds(device, storage),
+        around=around,
         staleness=device.clock - device.touched[storage],
         ahead=device.workload.clock[device.next_use(storage)] - device.workload.clock[device.position],
     )
-
-
-def _reach(
-    device: DeviceState, storage: int, edges: Sequence[Sequence[int]], through: Sequence[Location]
-) -> tuple[list[int], list[int]]:
-    """Return the storages reached from `storage` along `edges`: (those in a state of `through`, those that end it)."""
-    seen, inside, ends, stack = {storage}, [], [], [storage]
-    while stack:
-        for s in edges[stack.pop()]:
-            if s not in seen:
-                seen.add(s)
-                if device.where[s] in through:
-                    inside.append(s)
-                    stack.append(s)
-                else:
-                    ends.append(s)
-    return inside, ends
 
 
 def _ratio(cost: float, worth: float) -> float:

@@ -72,6 +72,7 @@ class DeviceState:
         self.position = 0
         self.events: list[Event] = []
         self._clean = [s in self.given for s in range(count)]  # the host has the same bytes
+        self._seconds = [sum(workload.seconds[i] for i in writers) for writers in workload.writers]
         self._locks = [0] * count
         self._here: dict[int, None] = {}
 
@@ -87,7 +88,7 @@ class DeviceState:
 
     def seconds(self, storage: int) -> float:
         """Return the seconds of the ops that write the storage."""
-        return sum(self.workload.seconds[i] for i in self.workload.writers[storage])
+        return self._seconds[storage]
 
     def held_once(self, s: int) -> bool:
         """Return whether only the running op holds the storage."""
