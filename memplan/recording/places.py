@@ -75,7 +75,7 @@ class PlaceAllocator:
         self._kernel: Any = place_kernel
         self._state: Any = np.zeros(place_kernel.WORDS, np.int64)
         self._state[place_kernel.LOW], self._state[place_kernel.HIGH] = low, high
-        self._keep = backing, exchange
+        self._backing, self._keep, self._rounds = backing, exchange, 0
         self._functions = place_kernel.make_place(self._state.ctypes.data, backing, exchange)
 
     @property
@@ -84,11 +84,31 @@ class PlaceAllocator:
         return self._functions[0].address, self._functions[1].address
 
     @contextmanager
-    def expecting(self, address: int, nbytes: int) -> Iterator[None]:
-        """Within the context, place the first segment for a tensor of `nbytes` bytes at `address`."""
-        k = self._kernel
-        self._state[k.ADDRESS], self._state[k.NBYTES] = address, segment(nbytes)
+    def expecting(self, address: int, nbytes: int, *, alone: bool = False) -> Iterator[None]:
+        """Within the context, place the first segment for a tensor of `nbytes` bytes at `address`.
+
+        `alone`: nothing else that is allocated within outlives it, so that all such contexts can share the memory.
+        """
+        k, state = self._kernel, self._state
+        self._rounds += 1
+        state[k.ADDRESS], state[k.NBYTES], state[k.ROUND] = address, segment(nbytes), self._rounds if alone else 0
         try:
             yield
         finally:
-            self._state[k.ADDRESS] = 0
+            state[k.ADDRESS] = state[k.ROUND] = 0
+
+    @property
+    def scratch(self) -> int:
+        """The bytes that such contexts share."""
+        return sum(nbytes for _, nbytes in self._blocks())
+
+    def close(self) -> None:
+        """Free what contexts share. Nothing may use it any more, and no pool may be left."""
+        for address, _ in self._blocks():
+            self._backing.release(address)
+        self._state[self._kernel.BLOCKS] = 0
+
+    def _blocks(self) -> list[tuple[int, int]]:
+        k = self._kernel
+        table = self._state[k.TABLE : k.TABLE + 3 * int(self._state[k.BLOCKS])].reshape(-1, 3)
+        return [(int(address), int(nbytes)) for address, nbytes, _ in table]

@@ -177,7 +177,7 @@ class _Recorder:
 
     def placer(self, low: int, high: int) -> Any:
         """Let nothing be made at an address."""
-        return types.SimpleNamespace(at=lambda address, nbytes: contextlib.nullcontext())
+        return types.SimpleNamespace(at=lambda address, nbytes, alone: contextlib.nullcontext())
 
     def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Return what runs it again, and its results."""
@@ -193,24 +193,22 @@ class _Recorder:
 
 def recorded(device: LateDevice) -> dict[str, Any]:
     """A whole step that is recorded at its first call: the device needs no room for a copy of parameters and state."""
-    step_builder.make_recorder = lambda device, sanitize: _Recorder()  # type: ignore[assignment, return-value]
+    vars(step_builder)["make_recorder"] = lambda device, sanitize: _Recorder()
     numbers = [torch.randn(4, 512, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
-    def losses(compiled: bool) -> tuple[Bits, int]:
+    def losses(where: str) -> tuple[Bits, int]:
         torch.manual_seed(0)
-        model = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(512, 512), nn.Tanh())]).to(HERE)
+        model = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(512, 512), nn.Tanh())]).to(where)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        step = memplan.compile_step(
-            model, optimizer, lambda out: out.square().mean(), numbers[0].to(HERE), cuda_graph=compiled
-        )
-        batches = [batch.to(HERE) for batch in numbers]
+        batches = [batch.to(where) for batch in numbers]
+        step = memplan.compile_step(model, optimizer, lambda out: out.square().mean(), batches[0], cuda_graph=True)
+        device.allocated_peak(0)
         before = device.allocated_peak(0)
         found = [step(batch).cpu() for batch in batches]
-        found += [p.detach().cpu() for p in model.parameters()]
-        return found, device.allocated_peak(0) - before
+        return [*found, *(p.detach().cpu() for p in model.parameters())], device.allocated_peak(0) - before
 
-    expected, _ = losses(False)
-    ours, more = losses(True)
+    expected, _ = losses("cpu")
+    ours, more = losses(HERE)
     parameters = sum(p.nbytes for p in expected[3:])
     return {"wrong": [] if same(ours, expected) else ["bits"], "more": more, "parameters": parameters}
 

@@ -202,7 +202,12 @@ def test_what_torch_locks_of_parameters_and_results_is_counted_in_powers_of_two(
     assert [page_locked(n) for n in (0, 1, 4096, 4097)] == [0, 1, 4096, 8192]
     assert [most_within(n) for n in (0, 1, 4096, 8191)] == [0, 1, 4096, 4096]
     sizes = {"w": 3000, "unused": 0, "exp_avg": 4097, "gradient": 3000, "loss": 4, "inside": 999, "x": 700}
-    kinds = (StorageKind.PARAMETER, StorageKind.CONSTANT, StorageKind.OPTIMIZER_STATE, StorageKind.GRADIENT)
+    kinds: tuple[StorageKind, ...] = (
+        StorageKind.PARAMETER,
+        StorageKind.CONSTANT,
+        StorageKind.OPTIMIZER_STATE,
+        StorageKind.GRADIENT,
+    )
     kinds += (StorageKind.OUTPUT, StorageKind.ACTIVATION, StorageKind.INPUT)
     pairs = zip(sizes.items(), kinds, strict=True)
     origin = chain().storages[0].origin

@@ -25,7 +25,7 @@ class Nowhere:
     """Lets nothing be made anywhere: results are copied to their place."""
 
     @contextmanager
-    def at(self, address: int, nbytes: int) -> Iterator[None]:
+    def at(self, address: int, nbytes: int, *, alone: bool) -> Iterator[None]:
         yield
 
 

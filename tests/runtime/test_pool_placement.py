@@ -65,6 +65,39 @@ def test_only_what_has_its_whole_segment_to_itself_has_a_place() -> None:
     assert not places(small)
 
 
+def test_ops_that_run_one_after_another_share_the_memory_of_their_other_results() -> None:
+    freed: list[int] = []
+    host = host_backing()
+
+    def release(address: int) -> int:
+        freed.append(address)
+        return host.release(address)
+
+    word, number = ctypes.c_size_t, ctypes.c_int
+    backing = replace(host, release=ctypes.CFUNCTYPE(number, word)(release))
+    exchange = ctypes.CFUNCTYPE(number, word)(lambda mode: 0)
+    allocator = PlaceAllocator(backing, exchange, 0, 0)
+    allocate = ctypes.CFUNCTYPE(word, word, number, word)(allocator.pointers[0])
+    release_one = ctypes.CFUNCTYPE(None, word, word, number, word)(allocator.pointers[1])
+    asked: list[list[int]] = []
+    for alone in (True, True, False, True):
+        with allocator.expecting(1 << 40, 11 * MB, alone=alone):
+            assert allocate(12 * MB, 0, 0) == 1 << 40
+            asked.append([allocate(nbytes, 0, 0) for nbytes in (2 * MB, 2 * MB, 20 * MB)])
+    assert asked[0] == asked[1] == asked[3], "scratch of one size after another, the same for each op"
+    assert len({*asked[0], *asked[2]}) == 6, "not shared by what is used later, nor within an op"
+    assert allocator.scratch == 24 * MB
+    for address in asked[0]:
+        release_one(address, 2 * MB, 0, 0)
+    assert not freed, "other pools have it too"
+    for address in asked[2]:
+        release_one(address, 2 * MB, 0, 0)
+    assert freed == asked[2]
+    allocator.close()
+    assert sorted(freed) == sorted({*asked[0], *asked[2]})
+    assert allocator.scratch == 0
+
+
 def test_a_segment_is_what_the_caching_allocator_asks_for() -> None:
     assert [segment(n) for n in (LEAST, LEAST + 1, 11 * MB, 12 * MB)] == [10 * MB, 12 * MB, 12 * MB, 12 * MB]
 
@@ -100,10 +133,12 @@ class Here:
 
     def __init__(self) -> None:
         self.address = 0
+        self.alone: list[bool] = []
 
     @contextmanager
-    def at(self, address: int, nbytes: int) -> Iterator[None]:
+    def at(self, address: int, nbytes: int, *, alone: bool) -> Iterator[None]:
         self.address = address
+        self.alone.append(alone)
         yield
         self.address = 0
 
@@ -127,10 +162,11 @@ def test_a_result_that_is_there_is_not_copied(cooperates: bool, several: bool) -
     outs = (3, 7) if several else (7,)
     bound = BoundOp(form=CallForm.FUNCTIONAL, function=kernel, args=(), kwargs={}, outs=outs, returns_sequence=several)
     other = replace(bound, function=torch.abs)
-    placed = placing((other, bound), {1: PlannedPlace(7, 512, 4096)}, {"v7": target}, placer)
+    placed = placing((other, bound), {1: PlannedPlace(7, 512, 4096)}, {"v7": target}, placer, copied={7})
     assert placed[0] is other
     results = placed[1].function(torch.ones(32, 32))
     result = results[-1] if several else results
     assert torch.equal(result, torch.full((32, 32), 2.0))
     assert (result is target) is cooperates, "copying it onto itself does nothing"
     assert not placer.address, "nothing is expected outside of the call"
+    assert placer.alone == [not several], "the other result is used as it is"

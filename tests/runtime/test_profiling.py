@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -57,13 +58,14 @@ def test_bad_input() -> None:
 
 def test_memory_of_trial_copies_is_not_kept_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     """An accelerator's copies keep the host memory that they use alive, and torch keeps what is free for later."""
-    hosts: list[weakref.ref[torch.Tensor]] = []
+    hosts: list[weakref.ref[Any]] = []
     emptied: list[bool] = []
     copies = StreamCopies(torch.device("cpu"))
     copy = copies.copy
 
     def kept(direction: Direction, host: torch.Tensor) -> StreamCopy:
-        hosts.append(weakref.ref(host.untyped_storage()))
+        storage: Any = host.untyped_storage()
+        hosts.append(weakref.ref(storage))
         return copy(direction, host)
 
     monkeypatch.setattr(copies, "copy", kept)

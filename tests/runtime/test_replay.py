@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -227,13 +227,17 @@ def test_out_of_memory_is_told_and_never_an_address_of_zero(
         left["beside"] -= 1
         return 2 if left["beside"] < 0 else host.allocate(place, size)
 
+    def called(what: str) -> int:
+        calls.append(what)
+        return 0
+
     word, number = ctypes.c_size_t, ctypes.c_int
     backing = Backing(
         allocate=ctypes.CFUNCTYPE(number, word, word)(from_device),
         release=host.release,
         spill=ctypes.CFUNCTYPE(number, word, word, ctypes.c_uint)(beside),
-        clear_error=ctypes.CFUNCTYPE(number)(lambda: len(calls.append("cleared") or "")),
-        give_up=ctypes.CFUNCTYPE(number)(lambda: len(calls.append("gave up") or "")),
+        clear_error=ctypes.CFUNCTYPE(number)(partial(called, "cleared")),
+        give_up=ctypes.CFUNCTYPE(number)(partial(called, "gave up")),
     )
     allocator = Allocator(backing)
     allocate = ctypes.CFUNCTYPE(word, word, number, word)(allocator.pointers[0])

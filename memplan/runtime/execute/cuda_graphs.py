@@ -105,7 +105,8 @@ class CudaRecorder:
             arenas.append(range(placer.low, placer.high))
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         ours = [s for s in segments if tuple(s.get("segment_pool_id", ())) in pools]
-        return sum(s["total_size"] for s in ours if not any(s["address"] in arena for arena in arenas))
+        apart = {s["address"]: s["total_size"] for s in ours}  # pools of placed results share scratch
+        return sum(size for address, size in apart.items() if not any(address in arena for arena in arenas))
 
 
 @contextmanager

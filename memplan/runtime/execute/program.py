@@ -88,7 +88,7 @@ class Program:
             self.traced,
             self.layout,
             self.namespace,
-            bound=placing(self.bound, found, self.namespace.names, placer),
+            bound=placing(self.bound, found, self.namespace.names, placer, copied=self.layout.static),
             order=self.plan.schedule.order,
             saved=self.saved,
             sanitizers=self.sanitizers,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -24,8 +24,11 @@ from memplan.runtime.kernels.kernel_selection import BoundOp
 class Placer(Protocol):
     """Allocates a tensor at a given address."""
 
-    def at(self, address: int, nbytes: int) -> AbstractContextManager[None]:
-        """Within the context, allocate the first tensor of `nbytes` bytes at `address`, if possible."""
+    def at(self, address: int, nbytes: int, *, alone: bool) -> AbstractContextManager[None]:
+        """Within the context, allocate the first tensor of `nbytes` bytes at `address`, if possible.
+
+        `alone`: nothing else that is allocated within is used after what runs next.
+        """
 
 
 class PoolPlacer:
@@ -38,14 +41,18 @@ class PoolPlacer:
         self.pools: list[Any] = []  # they must outlive the graphs that were recorded in them
 
     @contextmanager
-    def at(self, address: int, nbytes: int) -> Iterator[None]:
-        """Use a pool for this result alone, without splitting: no other tensor can follow the result in its block."""
+    def at(self, address: int, nbytes: int, *, alone: bool) -> Iterator[None]:
+        """Use a pool for this result alone, without splitting: no other tensor can follow the result in its block.
+
+        Other tensors of its op get scratch of the allocator, which all ops share that are `alone`: recorded kernels run
+        in their order.
+        """
         allocator = self._allocator()
         # A custom allocator of its own for each pool, with the same functions: torch notes each address once for an
         # allocator, and two pools may place results at one address, one after the other.
         pool = torch.cuda.MemPool(torch._C._cuda_customAllocator(*allocator.pointers), no_split=True)
         self.pools.append(pool)
-        with torch.cuda.use_mem_pool(pool, self._device), allocator.expecting(address, nbytes):
+        with torch.cuda.use_mem_pool(pool, self._device), allocator.expecting(address, nbytes, alone=alone):
             yield
 
     def _allocator(self) -> PlaceAllocator:
@@ -60,7 +67,7 @@ class PoolPlacer:
 def _delete_pools(pools: list[Any], allocator: PlaceAllocator) -> None:
     """Delete the pools before the allocator, through which they free their memory."""
     pools.clear()
-    del allocator
+    allocator.close()
 
 
 def cuda_runtime() -> ctypes.CDLL:
@@ -69,27 +76,35 @@ def cuda_runtime() -> ctypes.CDLL:
 
 
 def placing(
-    bound: Sequence[BoundOp], places: Mapping[int, PlannedPlace], tensors: Mapping[str, Any], placer: Placer
+    bound: Sequence[BoundOp],
+    places: Mapping[int, PlannedPlace],
+    tensors: Mapping[str, Any],
+    placer: Placer,
+    *,
+    copied: Collection[int] = (),
 ) -> tuple[BoundOp, ...]:
     """Return `bound` (indexed like the ops of the graph), with the ops of `places` writing to their planned places.
 
-    `tensors` are the values by name ("v12").
+    `tensors` are the values by name ("v12"). `copied`: those to which a new result is copied.
     """
     return tuple(
-        replace(b, function=_placed(b, places[i], tensors[f"v{places[i].value}"], placer), overload=None)
+        replace(b, function=_placed(b, places[i], tensors[f"v{places[i].value}"], placer, copied), overload=None)
         if i in places
         else b
         for i, b in enumerate(bound)
     )
 
 
-def _placed(bound: BoundOp, place: PlannedPlace, target: torch.Tensor, placer: Placer) -> Callable[..., Any]:
+def _placed(
+    bound: BoundOp, place: PlannedPlace, target: torch.Tensor, placer: Placer, copied: Collection[int]
+) -> Callable[..., Any]:
     """Return a callable that returns `target` itself if the kernel wrote to its address, so that no copy is needed."""
     position = bound.outs.index(place.value)
     address = target.untyped_storage().data_ptr()
+    alone = not bound.opaque_results and all(out is None or out in copied for out in bound.outs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with placer.at(address, place.nbytes):
+        with placer.at(address, place.nbytes, alone=alone):
             results = bound.function(*args, **kwargs)
         made = results[position] if bound.returns_sequence else results
         same = (made.data_ptr(), made.shape, made.stride()) == (target.data_ptr(), target.shape, target.stride())
