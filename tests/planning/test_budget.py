@@ -17,6 +17,7 @@ from memplan.evict.costs import DEVICES, CostModel, Link, cost_model, flops_of, 
 from memplan.evict.events import Events
 from memplan.evict.graph.equivalent import require_equivalent
 from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.workload import Workload
 from memplan.planning.budget import plan_within
 from memplan.planning.consistency import check_consistency
@@ -31,6 +32,14 @@ from tests.graph_strategies import GraphBuilder
 from tests.runtime.budgets import QUICK
 
 SIZE = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less annealing, which takes the same time for these small steps as for large ones."""
+    for policy in (auto, recompute):
+        assert policy.__kwdefaults__ is not None
+        monkeypatch.setitem(policy.__kwdefaults__, "work", 100_000)
 
 
 def chain(length: int = 6, *, size: int = SIZE) -> Graph:

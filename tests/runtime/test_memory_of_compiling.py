@@ -39,7 +39,7 @@ def _one_op(graph: Graph) -> int:
 
 
 @pytest.mark.parametrize("options", [{}, {"budget": "min", "policy": "recompute"}, {"gradients": "safe"}])
-@pytest.mark.parametrize("name", ["gpt2", "bert", "mlp"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "mlp", "resnet"])
 def test_compiling_needs_no_more_than_the_step(name: str, options: dict[str, Any]) -> None:
     model, inputs = ZOO[name]("nano")
     plan = memplan.compile(model, inputs, **options).plan  # its total has the kernels' temporaries
