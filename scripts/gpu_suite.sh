@@ -2,7 +2,8 @@
 # Everything that needs a CUDA device, the most telling first: what is there, the tests, then benchmarks.
 #   scripts/gpu_suite.sh [--device cpu] [STEP...]      STEPs: doctor tests nano step medium fit (all, in this order)
 # Each step writes as it goes, so that one that is cut off leaves what it had: into RESULTS (benchmarks/results), for
-# committing (runtime-cuda-*.json and .md), and tests.log. --device cpu goes through the same steps without a GPU.
+# committing (runtime-cuda-*.json and .md). The tests end within LIMIT (480) seconds, and gpu-checks.json says what ran, what
+# did not, and with which versions (scripts/gpu_checks.py). --device cpu goes through the same steps without a GPU.
 #
 # Keeps the torch of PYTHON (python3; 2.11 or newer). Packages that are missing are installed from the folder WHEELS
 # if that is set, without the network. To fill it (about 35 MB for Python 3.12 where transformers, numba, pytest,
@@ -56,8 +57,8 @@ for step in $steps; do
     case "$step" in
     doctor) "$python" -m memplan doctor || true ;;
     tests)
-        "$python" -m pytest -p no:cacheprovider -p memplan.pytest_plugin -W default -m cuda -rs --tb=short \
-            --durations=5 tests/runtime/test_cuda.py tests/runtime 2>&1 | tee "$results/tests.log" || failed="$failed tests"
+        "$python" -m scripts.gpu_checks --python "$python" --output "$results/gpu-checks.json" \
+            --limit "${LIMIT:-480}" || failed="$failed tests"
         ;;
     nano) benchmark nano nano eager,memplan,memplan-graph,inductor,inductor-graph ;;
     step) benchmark step-nano nano eager-step,memplan-step,memplan-step-graph ;;

@@ -80,10 +80,12 @@ def same(one: Bits, two: Bits) -> bool:
     return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-def wrong_orders(device: LateDevice, step: Step, expected: Bits) -> list[str]:
+def wrong_orders(
+    device: LateDevice, step: Step, expected: Bits, orders: Sequence[tuple[Policy, int]] = ORDERS
+) -> list[str]:
     """Return the orders of queued work in which a step has other bits."""
     found = []
-    for policy, seed in ORDERS:
+    for policy, seed in orders:
         device.run(policy, seed)
         if not same(step(), expected):
             found.append(f"{policy.name} {seed}")
@@ -367,8 +369,36 @@ def mutations(device: LateDevice) -> dict[str, Any]:
     model, args = example("mlp")
     expected = training(model, model, args)()
     traced = trace(model, args)
-    plan = plan_of_everything(traced)
-    require_no_races(plan)
+
+    def make() -> tuple[Runner, Step]:
+        runner = runner_of(model, traced, plan_of_everything(traced), sanitize=None)
+        return runner, training(model, _runs(runner), args)
+
+    return _left_out(device, make, expected, ORDERS)
+
+
+def mutations_of_two(device: LateDevice) -> dict[str, Any]:
+    """The same for a model on the host whose step runs on both devices, with copies between them."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[m for _ in range(2) for m in (nn.Linear(16, 16), nn.Tanh())]), torch.randn(4, 16)
+
+    def loss_of(*args: Any) -> torch.Tensor:
+        found: torch.Tensor = model(*args).square().mean()
+        return found
+
+    expected = training(model, loss_of, (x,))()
+
+    def make() -> tuple[Runner, Step]:
+        compiled = memplan.compile(model, x, device=[f"{NAME}:0", f"{NAME}:1"])
+        return compiled._selector.main, training(model, lambda *args: compiled(*args).square().mean(), (x,))
+
+    return _left_out(device, make, expected, ORDERS[:5])
+
+
+def _left_out(
+    device: LateDevice, make: Callable[[], tuple[Runner, Step]], expected: Bits, orders: Sequence[tuple[Policy, int]]
+) -> dict[str, Any]:
+    """Return how many mutations of a step's copies the check calls racy, and how many of these the device shows."""
     wait, start = StreamCopy.wait, StreamCopy.start
     mutated: dict[str, Any] = {"wait": None, "start": None}  # the copies whose wait, or order, is left out
 
@@ -381,17 +411,21 @@ def mutations(device: LateDevice) -> dict[str, Any]:
         if self is not mutated["start"]:
             start(self, destination, source)
             return
-        device = torch.device(HERE)
-        (stream,) = self._owner.streams(self._direction, (device,))
-        self._devices = (device,)
-        with stream:
+        devices = dict.fromkeys(t.device for t in (source, destination) if t.device.type == NAME)
+        streams = self._owner.streams(self._direction, tuple(devices))
+        self._devices = tuple(devices)
+        with contextlib.ExitStack() as stack:
+            for stream in reversed(streams):
+                stack.enter_context(stream)
             destination.copy_(source, non_blocking=True)
-        self._done = self._done or (torch.Event(HERE),)
-        self._done[0].record(stream)
+        self._done = self._done or tuple(torch.Event(one) for one in devices)
+        for event, stream in zip(self._done, streams, strict=True):
+            event.record(stream)
 
     StreamCopy.wait, StreamCopy.start = wait_or_not, start_in_order_or_not  # type: ignore[method-assign]
-    runner = runner_of(model, traced, plan, sanitize=None)
-    step = training(model, _runs(runner), args)
+    runner, step = make()
+    plan = runner.plan
+    require_no_races(plan)
     order = plan.schedule.order
     starts = [p for p, index in enumerate(order) if plan.graph.ops[index].target in (OFFLOAD, RELOAD, SEND)]
     flying: dict[tuple[int, int], int] = {}
@@ -405,7 +439,8 @@ def mutations(device: LateDevice) -> dict[str, Any]:
             waits[flying[pair[0], pair[1]]] = position
     copies = runner.program.copies
     assert len(copies) == len(starts) == len(waits)
-    found = {"racy": 0, "seen": 0, "seen though not racy": 0, "left out": 0}
+    sent = sum(plan.graph.ops[order[p]].target == SEND for p in starts)
+    found = {"between devices": sent, "racy": 0, "seen": 0, "seen though not racy": 0, "left out": 0}
     for number, planned in enumerate(copies):
         for name, left_out in (
             ("wait", {"without": {waits[number]}}),
@@ -413,14 +448,14 @@ def mutations(device: LateDevice) -> dict[str, Any]:
         ):
             racy = bool(follow(plan, **left_out).races)
             mutated[name] = planned
-            seen = bool(wrong_orders(device, step, expected))
+            seen = bool(wrong_orders(device, step, expected, orders))
             mutated[name] = None
             found["left out"] += 1
             found["racy"] += racy
             found["seen"] += seen and racy
             found["seen though not racy"] += seen and not racy
-    directions = {Direction.TO_HOST, Direction.TO_DEVICE}
-    assert {copy._direction for copy in copies if isinstance(copy, StreamCopy)} == directions
+    directions = {copy._direction for copy in copies if isinstance(copy, StreamCopy)}
+    assert {Direction.TO_HOST, Direction.TO_DEVICE} <= directions
     return found
 
 
@@ -447,6 +482,7 @@ SCENARIOS: dict[str, Callable[[LateDevice], dict[str, Any]]] = {
     "grown": grown,
     "threads": threads,
     "mutations": mutations,
+    "mutations of two devices": mutations_of_two,
     "host reads": host_reads,
 }
 
