@@ -84,6 +84,7 @@ class Plan:
             compresses nothing.
         reserve: bytes on the device that the step does not show, such as the state of an optimizer; `total` has them.
         sections: the graphs of a joint plan, in the order in which they were traced; () for a plan of one graph.
+        kernels: which kernels `kernels="auto"` has chosen, and why; "" where there was no choice.
 
     Example:
         >>> plan = memplan.plan(model, example_inputs)
@@ -105,6 +106,7 @@ class Plan:
     compress: str = ""
     reserve: int = 0
     sections: tuple[GraphSection, ...] = ()
+    kernels: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))

@@ -129,7 +129,8 @@ class Report:
     `barrier` is the op that makes all updates of a whole step wait for all gradients, with its cost (None: there is
     none); `accumulated` the bytes of gradients that are kept from step to step (part of the optimizer's state). `kept`
     is how a budget is kept (None: there is none), whose recomputes and copies the order's figures include. `division`
-    is how ops were divided by rows (None: they were not). `peak` is None when nothing is planned. `advice` are ways to
+    is how ops were divided by rows (None: they were not), `kernels` which kernels were chosen and why ("": there was no
+    choice). `peak` is None when nothing is planned. `advice` are ways to
     save memory, each with the most that it saves.
     """
 
@@ -161,6 +162,7 @@ class Report:
     accumulated: int
     kept: Kept | None
     division: Division | None
+    kernels: str
     outside: Outside
     outside_total: int
     total: int
@@ -220,6 +222,7 @@ def make_report(plan: Plan) -> Report:
         accumulated=accumulated(plan.graph),
         kept=_kept(plan),
         division=plan.division,
+        kernels=plan.kernels,
         outside=outside,
         outside_total=outside.total,
         total=plan.total,
