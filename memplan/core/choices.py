@@ -9,8 +9,9 @@ from memplan.errors import MemplanError
 
 Checkpoint = Literal["follow", "plan"]
 Gradients = Literal["auto", "arena", "added", "safe", "owned"]
-Kernels = Literal["aten", "inductor"]
+Kernels = Literal["aten", "inductor", "auto"]
 Layout = Literal["auto", "tstack"]
+Prefer = Literal["time", "memory"]
 Sanitize = Literal["poison", "redzone"]
 OnMismatch = Literal["replan", "error", "eager", "passive"]
 
@@ -18,6 +19,7 @@ CHECKPOINTS: tuple[Checkpoint, ...] = get_args(Checkpoint)
 GRADIENTS: tuple[Gradients, ...] = get_args(Gradients)
 KERNELS: tuple[Kernels, ...] = get_args(Kernels)
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+PREFER: tuple[Prefer, ...] = get_args(Prefer)
 SANITIZERS: tuple[Sanitize, ...] = get_args(Sanitize)
 ON_MISMATCH: tuple[OnMismatch, ...] = get_args(OnMismatch)
 

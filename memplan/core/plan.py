@@ -88,6 +88,7 @@ class Plan:
         sections: the graphs of a joint plan, in the order in which they were traced; () for a plan of one graph.
         numbers: bytes of the Python numbers that kernels take as tensors, which stay between training steps: known when
             the plan was compiled, 0 before; `total` has them.
+        kernels: which kernels `kernels="auto"` has chosen, and why; "" where there was no choice.
 
     Example:
         >>> plan = memplan.plan(model, example_inputs)
@@ -110,6 +111,7 @@ class Plan:
     reserve: int = 0
     sections: tuple[GraphSection, ...] = ()
     numbers: int = 0
+    kernels: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))

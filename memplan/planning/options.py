@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 from memplan.core.choices import (
     CHECKPOINTS,
@@ -101,13 +101,21 @@ class PlanOptions:
     time_limit: float | None = None
     device: Device | None = None
     dynamic_shapes: DynamicShapes | None = None
+    tries_kernels: ClassVar[bool] = False  # whether `kernels` may be "auto"
 
     def __post_init__(self) -> None:
         require_choice("checkpoint", self.checkpoint, CHECKPOINTS)
         require_choice("gradients", self.gradients, GRADIENTS)
         require_choice("kernels", self.kernels, KERNELS)
-        if self.kernels != "aten":
+        if self.kernels == "inductor":
             self._refuse_beside_kernels()
+        elif self.kernels == "auto" and not self.tries_kernels:
+            raise UnsupportedCall(
+                "runs both kinds of kernels to choose one, and nothing is run here",
+                where="kernels='auto'",
+                hint="use memplan.compile, or name the kernels",
+                see="inductor-options",
+            )
         refuse_beside_gradients(self.gradients, device=self.device)
         if self.dynamic_shapes is not None:
             self._refuse_beside_dynamic_shapes()

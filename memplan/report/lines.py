@@ -125,14 +125,14 @@ def waiting_lines(report: Report) -> tuple[str, ...]:
 
 
 def budget_lines(report: Report) -> tuple[str, ...]:
-    """Return how ops are divided into blocks of rows, how a budget is kept, and its predicted cost in time."""
+    """Return which kernels were chosen, how ops are divided, how a budget is kept, and its predicted cost in time."""
     k, d = report.kept, report.division
-    divided: tuple[str, ...] = ()
+    how_it_runs = [f"kernels: {report.kernels}"] if report.kernels else []
     if d is not None:
         same = "equal up to rounding" if d.sums else "the same bits"
-        divided = (f"ops whose rows are independent run in {d.blocks} blocks of rows: {same}",)
+        how_it_runs.append(f"ops whose rows are independent run in {d.blocks} blocks of rows: {same}")
     if k is None:
-        return divided
+        return tuple(how_it_runs)
     what = []
     if k.recomputes:
         what.append(f"{format_bytes(k.recomputed)} computed again ({_times(k.recomputes, 'recompute')})")
@@ -149,12 +149,12 @@ def budget_lines(report: Report) -> tuple[str, ...]:
     limit = limit if k.budget is None else f"budget {format_exact(k.budget)}, {limit}"
     kept = f"{limit}, kept by {k.policy!r}: {how}"
     if not k.device:
-        return (*divided, kept)
+        return (*how_it_runs, kept)
     runs = f"runs on {k.device}; the model, its inputs and its results stay on the host, outside the arena"
     if not k.sections:
-        return (*divided, runs, kept)
+        return (*how_it_runs, runs, kept)
     each = (f"{s.device}: arena {format_exact(s.size)}, max live {format_exact(s.max_live)}" for s in k.sections)
-    return (*divided, runs, *each, f"{format_bytes(k.sent)} are sent from device to device in a step; {cost}")
+    return (*how_it_runs, runs, *each, f"{format_bytes(k.sent)} are sent from device to device in a step; {cost}")
 
 
 def _times(count: int, what: str) -> str:

@@ -147,9 +147,9 @@ class Report:
     `barrier` is the op that makes all updates of a whole step wait for all gradients, with its cost (None: there is
     none); `accumulated` the bytes of gradients that are kept from step to step (part of the optimizer's state). `kept`
     is how a budget is kept (None: there is none), whose recomputes and copies the order's figures include. `exchanged`
-    are the collectives (None: there are no other ranks). `division`
-    is how ops were divided by rows (None: they were not). `peak` is None when nothing is planned. `advice` are ways to
-    save memory, each with the most that it saves.
+    are the collectives (None: there are no other ranks). `division` is how ops were divided by rows (None: they were
+    not), `kernels` which kernels were chosen and why ("": there was no choice). `peak` is None when nothing is planned.
+    `advice` are ways to save memory, each with the most that it saves.
     """
 
     model: str
@@ -181,6 +181,7 @@ class Report:
     kept: Kept | None
     exchanged: Exchanged | None
     division: Division | None
+    kernels: str
     outside: Outside
     outside_total: int
     total: int
@@ -241,6 +242,7 @@ def make_report(plan: Plan) -> Report:
         kept=_kept(plan),
         exchanged=_exchanged(plan),
         division=plan.division,
+        kernels=plan.kernels,
         outside=outside,
         outside_total=outside.total,
         total=plan.total,

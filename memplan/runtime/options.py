@@ -14,8 +14,10 @@ import torch
 
 from memplan.core.choices import (
     ON_MISMATCH,
+    PREFER,
     SANITIZERS,
     OnMismatch,
+    Prefer,
     Sanitize,
     require_choice,
 )
@@ -149,9 +151,16 @@ class CompileOptions(RunOptions):
     fullgraph: bool = False
     cuda_graph: bool = False
     bucketing: Mapping[str, int] | None = None
+    prefer: Prefer = "time"
+    why_kernels: str = ""  # which kernels were chosen, and why: for the record of plans
     measurable: ClassVar[bool] = True
+    tries_kernels: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        require_choice("prefer", self.prefer, PREFER)
+        if self.prefer != "time" and self.kernels != "auto":
+            hint = 'pass kernels="auto", or leave out prefer='
+            raise UnsupportedCall("there is no choice of kernels", where=f"prefer={self.prefer!r}", hint=hint)
         if self.measures and self.has_budget:
             require_measurable(cuda_graph=self.cuda_graph, varies=self.dynamic_shapes is not None)
         RunOptions.__post_init__(self)

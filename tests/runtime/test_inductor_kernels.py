@@ -381,6 +381,16 @@ class Added(nn.Module):
         return x + self.bias
 
 
+def test_tied_weights_count_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.GELU(), nn.Linear(4, 4, bias=False))
+    model[2].weight = model[0].weight
+    x, twin = torch.linspace(-1, 1, 8).view(2, 4), copy.deepcopy(model)
+    compiled = memplan.compile(model, x, kernels="inductor")
+    assert compiled.plan.outside["parameters"] == model[0].weight.nbytes
+    torch._dynamo.reset()
+    _require_equal(_step(compiled, x, 0), _step(torch.compile(twin), x, 0))
+
+
 def test_graphs_without_ops_run() -> None:
     x = torch.randn(4, 4)
     found, expected = memplan.compile(Unchanged(), x, kernels="inductor", train=False)(x), Unchanged()(x)

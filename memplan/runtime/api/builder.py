@@ -132,7 +132,7 @@ class Builder:
             return Runner(
                 self.module_guards,
                 traced,
-                plan,
+                replace(plan, kernels=options.why_kernels) if options.why_kernels else plan,
                 self._arena_for(plan, traced.device, room),
                 sanitize=options.sanitize,
                 gradients=options.gradients,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from memplan.core.arguments import arguments_of
-from memplan.core.choices import Checkpoint, Gradients, Kernels, Layout, OnMismatch, Sanitize
+from memplan.core.choices import Checkpoint, Gradients, Kernels, Layout, OnMismatch, Prefer, Sanitize
 from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedGraph
@@ -17,6 +17,7 @@ from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Budget, Costs, Device, DynamicShapes
 from memplan.runtime.api.compiled_graphs import several_graphs
 from memplan.runtime.api.compiled_module import CompiledModule
+from memplan.runtime.api.kernel_choice import with_chosen_kernels
 from memplan.runtime.options import CompileOptions, device_for, given_plan
 from memplan.schedule import Policy as SchedulePolicy
 from memplan.solvers import Solver
@@ -53,6 +54,7 @@ def compile(
     device: Device | None = None,
     dynamic_shapes: DynamicShapes | None = None,
     bucketing: Mapping[str, int] | None = None,
+    prefer: Prefer = "time",
 ) -> CompiledModule:
     """Compile `model` to run forward and backward at planned addresses in one preallocated arena.
 
@@ -81,7 +83,8 @@ def compile(
         costs: The cost model of the policy. "measure" measures the first steps and plans again from the measured
             times, until no better plan is found (`CompiledModule.measurements`).
         kernels: "aten" runs the kernels of eager, with the bits of eager. "inductor" runs the fused kernels that
-            `torch.compile` generates, with its bits, and takes the time of its compilation.
+            `torch.compile` generates, with its bits, and takes the time of its compilation. "auto" tries both on the
+            example and keeps the better one: the report says which and why. Numbers then depend on that choice.
         divide: As in `memplan.plan`.
         compress: As in `memplan.plan`.
         checkpoint: As in `memplan.plan`.
@@ -124,6 +127,8 @@ def compile(
         bucketing: Multiples by dimension: `{"seq": 64}` plans each size of that dimension for the next multiple of 64,
             so that the arena grows less often and the shapes in between share their offsets. Nothing is padded, and
             results are the same.
+        prefer: What is better for `kernels="auto"`: "time", the faster kernels, Inductor's only if they need no more
+            memory than eager's or both keep a budget; or "memory", those that need less.
 
     Returns:
         The compiled module, called like `model`.
@@ -179,7 +184,10 @@ def compile(
         device=device_for(device, given),
         dynamic_shapes=dynamic_shapes,
         bucketing=bucketing,
+        prefer=prefer,
     )
+    if options.kernels == "auto":
+        options = with_chosen_kernels(model, args, kwargs, options=options, train=train, given=given)
     try:
         return CompiledModule(model, args, kwargs, options=options, train=train, given=given)
     except UnsupportedGraph as refused:

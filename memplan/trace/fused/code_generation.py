@@ -26,7 +26,7 @@ from memplan.trace.fused.refusals import inductors_errors, refused
 from memplan.trace.fused.wrapper import recording
 from memplan.trace.fused.written import WrittenCode
 from memplan.trace.passes.old_values import require_new_values, save_old_values
-from memplan.trace.passes.rewrite import fake_mode_of
+from memplan.trace.passes.rewrite import fake_mode_of, storage_key
 
 # What a user may have set and the recorded code cannot have. Inductor's cache of whole graphs is off, because what
 # comes out of it was not written by a wrapper; its caches of compiled kernels, which take the time, are on.
@@ -85,7 +85,7 @@ def generate(joint: fx.GraphModule, model: str, *, returned: int, static: Sequen
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
     mode = fake_mode_of(joint.graph)
-    given = {n.name: _given(n) for n in placeholders if isinstance(n.meta.get("val"), torch.Tensor)}
+    given = _given(placeholders)
     with _compiling(mode):
         if not training:
             forward = _forward(joint, model, given, returned, inference=True)
@@ -206,15 +206,22 @@ def _compiling(mode: Any) -> Iterator[None]:
         yield
 
 
-def _given(node: fx.Node) -> BlockView:
-    """Return the piece of an input of the step."""
-    tensor = node.meta["val"]
-    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-        what = f"a tensor that is not plain strided memory ({tensor.layout})"
-        raise UnsupportedGraph(node.name, what, "use dense real tensors", see="strided")
-    piece = piece_of(Block(name=node.name, device=tensor.device, nbytes=0, given=True), tensor)
-    piece.block.nbytes = extent(piece)  # a fake storage may be larger
-    return piece
+def _given(placeholders: Sequence[fx.Node]) -> dict[str, BlockView]:
+    """Return views of the blocks that the step is given, by the names of its inputs; tied weights are one block."""
+    found: dict[str, BlockView] = {}
+    blocks: dict[int, Block] = {}
+    for node in placeholders:
+        tensor = node.meta.get("val")
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            what = f"a tensor that is not plain strided memory ({tensor.layout})"
+            raise UnsupportedGraph(node.name, what, "use dense real tensors", see="strided")
+        new = Block(name=node.name, device=tensor.device, nbytes=0, given=True)
+        view = piece_of(blocks.setdefault(storage_key(tensor), new), tensor)
+        view.block.nbytes = max(view.block.nbytes, extent(view))  # a fake storage may be larger
+        found[node.name] = view
+    return found
 
 
 def _is_tangent(node: fx.Node) -> bool:

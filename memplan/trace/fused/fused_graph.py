@@ -176,8 +176,9 @@ class _Builder:
                 continue
             binding = binding_of(self.captured, node, self.bindings)
             origin = Origin(module=binding.name, op=binding.source.value, node=node.name)
-            self._add_storage(piece.block, KIND_OF[binding.source], planned=False, origin=origin)
-            self.bindings.append(replace(binding, value=self._value(piece)))
+            if piece.block not in self.storage_of:
+                self._add_storage(piece.block, KIND_OF[binding.source], planned=False, origin=origin)
+            self.bindings.append(replace(binding, value=self._new_value(piece)))
         for half in self._halves():
             for block in half.constants:
                 self._add_storage(block, StorageKind.CONSTANT, planned=False, origin=Origin(op=GIVEN))
@@ -238,21 +239,25 @@ class _Builder:
         storage = self.storage_of.get(piece.block)
         if storage is None:
             raise refused(f"a kernel that reads {piece.block.name}, which nothing wrote")
-        key = (storage, piece.dtype, piece.shape, piece.strides, piece.offset)
-        if key not in self.value_of:
-            count = sum(v.storage == storage for v in self.values)
-            self.value_of[key] = len(self.values)
-            self.values.append(
-                Value(
-                    name=piece.block.name if not count else f"{piece.block.name}:{count}",
-                    storage=storage,
-                    dtype=str(piece.dtype).removeprefix("torch."),
-                    shape=piece.shape,
-                    strides=piece.strides,
-                    offset=piece.offset,
-                )
+        known = self.value_of.get((storage, piece.dtype, piece.shape, piece.strides, piece.offset))
+        return self._new_value(piece) if known is None else known
+
+    def _new_value(self, piece: BlockView) -> int:
+        """Add a value for a piece, which stands for it from now on unless another one does, and return its index."""
+        storage = self.storage_of[piece.block]
+        self.value_of.setdefault((storage, piece.dtype, piece.shape, piece.strides, piece.offset), len(self.values))
+        count = sum(v.storage == storage for v in self.values)
+        self.values.append(
+            Value(
+                name=piece.block.name if not count else f"{piece.block.name}:{count}",
+                storage=storage,
+                dtype=str(piece.dtype).removeprefix("torch."),
+                shape=piece.shape,
+                strides=piece.strides,
+                offset=piece.offset,
             )
-        return self.value_of[key]
+        )
+        return len(self.values) - 1
 
     # -- ops ---------------------------------------------------------------------------------------------
 
