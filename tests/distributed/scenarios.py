@@ -148,23 +148,23 @@ def adagrad(model: nn.Module) -> torch.optim.Optimizer:
 def between_steps() -> dict[str, Any]:
     """Evaluate by torch between compiled steps, and do what a compiled step refuses."""
     torch.manual_seed(0)
-    theirs = sharded(SmallGpt(blocks=0))
+    theirs = sharded(mlp())
     torch.manual_seed(0)
-    ours = sharded(SmallGpt(blocks=0))
+    ours = sharded(mlp())
     optimizers = adamw(ours), adamw(theirs)
-    step = memplan.compile_step(ours, optimizers[0], energy, tokens(rank(), 0))
+    step = memplan.compile_step(ours, optimizers[0], energy, vectors(rank(), 0))
     evaluated = []
     for i in range(2):
-        step(tokens(rank(), i))
-        eager(theirs, optimizers[1], lambda r, _, i=i: tokens(r, i), steps=1)
+        step(vectors(rank(), i))
+        eager(theirs, optimizers[1], lambda r, _, i=i: vectors(r, i), steps=1)
         with torch.no_grad():
-            evaluated.append(torch.equal(ours(tokens(rank(), 9)), theirs(tokens(rank(), 9))))
-    shorter = step(tokens(rank(), 2, rows=1))  # planned anew, with the same collectives
+            evaluated.append(torch.equal(ours(vectors(rank(), 9)), theirs(vectors(rank(), 9))))
+    shorter = step(vectors(rank(), 2, rows=1))  # planned anew, with the same collectives
     found: dict[str, Any] = {"evaluated": evaluated, "shorter": bool(shorter.isfinite())}
     saved = {name: p.full_tensor() for name, p in ours.state_dict().items()}
-    found["state"] = sorted(saved) == sorted(SmallGpt(blocks=0).state_dict())
+    found["state"] = sorted(saved) == sorted(mlp().state_dict())
     ours.set_requires_gradient_sync(False)
-    found["no sync"] = raised(lambda: step(tokens(rank(), 3)))
+    found["no sync"] = raised(lambda: step(vectors(rank(), 3)))
     ours.set_requires_gradient_sync(True)
     replicas = DistributedDataParallel(mlp())
     again = memplan.compile_step(replicas, adamw(replicas), energy, vectors(rank(), 0))
