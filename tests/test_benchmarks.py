@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import adaptive, first_call
+from benchmarks import adaptive, first_call, fits
 from benchmarks.contenders import CONTENDERS
 from benchmarks.cuda_memory import MOST, largest
 from benchmarks.direct import count, graph_of, row
@@ -94,3 +94,10 @@ def test_first_steps_are_timed_in_processes_of_their_own(tmp_path: Path) -> None
     (row,) = json.loads((tmp_path / "first-call.json").read_text())["rows"]
     assert row["memplan"] == 1
     assert row["memplan_s"] > 0
+
+
+def test_what_fits_predicts_is_what_training_takes() -> None:
+    found = fits.measured("mlp", "nano", "memplan")
+    assert isinstance(found["predicted"], int)
+    assert isinstance(found["measured"], int)
+    assert abs(found["predicted"] - found["measured"]) <= 64  # of 188 kB: the counters of the optimizer

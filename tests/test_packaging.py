@@ -66,7 +66,9 @@ def test_the_source_distribution_holds_the_repository(tmp_path: Path) -> None:
         (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / "source" / name)
     code = "from setuptools import build_meta; build_meta.build_sdist('..')"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path / "source", capture_output=True, check=True)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path / "source", capture_output=True, check=True
+    )
     (archive,) = tmp_path.glob("memplan-*.tar.gz")
     with tarfile.open(archive) as packed:
         held = {name.partition("/")[2] for name in packed.getnames()}
