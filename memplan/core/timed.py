@@ -14,7 +14,10 @@ _log = logging.getLogger("memplan.time")  # apart, so that it can be silenced al
 
 @contextmanager
 def timed(doing: str) -> Iterator[None]:
-    """Log at INFO, as "memplan.time", how long the work inside took, if that is over `LONG` seconds, whether or not it succeeds."""
+    """Log at INFO, as "memplan.time", how long the work inside took if that is over `LONG` seconds.
+
+    It is logged whether or not the work succeeds.
+    """
     began = time.perf_counter()
     try:
         yield
