@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import adaptive, first_call, fused
+from benchmarks import adaptive, first_call, fits, fused
 from benchmarks.contenders import CONTENDERS
 from benchmarks.cuda_memory import MOST, largest
 from benchmarks.direct import count, graph_of, row
@@ -114,3 +114,10 @@ def test_fused_kernels_are_compared_and_rows_are_kept(tmp_path: Path, monkeypatc
     arguments = ["--models", "mlp,vit", "--keep", str(tmp_path / "kept"), "--directory", str(tmp_path)]
     assert [fused.main(arguments), fused.main(arguments)] == [0, 0]
     assert asked == ["mlp", "vit"]
+
+
+def test_what_fits_predicts_is_what_training_takes() -> None:
+    found = fits.measured("mlp", "nano", "memplan")
+    assert isinstance(found["predicted"], int)
+    assert isinstance(found["measured"], int)
+    assert abs(found["predicted"] - found["measured"]) <= 64  # of 188 kB: the counters of the optimizer

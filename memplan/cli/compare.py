@@ -26,7 +26,9 @@ class TextFormat(enum.StrEnum):
 
 
 def diff(
-    before: Annotated[str, typer.Argument(metavar="BEFORE", help=TARGET)],
+    before: Annotated[
+        str, typer.Argument(metavar="BEFORE", help=f"{TARGET[:-1]}; or a snapshot.pickle of CUDA's allocator.")
+    ],
     after: Annotated[str, typer.Argument(metavar="AFTER", help=TARGET)],
     *,
     form: Annotated[TextFormat, typer.Option("--format", help="What to print.")] = TextFormat.TABLE,
@@ -36,13 +38,30 @@ def diff(
     Totals, what explains the peak, and the buffers that came, went, grew, shrank or moved to the peak.
 
     Buffers are matched by module, op and kind, so that plans of two versions of a model can be compared.
+
+    A file of torch.cuda.memory._dump_snapshot, in place of BEFORE, shows what was really allocated beside AFTER.
     """
+    if before.endswith((".pickle", ".pkl")):
+        _allocated(before, after, form)
+        return
     from memplan.analysis.diff import diff as compare
     from memplan.cli.source import obtain
     from memplan.report.diff_form import diff_json, diff_sections, diff_title
 
     found = compare(obtain(before), obtain(after))
     print_sections(form, diff_title(found), diff_sections(found), lambda: diff_json(found))
+
+
+def _allocated(snapshot: str, target: str, form: TextFormat) -> None:
+    """Print what a snapshot shows beside a plan."""
+    from memplan.analysis.allocated import read_snapshot
+    from memplan.cli.source import obtain
+    from memplan.report.allocated_form import allocated_json, allocated_sections, allocated_title
+
+    found = read_snapshot(snapshot)
+    plan = obtain(target)
+    title, sections = allocated_title(found, plan), allocated_sections(found, plan)
+    print_sections(form, title, sections, lambda: allocated_json(found, plan))
 
 
 def explain(

@@ -23,7 +23,7 @@ def demo(
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the plan and the pictures go.")
     ] = Path("memplan-demo"),
 ) -> None:
-    """Show everything once on a small model, in under a minute.
+    """Show everything once on a small model, in about a minute.
 
     Plans a transformer, draws it, trains it in its arena next to eager, fits it into less memory, and catches a change
     that makes it grow.

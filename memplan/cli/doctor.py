@@ -138,12 +138,14 @@ def _print(lines: list[Line]) -> None:
     from rich.text import Text
 
     from memplan.report.lines import printable
-    from memplan.report.table import new_table
+    from memplan.report.table import NARROW, new_table
 
-    table = new_table()
-    for name in ("", "part", "found", "for"):
+    table, screen = new_table(), console()
+    names = ("", "part", "found", "for") if screen.width >= NARROW else ("", "part", "found")
+    for name in names:
         table.add_column(name, overflow="fold")
     marks = {True: Text("ok", "green"), False: Text("MISSING", "bold red"), None: Text("-", "dim")}
     for line in lines:
-        table.add_row(marks[line.ok], *(Text(printable(text)) for text in (line.what, line.found, line.remark)))
-    console().print(table)
+        texts = (line.what, line.found, line.remark)[: len(names) - 1]
+        table.add_row(marks[line.ok], *(Text(printable(text)) for text in texts))
+    screen.print(table)

@@ -9,12 +9,15 @@ from contextlib import contextmanager
 
 LONG = 1.0  # seconds: work that takes less is not logged
 
-_log = logging.getLogger("memplan")
+_log = logging.getLogger("memplan.time")  # apart, so that it can be silenced alone
 
 
 @contextmanager
 def timed(doing: str) -> Iterator[None]:
-    """Log at INFO how long the work inside took, if that is over `LONG` seconds, whether or not it succeeds."""
+    """Log at INFO, as "memplan.time", how long the work inside took if that is over `LONG` seconds.
+
+    It is logged whether or not the work succeeds.
+    """
     began = time.perf_counter()
     try:
         yield

@@ -31,7 +31,7 @@ class MemplanCallback(ShowsPlans, Callback):  # type: ignore[misc]
 
     Args:
         modules: The names of the submodules to compile instead ("" is the LightningModule itself).
-        save_plans: A folder for the plans' files (`graph-0.json`, ...); None writes none.
+        save_plans: A folder for the plans' files (`graph-0.json`, ...) and a page (`largest.html`); None: none.
         options: The options of `memplan.Backend`. A `budget` limits the total of each graph, and of all
             graphs of a step together.
 

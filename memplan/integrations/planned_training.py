@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import nn
 
+from memplan.core.files import write_atomic
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
 from memplan.errors import UnsupportedCall
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from memplan.runtime.options import RunKeywords
 
+PAGE = "largest.html"
 _log = logging.getLogger("memplan")
 
 
@@ -28,7 +30,8 @@ class PlannedTraining:
     """The modules that one training run has compiled, and the plans of their graphs.
 
     Args:
-        save_plans: A folder for the plan of each graph (`graph-0.json`, ...); None writes none.
+        save_plans: A folder for the plan of each graph (`graph-0.json`, ...), and for the picture of the one with the
+            largest total (`largest.html`); None writes none.
         options: The options of `memplan.Backend`: `budget`, `policy`, ...
 
     Attributes:
@@ -93,6 +96,8 @@ class PlannedTraining:
             if self._folder is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 plan.save(self._folder / f"graph-{i}.json")
+        if self._folder is not None:
+            write_atomic(self._folder / PAGE, max(plans, key=lambda plan: plan.total).to_html())
         return figures
 
 

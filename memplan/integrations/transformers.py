@@ -26,7 +26,7 @@ class MemplanCallback(ShowsPlans, TrainerCallback):  # type: ignore[misc]
     logs after the first step; the plans go to the log named "memplan".
 
     Args:
-        save_plans: A folder for the plans' files (`graph-0.json`, ...); None writes none.
+        save_plans: A folder for the plans' files (`graph-0.json`, ...) and a page (`largest.html`); None: none.
         options: The options of `memplan.Backend`. A `budget` limits the total of each graph, and of all
             graphs of a step together.
 

@@ -28,7 +28,9 @@ def diff_title(diff: Diff) -> str:
 
 def diff_sections(diff: Diff) -> Iterator[Section]:
     """Yield the totals, then what changed at the peak, then every buffer that changed."""
-    yield Section(lines=(_graphs(diff),), columns=columns("memory before> after> change>"), rows=tuple(_totals(diff)))
+    yield Section(
+        lines=(_graphs(diff),), columns=columns("memory before>@60 after> change>"), rows=tuple(_totals(diff))
+    )
     if diff.rows:
         rows = [(signed(g.delta), counts(g), g.kind, place(g)) for g in diff.rows]
         yield Section(

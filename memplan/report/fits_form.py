@@ -54,7 +54,9 @@ def _lines(answer: Fits) -> Iterator[str]:
     yield f"eager is predicted to need {format_bytes(answer.eager)}"
     if answer.seconds is not None:
         what = "forward and backward" if answer.train else "the forward"
-        yield f"{what} by the roofline of {answer.capacity.costs or 'the costs given'}: {answer.seconds * 1e3:,.3g} ms"
+        long = answer.seconds >= 1
+        time = f"{answer.seconds:,.2f} s" if long else f"{answer.seconds * 1e3:.3g} ms"
+        yield f"{what} by the roofline of {answer.capacity.costs or 'the costs given'}: {time}"
     where = "this machine's" if answer.capacity.is_host else "the CPU's; what an accelerator's allocate is not known"
     yield f"kernels were traced as {where}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rich.console import Group, RenderableType
@@ -11,12 +11,36 @@ from rich.text import Text
 from memplan.check.check import Finding
 from memplan.core.units import format_exact
 from memplan.report.lines import printable
-from memplan.report.table import literal, new_table, section_table
-from memplan.report.verdicts import Judged, change, explanation, gain_lines, proof_lines
+from memplan.report.table import NARROW, literal, new_table, section_table
+from memplan.report.verdicts import Judged, change, explanation, gain_lines, proof_lines, sentence
 
 
 def verdicts_table(judged: Sequence[Judged], width: int) -> RenderableType:
     """Return a line per finding, then the buffers that explain exceeded limits, then improvements and proofs."""
+    parts: list[RenderableType] = [_findings(judged)] if width >= NARROW else list(_sentences(judged))
+    for j in judged:
+        parts += _why(j, width)
+    if gains := gain_lines(judged):
+        parts += [Text(), Text("the baseline can shrink: run with --update-baseline", "bold green")]
+        parts += [literal(f"  {line}") for line in gains]
+    for ok, line in proof_lines(judged):
+        head = ("ok    ", "green") if ok else ("FAIL  ", "bold red")
+        parts.append(Text.assemble(head, printable(line)))
+    return Group(*parts)
+
+
+def _sentences(judged: Sequence[Judged]) -> Iterator[Text]:
+    """Yield a sentence per finding, for narrow terminals."""
+    for j in judged:
+        for finding in j.verdict.findings:
+            head = ("ok    ", "green") if finding.ok else ("FAIL  ", "bold red")
+            measured, limit, _ = finding.texts()
+            kept = f"{finding.name} of {j.name} is {measured}; the limit is {limit}"
+            yield Text.assemble(head, printable(kept if finding.ok else sentence(j.name, finding)))
+
+
+def _findings(judged: Sequence[Judged]) -> RenderableType:
+    """Return a table with a line per finding."""
     compared = any(f.before is not None for j in judged for f in j.verdict.findings)
     table = new_table()
     names = ["", "plan", "of", "measured", "limit", "too much", *(["change"] if compared else [])]
@@ -27,16 +51,7 @@ def verdicts_table(judged: Sequence[Judged], width: int) -> RenderableType:
             mark = Text("ok", "green") if finding.ok else Text("FAIL", "bold red")
             cells = [mark, literal(j.name), Text(finding.name), *map(Text, finding.texts())]
             table.add_row(*cells, *([Text(change(finding))] if compared else []))
-    parts: list[RenderableType] = [table] if table.rows else []
-    for j in judged:
-        parts += _why(j, width)
-    if gains := gain_lines(judged):
-        parts += [Text(), Text("the baseline can shrink: run with --update-baseline", "bold green")]
-        parts += [literal(f"  {line}") for line in gains]
-    for ok, line in proof_lines(judged):
-        head = ("ok    ", "green") if ok else ("FAIL  ", "bold red")
-        parts.append(Text.assemble(head, printable(line)))
-    return Group(*parts)
+    return table if table.rows else Group()
 
 
 def _why(judged: Judged, width: int) -> list[RenderableType]:

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.instances import planted
 from memplan.core.csvio import write_solution
 from memplan.core.problem import Problem
@@ -61,6 +63,14 @@ def test_narrow_terminals_are_not_overrun(plan_file: Path) -> None:
     text = _on_a_terminal(["report", str(plan_file)], COLUMNS="40", NO_COLOR="1")
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).replace("\r", "\n").splitlines()
     assert max(map(len, lines)) <= 40
+
+
+def test_a_narrow_check_is_a_sentence(run: Run, plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    out = run("check", plan_file.name, "--max-arena", "1", "--max-outside", "1MiB")[1]
+    assert " ".join(out.split()).startswith("FAIL arena of plan.json is 320 B: 319 B more than 1 B")
+    assert "ok outside of plan.json is" in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 40
 
 
 def test_what_is_no_terminal_gets_no_escapes(run: Run, plan_file: Path) -> None:

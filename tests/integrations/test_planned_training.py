@@ -63,6 +63,7 @@ def test_plans_are_logged_and_saved_once(tmp_path: Path, caplog: pytest.LogCaptu
         "memplan/graphs": 1,
     }
     assert memplan.load(tmp_path / "plans" / "graph-0.json").total == training.plans[0].total
+    assert (tmp_path / "plans" / "largest.html").read_text().startswith("<!doctype html>")
     first, second = (record.message for record in caplog.records if record.name == "memplan")
     assert first.startswith("training runs in one arena of ")
     assert second.startswith("graph 0, Sequential in ")
