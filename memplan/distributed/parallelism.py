@@ -63,7 +63,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """How the parameters of a model are divided among ranks, or copied to them.
+    """The division of the parameters of a model among ranks, or their copies on each of them.
 
     `shards` are by the name of the parameter, each name of tied ones. `replicas` is None for a model without
     `DistributedDataParallel`. `device` is that of the parameters.
