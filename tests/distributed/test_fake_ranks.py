@@ -178,6 +178,13 @@ def _hybrid() -> Any:
     return fully_shard(nn.Linear(10, 2), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "parts")))
 
 
+def _by_columns() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    return parallelize_module(nn.Sequential(nn.Linear(10, 2)), init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
+
+
 def _sharded(change: Callable[[Any], object] = lambda _: None, **options: Any) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -195,6 +202,7 @@ def _sharded(change: Callable[[Any], object] = lambda _: None, **options: Any) -
         (lambda: _sharded(lambda m: m.set_requires_gradient_sync(False)), "does not reduce its gradients"),
         (lambda: _sharded(lambda m: m.set_gradient_divide_factor(3.0)), "has a divide factor of its own"),
         (lambda: _sharded(shard_placement_fn=lambda _: _columns()), "is divided along dimension 1"),
+        (_by_columns, r"0\.weight: is a DTensor that fully_shard has not made"),
     ],
 )
 def test_what_a_step_cannot_do_as_torch_does_is_refused(ranks: None, make: Callable[[], nn.Module], words: str) -> None:
