@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
+from memplan.distributed.local import is_distributed
 from memplan.distributed.ops import process_group
 from memplan.distributed.refusals import (
     require_group,
-    require_no_parts,
+    require_known,
     require_one_group,
     require_parameter,
     require_reducer,
@@ -104,14 +105,17 @@ class Parallelism:
 def parallelism_of(model: nn.Module) -> Parallelism | None:
     """Return how a model is divided among ranks; None for a plain one.
 
+    Whole parameters that an eager forward has left in the model are freed, as its next backward would free them.
     Raises `UnsupportedGraph` for what a compiled step cannot do as torch does.
     """
     if not distributed.is_available() or not distributed.is_initialized():
         return None
+    for module in fsdp_modules(model):
+        module.reshard()  # type: ignore[operator]
     names = dict(_names(model))
     sharded = fsdp_parameters(model)
-    require_no_parts(model.named_parameters(), {id(param.sharded_param) for param in sharded})
     shards = {name: shard for param in sharded for name, shard in _shards(param, names)}
+    require_known(name for name, p in model.named_parameters() if is_distributed(p) and name not in shards)
     replicas = _replicas(model)
     if not shards and replicas is None:
         return None
@@ -190,7 +194,7 @@ def _shards(param: Any, names: Mapping[int, list[str]]) -> Iterator[tuple[str, S
     own, gathered = param.sharded_param.dtype, gathered_dtype(param)
     reduced = param.mp_policy.reduce_dtype or gathered
     before, after, how, _ = _get_gradient_divide_factors(group, None, reduced, param.device.type)
-    for name in names.get(id(param.sharded_param), ()):
+    for name in names[id(param.sharded_param)]:
         yield (
             name,
             Shard(

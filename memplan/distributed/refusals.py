@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from memplan.distributed.local import is_distributed
 from memplan.errors import UnsupportedGraph
 
 _DDP = "DistributedDataParallel"
@@ -54,6 +53,13 @@ def require_parameter(param: Any) -> None:
         _refuse(where, "gathers itself in a form of its own (fsdp_pre_all_gather)", "use a plain parameter")
 
 
+def require_known(others: Iterable[str]) -> None:
+    """Raise `UnsupportedGraph` for a DTensor that `fully_shard` has not made; `others` are the names of such."""
+    for name in others:
+        what = "is a DTensor that fully_shard has not made (tensor parallelism), which cannot be planned yet"
+        _refuse(name, what, "use fully_shard alone, or train without memplan")
+
+
 def require_reducer(model: nn.Module, reducer: Any) -> None:
     """Raise `UnsupportedGraph` for a `DistributedDataParallel` that a compiled step does not follow."""
     require_reducer_options(reducer)
@@ -79,14 +85,6 @@ def require_reducer_options(reducer: Any) -> None:
     if reducer._join_config.enable:
         what = "is in join(), where a rank without batches takes part in the reductions of the others"
         _refuse(_DDP, what, "give all ranks the same number of batches")
-
-
-def require_no_parts(parameters: Iterable[tuple[str, Any]], sharded: Container[int]) -> None:
-    """Raise `UnsupportedGraph` for a DTensor that `fully_shard` has not made. `sharded`: the identities of its own."""
-    for name, p in parameters:
-        if id(p) not in sharded and is_distributed(p):
-            what = "is a DTensor that fully_shard has not made (tensor parallelism)"
-            _refuse(name, what, "divide the model by fully_shard alone, or train it by torch")
 
 
 def require_one_group(groups: Mapping[str, Sequence[int]]) -> None:

@@ -87,7 +87,7 @@ def _standing_in(value: Any, made: Mapping[int, Any]) -> Any:
 
 
 def _is_of_fsdp(function: Any) -> bool:
-    """Return whether a function is torch's wrapper of a method that gathers parameters (register_fsdp_forward_method)."""
+    """Return whether a function is what register_fsdp_forward_method has put in the place of a method."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     code = getattr(function, "__code__", None)
