@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -127,7 +128,9 @@ def trained_alike() -> dict[str, Any]:
         "ddp tied": compared(partial(SmallGpt, blocks=0), DistributedDataParallel, tokens, adagrad, clipped=0.01),
         "ddp convolutions": compared(SmallConvolutions, in_small_buckets, images),
     }
-    return {"alike": cases, "between": between_steps()}
+    between = between_steps()
+    buffers = buffers_of_the_first_rank()
+    return {"alike": cases, "between": between, "buffers": buffers, "shapes": other_shapes_under_a_budget()}
 
 
 def _late_for_collectives(event: Any) -> None:
@@ -217,17 +220,109 @@ def ranks_that_differ() -> dict[str, Any]:
     _, _, step = compiled(rows=rows)  # batches of other sizes are no difference without a budget
     found["rows"] = [bool(torch.isfinite(step(vectors(rank(), i, rows=rows)))) for i in range(2)]
     store = distributed.distributed_c10d._get_default_store()
-    store.set_timeout(datetime.timedelta(seconds=1))
+    if not odd:
+        found["one does not come"] = raised(lambda: within(1, compiled))
+    distributed.barrier()
+    found["after one alone"] = raised(lambda: compiled(policy="recompute" if odd else "auto"))
+    found["both fail"] = [raised(lambda: compiled(solver="none such")) for _ in range(2)]
+    found["late option"] = late_options()
     if odd:
         store.set("found", json.dumps(found))
     else:
-        found["one does not come"] = raised(compiled)
         found["other"] = json.loads(store.get("found"))
     distributed.barrier()
     step.hooks.add(_dying_at_the_third_reduction())
     found["dies"] = raised(lambda: step(vectors(rank(), 0, rows=rows)))
     found["dead"] = raised(lambda: step(vectors(rank(), 0, rows=rows)))
     return found
+
+
+def within(seconds: float, run: Callable[[], Any]) -> Any:
+    """Run a function while this rank waits for others no longer than so many seconds."""
+    home: Any = distributed.distributed_c10d
+    home._set_pg_timeout(datetime.timedelta(seconds=seconds), distributed.group.WORLD)
+    try:
+        return run()
+    finally:
+        home._set_pg_timeout(datetime.timedelta(seconds=30), distributed.group.WORLD)
+
+
+def late_options() -> list[list[str]]:
+    """Set options of FSDP2 and DDP after their steps are compiled; return what their next calls raise."""
+    divided: Any
+    divided, _, step = compiled()
+    divided.set_gradient_divide_factor(3.0)
+    found = [raised(lambda: step(vectors(rank(), 0)))]
+    copied = DistributedDataParallel(nn.Linear(10, 2))
+    other = memplan.compile_step(copied, adamw(copied), energy, vectors(rank(), 0))
+    with copied.join():
+        found.append(raised(lambda: other(vectors(rank(), 0))))
+        copied._join_config = copied._join_config._replace(enable=False)  # no rank waits for a backward of another
+    copied.register_comm_hook(None, lambda _, bucket: bucket.buffer())
+    return [*found, raised(lambda: other(vectors(rank(), 0)))]
+
+
+class Scaled(nn.Module):
+    """A model with a buffer that it only reads, one that it does not read, a tensor that is neither, and a lock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(10, 8)
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("other", torch.zeros(2))
+        self.offset, self.lock = torch.ones(8), threading.Lock()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x) * self.scale + self.offset
+        return y
+
+
+def buffers_of_the_first_rank() -> list[list[float]]:
+    """Write to a buffer on each rank; return the losses and buffers of torch's DDP and of a compiled step."""
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model: Any = DistributedDataParallel(Scaled())
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        step: Any = memplan.compile_step(model, optimizer, energy, vectors(rank(), 0)) if planned else None
+        losses = []
+        for i in range(2):
+            model.module.scale.fill_(2.0 + i + rank())
+            model.module.other.fill_(5.0 + i + rank())
+            batch = vectors(rank(), i)
+            losses += [step(batch).item()] if planned else eager(model, optimizer, partial(_same_batch, i), steps=1)
+        found.append([*losses, model.module.scale.item(), *model.module.other.tolist()])
+    return found
+
+
+def other_shapes_under_a_budget() -> dict[str, Any]:
+    """Call a step with a budget with batches of another shape, and back; then let one rank leave a call alone."""
+    torch.manual_seed(0)
+    theirs = sharded(mlp())
+    plain = torch.optim.SGD(theirs.parameters(), lr=1e-2)
+    ours, _, step = compiled(arena_budget="min", policy="recompute")
+    rows = (4, 64, 4, 1)
+    losses = [step(vectors(rank(), i, rows=n)).item() for i, n in enumerate(rows)]
+    expected = []
+    for i, n in enumerate(rows):
+        expected += eager(theirs, plain, partial(_batch_of, i, n), steps=1)
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    sequences = [[c.line for c in one.programs[0].runner.plan.collectives] for one in step._builder.plans]
+    found = {
+        "alike": losses == expected and all(torch.equal(local_tensor(a), local_tensor(b)) for a, b in pairs),
+        "several": any(other != sequences[0] for other in sequences),
+    }
+    alone: Any
+    _, _, alone = compiled(on_mismatch="error")
+    batch = vectors(rank(), 0, rows=3 if rank() == 1 else 4)
+    found["leaves"] = raised(lambda: within(1, lambda: alone(batch)) if rank() == 1 else alone(batch))
+    found["left"] = raised(lambda: alone(vectors(rank(), 0)))
+    found["compiled later"] = raised(compiled)
+    return found
+
+
+def _batch_of(number: int, rows: int, rank: int, _: int) -> torch.Tensor:
+    return vectors(rank, number, rows=rows)
 
 
 def _dying_at_the_third_reduction() -> Callable[[Any], None]:

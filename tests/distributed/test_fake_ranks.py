@@ -161,6 +161,7 @@ class _Scaled(nn.Module):
         ({"on_mismatch": "passive", "budget": 0.9}, "runs other collectives than a compiled one"),
         ({"costs": "measure", "budget": 0.9}, "each rank would measure other costs"),
         ({"accumulate": 2}, "averaged after each batch"),
+        ({"allow_unsynchronized": True}, "trained by all ranks together"),
     ],
 )
 def test_options_with_which_ranks_would_part_are_refused(ranks: None, options: dict[str, Any], words: str) -> None:
@@ -208,6 +209,8 @@ def _sharded(change: Callable[[Any], object] = lambda _: None, **options: Any) -
         (_hybrid, r"a mesh of several dimensions \(HSDP\)"),
         (lambda: _sharded(lambda m: m.set_requires_gradient_sync(False)), "does not reduce its gradients"),
         (lambda: _sharded(lambda m: m.set_gradient_divide_factor(3.0)), "has a divide factor of its own"),
+        (lambda: _sharded(_register), "has a method that gathers its parameters"),
+        (_over_other_ranks, r"divided among the ranks \[0, 1\], and others among \[0\]"),
         (lambda: _sharded(shard_placement_fn=lambda _: _columns()), "is divided along dimension 1"),
         (_by_columns, r"0\.weight: is a DTensor that fully_shard has not made"),
     ],
@@ -216,6 +219,22 @@ def test_what_a_step_cannot_do_as_torch_does_is_refused(ranks: None, make: Calla
     with pytest.raises(UnsupportedGraph, match=words) as error:
         _step(make())
     assert error.value.see == "ranks-refused"
+
+
+def _register(model: Any) -> None:
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    register_fsdp_forward_method(model, "extra_repr")
+
+
+def _over_other_ranks() -> nn.Module:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 2))
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model[1], mesh=DeviceMesh("cpu", [0]))
+    return model
 
 
 def _columns() -> Any:

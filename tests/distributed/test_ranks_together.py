@@ -24,6 +24,18 @@ def test_two_ranks_train_as_torch_alone_does() -> None:
     assert alike["fsdp min"]["arena"] < alike["fsdp gpt"]["arena"] / 2
     assert alike["ddp tied"]["collectives"] == {"all_reduce": 1}
     assert alike["ddp convolutions"]["collectives"] == {"broadcast": 6, "all_reduce": 2}, "buckets of 1 KiB"
+    for found in ranks.results:
+        theirs, ours = found["buffers"]
+        assert ours == theirs
+        assert ours[-3:] == [3.0, 6.0, 6.0], "of rank 0, also where the forward does not read it"
+        shapes = found["shapes"]
+        assert shapes["alike"], "each rank plans anew, and all agree"
+        assert shapes["several"], "with other gathers again"
+        assert shapes["left"][0] == shapes["compiled later"][0] == "CollectiveFailed"
+    left, leaving = (found["shapes"]["leaves"] for found in ranks.results)
+    assert leaving[0] == "InputMismatch"
+    assert left[0] == "CollectiveFailed"
+    assert "a rank has left the others: rank 1 raised InputMismatch: input 0: is torch.float32 (3, 10)" in left[1]
     between = ranks.results[1]["between"]
     assert between["evaluated"] == [True, True]
     assert between["shorter"]
@@ -50,6 +62,13 @@ def test_ranks_that_differ_raise_together_and_a_dead_rank_is_an_error() -> None:
     assert theirs["one fails"][0] == "UnsupportedProblem"
     assert mine["rows"] == theirs["rows"] == [True, True]
     assert mine["one does not come"] == ["RanksDiffer", "ranks [1] did not compile within 1 s"]
+    for found in (mine, theirs):
+        assert found["after one alone"][0] == "RanksDiffer", "no answer of the attempt before"
+        assert [kind for kind, _ in found["both fail"]] == ["UnsupportedProblem"] * 2
+        divided, joined, hooked = (what for _, what in found["late option"])
+        assert "has a divide factor of its own" in divided
+        assert "is in join()" in joined
+        assert "has a communication hook" in hooked
     assert ranks.statuses[1] == -9, "it was killed"
     assert mine["dies"][0] == "CollectiveFailed"
     assert "it failed in the backward, and some parameters may be updated" in mine["dies"][1]
