@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from benchmarks.zoo import ZOO
 from memplan.core.evictions import TRANSFERS
 from memplan.runtime import CompiledModule
 from memplan.runtime import compile as memplan_compile
+from memplan.runtime import compile_step
 from memplan.runtime.memory.measure import quiet_kineto
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
 
@@ -80,6 +82,18 @@ def test_allocated_bytes_equal_the_plan_under_a_budget(name: str, policy: Any) -
     moves = [i for i, op in enumerate(plan.graph.ops) if op.target in TRANSFERS]
     assert not any(plan.transient[i] for i in moves), "copies allocate nothing"
     _assert_honest(model, args, compiled, before + plan.host_size)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+def test_all_bytes_of_a_whole_step_are_in_its_total(name: str) -> None:
+    before = live_bytes()
+    model, inputs = ZOO[name]("nano")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = compile_step(model, optimizer, lambda loss: loss, inputs)
+    for _ in range(2):
+        step(*inputs)
+    standing = live_bytes() - before
+    assert standing + max(accumulate(_allocations(lambda: step(*inputs)))) <= step.plan.total
 
 
 def test_nothing_is_left_out_of_the_total() -> None:
