@@ -1,6 +1,6 @@
 """One rank's memory under FSDP2 and DDP: torch in eager, and compiled steps without a budget and within budgets.
 
-    python -m benchmarks.distributed --ranks 2 --rounds 5
+    python -m benchmarks.distributed --ranks 2
 
 Each contender runs on all ranks over gloo, on the CPU with one thread, in processes of its own. What a rank needs is
 taken from outside on rank 0: the bytes of all live tensors before a step, and by how much a step exceeds them by the
@@ -31,15 +31,14 @@ COLUMNS = {
     "gathers": "gathers a step",
     "again": "of them again",
     "reductions": "other collectives",
-    "ms": "median ms/step",
     "loss": "loss after the steps",
 }
 NOTES = (
     "Peak: the bytes of all live tensors of rank 0 before the step (parts of parameters, optimizer state, batch,"
-    " arena), and by how much one step exceeds them, by the profiler's memory events. MB = 10^6 bytes. gloo's own"
-    " buffers are not seen. Equal losses are equal bits of the whole training so far.",
-    "Times over gloo on one machine are a check that nothing is far off, and no claim: collectives of a compiled step"
-    " do not overlap with compute.",
+    " arena), and by how much one step exceeds them, by the profiler's memory events. MB = 10^6 bytes. gloo's"
+    " reduce-scatter copies its input: that is in the peaks, and in no plan. Equal losses are equal bits of the whole training so far.",
+    "No times: gloo on one machine says nothing of a network, and collectives of a compiled step do not overlap with"
+    " compute yet.",
 )
 # name -> (how torch divides the model, options of compile_step; None: torch alone)
 CONTENDERS: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -61,12 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all contenders and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5, help="steps that are timed")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.rank_of is not None:
-        print(json.dumps(measured(asked.rank_of, asked.rounds)))
+        print(json.dumps(measured(asked.rank_of)))
         return 0
 
     def table(rows: Sequence[Row]) -> Table:
@@ -82,22 +80,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "model": f"{LAYERS} transformer layers of width {WIDTH}",
                 "batch": f"{ROWS}x{LENGTH} per rank",
                 "optimizer": "AdamW, fused",
-                "command": f"python -m benchmarks.distributed --ranks {asked.ranks} --rounds {asked.rounds}",
+                "command": f"python -m benchmarks.distributed --ranks {asked.ranks}",
             },
             notes=NOTES,
         )
 
-    return collect(_rows(asked.ranks, asked.rounds), table, asked.out)
+    return collect(_rows(asked.ranks), table, asked.out)
 
 
 def _ratio(one: Cell, other: Cell) -> Cell:
     return round(one / other, 3) if isinstance(one, float) and isinstance(other, float) else None
 
 
-def _rows(ranks: int, rounds: int) -> Iterator[list[Row]]:
+def _rows(ranks: int) -> Iterator[list[Row]]:
     for name in CONTENDERS:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "benchmarks.distributed", "--rounds", str(rounds), "--rank-of", name]
+            command = [sys.executable, "-m", "benchmarks.distributed", "--rank-of", name]
             shared = os.environ | {
                 "WORLD_SIZE": str(ranks),
                 "OMP_NUM_THREADS": "1",
@@ -117,13 +115,13 @@ def _rows(ranks: int, rounds: int) -> Iterator[list[Row]]:
         yield [{"contender": name, **json.loads(outputs[0].splitlines()[-1])}]
 
 
-def measured(contender: str, rounds: int) -> dict[str, Cell]:
-    """Return what this rank needs and how long its steps take; runs on every rank of the group."""
+def measured(contender: str) -> dict[str, Cell]:
+    """Return what this rank needs, and the collectives of its step; runs on every rank of the group."""
     import torch
     from torch import distributed, nn
 
     import memplan
-    from benchmarks.peak_measure import live_bytes, median_seconds, peak_growth
+    from benchmarks.peak_measure import live_bytes, peak_growth
 
     distributed.init_process_group(
         "gloo",
@@ -158,7 +156,6 @@ def measured(contender: str, rounds: int) -> dict[str, Cell]:
     for _ in range(WARM_UP):
         run()
     measurable = _Step(run)
-    seconds = median_seconds(measurable, rounds)  # type: ignore[arg-type]
     standing = live_bytes()
     peak = standing + peak_growth(measurable)  # type: ignore[arg-type]
     gathers = [] if plan is None else [c for c in plan.collectives if c.gathers]
@@ -170,8 +167,7 @@ def measured(contender: str, rounds: int) -> dict[str, Cell]:
         "gathers": None if plan is None else len(gathers),
         "again": None if plan is None else sum(c.again for c in gathers),
         "reductions": None if plan is None else len(plan.collectives) - len(gathers),
-        "ms": round(seconds * 1e3, 2),
-        "loss": run().item().hex(),
+        "loss": float(run().item()).hex(),
     }
     distributed.destroy_process_group()
     return found
@@ -202,10 +198,10 @@ def _divided(how: str) -> Any:
     if how == "ddp":
         return DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    kept = {"reshard_after_forward": False} if how == "fsdp kept" else {}
+    again = how != "fsdp kept"
     for layer in layers:
-        fully_shard(layer, mesh=mesh, **kept)
-    return fully_shard(model, mesh=mesh, **kept)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=again)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=again)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from memplan.distributed.refusals import require_group, require_parameter, require_reducer
+from memplan.distributed.local import is_distributed
+from memplan.distributed.refusals import require_group, require_known, require_parameter, require_reducer
 
 _FIRST_BUCKET_BYTES = 1 << 20  # of torch's, which starts to reduce early
 
@@ -63,7 +64,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """How the parameters of a model are divided among ranks, or copied to them.
+    """The division of the parameters of a model among ranks, or their copies on each of them.
 
     `shards` are by the name of the parameter, each name of tied ones. `replicas` is None for a model without
     `DistributedDataParallel`. `device` is that of the parameters.
@@ -83,12 +84,16 @@ class Parallelism:
 def parallelism_of(model: nn.Module) -> Parallelism | None:
     """Return how a model is divided among ranks; None for a plain one.
 
+    Whole parameters that an eager forward has left in the model are freed, as its next backward would free them.
     Raises `UnsupportedGraph` for what a compiled step cannot do as torch does.
     """
     if not distributed.is_available() or not distributed.is_initialized():
         return None
+    for module in fsdp_modules(model):
+        module.reshard()  # type: ignore[operator]
     names = dict(_names(model))
-    shards = {names_of: shard for param in fsdp_parameters(model) for names_of, shard in _shards(param, names)}
+    shards = {name: shard for param in fsdp_parameters(model) for name, shard in _shards(param, names)}
+    require_known(name for name, p in model.named_parameters() if is_distributed(p) and name not in shards)
     replicas = _replicas(model)
     if not shards and replicas is None:
         return None
@@ -155,7 +160,7 @@ def _shards(param: Any, names: Mapping[int, list[str]]) -> Iterator[tuple[str, S
     own, gathered = param.sharded_param.dtype, gathered_dtype(param)
     reduced = param.mp_policy.reduce_dtype or gathered
     before, after, how, _ = _get_gradient_divide_factors(group, None, reduced, param.device.type)
-    for name in names.get(id(param.sharded_param), ()):
+    for name in names[id(param.sharded_param)]:
         yield (
             name,
             Shard(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -48,6 +49,13 @@ def require_parameter(param: Any) -> None:
         _refuse(where, f"is divided along dimension {param.fsdp_placement.dim}", "leave shard_placement_fn out")
     if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
         _refuse(where, "gathers itself in a form of its own (fsdp_pre_all_gather)", "use a plain parameter")
+
+
+def require_known(others: Iterable[str]) -> None:
+    """Raise `UnsupportedGraph` for a DTensor that `fully_shard` has not made; `others` are the names of such."""
+    for name in others:
+        what = "is a DTensor that fully_shard has not made (tensor parallelism), which cannot be planned yet"
+        _refuse(name, what, "use fully_shard alone, or train without memplan")
 
 
 def require_reducer(model: nn.Module, reducer: Any) -> None:

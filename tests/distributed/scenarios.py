@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 import os
 import signal
@@ -20,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memplan
 from memplan.distributed.local import local_tensor
-from memplan.trace import planning
 from tests.distributed.models import SmallConvolutions, SmallGpt, energy, images, tokens, vectors
 
 STEPS = 4
+PLANNING: Any = importlib.import_module("memplan.trace.planning")
 Batch = Callable[[int, int], torch.Tensor]
 
 
@@ -145,18 +146,25 @@ def adagrad(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(model.parameters(), lr=1e-2)
 
 
+def _same_batch(number: int, rank: int, _: int) -> torch.Tensor:
+    """Return the batch of that number, whatever the step."""
+    return vectors(rank, number)
+
+
 def between_steps() -> dict[str, Any]:
     """Evaluate by torch between compiled steps, and do what a compiled step refuses."""
     torch.manual_seed(0)
     theirs = sharded(mlp())
     torch.manual_seed(0)
-    ours = sharded(mlp())
+    ours: Any = sharded(mlp())
     optimizers = adamw(ours), adamw(theirs)
+    with torch.no_grad():
+        ours(vectors(rank(), 9))  # which leaves whole parameters in the model
     step = memplan.compile_step(ours, optimizers[0], energy, vectors(rank(), 0))
     evaluated = []
     for i in range(2):
         step(vectors(rank(), i))
-        eager(theirs, optimizers[1], lambda r, _, i=i: vectors(r, i), steps=1)
+        eager(theirs, optimizers[1], partial(_same_batch, i), steps=1)
         with torch.no_grad():
             evaluated.append(torch.equal(ours(vectors(rank(), 9)), theirs(vectors(rank(), 9))))
     shorter = step(vectors(rank(), 2, rows=1))  # planned anew, with the same collectives
@@ -194,17 +202,18 @@ def compiled(
 
 def ranks_that_differ() -> dict[str, Any]:
     """Compile what is not alike on both ranks in many ways, one after the other; then lose a rank in a backward."""
-    odd, found = rank() == 1, {}
+    odd = rank() == 1
+    found: dict[str, Any] = {}
     _, _, step = compiled()
     plan, rows = step.plan, 6 if odd else 4
     found["rows under a budget"] = raised(lambda: compiled(rows=rows, arena_budget=1.0))
     found["model"] = raised(lambda: compiled(model=lambda: nn.Linear(10, 18 if odd else 16)))
     found["plan on one rank"] = raised(lambda: compiled(plan=plan if odd else None))
     found["option"] = raised(lambda: compiled(policy="recompute" if odd else "auto"))
-    version = planning.__version__
-    planning.__version__ = "0.0" if odd else version
+    version = PLANNING.__version__
+    PLANNING.__version__ = "0.0" if odd else version
     found["version"] = raised(compiled)
-    planning.__version__ = version
+    PLANNING.__version__ = version
     found["one fails"] = raised(lambda: compiled(solver="none such" if odd else "auto"))
     _, _, step = compiled(rows=rows)  # batches of other sizes are no difference without a budget
     found["rows"] = [bool(torch.isfinite(step(vectors(rank(), i, rows=rows)))) for i in range(2)]

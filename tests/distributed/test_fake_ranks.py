@@ -113,6 +113,9 @@ def test_a_link_between_ranks_is_a_part_of_the_costs() -> None:
     assert "a100/nvlink" in str(error.value.hint)
 
 
+_VARYING: Any = {"ranks": 2, "dynamic_shapes": ({0: "batch"},)}
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -120,7 +123,7 @@ def test_a_link_between_ranks_is_a_part_of_the_costs() -> None:
         (lambda: _within_two(lambda: _planned(3)), "this process is one of 2 ranks already"),
         (lambda: memplan.plan(_Scaled(), vectors(0, 0), ranks=2), "is a number, which has no rows"),
         (
-            lambda: memplan.plan(nn.Linear(10, 2), vectors(0, 0), ranks=2, dynamic_shapes=({0: "batch"},)),
+            lambda: memplan.plan(nn.Linear(10, 2), vectors(0, 0), **_VARYING),
             "a rank has one shape",
         ),
     ],
@@ -164,18 +167,25 @@ def _step(model: nn.Module, **options: Any) -> memplan.CompiledStep:
 
 
 def _hooked(model: nn.parallel.DistributedDataParallel) -> nn.Module:
-    model.register_comm_hook(None, lambda _, bucket: bucket.buffer())  # type: ignore[arg-type,no-untyped-call]
+    model.register_comm_hook(None, lambda _, bucket: bucket.buffer())
     return model
 
 
-def _hybrid() -> nn.Module:
+def _hybrid() -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     return fully_shard(nn.Linear(10, 2), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "parts")))
 
 
-def _sharded(change: Callable[[Any], object] = lambda _: None, **options: Any) -> nn.Module:
+def _by_columns() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    return parallelize_module(nn.Sequential(nn.Linear(10, 2)), init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
+
+
+def _sharded(change: Callable[[Any], object] = lambda _: None, **options: Any) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -192,6 +202,7 @@ def _sharded(change: Callable[[Any], object] = lambda _: None, **options: Any) -
         (lambda: _sharded(lambda m: m.set_requires_gradient_sync(False)), "does not reduce its gradients"),
         (lambda: _sharded(lambda m: m.set_gradient_divide_factor(3.0)), "has a divide factor of its own"),
         (lambda: _sharded(shard_placement_fn=lambda _: _columns()), "is divided along dimension 1"),
+        (_by_columns, r"0\.weight: is a DTensor that fully_shard has not made"),
     ],
 )
 def test_what_a_step_cannot_do_as_torch_does_is_refused(ranks: None, make: Callable[[], nn.Module], words: str) -> None:

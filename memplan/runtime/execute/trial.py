@@ -87,6 +87,8 @@ def _select_kernels(
         memory.before(index, bound[index])
         if leaves_users_alone(traced, layout, index, copied):
             run_bound(bound[index], env, memory.adopt)
+        elif is_collective(traced.graph.ops[index].target):
+            _fill_with_zeros(bound[index], env)
         memory.after(index)
     memory.clear()
     return tuple(bound[index] for index in range(len(bound)))
@@ -107,7 +109,9 @@ def _measure(
     tried = {i for i in plan.schedule.order if leaves_users_alone(traced, layout, i, copied)}
     thunks: list[Callable[[], None]] = []
     for i in plan.schedule.order:
-        run = partial(run_bound, bound[i], env, memory.adopt) if i in tried else _nothing
+        run: Callable[[], None] = partial(run_bound, bound[i], env, memory.adopt) if i in tried else _nothing
+        if is_collective(graph.ops[i].target):
+            run = partial(_fill_with_zeros, bound[i], env)
         thunks += [partial(memory.before, i, bound[i]), run, partial(memory.after, i)]
     peaks = peak_bytes(thunks, traced.device)[1::3]
     memory.clear()
@@ -124,6 +128,14 @@ def _measure(
 
 def _nothing() -> None:
     """Does nothing: it stands for an op that cannot be tried."""
+
+
+def _fill_with_zeros(bound: BoundOp, env: list[torch.Tensor | None]) -> None:
+    """Fill the results of a collective, which is not run, so that what reads them is tried on numbers."""
+    for out in bound.outs:
+        result = None if out is None else env[out]
+        if result is not None:
+            result.zero_()
 
 
 def _copy_changed(env: list[torch.Tensor | None], traced: TracedGraph) -> frozenset[int]:
