@@ -36,7 +36,9 @@ COLUMNS = {
 NOTES = (
     "Peak: the bytes of all live tensors of rank 0 before the step (parts of parameters, optimizer state, batch,"
     " arena), and by how much one step exceeds them, by the profiler's memory events. MB = 10^6 bytes. gloo's"
-    " reduce-scatter copies its input: that is in the peaks, and in no plan. Equal losses are equal bits of the whole training so far.",
+    " reduce-scatter copies its input: that is in the peaks, and in no plan. Eager DDP's buckets, as large as the"
+    " parameters (5.3 MB), are held by C++ and not seen. Equal losses are equal bits of the whole"
+    " training so far.",
     "No times: gloo on one machine says nothing of a network, and collectives of a compiled step do not overlap with"
     " compute yet.",
 )

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     cases = [CASES[int(i)] for i in asked.cases.split(",")] if asked.cases else list(CASES)
 
-    def table(rows: list[Row]) -> Table:
+    def table(rows: Sequence[Row]) -> Table:
         return Table(
             name=asked.output,
             title="Planning time and memory",

@@ -7,6 +7,8 @@ free again as soon as they return, so nothing of a plan has to wait for them.
 from __future__ import annotations
 
 import contextlib
+import datetime
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import distributed
 from torch._ops import OpOverload
 
 from memplan.core.collectives import NAMESPACE
+from memplan.distributed.ended import AGAIN, reason_of, require_going_on, timeout_of
 from memplan.errors import CollectiveFailed
 
 _SCHEMAS = {
@@ -23,6 +26,7 @@ _SCHEMAS = {
     "all_reduce": "Tensor x, str how, str group",
     "broadcast": "Tensor x, int source, str group",
 }
+_LOOK = datetime.timedelta(seconds=0.5)  # between two looks for the reason of a rank that has left
 _ANY_DEVICE = "CompositeExplicitAutograd"
 _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
@@ -49,27 +53,48 @@ def updating() -> Iterator[None]:
 
 
 def _gather_parameter(shard: torch.Tensor, ranks: int, group: str, *, out: torch.Tensor) -> torch.Tensor:
-    _named("all_gather_single", "all_gather_into_tensor")(out, shard, group=process_group(group))
+    run = _named("all_gather_single", "all_gather_into_tensor")
+    _finished(group, lambda found, later: run(out, shard, group=found, async_op=later))
     return out
 
 
 def _reduce_scatter(whole: torch.Tensor, how: str, ranks: int, group: str, *, out: torch.Tensor) -> torch.Tensor:
     run = _named("reduce_scatter_single", "reduce_scatter_tensor")
-    run(out, whole, op=_reduction(how), group=process_group(group))
+    _finished(group, lambda found, later: run(out, whole, op=_reduction(how), group=found, async_op=later))
     return out
 
 
 def _all_reduce(x: torch.Tensor, how: str, group: str, *, out: torch.Tensor) -> torch.Tensor:
     if out.data_ptr() != x.data_ptr():
         out.copy_(x)
-    distributed.all_reduce(out, op=_reduction(how), group=process_group(group))
+    _finished(group, lambda found, later: distributed.all_reduce(out, _reduction(how), group=found, async_op=later))
     return out
 
 
 def _broadcast(x: torch.Tensor, source: int, group: str, *, out: torch.Tensor) -> torch.Tensor:
     out.copy_(x)
-    distributed.broadcast(out, group_src=source, group=process_group(group))
+    _finished(group, lambda found, later: distributed.broadcast(out, group=found, group_src=source, async_op=later))
     return out
+
+
+def _finished(name: str, start: Callable[[Any, bool], Any]) -> None:
+    """Start a collective of a group and return when it has its result, or when a rank has left the group.
+
+    Gloo gives no rank up before its timeout, and cannot be aborted: while it waits, the store is asked for a reason.
+    """
+    group = process_group(name)
+    if distributed.get_backend(group) != "gloo":
+        start(group, False)
+        return
+    work, until = start(group, True), time.monotonic() + timeout_of(group) + 1  # gloo's own error comes first
+    while True:
+        try:
+            work.wait(_LOOK)
+            return
+        except RuntimeError:
+            if work.is_completed() or time.monotonic() > until:
+                raise
+            require_going_on(group)
 
 
 def process_group(name: str) -> Any:
@@ -110,10 +135,16 @@ def _raising(name: str, run: Callable[..., torch.Tensor]) -> Callable[..., torch
     def collective(*args: Any, out: torch.Tensor) -> torch.Tensor:
         try:
             return run(*args, out=out)
+        except CollectiveFailed as error:
+            raise CollectiveFailed(
+                error.what, where=name, hint=f"no parameter was changed by this step; {AGAIN}"
+            ) from None
         except RuntimeError as error:
             lines = str(error).strip().splitlines()
-            what = f"a collective failed: {lines[0] if lines else type(error).__name__}"
-            hint = "no parameter was changed by this step; start again in new processes on all ranks"
+            reason = reason_of(process_group(args[-1]))
+            why = f"a rank has left the others: {reason}" if reason else lines[0] if lines else type(error).__name__
+            what = f"a collective failed: {why}"
+            hint = f"no parameter was changed by this step; {AGAIN}"
             raise CollectiveFailed(what, where=name, hint=hint) from error
 
     return collective

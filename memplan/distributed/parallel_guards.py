@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from memplan.distributed.parallelism import fsdp_modules, reducer_of
+from memplan.distributed.refusals import require_group, require_reducer_options
 from memplan.errors import UnsupportedCall
 
 
@@ -14,9 +15,10 @@ class ParallelGuards:
     """The states of a model's sharded modules, and of its `DistributedDataParallel`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._reducer = reducer_of(model)
+        self._reducer: Any = reducer_of(model)
+        self._copies_buffers = self._reducer is not None and self._reducer.broadcast_buffers
         self._groups = [
-            (module, group)
+            (module, module._get_fsdp_state(), group)  # type: ignore[operator]
             for module in fsdp_modules(model)
             for group in module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
         ]
@@ -24,15 +26,24 @@ class ParallelGuards:
     def check(self) -> None:
         """Free whole parameters that an eager forward has left, which a step would not update.
 
-        Raises `UnsupportedCall` where gradients shall not be reduced, which a compiled step always does.
+        Raises:
+            UnsupportedCall: Gradients shall not be reduced, which a compiled step always does.
+            UnsupportedGraph: An option was set after compiling that a compiled step does not follow.
         """
-        for module, group in self._groups:
+        for module, state, group in self._groups:
             if group.is_unsharded:
                 _reshard(module)
             if not group.reduce_grads:
                 self._refuse("set_requires_gradient_sync(False)")
-        if self._reducer is not None and not self._reducer.require_backward_grad_sync:
+            require_group(module, state, group)
+        if self._reducer is None:
+            return
+        if not self._reducer.require_backward_grad_sync:
             self._refuse("no_sync()")
+        require_reducer_options(self._reducer)
+        if self._reducer.broadcast_buffers != self._copies_buffers:
+            what = "broadcast_buffers is not what it was when the step was compiled"
+            raise UnsupportedCall(what, hint="compile the step again", see="ranks-refused")
 
     def _refuse(self, what: str) -> None:
         hint = "call the step outside of it, and pass accumulate= to compile_step to add gradients of several batches"

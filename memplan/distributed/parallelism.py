@@ -14,7 +14,14 @@ import torch
 from torch import distributed, nn
 
 from memplan.distributed.local import is_distributed
-from memplan.distributed.refusals import require_group, require_known, require_parameter, require_reducer
+from memplan.distributed.ops import process_group
+from memplan.distributed.refusals import (
+    require_group,
+    require_known,
+    require_one_group,
+    require_parameter,
+    require_reducer,
+)
 
 _FIRST_BUCKET_BYTES = 1 << 20  # of torch's, which starts to reduce early
 
@@ -80,6 +87,20 @@ class Parallelism:
         found = {s.group for s in self.shards.values()} | ({self.replicas.group} if self.replicas else set())
         return next(iter(sorted(found)))
 
+    @property
+    def lines(self) -> list[str]:
+        """What is reduced in which way and group, a line each, which all ranks must have alike."""
+        groups = list(dict.fromkeys(s.group for s in self.shards.values()))
+        found = [
+            f"parameter {name}: group {groups.index(s.group)}, gathered as {s.gathered}, "
+            f"reduced as {s.reduced} by {s.how}, divided by {s.before} before and {s.after} after"
+            for name, s in self.shards.items()
+        ]
+        if self.replicas is not None:
+            found += [f"copied parameter {name}" for name in sorted(self.replicas.parameters)]
+            found.append(f"buckets of {self.replicas.bucket_bytes} bytes, {self.replicas.first_bucket_bytes} at first")
+        return found
+
 
 def parallelism_of(model: nn.Module) -> Parallelism | None:
     """Return how a model is divided among ranks; None for a plain one.
@@ -92,20 +113,33 @@ def parallelism_of(model: nn.Module) -> Parallelism | None:
     for module in fsdp_modules(model):
         module.reshard()  # type: ignore[operator]
     names = dict(_names(model))
-    shards = {name: shard for param in fsdp_parameters(model) for name, shard in _shards(param, names)}
+    sharded = fsdp_parameters(model)
+    shards = {name: shard for param in sharded for name, shard in _shards(param, names)}
     require_known(name for name, p in model.named_parameters() if is_distributed(p) and name not in shards)
     replicas = _replicas(model)
     if not shards and replicas is None:
         return None
-    sharded = fsdp_parameters(model)
+    if shards:
+        ranks = {one.name: distributed.get_process_group_ranks(process_group(one.group)) for one in shards.values()}
+        require_one_group(ranks)
     device = torch.device(sharded[0].device) if sharded else next(model.parameters()).device
     return Parallelism(shards=shards, replicas=replicas, device=device)
 
 
 def group_of_ranks(model: nn.Module) -> str | None:
-    """Return the name of the process group that trains a model together; None for a plain model."""
-    found = parallelism_of(model)
-    return None if found is None else found.group
+    """Return the name of a process group that trains a model together, unchecked; None for a plain model."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    reducer = reducer_of(model)
+    if reducer is not None:
+        return str(reducer.process_group.group_name)
+    for module in fsdp_modules(model):
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            found = getattr(getattr(group, "mesh_info", None), "shard_process_group", None)
+            if found is not None:
+                return str(found.group_name)
+    return None
 
 
 def fsdp_modules(model: nn.Module) -> list[nn.Module]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from memplan.errors import UnsupportedGraph
+
+_DDP = "DistributedDataParallel"
 
 
 def _refuse(where: str, what: str, hint: str) -> None:
@@ -59,18 +61,39 @@ def require_known(others: Iterable[str]) -> None:
 
 
 def require_reducer(model: nn.Module, reducer: Any) -> None:
-    """Raise `UnsupportedGraph` for options of a `DistributedDataParallel` that a compiled step does not follow."""
-    where = "DistributedDataParallel"
-    if reducer._comm_hooks:
-        _refuse(where, "has a communication hook, which changes what is reduced", "leave register_comm_hook out")
-    if reducer.mixed_precision is not None:
-        _refuse(where, "has a mixed_precision of its own", "run the model under torch.autocast")
-    if reducer._delay_all_reduce_params:
-        _refuse(where, "reduces some parameters later (delay_all_reduce_named_params)", "leave that out")
+    """Raise `UnsupportedGraph` for a `DistributedDataParallel` that a compiled step does not follow."""
+    require_reducer_options(reducer)
     if not reducer.require_backward_grad_sync:
-        _refuse(where, "is in no_sync()", "compile and call the step outside of it, with accumulate= for several")
+        _refuse(_DDP, "is in no_sync()", "compile and call the step outside of it, with accumulate= for several")
     nested = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel) and m is not reducer]
     if nested:
-        _refuse(where, "contains another one", "wrap the whole model once")
+        _refuse(_DDP, "contains another one", "wrap the whole model once")
     if any(hasattr(m, "unshard") for m in reducer.modules()):
-        _refuse(where, "contains modules that fully_shard divides", "use one of them alone")
+        _refuse(_DDP, "contains modules that fully_shard divides", "use one of them alone")
+
+
+def require_reducer_options(reducer: Any) -> None:
+    """Raise `UnsupportedGraph` for options of a `DistributedDataParallel` that it may be given at any time."""
+    if reducer._comm_hooks:
+        _refuse(_DDP, "has a communication hook, which changes what is reduced", "leave register_comm_hook out")
+    if getattr(reducer, "buffer_hook", None) is not None:
+        _refuse(_DDP, "has a communication hook for its buffers", "leave the hook out")
+    if reducer.mixed_precision is not None:
+        _refuse(_DDP, "has a mixed_precision of its own", "run the model under torch.autocast")
+    if reducer._delay_all_reduce_params:
+        _refuse(_DDP, "reduces some parameters later (delay_all_reduce_named_params)", "leave that out")
+    if reducer._join_config.enable:
+        what = "is in join(), where a rank without batches takes part in the reductions of the others"
+        _refuse(_DDP, what, "give all ranks the same number of batches")
+
+
+def require_one_group(groups: Mapping[str, Sequence[int]]) -> None:
+    """Raise `UnsupportedGraph` unless all of a model is divided among the same ranks.
+
+    `groups`: the ranks of each process group, by the name of a parameter that is divided among them.
+    """
+    (_, first), *others = groups.items()
+    for name, ranks in others:
+        if list(ranks) != list(first):
+            what = f"is divided among the ranks {list(ranks)}, and others among {list(first)}"
+            _refuse(name, what, "pass the same mesh to each fully_shard")

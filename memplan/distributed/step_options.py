@@ -22,6 +22,10 @@ def require_options(options: Any, *, replicated: bool) -> None:
     if options.on_mismatch in _EAGERLY:
         what = "a step by torch alone runs other collectives than a compiled one, for which other ranks would wait"
         _refuse(what, f"on_mismatch={options.on_mismatch!r}", 'leave on_mismatch out, or pass "error"')
+    if options.allow_unsynchronized:
+        what = "the model is trained by all ranks together, and a compiled step does that too"
+        hint = "leave it out, or pass the module that DistributedDataParallel wraps"
+        _refuse(what, "allow_unsynchronized=True", hint)
     if options.measures:
         what = "each rank would measure other costs, and make another plan"
         hint = "measure on one rank, save step.measurement.costs, and pass costs='costs.json' on all"

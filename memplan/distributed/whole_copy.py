@@ -5,8 +5,9 @@ The copy is for tracing. Its parameters are on the meta device where they are di
 
 from __future__ import annotations
 
-import copy
+import types
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,23 +45,53 @@ class _Inner(nn.Module):
 
 def whole_copy(model: nn.Module, parallelism: Parallelism) -> nn.Module:
     """Return the copy of a model. Names of parameters, buffers and modules are those of the model."""
-    memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    made: dict[int, Any] = {}  # by the identity of what it stands for
     for param in fsdp_parameters(model):
         whole = torch.empty(param._orig_size, dtype=gathered_dtype(param), device="meta")
-        memo[id(param.sharded_param)] = nn.Parameter(whole, requires_grad=param.sharded_param.requires_grad)
+        made[id(param.sharded_param)] = nn.Parameter(whole, requires_grad=param.sharded_param.requires_grad)
+    sharded = {id(m) for m in fsdp_modules(model)}
     reducer = reducer_of(model)
-    if reducer is not None:
-        inner = _Inner(copy.deepcopy(reducer.module, memo))
-        inner.training = reducer.training
-        memo[id(reducer)] = inner
-    sharded = fsdp_modules(model)
-    for module in sharded:
-        memo[id(module)] = object.__new__(_plain_class(module))
-    for module in sharded:
-        made = memo[id(module)]
-        made.__dict__.update(copy.deepcopy(_without_hooks(module), memo))
-        _cast(made, module._get_fsdp_state()._mp_policy)  # type: ignore[operator]
-    return copy.deepcopy(model, memo)
+    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    for module in modules:
+        kind = _plain_class(module) if id(module) in sharded else type(module)
+        made[id(module)] = object.__new__(_Inner if module is reducer else kind)
+    for module in modules:
+        if module is reducer:
+            made[id(module)].__init__(made[id(module.module)])
+            made[id(module)].training = module.training
+            continue
+        held = _without_hooks(module) if id(module) in sharded else vars(module)
+        made[id(module)].__dict__.update({key: _standing_in(x, made) for key, x in held.items()})
+        if id(module) in sharded:
+            _cast(made[id(module)], module._get_fsdp_state()._mp_policy)  # type: ignore[operator]
+    found: nn.Module = made[id(model)]
+    return found
+
+
+def _standing_in(value: Any, made: Mapping[int, Any]) -> Any:
+    """Return a value with modules and parameters replaced by what was made for them; all else is the same object.
+
+    It looks into plain lists, tuples and dicts, and binds methods of modules to their copies.
+    """
+    if id(value) in made:
+        return made[id(value)]
+    if isinstance(value, types.MethodType):
+        if _is_of_fsdp(value.__func__):
+            return _standing_in(value.__func__.__wrapped__, made)  # type: ignore[attr-defined]
+        return types.MethodType(value.__func__, made[id(value.__self__)]) if id(value.__self__) in made else value
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _standing_in(x, made)) for key, x in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_standing_in(x, made) for x in value)
+    return value
+
+
+def _is_of_fsdp(function: Any) -> bool:
+    """Return whether a function is what register_fsdp_forward_method has put in the place of a method."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    code = getattr(function, "__code__", None)
+    return code is not None and code in register_fsdp_forward_method.__code__.co_consts
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:

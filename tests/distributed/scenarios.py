@@ -209,7 +209,6 @@ def ranks_that_differ() -> dict[str, Any]:
     found["rows under a budget"] = raised(lambda: compiled(rows=rows, arena_budget=1.0))
     found["model"] = raised(lambda: compiled(model=lambda: nn.Linear(10, 18 if odd else 16)))
     found["plan on one rank"] = raised(lambda: compiled(plan=plan if odd else None))
-    found["option"] = raised(lambda: compiled(policy="recompute" if odd else "auto"))
     version = PLANNING.__version__
     PLANNING.__version__ = "0.0" if odd else version
     found["version"] = raised(compiled)

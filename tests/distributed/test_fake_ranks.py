@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -28,6 +29,12 @@ class _GptLoss(SmallGpt):
         return energy(super().forward(x))
 
 
+@cache
+def _whole(ranks: int | None) -> memplan.Plan:
+    """The plan without a budget."""
+    return _planned(ranks)
+
+
 def _planned(ranks: int | None, **options: Any) -> memplan.Plan:
     with torch.device("meta"):
         model = _GptLoss(blocks=1)
@@ -47,7 +54,7 @@ def ranks() -> Iterator[None]:
 
 
 def test_a_plan_of_many_ranks_is_that_of_two_with_smaller_parts() -> None:
-    alone, two, many = _planned(None), _planned(2), _planned(16)
+    alone, two, many = _whole(None), _whole(2), _whole(16)
     assert _shape_of(two.graph) == _shape_of(many.graph)
     assert not alone.collectives
     kinds = [c.kind for c in many.collectives]
@@ -62,8 +69,8 @@ def test_a_plan_of_many_ranks_is_that_of_two_with_smaller_parts() -> None:
 
 
 def test_a_budget_gathers_again_and_repeats_nothing_else() -> None:
-    whole = _planned(64)  # whose vectors of 32 elements have parts of one or none
-    plan = _planned(64, arena_budget="min", policy="recompute", costs="h100/nvlink")
+    whole = _whole(16)
+    plan = _planned(16, arena_budget="min", policy="recompute", costs="h100/nvlink")
     again = [c for c in plan.collectives if c.again]
     assert again
     assert {c.kind for c in again} == {"gather_parameter"}
@@ -74,7 +81,7 @@ def test_a_budget_gathers_again_and_repeats_nothing_else() -> None:
 
 
 def test_collectives_of_a_group_keep_their_order() -> None:
-    plan = _planned(2)
+    plan = _whole(2)
     order = list(plan.schedule.order)
     reductions = [c.step for c in plan.collectives if c.kind == "reduce_scatter"]
     one, two = reductions[:2]
@@ -102,7 +109,7 @@ def _comes_before(graph: Graph, first: int, last: int) -> bool:
 
 
 def test_a_link_between_ranks_is_a_part_of_the_costs() -> None:
-    plan = _planned(64)
+    plan = _whole(16)
     slow, fast = cost_model("a100/100gb"), cost_model("A100/NVLink")
     assert fast.between_ranks == LINKS["nvlink"]
     assert replace(fast, name="a100", between_ranks=DEVICES["a100"].between_ranks) == DEVICES["a100"]

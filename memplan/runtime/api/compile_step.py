@@ -162,5 +162,6 @@ def compile_step(
             require_no_reducer(model)
         builder = StepBuilder(loss, optimizer, options)
         main = builder.build(batch, kwargs, given)
-        ranks.compare(builder.agreed_lines((batch, kwargs), main, given))
+        name = ranks.compare(builder.agreed_lines((batch, kwargs), main, given))
+        builder.begin(name, main)
         return CompiledStep(builder, main, eager=partial(eager_step, clip_grad_norm=clip_grad_norm))

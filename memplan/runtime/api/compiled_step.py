@@ -116,6 +116,10 @@ class CompiledStep(MeasuredStep):
             loss = step(inputs, targets)
             ```
         """
+        with self._builder.ranks:
+            return self._call(batch, kwargs)
+
+    def _call(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         transforms.refuse((batch, kwargs), self._module_guards.model)
         update = self.pending + 1 >= self.accumulate
         try:
@@ -164,6 +168,7 @@ class CompiledStep(MeasuredStep):
         runner = program.runner
         current = runner.checked(leaves)
         guards.synchronize(program.counted)
+        self._builder.agree(plan, program)
         return _Ready(runner, run, leaves, current, alone)
 
     @property

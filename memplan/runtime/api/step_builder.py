@@ -17,7 +17,8 @@ from memplan.core.totals import functional_transient
 from memplan.core.units import format_bytes
 from memplan.distributed.parallelism import parallelism_of
 from memplan.distributed.step_options import batch_lines, option_lines, require_options
-from memplan.errors import InputMismatch, RanksDiffer, UnsupportedCall, UnsupportedGraph
+from memplan.distributed.step_ranks import StepRanks
+from memplan.errors import InputMismatch, UnsupportedCall, UnsupportedGraph
 from memplan.evict.feedback import RecordingPolicy
 from memplan.runtime.api.builder import require_real
 from memplan.runtime.api.step_plans import Assembled, StepPlan, UpdateProgram, recorded_run
@@ -72,7 +73,7 @@ class StepBuilder:
         self._recorder: Any = None
         self.guards: StepGuards
         self.parallelism = parallelism_of(loss)
-        self._agreed: frozenset[tuple[str, ...]] = frozenset()  # the collectives of the first plan's programs
+        self.ranks = StepRanks(None if self.parallelism is None else self.parallelism.group)
         if self.parallelism is not None:
             require_options(options, replicated=self.parallelism.replicas is not None)
 
@@ -82,6 +83,7 @@ class StepBuilder:
         found = [f"{key} {version}" for key, version in sorted(programs[0].versions.items())]
         found += [*option_lines(self.options), f"plan {'new' if given is None else 'given'}"]
         found += batch_lines(batch) if self.options.has_budget else []
+        found += [] if self.parallelism is None else self.parallelism.lines
         return found + [f"program {i}: {line}" for i, plan in enumerate(programs) for line in _collectives(plan)]
 
     def build(self, batch: tuple[Any, ...], kwargs: dict[str, Any], given: Plan | None = None) -> StepPlan:
@@ -118,22 +120,19 @@ class StepBuilder:
         else:
             plan.recorded.append((run, update))
             plan.current = plan.recorded[0]
-        self._require_agreed(made.programs)
         self.plans.append(plan)
         self.guides += made.guides
         return plan
 
-    def _require_agreed(self, programs: Sequence[Assembled]) -> None:
-        """Raise `RanksDiffer` if a program that other ranks do not know of would run other collectives than theirs."""
-        found = frozenset(_collectives(one.runner.plan) for one in programs)
-        if not self._agreed:
-            self._agreed = found
-        elif self.parallelism is not None and not found <= self._agreed:
-            what = "a plan for this call would run other collectives than those on which the ranks agreed"
-            hint = (
-                "call the step with batches of the shapes that it was compiled for, or compile another step for these"
-            )
-            raise RanksDiffer(what, where="the step", hint=hint)
+    def begin(self, agreement: str, plan: StepPlan) -> None:
+        """Store that all ranks run the programs of a plan, by an agreement of that name."""
+        self.ranks.begin(agreement, [_collectives(one.runner.plan) for one in plan.programs])
+
+    def agree(self, plan: StepPlan, one: Assembled) -> None:
+        """Let the ranks agree on a program of a plan, unless the last call was of the same collectives."""
+        known = [_collectives(p.runner.plan) for p in plan.programs]
+        found = _collectives(one.runner.plan)
+        self.ranks.agree(found, known if found in known else [*known, found])
 
     def update(self, plan: StepPlan, run: UpdateRun | None) -> UpdateProgram:
         """Return a new program of a plan, for another update; None stands for one that keeps the gradients."""
@@ -144,7 +143,6 @@ class StepBuilder:
             return UpdateProgram(program=plan.adding, alone=True)
         step = self._step(plan.loss, kinds[0], run)
         made = self._assemble([(step.retrace(), step)], None)
-        self._require_agreed(made.programs)
         self.guides += made.guides
         return UpdateProgram(program=made.programs[0], alone=run is None)
 

@@ -131,7 +131,7 @@ class Runner:
 
     @cached_property
     def _anchors(self) -> tuple[torch.Tensor, ...]:
-        """What makes results require a gradient where the step computes none; a whole step never asks for it."""
+        """A tensor by which results require a gradient where the step computes none; a whole step never asks for it."""
         return (torch.zeros((), requires_grad=True),) if self._anchored else ()
 
     @cached_property

@@ -42,16 +42,25 @@ def average_gradients(graph: fx.Graph, replicas: Replicas) -> None:
 
 
 def broadcast_buffers(graph: fx.Graph, replicas: Replicas) -> None:
-    """Let the forward read the first rank's buffers where it changes them; the others are equal on all ranks."""
-    _, _, descs = returned_by(graph)
+    """Let the forward read the first rank's buffers, and copy them to this rank's, whether the model reads them or not.
+
+    Torch copies them before each forward: a rank that has written to one of its own has the first rank's after it.
+    """
+    output, results, descs = returned_by(graph)
     changed = {desc.mutated_input for desc in descs if isinstance(desc, InputMutationAOTOutput)}
     first = next(n for n in graph.nodes if n.op != "placeholder")
     for node in list(graph.find_nodes(op="placeholder")):
         desc = node.meta["desc"]
-        if isinstance(desc, BufferAOTInput) and desc in changed and desc.target in replicas.buffers:
+        if isinstance(desc, BufferAOTInput) and desc.target in replicas.buffers:
             rw = Rewriter(graph, fake_mode_of(graph), node, before=first)
             rw.label, rw.phase = f"broadcast_{desc.target.replace('.', '_')}", "is_forward"
-            redirect(graph, node, rw.call(_ops.broadcast.default, node, 0, replicas.group))
+            given = rw.call(_ops.broadcast.default, node, 0, replicas.group)
+            redirect(graph, node, given)
+            if desc not in changed:
+                results.append(given)
+                descs.append(InputMutationAOTOutput(desc))
+    output.args = (tuple(results),)
+    output.meta["desc"] = descs
 
 
 def _is_replicated(desc: object, replicas: Replicas) -> bool:

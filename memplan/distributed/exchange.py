@@ -1,0 +1,156 @@
+"""Lets the ranks of a group find each other in the store, each with what it has made, without a collective.
+
+Each rank offers what it has, under a name of that one attempt, and says which offers of the others it has seen. Only
+when all have seen the same offers does the exchange take place, by one atomic write, so that what a rank has left
+behind of an attempt that others did not take part in is never taken for an answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import distributed
+
+from memplan.distributed.ended import require_going_on, store_of, timeout_of
+from memplan.errors import RanksDiffer
+
+_POLLS = 0.005, 0.25  # seconds between two looks, at first and at most
+_AGREED, _WITHDRAWN = "agreed", "withdrawn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a rank has made: the digest of its lines; or why it made nothing; or nothing any more (`withdrawn`)."""
+
+    nonce: str
+    digest: str = ""
+    failure: str = ""
+    withdrawn: bool = False
+
+
+class Exchange:
+    """One exchange among the ranks of a process group, from this rank's view."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.ranks: Sequence[int] = distributed.get_process_group_ranks(group)
+        self.rank = distributed.get_rank()
+        self.store: Any = store_of(group)
+        self.nonce = secrets.token_hex(8)
+
+    def fail(self, why: str) -> None:
+        """Let the others know that this rank has made nothing."""
+        self._put(Offer(nonce=self.nonce, failure=why))
+
+    def run(self, lines: Sequence[str]) -> str:
+        """Return the name of the exchange, on all ranks the same, once all are known to have the same lines.
+
+        Raises:
+            RanksDiffer: Another rank has other lines, has failed, or did not come within the timeout of the group.
+            CollectiveFailed: The ranks have ended training together.
+        """
+        text = json.dumps(list(lines))
+        self.store.set(self._lines_key(self.nonce), text)
+        self._put(Offer(nonce=self.nonce, digest=hashlib.sha256(text.encode()).hexdigest()))
+        name, offers = self._meet()
+        first = self.ranks[0]
+        other = next((r for r in self.ranks if offers[r].digest != offers[first].digest), None)
+        if other is None:
+            with contextlib.suppress(RuntimeError):  # some stores cannot delete
+                self.store.delete_key(self._lines_key(self.nonce))
+            return name
+        raise RanksDiffer(
+            _difference(first, self._lines(offers[first]), other, self._lines(offers[other])),
+            where=f"rank {self.rank}",
+            hint="give all ranks the same model, options and versions, and batches of the same shapes",
+        )
+
+    def _meet(self) -> tuple[str, dict[int, Offer]]:
+        """Return the name of the exchange in which all ranks have seen the same offers, and these offers."""
+        patience = timeout_of(self.group)
+        begun, pause = time.monotonic(), _POLLS[0]
+        name, seen = "", dict[int, Offer]()
+        while True:
+            offers = self._offers()
+            if name and self._verdict(name) == _AGREED:
+                return name, seen
+            self._require_none_failed(offers)
+            if all(r in offers and not offers[r].withdrawn for r in self.ranks):
+                found = hashlib.sha256("".join(offers[r].nonce for r in self.ranks).encode()).hexdigest()[:16]
+                if found != name:
+                    name, seen = found, offers
+                    self.store.set(self._key("seen", self.rank), name)
+                if not self._absent(name) and self._decide(name, _AGREED) == _AGREED:
+                    return name, seen
+            require_going_on(self.group)
+            if time.monotonic() - begun > patience:
+                if name and self._decide(name, _WITHDRAWN) == _AGREED:
+                    return name, seen
+                self._put(Offer(nonce=self.nonce, withdrawn=True))
+                missing = self._absent(name) if name else [r for r in self.ranks if r not in offers]
+                missing = missing or [r for r in self.ranks if r in offers and offers[r].withdrawn]
+                what = f"ranks {missing} did not compile within {patience:.0f} s"
+                raise RanksDiffer(what, where=f"rank {self.rank}", hint="see whether they run, and what they log")
+            time.sleep(pause)
+            pause = min(1.2 * pause, _POLLS[1])
+
+    def _require_none_failed(self, offers: dict[int, Offer]) -> None:
+        """Raise `RanksDiffer` for a failure of another rank that this rank has not raised for before."""
+        key = self._key("raised", self.rank)
+        before = json.loads(self.store.get(key)) if self.store.check([key]) else {}
+        failed = {str(r): o.nonce for r, o in offers.items() if o.failure}
+        new = next((r for r, nonce in failed.items() if before.get(r) != nonce), None)
+        if new is None:
+            return
+        self.store.set(key, json.dumps(failed))
+        self._put(Offer(nonce=self.nonce, withdrawn=True))
+        what = f"rank {new} could not compile: {offers[int(new)].failure}"
+        raise RanksDiffer(what, where=f"rank {self.rank}", hint="see the logs of that rank")
+
+    def _offers(self) -> dict[int, Offer]:
+        """Return the offer that each rank has now; without those that never made one."""
+        keys = {r: self._key("offer", r) for r in self.ranks}
+        return {r: Offer(**json.loads(self.store.get(key))) for r, key in keys.items() if self.store.check([key])}
+
+    def _absent(self, name: str) -> list[int]:
+        """Return the ranks that have not seen what the exchange of this name is of."""
+        keys = {r: self._key("seen", r) for r in self.ranks}
+        return [r for r, key in keys.items() if not self.store.check([key]) or self.store.get(key).decode() != name]
+
+    def _verdict(self, name: str) -> str:
+        key = f"memplan/verdict/{name}"
+        return str(self.store.get(key).decode()) if self.store.check([key]) else ""
+
+    def _decide(self, name: str, verdict: str) -> str:
+        """Return the verdict of an exchange: this one if there was none."""
+        return str(self.store.compare_set(f"memplan/verdict/{name}", "", verdict).decode())
+
+    def _put(self, offer: Offer) -> None:
+        made = {"nonce": offer.nonce, "digest": offer.digest, "failure": offer.failure, "withdrawn": offer.withdrawn}
+        self.store.set(self._key("offer", self.rank), json.dumps(made))
+
+    def _lines(self, offer: Offer) -> list[str]:
+        found: list[str] = json.loads(self.store.get(self._lines_key(offer.nonce)))
+        return found
+
+    def _key(self, kind: str, rank: int) -> str:
+        return f"memplan/{'-'.join(map(str, self.ranks))}/{kind} of {rank}"
+
+    def _lines_key(self, nonce: str) -> str:
+        return f"memplan/lines/{nonce}"
+
+
+def _difference(one: int, ones: Sequence[str], two: int, twos: Sequence[str]) -> str:
+    """Return the first line in which two ranks differ, in words."""
+    for a, b in zip(ones, twos, strict=False):
+        if a != b:
+            return f"the ranks differ: rank {one} has {a!r}, rank {two} has {b!r}"
+    more, fewer, longer = (one, two, ones) if len(ones) > len(twos) else (two, one, twos)
+    return f"the ranks differ: only rank {more} has {longer[min(len(ones), len(twos))]!r}, and rank {fewer} ends before"
