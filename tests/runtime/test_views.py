@@ -107,7 +107,7 @@ def test_incoming_gradients_share_no_bytes() -> None:
 
 def test_views_of_an_input_that_is_laid_out_otherwise_are_eagers() -> None:
     """They have eager's strides and share the input's bytes; such a call gets a program of its own."""
-    model = Weighted(lambda x, w: (*x.split(2), *x.unbind(0), x, (x * w).sum()))
+    model = Weighted(lambda x, w: (*torch.split(x, 2), *x.unbind(0), x, (x * w).sum()))
     compiled = memplan.compile(model, torch.randn(4, 6))
     for x in (torch.randn(1, 6).expand(4, 6), torch.randn(6, 4).t(), torch.randn(4, 6)):
         ours, theirs = compiled(x), model(x)
