@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.errors import InputMismatch, UnsupportedCall
+from memplan.errors import InputMismatch, StaleActivationsError, UnsupportedCall
 from memplan.runtime import CompiledModule, compile, compile_step
+from memplan.runtime.api.builder import Builder
 
 
 class Normed(nn.Module):
@@ -286,3 +287,36 @@ def test_a_recipe_of_an_older_version_is_compiled() -> None:
     older = {key: value for key, value in settings.items() if key != "copied_in"}
     twin = make(kind, model, example, older, [True] * len(list(model.modules())))
     assert torch.equal(twin(_x()), copy.deepcopy(model)(_x()))
+
+
+@pytest.mark.parametrize("as_copy", [False, True])
+def test_a_second_thread_is_refused_while_a_module_is_compiled_again(
+    as_copy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = compile(_net(), _x())
+    if as_copy:
+        compiled = copy.deepcopy(compiled)
+    inside, over = threading.Event(), threading.Event()
+    build = Builder.build
+
+    def slow(self: Builder, *args: Any, **kwargs: Any) -> Any:
+        inside.set()
+        assert over.wait(60)
+        return build(self, *args, **kwargs)
+
+    monkeypatch.setattr(Builder, "build", slow)
+    first = threading.Thread(target=lambda: compiled(_x()[:4]).sum().backward())
+    first.start()
+    try:
+        assert inside.wait(60)
+        with pytest.raises(StaleActivationsError, match="another thread"):
+            compiled(_x())
+        if as_copy:
+            with pytest.raises(StaleActivationsError, match="another thread"):
+                compiled.plan  # noqa: B018
+    finally:
+        over.set()
+        first.join()
+    assert all(p.grad is not None for p in compiled.parameters())
+    compiled.zero_grad()
+    assert len(_gradients(compiled, _x())) == len(list(compiled.parameters()))

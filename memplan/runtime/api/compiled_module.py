@@ -37,7 +37,7 @@ from memplan.runtime.execute.arena_gradients import ArenaGradients, GradientsInU
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.memory.arena import Arena
-from memplan.runtime.memory.arena_ownership import ArenaInUse
+from memplan.runtime.memory.arena_ownership import ArenaInUse, OneThread
 from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, offload_for, run_within
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import MeasuredStep, ProfileGuide
@@ -103,7 +103,9 @@ class CompiledModule(SharedModule, MeasuredStep):
         super().__init__(model)
         # without nn.Module.__setattr__: the model may have a submodule of any name
         self.__dict__.update(hooks=Hooks(), passive=None, _options=options, _train=train, _pending=None, _again=None)
-        self.__dict__.update(_unplanned=UnplannedCalls(model), _warned=set(), _copied=None, _copy_refused=None)
+        self.__dict__.update(
+            _unplanned=UnplannedCalls(model), _warned=set(), _copied=None, _copy_refused=None, _calling=OneThread()
+        )
         self.__dict__.update(_rebuilt=0, _sizes_refused=False, _several=None)
         if copied_in is None:
             self.__dict__["_measurements"] = ()
@@ -139,12 +141,14 @@ class CompiledModule(SharedModule, MeasuredStep):
     def __getattr__(self, name: str) -> Any:
         if name in ("_compilation", "_measurements") and self._copied is not None:  # it was not used so far
             try:
-                self._use(self._copied.as_copied())
-            except BudgetInfeasible:
+                with self._calling:
+                    if name not in self.__dict__:
+                        self._use(self._copied.as_copied())
+                        self.__dict__["_again"] = None
+            except (BudgetInfeasible, StaleActivationsError):
                 raise
             except MemplanError as refused:
                 raise no_example(self._original, refused) from refused
-            self.__dict__["_again"] = None
             return self.__dict__[name]
         return super().__getattr__(name)
 
@@ -201,10 +205,15 @@ class CompiledModule(SharedModule, MeasuredStep):
             if self._options.on_mismatch == "eager":
                 return self._original(*args, **kwargs)
             raise refused
+        with self._calling:
+            return self._call_in_this_thread(args, kwargs)
+
+    def _call_in_this_thread(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step; programs are made, and made again, in here alone."""
         if self._again is not None:
             if self._again is self._copied:
-                if (refused := self._compile_copy(args, kwargs)) is not None:
-                    return self._run_uncompiled(refused, args, kwargs)
+                if (why := self._compile_copy(args, kwargs)) is not None:
+                    return self._run_uncompiled(why, args, kwargs)
             else:
                 self._compile_again()
         if self._pending is None:
@@ -371,7 +380,7 @@ class CompiledModule(SharedModule, MeasuredStep):
         for candidate in (copied, copied.changed(args, kwargs)):
             try:
                 made = candidate.run() if before is None else candidate.as_copied(before)
-            except BudgetInfeasible:
+            except (BudgetInfeasible, StaleActivationsError):
                 raise
             except MemplanError as error:
                 refused = error
