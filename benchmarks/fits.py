@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -25,6 +26,7 @@ from benchmarks.peak_measure import live_bytes, peak_growth
 from benchmarks.results import Row, Table, collect
 from benchmarks.zoo import ZOO
 
+_ROOT = Path(__file__).parent.parent
 _STEPS = 2  # before the one that is measured
 
 
@@ -58,6 +60,21 @@ def measured(model: str, size: str, contender: str) -> Row:
     return {"predicted": predicted, "measured": standing + peak_growth(step)}
 
 
+def measured_apart(model: str, size: str, contender: str) -> dict[str, int]:
+    """Return what `measured` returns in a process of its own, in which nothing else is alive.
+
+    Args:
+        model: A name in the zoo.
+        size: "nano" or "medium".
+        contender: "memplan" or "eager".
+    """
+    command = [sys.executable, "-m", "benchmarks.fits", "--one", model, "--size", size, "--contender", contender]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env, cwd=_ROOT)
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def row_of(model: str, size: str) -> Row:
     """Return the figures of one model, each contender measured in a process of its own.
 
@@ -67,10 +84,7 @@ def row_of(model: str, size: str) -> Row:
     """
     row: dict[str, str | int | float | bool | None] = {"model": model}
     for contender in ("memplan", "eager"):
-        command = [sys.executable, "-m", "benchmarks.fits", "--one", model, "--size", size, "--contender", contender]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = measured_apart(model, size, contender)
         row[f"{contender}_predicted"] = round(found["predicted"] / 2**20, 3)
         row[f"{contender}_measured"] = round(found["measured"] / 2**20, 3)
         row[f"{contender}_ratio"] = round(found["predicted"] / found["measured"], 4)

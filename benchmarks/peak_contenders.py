@@ -93,6 +93,34 @@ class Contender:
         return Step(run=train if mode == "training" else infer, clear=clear, plan=plan, how=how)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeStep:
+    """A whole training step with fused AdamW: forward, backward and update, by eager or by one program of memplan."""
+
+    planned: bool
+    modes: tuple[Mode, ...] = ("training",)
+
+    def step(self, model: nn.Module, inputs: tuple[Any, ...], mode: Mode) -> Step:
+        """Return the step of `model`, which is in training mode, ready to run."""
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+        def clear() -> None:
+            optimizer.zero_grad(set_to_none=True)
+
+        if self.planned:
+            compiled = memplan.compile_step(model, optimizer, lambda loss: loss, inputs)
+            return Step(run=lambda: compiled(*inputs), clear=clear, plan=compiled.plan)
+
+        def train() -> object:
+            clear()
+            loss = model(*inputs)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return Step(run=train, clear=clear)
+
+
 def limit_of(plan: Plan) -> int | None:
     """Return the bytes that a plan's total may have; None without such a limit."""
     return None if plan.eviction is None else plan.eviction.budget
@@ -104,7 +132,7 @@ def _budgeted(budget: str, policy: str) -> Contender:
 
 
 _BOTH: tuple[Mode, ...] = ("training", "inference")
-CONTENDERS: Mapping[str, Contender] = MappingProxyType(
+CONTENDERS: Mapping[str, Contender | WholeStep] = MappingProxyType(
     {
         "eager": Contender(compile=eager, modes=_BOTH),
         "eager+checkpoint": Contender(compile=eager, checkpointed=True),
@@ -118,6 +146,8 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
         "memplan-safe": Contender(compile=partial(planned, gradients="safe")),
         "memplan-arena": Contender(compile=partial(planned, gradients="arena")),
         "memplan+checkpoint": Contender(compile=planned, checkpointed=True),
+        "eager-step": WholeStep(planned=False),
+        "memplan-step": WholeStep(planned=True),
         **{f"memplan-{budget}-{policy}": _budgeted(budget, policy) for policy in POLICIES for budget in BUDGETS},
     }
 )

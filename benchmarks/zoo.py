@@ -225,6 +225,12 @@ def llama(size: Size = "nano", seed: int = 0) -> Example:
     return _llama(seed, **d)
 
 
+def llama_of(dimensions: Mapping[str, int], *, batch: int, length: int, seed: int = 0) -> Example:
+    """Llama of any dimensions (layers, width, mlp, heads, kv, vocab), on the meta device: for planning only."""
+    with torch.device("meta"):
+        return _llama(seed, **dimensions, batch=batch, length=length)
+
+
 def llama_7b(seed: int = 0) -> Example:
     """Llama-2 7B (6.7 billion parameters), batch 1, 2048 tokens, on the meta device: for planning only."""
     with torch.device("meta"):

@@ -91,7 +91,8 @@ class Fits:
         optimizer: The name of the optimizer, "none" without one.
         dtypes: The types of the parameters.
         train: Forward, backward and update, or the forward alone.
-        largest_batch: The largest batch that fits, slack kept; 0 if not even one sample fits, None if unknown.
+        largest_batch: The largest batch that fits, slack kept; 0 if not even one sample fits (or the
+            fewest that the model takes), None if unknown.
         seconds: The predicted seconds of forward and backward; None without the costs of the device.
         remedies: What was tried where the step does not fit.
         plan: The plan of the step without a budget.

@@ -160,7 +160,9 @@ class CompileOptions(RunOptions):
         require_choice("prefer", self.prefer, PREFER)
         if self.prefer != "time" and self.kernels != "auto":
             hint = 'pass kernels="auto", or leave out prefer='
-            raise UnsupportedCall("there is no choice of kernels", where=f"prefer={self.prefer!r}", hint=hint)
+            raise UnsupportedCall(
+                "there is no choice of kernels", where=f"prefer={self.prefer!r}", hint=hint, see="inductor-options"
+            )
         if self.measures and self.has_budget:
             require_measurable(cuda_graph=self.cuda_graph, varies=self.dynamic_shapes is not None)
         RunOptions.__post_init__(self)

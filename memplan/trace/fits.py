@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,6 @@ from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import trace
 
 Make = Callable[[int], tuple[Any, ...]]
-_HIGHEST = 1 << 20
 
 
 def fits(
@@ -87,7 +86,7 @@ def fits(
     capacity = capacity_of(device, allowance=allowance, slack=slack)
     if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
         raise InvalidSize(f"{batch!r} is no number of samples", where="batch", hint="give a number of 1 or more")
-    kind = floating_type(dtype) if isinstance(dtype, str) else dtype
+    kind = None if dtype is None else floating_type(dtype)
     example = _Example(model, (example_inputs, example_kwargs), kind)
     options = replace(DEFAULTS, costs=costs or capacity.costs or "a100")
     asked = _Asked(example, optimizer, capacity, options, train, on_progress or (lambda stage: None))
@@ -112,7 +111,7 @@ class _Example:
         """Return the model, its positional arguments and its keywords for a batch (None: the example's own)."""
         model, (inputs, kwargs) = self.model, self.example
         if self.is_function:
-            returned = self.model(1 if batch is None else batch)
+            returned = self._called(1 if batch is None else batch)
             if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
                 what = f"returned an object of type {type(returned).__name__}"
                 raise InvalidModel(what, where=f"make({batch})", hint="return (model, example_inputs)")
@@ -123,6 +122,16 @@ class _Example:
         if self.dtype is not None or (batch is not None and not self.is_function):
             args, keywords = meta_inputs((args, keywords), batch=None if self.is_function else batch, dtype=self.dtype)
         return model, args, keywords
+
+    def _called(self, batch: int) -> Any:
+        """Return what the function makes for a batch. Raises `InvalidModel` if it raises something."""
+        try:
+            return self.model(batch)
+        except MemplanError:
+            raise
+        except Exception as error:
+            what = f"raised {type(error).__name__}: {error}".splitlines()[0]
+            raise InvalidModel(what, where=f"make({batch})", hint="return (model, example_inputs)") from error
 
     @property
     def can_change_batch(self) -> bool:
@@ -180,7 +189,7 @@ class _Asked:
         if self._update is None:
             trains = bool(model.training) if self.train is None else self.train
             name, foreach = self.optimizer if trains else NONE, not self.capacity.is_host
-            self._update = update_bytes(name, model.parameters(), foreach=foreach)
+            self._update = update_bytes(name, _updated(traced, model), foreach=foreach)
         return replace(traced, device=_stand_in(self.capacity)), model, shown
 
     def _planned(self, traced: TracedGraph, options: PlanOptions) -> Plan:
@@ -213,7 +222,7 @@ class _Asked:
         """Return what was tried to make the step fit."""
         found = []
         if need.kept + need.temporaries > need.during and not self.capacity.is_host:
-            found.append(self._one_by_one(model, need))
+            found.append(self._one_by_one(_updated(traced, model), need))
         least = need.fixed + need.gradients + need.kept + need.temporaries
         if least > self.capacity.usable:
             update = f", the state of {made.optimizer} and what its step() allocates" if need.state else ""
@@ -225,9 +234,9 @@ class _Asked:
             found.append(self._narrow(batch))
         return found
 
-    def _one_by_one(self, model: nn.Module, need: Need) -> Remedy:
+    def _one_by_one(self, parameters: list[nn.Parameter], need: Need) -> Remedy:
         """Return what the step needs where the optimizer updates one parameter after the other."""
-        alone = update_bytes(self.optimizer, model.parameters(), foreach=False)
+        alone = update_bytes(self.optimizer, parameters, foreach=False)
         less = replace(need, temporaries=alone.temporaries)
         return Remedy(
             how="foreach=False",
@@ -237,7 +246,11 @@ class _Asked:
         )
 
     def _within(self, traced: TracedGraph, need: Need) -> Remedy:
-        """Return the cheapest plan within the device, or the smallest that was found."""
+        """Return the cheapest plan within the device, or the smallest that was found.
+
+        On the host nothing is offloaded: that is the same memory.
+        """
+        is_host = self.capacity.is_host
         usable, allowance = self.capacity.usable, self.capacity.allowance
         beside_update = need.fixed + need.kept + need.temporaries
         options = replace(
@@ -245,6 +258,7 @@ class _Asked:
             budget=usable,
             reserve=need.state,
             arena_budget=usable - beside_update,
+            policy="recompute" if is_host else self.options.policy,
         )
         try:
             plan = self._planned(traced, options)
@@ -252,13 +266,14 @@ class _Asked:
             text = f"no plan was found within {format_bytes(usable)}: {error.summary}"
             return Remedy(how="budget", total=error.smallest + allowance, fits=False, text=text)
         kept = self._need(plan)
-        budget = f"budget={usable}, reserve={need.state}"
+        budget = f"budget={usable}, reserve={need.state}" + (', policy="recompute"' if is_host else "")
+        how = "computed again" if is_host else "computed again or offloaded"
         return Remedy(
             how="budget",
             total=kept.total + allowance,
             fits=kept.total <= usable,
             overhead=plan.eviction.overhead if plan.eviction is not None else None,
-            text=f"memplan.compile(model, inputs, {budget}): part of the step is computed again or offloaded",
+            text=f"memplan.compile(model, inputs, {budget}): part of the step is {how}",
         )
 
     def _narrow(self, batch: int | None) -> Remedy:
@@ -273,24 +288,51 @@ class _Asked:
         return Remedy(how="bfloat16", total=made.total, fits=made.fits, text=text)
 
     def _largest(self, batch: int | None, made: Fits) -> int | None:
-        """Return the largest batch that fits with the slack; 0 if none does, None where the batch cannot change."""
+        """Return the largest batch that fits with the slack; 0 if none does, None where it is not known.
+
+        It is not where the batch cannot change, where what is needed does not depend on it, and where the sizes to try
+        cannot be traced.
+        """
         if batch is None or not self.example.can_change_batch:
             return None
         usable = self.capacity.usable
-        if made.need.fixed > usable:
+        if made.need.parameters + made.need.state > usable:
             return 0
-        lowest = batch if made.fits else 1
-        if self._over(lowest) > 0:
-            return 0
-        return largest_within(
-            self._over, usable, lowest=lowest, highest=_HIGHEST if made.fits else max(batch - 1, lowest)
-        )
+        try:
+            lowest = batch if made.fits else self._smallest(batch)
+            if lowest is None or self._over(lowest) > 0:
+                return None if lowest is None else 0
+            highest = usable if made.fits else max(batch - 1, lowest)  # a sample has at least a byte
+            found = largest_within(self._over, usable, lowest=lowest, highest=highest)
+        except MemplanError as error:
+            self.tell(f"the largest batch is not known: {error.summary}")
+            return None
+        return None if made.fits and found == highest else found
+
+    def _smallest(self, batch: int) -> int | None:
+        """Return the smallest of some sizes below a batch that can be planned; None if none can.
+
+        A model with batch norm takes no batch of 1; another may take only even ones.
+        """
+        for size in (1, 2, *(batch >> n for n in reversed(range(1, batch.bit_length() - 1)))):
+            with suppress(MemplanError):
+                if size < batch:
+                    self._over(size)
+                    return size
+        return None
 
     def _over(self, batch: int) -> int:
         """Return the bytes by which a batch exceeds what may be used."""
         if batch not in self._needs:
             self._needs[batch] = self._need(self._planned(self._traced(batch)[0], self.options))
         return self._needs[batch].total - self.capacity.usable
+
+
+def _updated(traced: TracedGraph, model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that the optimizer updates: those for which the step returns a gradient."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names = dict.fromkeys(traced.bindings[i].name for i in traced.results.gradient_of)
+    return list({id(parameters[name]): parameters[name] for name in names if name in parameters}.values())
 
 
 def _stand_in(capacity: Capacity) -> torch.device:

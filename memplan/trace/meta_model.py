@@ -64,9 +64,9 @@ def _as(t: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and t.is_floating_point() else t.dtype
 
 
-def floating_type(name: str) -> torch.dtype:
-    """Return the floating-point type of a name such as "bfloat16". Raises `InvalidSize` for any other name."""
-    found = getattr(torch, name.removeprefix("torch."), None)
+def floating_type(name: str | torch.dtype) -> torch.dtype:
+    """Return a floating-point type, or that of a name such as "bfloat16". Raises `InvalidSize` for anything else."""
+    found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else name
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         hint = "choose one of: float32, bfloat16, float16"
         raise InvalidSize(f"{name!r} is no floating-point type of torch", where="dtype", hint=hint)

@@ -16,7 +16,7 @@ from memplan.errors import BudgetInfeasible, MemplanError
 from memplan.evict.events import Events, Kind
 from memplan.evict.judge.arrays import measure
 from memplan.evict.policies.ahead import ahead, h_ahead, on_demand
-from memplan.evict.policies.auto import recompute
+from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.cpsat import cpsat
 from memplan.evict.policies.dtr import Heuristic, dtr, h_dtr, h_local, h_lru, h_size
 from memplan.evict.policies.flow import flow
@@ -76,8 +76,8 @@ def test_within_the_budget_and_equal_to_the_traced_step(data: st.DataObject, nam
 @given(graphs(max_ops=8), st.sampled_from(sorted(_SLOW)), st.sampled_from(_SHARES), st.sampled_from([1, 64]))
 def test_searching_policies_too(graph: Graph, name: str, share: float, alignment: int) -> None:
     workload = workload_of(graph, alignment=alignment)
-    policy = fit_policy(name)
-    _fitted(graph, _at(workload, share), policy if policy is cpsat else partial(policy, work=_WORK))
+    policy: Policy = cpsat if name == "cpsat" else partial(auto if name == "auto" else recompute, work=_WORK)
+    _fitted(graph, _at(workload, share), policy)
 
 
 @pytest.mark.parametrize("host_resident", [False, True])

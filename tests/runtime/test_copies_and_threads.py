@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.errors import InputMismatch, UnsupportedCall
+from memplan.errors import InputMismatch, StaleActivationsError, UnsupportedCall
 from memplan.runtime import CompiledModule, compile, compile_step
+from memplan.runtime.api.builder import Builder
 
 
 class Normed(nn.Module):
@@ -218,3 +219,104 @@ def _lookups() -> CompiledModule:
         for flag in ("_is_compiling_flag", "_is_exporting_flag"):
             flags.setattr(torch.compiler, flag, False)
         return compile(net, torch.tensor([1]))
+
+
+def test_a_copy_of_a_copy_that_only_evaluated_trains_by_the_plan_of_the_first() -> None:
+    compiled = compile(_net(), _x(), budget="min")
+    twin = copy.deepcopy(compiled).eval()
+    with torch.no_grad():
+        twin(_x())
+    for again in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
+        assert again.plan.fingerprint == compiled.plan.fingerprint
+        again.train()
+        assert len(_gradients(again, _x())) == len(list(again.parameters()))
+
+
+def _grown(twin: Any) -> None:
+    twin._original.layers.append(nn.Linear(4, 2))
+
+
+def _shorter(twin: Any) -> None:
+    del twin._original.layers[2]
+
+
+def _double(twin: Any) -> None:
+    twin.double()
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("change", [_grown, _shorter, _double])
+def test_a_copy_whose_model_changed_before_its_first_use_is_compiled_for_the_call(
+    change: Callable[[Any], None], evaluates: bool
+) -> None:
+    twin = copy.deepcopy(compile(_net(), _x(), sanitize="poison"))
+    change(twin)
+    original, x = copy.deepcopy(twin._original), _x().to(next(twin.parameters()).dtype)
+    if evaluates:
+        for module in (twin.eval(), original.eval()):
+            with torch.no_grad():
+                out = module(x)
+        assert torch.equal(out, twin(x))
+        twin.train(), original.train()
+    assert all(torch.equal(a, b) for a, b in zip(_gradients(twin, x), _gradients(original, x), strict=True))
+    assert twin.plan.graph.forward_ops < len(twin.plan.graph.ops)
+
+
+def test_a_copy_that_cannot_be_compiled_for_its_example_says_so_or_runs_eagerly(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    twin = copy.deepcopy(compile(_net(), _x()))
+    twin.double()
+    with pytest.raises(InputMismatch, match="its model was changed"):
+        twin.plan  # noqa: B018
+    twin._original.forward = lambda x: twin._original.layers(x) * float(x.sum() > 1e9)  # no graph holds this
+    for _ in range(2):
+        assert not twin(_x().double()).any()
+    assert sum("runs eagerly" in record.message for record in caplog.records) == 1
+
+
+def test_a_copy_with_a_given_plan_evaluates_with_frozen_parameters() -> None:
+    compiled = compile(_net(), _x())
+    twin = copy.deepcopy(compile(_net(), _x(), plan=compiled.plan))
+    twin.requires_grad_(False)
+    assert torch.equal(twin(_x()), copy.deepcopy(compiled)(_x()).detach())
+
+
+def test_a_recipe_of_an_older_version_is_compiled() -> None:
+    make, (kind, model, example, settings) = compile(_net(), _x()).__reduce_ex__(2)
+    older = {key: value for key, value in settings.items() if key != "copied_in"}
+    twin = make(kind, model, example, older, [True] * len(list(model.modules())))
+    assert torch.equal(twin(_x()), copy.deepcopy(model)(_x()))
+
+
+@pytest.mark.parametrize("as_copy", [False, True])
+def test_a_second_thread_is_refused_while_a_module_is_compiled_again(
+    as_copy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = compile(_net(), _x())
+    if as_copy:
+        compiled = copy.deepcopy(compiled)
+    inside, over = threading.Event(), threading.Event()
+    build = Builder.build
+
+    def slow(self: Builder, *args: Any, **kwargs: Any) -> Any:
+        inside.set()
+        assert over.wait(60)
+        return build(self, *args, **kwargs)
+
+    monkeypatch.setattr(Builder, "build", slow)
+    first = threading.Thread(target=lambda: compiled(_x()[:4]).sum().backward())
+    first.start()
+    try:
+        assert inside.wait(60)
+        with pytest.raises(StaleActivationsError, match="another thread"):
+            compiled(_x())
+        if as_copy:
+            with pytest.raises(StaleActivationsError, match="another thread"):
+                compiled.plan  # noqa: B018
+    finally:
+        over.set()
+        first.join()
+    assert all(p.grad is not None for p in compiled.parameters())
+    compiled.zero_grad()
+    assert len(_gradients(compiled, _x())) == len(list(compiled.parameters()))

@@ -11,7 +11,7 @@ from torch import nn
 
 import memplan
 from memplan.core.choices import Gradients
-from memplan.errors import StaleActivationsError
+from memplan.errors import InputMismatch, StaleActivationsError
 from memplan.trace import trace
 from memplan.trace.traced import Source
 
@@ -103,3 +103,19 @@ def test_incoming_gradients_share_no_bytes() -> None:
     tangents = [traced.graph.values[b.value].storage for b in traced.bound(Source.TANGENT)]
     assert len(tangents) == 5
     assert all(storages.count(storage) == 1 for storage in tangents)
+
+
+def test_views_of_an_input_that_is_laid_out_otherwise_are_eagers() -> None:
+    """They have eager's strides and share the input's bytes; such a call gets a program of its own."""
+    model = Weighted(lambda x, w: (*torch.split(x, 2), *x.unbind(0), x, (x * w).sum()))
+    compiled = memplan.compile(model, torch.randn(4, 6))
+    for x in (torch.randn(1, 6).expand(4, 6), torch.randn(6, 4).t(), torch.randn(4, 6)):
+        ours, theirs = compiled(x), model(x)
+        assert [view.stride() for view in ours] == [view.stride() for view in theirs]
+        assert [view.data_ptr() for view in ours[:-1]] == [view.data_ptr() for view in theirs[:-1]]
+        assert all(map(torch.equal, ours, theirs))
+    strict = memplan.compile(model, torch.randn(4, 6), on_mismatch="error")
+    with pytest.raises(InputMismatch, match=r"has strides \(1, 4\).* returns a view of it"):
+        strict(torch.randn(6, 4).t())
+    copied = memplan.compile(Weighted(lambda x, w: (x * w).sum()), torch.randn(4, 6), on_mismatch="error")
+    copied(torch.randn(6, 4).t()).backward()

@@ -14,6 +14,7 @@ import memplan
 from memplan.errors import InvalidModel, InvalidSize, UnsupportedDevice
 from memplan.trace.meta_model import batch_of, meta_inputs, meta_model
 from memplan.trace.optimizer.update_bytes import update_bytes
+from memplan.trace.planning import plan_traced
 
 WIDTH = 256
 
@@ -178,6 +179,8 @@ def test_copies_on_the_meta_device_keep_what_is_shared() -> None:
         ({"batch": True}, InvalidSize, "batch"),
         ({"dtype": "int8"}, InvalidSize, "floating-point"),
         ({"dtype": "float99"}, InvalidSize, "floating-point"),
+        ({"dtype": torch.int8}, InvalidSize, "floating-point"),
+        ({"dtype": 5}, InvalidSize, "floating-point"),
         ({"optimizer": "Adman"}, InvalidModel, "AdamW"),
         ({"optimizer": "LBFGS"}, InvalidModel, "closure"),
         ({"optimizer": lambda p: 3}, InvalidModel, "no torch.optim.Optimizer"),
@@ -196,3 +199,72 @@ def test_inputs_without_a_common_batch_are_said() -> None:
         memplan.fits(lambda batch: (), device="1MiB")
     with pytest.raises(InvalidSize, match="first dimension"):
         memplan.fits(nn.Embedding(8, 4), (torch.tensor(3),), device="1MiB", batch=4)
+
+
+def test_on_the_host_nothing_is_offloaded_to_make_a_step_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def planned(traced: Any, options: Any) -> Any:
+        made.append((options, plan_traced(traced, options)))
+        return made[-1][1]
+
+    monkeypatch.setattr("memplan.trace.fits.plan_traced", planned)
+    model, example = (
+        nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))),
+        torch.empty(512, 32),
+    )
+    whole = memplan.fits(model, example, device="cpu", search=False, allowance=0, slack=0).total
+    monkeypatch.setattr("memplan.planning.capacity._physical", lambda: int(whole * 0.9))
+    answer = memplan.fits(model, example, device="cpu", allowance=0, slack=0)
+    budget = next(r for r in answer.remedies if r.how == "budget")
+    plan = next(plan for options, plan in made if options.has_budget)
+    assert plan.host_size == 0
+    assert budget.fits
+    assert 'policy="recompute"' in budget.text
+
+
+def test_a_model_that_takes_no_batch_of_one_gets_an_answer() -> None:
+    model, example = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), torch.empty(4096, 8)
+    whole = memplan.fits(model, example, device="1GiB", search=False).total
+    answer = memplan.fits(model, example, device=whole // 2, slack=0)
+    assert not answer
+    assert answer.largest_batch is not None
+    assert 1024 < answer.largest_batch < 4096
+
+    def make(batch: int) -> tuple[nn.Module, torch.Tensor]:
+        assert batch % 4096 == 0, "by 4096"
+        return model, torch.empty(batch, 8)
+
+    unknown = memplan.fits(make, device=whole // 2, slack=0, batch=4096)
+    assert (unknown.fits, unknown.largest_batch) == (False, None)
+
+
+def test_inputs_larger_than_the_device_leave_room_for_a_smaller_batch() -> None:
+    with torch.device("meta"):
+        model, example = nn.Linear(4096, 1), torch.empty(8192, 4096)  # 128 MiB
+    answer = memplan.fits(model, example, device="64MiB")
+    assert answer.largest_batch is not None
+    assert 2048 < answer.largest_batch < 4096
+
+
+def test_batches_of_millions_are_found() -> None:
+    answer = memplan.fits(nn.Linear(1, 1), torch.empty(4, 1), device="1GiB")
+    assert answer.largest_batch is not None
+    assert answer.largest_batch > 1 << 20
+    same = memplan.fits(lambda batch: (nn.Linear(1, 1), torch.empty(4, 1)), device="1GiB")
+    assert same.largest_batch is None
+
+
+def test_parameters_without_a_gradient_have_no_state() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 8), nn.Linear(512, 512)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.used(x)
+            return out
+
+    need = memplan.fits(Unused(), torch.empty(4, 8), device="1GiB", search=False).need
+    assert need.state == 2 * (8 * 8 + 8) * 4
+    assert need.temporaries < 4096

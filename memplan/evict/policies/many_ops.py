@@ -17,7 +17,7 @@ from memplan.evict.search.decisions import RECOMPUTE_EACH_TIME, RECOMPUTE_ONCE, 
 from memplan.evict.search.descent import Option, anneal_walk, descend_classes, storage_classes
 
 MANY_OPS = 2_500  # from here on, classes of storages are decided instead of single ones
-_PARTS = 8  # of a class, which annealing varies one by one
+_PARTS = 8  # of a class, which are decided one by one too
 _TRIMMED = 2  # how many of the best candidates are trimmed
 _WALKS = 4  # how many times less work a walk over classes gets than the one over parts of them
 
@@ -51,13 +51,16 @@ def decide_classes(
         for exponent in exponents[: len(exponents) if origin is start else 1]
         if (fitted := descend_shares(search, origin, exponent, classes))
     ]
+    parts = parts_of(classes, _PARTS)
+    if rounds:
+        found += [fitted for exponent in exponents if (fitted := descend_shares(search, start, exponent, parts))]
     if not found:
         return list(others)
     found.sort(key=lambda d: d.seconds)
     best = found[0]
     if rounds:
         best = min((trimmed_shares(search, one) for one in found[:_TRIMMED]), key=lambda d: d.seconds)
-        best = _annealed(search, best, parts_of(classes, _PARTS), rounds=rounds, seed=seed)
+        best = _annealed(search, best, parts, rounds=rounds, seed=seed)
     return [search.events(best), *others]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, UnsupportedGraph
 from memplan.runtime.api.compiled_module import CompiledModule, in_this_thread
-from memplan.runtime.api.pickling import in_modes
+from memplan.runtime.api.pickling import in_modes, modes_by_name
 from memplan.runtime.api.several_graphs import SeveralGraphs, can_be_several
 from memplan.runtime.dynamo.backend import Backend
 from memplan.runtime.guards.call_kinds import CallKind, kind_of_call
@@ -142,7 +142,7 @@ def _require_same(example: CallKind, call: CallKind) -> None:
 
 def _remade(model: nn.Module, example: CallKind, settings: Mapping[str, Any], modes: list[bool]) -> CompiledGraphs:
     """Return a copy of a `CompiledGraphs`, of a copy of its model."""
-    with in_modes(model, modes):
+    with in_modes(model, modes_by_name(model, list(model.modules()), modes)):
         made = CompiledGraphs(model, (), {}, **settings)
     made.__dict__["_example"] = example
     return made

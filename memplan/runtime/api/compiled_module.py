@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +18,11 @@ from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.compilation import Compilation, compile_example
 from memplan.runtime.api.mismatch import UnplannedCalls
 from memplan.runtime.api.pending_calls import PendingCalls, several_can_wait
-from memplan.runtime.api.pickling import rebuild, recipe
+from memplan.runtime.api.pickling import modes_by_name, rebuild, recipe
 from memplan.runtime.api.recompile import (
     CopyOfCompiled,
     Recompilation,
+    no_example,
     of_all_sizes,
     of_changed_model,
     outside,
@@ -34,7 +37,7 @@ from memplan.runtime.execute.arena_gradients import ArenaGradients, GradientsInU
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.memory.arena import Arena
-from memplan.runtime.memory.arena_ownership import ArenaInUse
+from memplan.runtime.memory.arena_ownership import ArenaInUse, OneThread
 from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, offload_for, run_within
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import MeasuredStep, ProfileGuide
@@ -58,8 +61,8 @@ class CompiledModule(SharedModule, MeasuredStep):
     Python attributes that `forward` reads (constants, dropout rates) are constants of a plan; each call compares them.
 
     Attributes:
-        plan: The plan of training calls (of every call if compiled with `train=False`). With `dynamic_shapes`, the plan
-            of the example's shapes.
+        plan: The plan of training calls (of every call if compiled with `train=False`; of evaluations in a copy that
+            has only evaluated so far). With `dynamic_shapes`, the plan of the example's shapes.
         symbolic: With `dynamic_shapes`, the plan for all shapes; else None.
         hooks: The hooks that are called with the events of its steps: `hooks.add(function)`.
         passive: With `on_mismatch="passive"`, the state of the last call that ran without a plan; else None.
@@ -89,22 +92,27 @@ class CompiledModule(SharedModule, MeasuredStep):
         options: CompileOptions,
         train: bool | None = None,
         given: Plan | None = None,
-        copied_in: list[bool] | None = None,
+        copied_in: Mapping[str, bool] | list[bool] | None = None,
     ) -> None:
         """Compile `model` for the example inputs.
 
-        `copied_in`: as a copy of a module that was compiled in these training flags, which is compiled when first used.
+        `copied_in`: as a copy of a module that was compiled in these training flags, which is compiled when first used;
+        a list has them in the order of the submodules.
         """
         require_traceable(model)
         super().__init__(model)
         # without nn.Module.__setattr__: the model may have a submodule of any name
         self.__dict__.update(hooks=Hooks(), passive=None, _options=options, _train=train, _pending=None, _again=None)
-        self.__dict__.update(_unplanned=UnplannedCalls(model), _warned=set(), _copied=None)
+        self.__dict__.update(
+            _unplanned=UnplannedCalls(model), _warned=set(), _copied=None, _copy_refused=None, _calling=OneThread()
+        )
         self.__dict__.update(_rebuilt=0, _sizes_refused=False, _several=None)
         if copied_in is None:
             self.__dict__["_measurements"] = ()
             self._compile(args, kwargs, model.training if train is None else train, given)
             return
+        if isinstance(copied_in, list):
+            copied_in = modes_by_name(model, list(model.modules()), copied_in)
         copied = CopyOfCompiled(
             model=model,
             hooks=self.hooks,
@@ -132,8 +140,15 @@ class CompiledModule(SharedModule, MeasuredStep):
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_compilation", "_measurements") and self._copied is not None:  # it was not used so far
-            self._use(self._copied.as_copied())
-            self.__dict__["_again"] = None
+            try:
+                with self._calling:
+                    if name not in self.__dict__:
+                        self._use(self._copied.as_copied())
+                        self.__dict__["_again"] = None
+            except (BudgetInfeasible, StaleActivationsError):
+                raise
+            except MemplanError as refused:
+                raise no_example(self._original, refused) from refused
             return self.__dict__[name]
         return super().__getattr__(name)
 
@@ -190,8 +205,17 @@ class CompiledModule(SharedModule, MeasuredStep):
             if self._options.on_mismatch == "eager":
                 return self._original(*args, **kwargs)
             raise refused
+        with self._calling:
+            return self._call_in_this_thread(args, kwargs)
+
+    def _call_in_this_thread(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step; programs are made, and made again, in here alone."""
         if self._again is not None:
-            self._compile_again()
+            if self._again is self._copied:
+                if (why := self._compile_copy(args, kwargs)) is not None:
+                    return self._run_uncompiled(why, args, kwargs)
+            else:
+                self._compile_again()
         if self._pending is None:
             try:
                 return self._call(args, kwargs)
@@ -336,10 +360,55 @@ class CompiledModule(SharedModule, MeasuredStep):
 
     def _begin_to_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compile a copy, which was only evaluated so far, as what it is a copy of was compiled, and call it."""
-        assert self._copied is not None
         self._builder.free_arena()
-        self._use(self._copied.as_copied(self._builder))
+        if (refused := self._compile_copy(args, kwargs, self._builder)) is not None:
+            return self._run_uncompiled(refused, args, kwargs)
         return self._call(args, kwargs)
+
+    def _compile_copy(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Builder | None = None
+    ) -> MemplanError | None:
+        """Compile a copy at its first call, or the first that trains: from the example, or from this call's inputs.
+
+        `before`: the builder of its evaluations. Returns why it cannot be compiled; None if it is.
+        """
+        copied = self._copied
+        assert copied is not None
+        refused: MemplanError | None = self._copy_refused
+        if self._rebuilt >= _MAX_REBUILDS:
+            return refused
+        for candidate in (copied, copied.changed(args, kwargs)):
+            try:
+                made = candidate.run() if before is None else candidate.as_copied(before)
+            except (BudgetInfeasible, StaleActivationsError):
+                raise
+            except MemplanError as error:
+                refused = error
+                if self._options.on_mismatch != "replan":
+                    break
+                continue
+            self.__dict__.update(_again=None, _copied=candidate)
+            self._use(made)
+            return None
+        self.__dict__.update(_rebuilt=self._rebuilt + 1, _copy_refused=copy.copy(refused))  # without its traceback
+        return refused
+
+    def _run_uncompiled(self, refused: MemplanError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the original of a copy that cannot be compiled since its model was changed, or raise `refused`."""
+        options = self._options
+        if options.on_mismatch != "eager":
+            if (
+                options.on_mismatch != "replan"
+                or options.fullgraph
+                or options.has_budget
+                or refused.see == "no-numbers"
+            ):
+                raise refused
+            if "copy" not in self._warned:
+                self._warned.add("copy")
+                what = "%s: a copy of a compiled module runs eagerly: neither the example nor this call is planned: %s"
+                _log.warning(what, type(self._original).__name__, refused.summary)
+        return self._original(*args, **kwargs)
 
     def _let_calls_wait(self) -> None:
         """Compile for several calls in flight, because one begins while another waits for its backward."""
@@ -409,10 +478,10 @@ class CompiledModule(SharedModule, MeasuredStep):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what compiles a copy again: addresses in an arena cannot be copied or pickled."""
-        if "_compilation" not in self.__dict__:  # a copy that was not used so far
-            of_copy = self._copied
-            assert of_copy is not None
-            settings = {"options": self._options, "train": self._train, "given": of_copy.given}
+        of_copy = self._copied
+        if of_copy is not None and ("_compilation" not in self.__dict__ or self._selector.evaluates):
+            # a copy that was not used so far, or only evaluated: its copies can train too
+            settings = {"options": of_copy.options, "train": self._train, "given": of_copy.given}
             return rebuild, (CompiledModule, self._original, of_copy.example, {**settings, "copied_in": of_copy.modes})
         of = self._compilation
         options, given = of.builder.options, of.given
@@ -420,7 +489,7 @@ class CompiledModule(SharedModule, MeasuredStep):
             options = of.options
         elif of.measurements:
             given = of.plan
-        made = recipe(self._original, of.selector.main, options, given, of.selector.main_modes, self._train)
+        made = recipe(self._original, of.selector.main, options, given, of.selector.main_modes_by_name, self._train)
         return rebuild, (CompiledModule, *made)
 
 

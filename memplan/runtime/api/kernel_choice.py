@@ -46,8 +46,8 @@ def with_chosen_kernels(
 
     Raises `UnsupportedCall` beside a given plan, which names its kernels, and beside measured costs.
     """
-    for name, other in (("plan", given is not None), ("costs='measure'", options.measures)):
-        if other:
+    for name, is_given in (("plan", given is not None), ("costs='measure'", options.measures)):
+        if is_given:
             hint = 'name the kernels: kernels="aten" or kernels="inductor"'
             raise UnsupportedCall(
                 "cannot be combined with kernels='auto'", where=name, hint=hint, see="inductor-options"

@@ -6,7 +6,7 @@ the options can be copied; a copy has parameters, a plan and an arena of its own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,11 +24,16 @@ _Recipe = tuple[nn.Module, Example, Mapping[str, Any]]
 
 
 def recipe(  # noqa: PLR0917
-    model: nn.Module, main: Runner, options: CompileOptions, given: Plan | None, modes: list[bool], train: bool | None
+    model: nn.Module,
+    main: Runner,
+    options: CompileOptions,
+    given: Plan | None,
+    modes: Mapping[str, bool],
+    train: bool | None,
 ) -> _Recipe:
     """Return the model, the example and the settings with which a module is compiled again.
 
-    `modes`: the training flag of every submodule when the model was compiled.
+    `modes`: the training flags of submodules, by name, when the model was compiled.
     """
     traced = main.traced
     if traced.autocast is not None:
@@ -53,26 +58,41 @@ def rebuild(
     model: nn.Module,
     example: Example,
     settings: Mapping[str, Any],
+    modes: list[bool] | None = None,
 ) -> nn.Module:
-    """Return `make(model, *example, **settings)`, which compiles the model when it is first used."""
+    """Return `make(model, *example, **settings)`, which compiles the model when it is first used.
+
+    `modes`: the training flags in pickles of older versions, whose settings have none.
+    """
+    if modes is not None:
+        settings = {**settings, "copied_in": modes}
     return make(model, *example, **settings)
 
 
+def modes_by_name(model: nn.Module, modules: Sequence[nn.Module], modes: Sequence[bool]) -> dict[str, bool]:
+    """Return the training flags of modules by their names in a model, without those that it does not have."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return {names[id(m)]: training for m, training in zip(modules, modes, strict=True) if id(m) in names}
+
+
 @contextmanager
-def in_modes(model: nn.Module, modes: list[bool]) -> Iterator[None]:
-    """Give the submodules of a model these training flags, and reset them afterwards."""
-    modules = list(model.modules())
-    before = [m.training for m in modules]
-    _set_modes(modules, modes)
+def in_modes(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
+    """Give the submodules of a model these training flags, by name, and reset them afterwards.
+
+    Submodules that were added since keep their own.
+    """
+    modules = dict(model.named_modules())
+    before = {name: module.training for name, module in modules.items()}
+    _set_modes(modules, {**before, **modes})
     try:
         yield
     finally:
         _set_modes(modules, before)
 
 
-def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
-    for module, training in zip(modules, modes, strict=True):
-        module.training = training
+def _set_modes(modules: Mapping[str, nn.Module], modes: Mapping[str, bool]) -> None:
+    for name, module in modules.items():
+        module.training = modes[name]
 
 
 def detached(x: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +18,13 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.plan import Plan
-from memplan.errors import MemplanError
+from memplan.errors import InputMismatch, MemplanError
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.compilation import Compilation, compile_example
 from memplan.runtime.api.gradients_outside import leave_arena, require_room_outside
 from memplan.runtime.api.mismatch import shapes_of
 from memplan.runtime.api.pending_calls import PendingCalls, require_room
-from memplan.runtime.api.pickling import Example, detached, example_of, in_modes
+from memplan.runtime.api.pickling import Example, detached, example_of, in_modes, modes_by_name
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.arena_gradients import ArenaGradients
 from memplan.runtime.memory.arena import Arena
@@ -42,7 +42,7 @@ _SEVERAL = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompilation:
-    """Compiles a model once more. `modes`: the training flag of every submodule when it was compiled.
+    """Compiles a model once more. `modes`: the training flags of submodules, by name, when it was compiled.
 
     `before` is the compilation of now, `options` are those that `builder` was made with.
     """
@@ -52,7 +52,7 @@ class Recompilation:
     options: CompileOptions
     example: Example
     train: bool
-    modes: list[bool]
+    modes: Mapping[str, bool]
 
     def run(self) -> Compilation:
         """Return the new compilation."""
@@ -76,7 +76,7 @@ class CopyOfCompiled:
     example: Example
     train: bool | None
     given: Plan | None
-    modes: list[bool]
+    modes: Mapping[str, bool]
 
     def run(self) -> Compilation:
         """Return the compilation for a first call: one that evaluates alone gets no program with a backward."""
@@ -91,6 +91,14 @@ class CopyOfCompiled:
                     builder, options, args, kwargs, train=False, backward_on_demand=True, evaluates=True
                 )
         return self.as_copied()
+
+    def changed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CopyOfCompiled:
+        """Return what compiles it for the inputs of a call, because its model no longer takes those of the example."""
+        options = self.options
+        if self.given is not None and self.given.eviction is not None:
+            options = options.keeping(self.given)
+        example = pytree.tree_map(detached, (args, kwargs))
+        return replace(self, options=options, example=example, given=None)
 
     def as_copied(self, before: Builder | None = None) -> Compilation:
         """Return the same compilation as that of the module that was copied. `before`: the builder for evaluations."""
@@ -127,6 +135,16 @@ def _outside_of_calls(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def no_example(model: nn.Module, refused: MemplanError) -> InputMismatch:
+    """Return the error of a copy that is asked for its plan, and cannot be compiled for the example of the original."""
+    return InputMismatch(
+        f"a copy of a compiled module cannot be compiled for the example, as its model was changed: {refused.summary}",
+        where=type(model).__name__,
+        hint="call it once with inputs that it takes now: it is compiled for them",
+        see="other-model",
+    )
+
+
 def outside(before: Compilation, gradients: ArenaGradients) -> Recompilation:
     """Return what compiles for gradients outside the arena: those of the last step are still in use at the next call.
 
@@ -161,7 +179,7 @@ def of_changed_model(before: Compilation, args: tuple[Any, ...], kwargs: dict[st
     """Compile a model that has changed for the call in which that was noticed; the arena of before is freed."""
     before.builder.free_arena()
     again = _again(before, before.base_options, before.builder.coordinator)
-    return replace(again, example=(args, kwargs), modes=again.builder.module_guards.modes()).run()
+    return replace(again, example=(args, kwargs), modes=_modes_now(again.builder)).run()
 
 
 def varying_sizes(
@@ -214,5 +232,12 @@ def _again(before: Compilation, options: CompileOptions, coordinator: ArenaCoord
         options=options,
         example=example_of(main),
         train=main.traced.training,
-        modes=before.selector.main_modes,
+        modes=before.selector.main_modes_by_name,
     )
+
+
+def _modes_now(builder: Builder) -> dict[str, bool]:
+    """Return the training flags of the submodules of a model, by name."""
+    guards = builder.module_guards
+    modes = guards.modes()
+    return modes_by_name(builder.model, guards.modules, modes)

@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 
 from memplan.errors import InputMismatch, MemplanError, UnsupportedGraph
 from memplan.runtime.api.builder import Builder
+from memplan.runtime.api.pickling import modes_by_name
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.call_kinds import kind_of_call
 from memplan.runtime.memory.arena import Arena
@@ -58,11 +59,17 @@ class Selector:
         self._builder, self._module_guards = builder, builder.module_guards
         self.main = main
         self._backward_on_demand = backward_on_demand and not main.traced.training
-        self._evaluates = evaluates
+        self.evaluates = evaluates
         self._refused: dict[Any, str] = {}  # why a call that eager would record has no program
         self._unsupported: dict[Any, UnsupportedGraph] = {}  # why a call has no program, so that it is traced once
         self.main_modes = self._module_guards.modes()
+        self._main_modules = self._module_guards.modules
         self._runners: dict[Any, Runner] = {}
+
+    @property
+    def main_modes_by_name(self) -> dict[str, bool]:
+        """The training flags of submodules, by name, in which `main` runs."""
+        return modes_by_name(self._builder.model, self._main_modules, self.main_modes)
 
     @property
     def pool_bytes(self) -> int:
@@ -143,7 +150,7 @@ class Selector:
     def _built(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
         """Return a new program; it has a backward if eager would record the call and something requires a gradient."""
         self._require_free(self._builder.arena)  # the trial run overwrites its bytes
-        if self._evaluates and train:
+        if self.evaluates and train:
             raise BeginsToTrain
         if not (self._backward_on_demand and train):
             return self._builder.build(args, kwargs, train)

@@ -103,8 +103,7 @@ class Runner:
         self.owned = self._find_owned_gradients() if gradients == "owned" else None
         self.added = self._find_added_gradients() if gradients == "added" else None
         # Results without any gradient (torch.linalg.vector_norm(x, 0)) require one in eager all the same.
-        anchored = traced.training and self.owned is None and not self._gradient_order
-        self._anchors = (torch.zeros((), requires_grad=True),) if anchored else ()
+        self._anchored = traced.training and self.owned is None and not self._gradient_order
         self.arena_gradients = self._find_arena_gradients(temporary=gradients == "auto")
         if hooks is not None:
             hooks.attach(self)
@@ -129,6 +128,11 @@ class Runner:
     def replanned(self, plan: Plan, arena: Arena) -> Runner:
         """Return a program of the same step by another plan, which is tried first; nothing else uses `arena`."""
         return Runner(self._module_guards, self._before_plan, plan, arena, unused=True, **self._options)
+
+    @cached_property
+    def _anchors(self) -> tuple[torch.Tensor, ...]:
+        """A tensor by which results require a gradient where the step computes none; a whole step never asks for it."""
+        return (torch.zeros((), requires_grad=True),) if self._anchored else ()
 
     @cached_property
     def never_repeats(self) -> str | None:
@@ -378,7 +382,7 @@ class Runner:
 
         A gradient is None if it depends only on `missing` tangents (see `tangents_from`).
         """
-        if self._anchors:
+        if self._anchored:
             return (None,)
         if not missing:
             return self._in_order(gradients)

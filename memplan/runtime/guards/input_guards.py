@@ -15,7 +15,7 @@ from memplan.errors import InputMismatch
 from memplan.runtime.guards.arguments import Arrangement
 from memplan.runtime.guards.layout_guards import LayoutGuards
 from memplan.trace.passes.overlapping_strides import may_overlap
-from memplan.trace.traced import Source, TracedGraph
+from memplan.trace.traced import ReturnKind, Source, TracedGraph
 
 _OTHERS = other_choices("on_mismatch", ON_MISMATCH)
 
@@ -30,6 +30,9 @@ class InputGuards:
         self.bound = [b.index for b in traced.bound(Source.INPUT)]
         self._unplanned = [b.index for b in traced.bound(Source.INPUT) if traced.training and not b.requires_grad]
         self._written = {b.index for b in traced.bound(Source.INPUT) if b.written}
+        values, views = traced.graph.values, [r for r in traced.results.returned if r.kind is ReturnKind.ALIAS]
+        storages = {values[r.of].storage for r in views}
+        self._returned = {b.index for b in traced.bound(Source.INPUT) if values[b.value].storage in storages}
         tensors = [(i, x) for i, x in enumerate(self.examples) if isinstance(x, torch.Tensor)]
         self._names = dict.fromkeys(self.spec.children()[1].context)
         self._any_order = set(self._names) <= _parameters_of(forward)
@@ -122,6 +125,9 @@ class InputGuards:
     def _with_strides(self, i: int, x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         if i in self._written:
             what = f"has strides {x.stride()}, the plan was made for {strides}, and the model changes it in place"
+            raise _mismatch(f"input {i}", what)
+        if i in self._returned:  # a copy's strides are others, and what changes the result would not change the input
+            what = f"has strides {x.stride()}, the plan was made for {strides}, and the model returns a view of it"
             raise _mismatch(f"input {i}", what)
         return laid_out(x, strides, f"input {i}")
 

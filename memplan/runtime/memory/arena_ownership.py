@@ -27,6 +27,20 @@ def in_another_thread() -> StaleActivationsError:
     )
 
 
+class OneThread:
+    """Lets one thread at a time in, again while it is inside; others get a `StaleActivationsError` and do not wait."""
+
+    def __init__(self) -> None:
+        self._inside = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._inside.acquire(blocking=False):
+            raise in_another_thread()
+
+    def __exit__(self, *_: object) -> None:
+        self._inside.release()
+
+
 class LeftGradients(Protocol):
     """Gradients in the arena, of one of its programs."""
 
