@@ -13,7 +13,7 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import distributed
@@ -27,9 +27,13 @@ _AGREED, _WITHDRAWN = "agreed", "withdrawn"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What a rank has made: the digest of its lines; or why it made nothing; or nothing any more (`withdrawn`)."""
+    """What a rank has made: the digest of its lines; or why it made nothing; or nothing any more (`withdrawn`).
+
+    `attempt` counts the rank's attempts, which tells a failure of this one from one of an attempt before.
+    """
 
     nonce: str
+    attempt: int
     digest: str = ""
     failure: str = ""
     withdrawn: bool = False
@@ -44,10 +48,11 @@ class Exchange:
         self.rank = distributed.get_rank()
         self.store: Any = store_of(group)
         self.nonce = secrets.token_hex(8)
+        self.attempt = int(self.store.add(self._key("attempts", self.rank), 1))
 
     def fail(self, why: str) -> None:
         """Let the others know that this rank has made nothing."""
-        self._put(Offer(nonce=self.nonce, failure=why))
+        self._put(Offer(nonce=self.nonce, attempt=self.attempt, failure=why))
 
     def run(self, lines: Sequence[str]) -> str:
         """Return the name of the exchange, on all ranks the same, once all are known to have the same lines.
@@ -58,8 +63,9 @@ class Exchange:
         """
         text = json.dumps(list(lines))
         self.store.set(self._lines_key(self.nonce), text)
-        self._put(Offer(nonce=self.nonce, digest=hashlib.sha256(text.encode()).hexdigest()))
+        self._put(Offer(nonce=self.nonce, attempt=self.attempt, digest=hashlib.sha256(text.encode()).hexdigest()))
         name, offers = self._meet()
+        self._catch_up(max(o.attempt for o in offers.values()))
         first = self.ranks[0]
         other = next((r for r in self.ranks if offers[r].digest != offers[first].digest), None)
         if other is None:
@@ -93,7 +99,8 @@ class Exchange:
             if time.monotonic() - begun > patience:
                 if name and self._decide(name, _WITHDRAWN) == _AGREED:
                     return name, seen
-                self._put(Offer(nonce=self.nonce, withdrawn=True))
+                self._put(Offer(nonce=self.nonce, attempt=self.attempt, withdrawn=True))
+                self._catch_up(self.attempt - 1)
                 missing = self._absent(name) if name else [r for r in self.ranks if r not in offers]
                 missing = missing or [r for r in self.ranks if r in offers and offers[r].withdrawn]
                 what = f"ranks {missing} did not compile within {patience:.0f} s"
@@ -102,17 +109,19 @@ class Exchange:
             pause = min(1.2 * pause, _POLLS[1])
 
     def _require_none_failed(self, offers: dict[int, Offer]) -> None:
-        """Raise `RanksDiffer` for a failure of another rank that this rank has not raised for before."""
-        key = self._key("raised", self.rank)
-        before = json.loads(self.store.get(key)) if self.store.check([key]) else {}
-        failed = {str(r): o.nonce for r, o in offers.items() if o.failure}
-        new = next((r for r, nonce in failed.items() if before.get(r) != nonce), None)
-        if new is None:
+        """Raise `RanksDiffer` for a failure of another rank in this attempt."""
+        failed = next((r for r, o in offers.items() if o.failure and o.attempt >= self.attempt), None)
+        if failed is None:
             return
-        self.store.set(key, json.dumps(failed))
-        self._put(Offer(nonce=self.nonce, withdrawn=True))
-        what = f"rank {new} could not compile: {offers[int(new)].failure}"
+        self._put(Offer(nonce=self.nonce, attempt=self.attempt, withdrawn=True))
+        self._catch_up(offers[failed].attempt)
+        what = f"rank {failed} could not compile: {offers[failed].failure}"
         raise RanksDiffer(what, where=f"rank {self.rank}", hint="see the logs of that rank")
+
+    def _catch_up(self, attempt: int) -> None:
+        """Count attempts as the rank does that has made the most, or one less where none took part (`attempt`)."""
+        if attempt != self.attempt:
+            self.store.add(self._key("attempts", self.rank), attempt - self.attempt)
 
     def _offers(self) -> dict[int, Offer]:
         """Return the offer that each rank has now; without those that never made one."""
@@ -133,8 +142,7 @@ class Exchange:
         return str(self.store.compare_set(f"memplan/verdict/{name}", "", verdict).decode())
 
     def _put(self, offer: Offer) -> None:
-        made = {"nonce": offer.nonce, "digest": offer.digest, "failure": offer.failure, "withdrawn": offer.withdrawn}
-        self.store.set(self._key("offer", self.rank), json.dumps(made))
+        self.store.set(self._key("offer", self.rank), json.dumps(asdict(offer)))
 
     def _lines(self, offer: Offer) -> list[str]:
         found: list[str] = json.loads(self.store.get(self._lines_key(offer.nonce)))

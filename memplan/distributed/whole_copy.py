@@ -5,9 +5,7 @@ The copy is for tracing. Its parameters are on the meta device where they are di
 
 from __future__ import annotations
 
-import types
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from memplan.distributed.parallelism import (
     gathered_dtype,
     reducer_of,
 )
+from memplan.distributed.structure import copy_structure
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # Hooks on state dicts refer to torch's objects for sharded parameters, and are no part of a forward.
@@ -49,49 +48,23 @@ def whole_copy(model: nn.Module, parallelism: Parallelism) -> nn.Module:
     for param in fsdp_parameters(model):
         whole = torch.empty(param._orig_size, dtype=gathered_dtype(param), device="meta")
         made[id(param.sharded_param)] = nn.Parameter(whole, requires_grad=param.sharded_param.requires_grad)
-    sharded = {id(m) for m in fsdp_modules(model)}
     reducer = reducer_of(model)
-    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    for module in modules:
-        kind = _plain_class(module) if id(module) in sharded else type(module)
-        made[id(module)] = object.__new__(_Inner if module is reducer else kind)
-    for module in modules:
-        if module is reducer:
-            made[id(module)].__init__(made[id(module.module)])
-            made[id(module)].training = module.training
-            continue
-        held = _without_hooks(module) if id(module) in sharded else vars(module)
-        made[id(module)].__dict__.update({key: _standing_in(x, made) for key, x in held.items()})
-        if id(module) in sharded:
-            _cast(made[id(module)], module._get_fsdp_state()._mp_policy)  # type: ignore[operator]
-    found: nn.Module = made[id(model)]
+    classes: dict[int, type[nn.Module]] = {}
+    held: dict[int, dict[str, Any]] = {}
+    for module in fsdp_modules(model):
+        classes[id(module)], held[id(module)] = _plain_class(module), _without_hooks(module)
+    if reducer is not None:
+        classes[id(reducer)], held[id(reducer)] = _Inner, _of_inner(reducer)
+    found = copy_structure(model, made, classes, held)
+    for module in fsdp_modules(model):
+        _cast(made[id(module)], module._get_fsdp_state()._mp_policy)  # type: ignore[operator]
     return found
 
 
-def _standing_in(value: Any, made: Mapping[int, Any]) -> Any:
-    """Return a value with modules and parameters replaced by what was made for them; all else is the same object.
-
-    It looks into plain lists, tuples and dicts, and binds methods of modules to their copies.
-    """
-    if id(value) in made:
-        return made[id(value)]
-    if isinstance(value, types.MethodType):
-        if _is_of_fsdp(value.__func__):
-            return _standing_in(value.__func__.__wrapped__, made)  # type: ignore[attr-defined]
-        return types.MethodType(value.__func__, made[id(value.__self__)]) if id(value.__self__) in made else value
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, _standing_in(x, made)) for key, x in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(_standing_in(x, made) for x in value)
-    return value
-
-
-def _is_of_fsdp(function: Any) -> bool:
-    """Return whether a function is what register_fsdp_forward_method has put in the place of a method."""
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    code = getattr(function, "__code__", None)
-    return code is not None and code in register_fsdp_forward_method.__code__.co_consts
+def _of_inner(reducer: nn.Module) -> dict[str, Any]:
+    """Return the attributes of what stands for a `DistributedDataParallel`."""
+    found = vars(_Inner(nn.Module()))
+    return {**found, "training": reducer.training, "_modules": {"module": reducer.module}}
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:

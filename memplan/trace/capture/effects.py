@@ -24,6 +24,7 @@ from torch import fx, nn
 from torch._dynamo.convert_frame import get_traced_fn
 from torch.utils import _pytree as pytree
 
+from memplan.distributed.structure import copy_structure
 from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.origins import clean_module_path
 
@@ -215,8 +216,13 @@ def _restored(model: nn.Module, before: _Attributes) -> bool:
     return bool(changed)
 
 
-def with_fake_tensors(model: nn.Module, inputs: Any, device: str | None = None) -> tuple[nn.Module, Any]:
-    """Return a structural copy of a model and its inputs on fake tensors (on `device`, or where they are)."""
+def with_fake_tensors(
+    model: nn.Module, inputs: Any, device: str | None = None, *, sharing: bool = False
+) -> tuple[nn.Module, Any]:
+    """Return a structural copy of a model and its inputs on fake tensors (on `device`, or where they are).
+
+    `sharing`: what modules hold beside modules, parameters and buffers is the model's own.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -232,7 +238,8 @@ def with_fake_tensors(model: nn.Module, inputs: Any, device: str | None = None) 
         return new
 
     memo: dict[int, Any] = {id(tensor): fake(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, memo), pytree.tree_map_only(torch.Tensor, fake, inputs)
+    copied = copy_structure(model, memo) if sharing else copy.deepcopy(model, memo)
+    return copied, pytree.tree_map_only(torch.Tensor, fake, inputs)
 
 
 def _attributes(model: nn.Module) -> _Attributes:

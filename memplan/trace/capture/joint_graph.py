@@ -77,20 +77,21 @@ def capture(
     by_dynamo: bool = False,
     device: torch.device | None = None,
     decompositions: Decompositions | None = None,
+    sharing: bool = False,
 ) -> Captured:
     """Trace `model(*args, **kwargs)`, with its backward if `train`. Raises `UnsupportedGraph`.
 
     The model may hold real, fake or meta parameters; meta ones are traced as if they were on the CPU. `by_dynamo`: the
     model is one of dynamo's own graphs, which is read as it is and may have no backward. `device`: trace as if the
     model and its inputs were there. `decompositions`: those of a compiler that will generate the kernels (None: the
-    ops are eager's, and so are the layouts of their results).
+    ops are eager's, and so are the layouts of their results). `sharing`: as in `with_fake_tensors`.
     """
     require_traceable(model)
     flat, in_spec = pytree.tree_flatten((args, kwargs))
     inputs, traced = flat, model
     if device is not None or _any_meta(model, flat):
         # Meta kernels would trace another attention than the CPU's.
-        traced, flat = with_fake_tensors(model, flat, device="cpu" if device is None else str(device))
+        traced, flat = with_fake_tensors(model, flat, device="cpu" if device is None else str(device), sharing=sharing)
         args, kwargs = pytree.tree_unflatten(flat, in_spec)
         inputs = flat if device is None else inputs
     with contextlib.ExitStack() as stack:

@@ -21,7 +21,7 @@ def capture_parallel(
     model: nn.Module, parallelism: Parallelism, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool
 ) -> Captured:
     """Return the graph of one rank. The arguments and errors are those of `capture`."""
-    made = capture(whole_copy(model, parallelism), args, kwargs, train=train, device=parallelism.device)
+    made = capture(whole_copy(model, parallelism), args, kwargs, train=train, device=parallelism.device, sharing=True)
     graph = made.graph_module.graph
     gather_parameters(graph, parallelism.shards)
     if train:
