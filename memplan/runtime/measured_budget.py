@@ -146,7 +146,7 @@ def _count_numbers(error: BudgetInfeasible, traced: TracedGraph) -> None:
     numbers = bytes_of_numbers(made.values(), traced.device)
     before, after = error.smallest, error.smallest + numbers
     said = f"{before} bytes ({format_bytes(before)})"
-    if numbers and said in (error.hint or ""):
+    if numbers and error.hint is not None and said in error.hint:
         error.hint = error.hint.replace(said, f"{after} bytes ({format_bytes(after)})")
         error.smallest = after
 
