@@ -6,6 +6,9 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from memplan.core.graph import Graph, StorageKind
 from memplan.core.plan import Plan
@@ -17,10 +20,11 @@ from memplan.evict.workload import Policy
 from memplan.planning.eager_total import eager_total
 from memplan.planning.outside_arena import plan_partly_outside
 from memplan.runtime.execute.runner import Runner
+from memplan.runtime.kernels.callables import bytes_of_numbers, scalars_as_tensors
 from memplan.runtime.options import RunOptions
 from memplan.trace.graph.remap_to_plan import outside_as_in
 from memplan.trace.retracer import Retracer
-from memplan.trace.traced import TracedGraph
+from memplan.trace.traced import KernelCall, TracedGraph
 
 _TRIES = 4
 _PRECISION = 1000  # the prediction of eager's peak is exact to about one part in so many
@@ -105,7 +109,12 @@ def first_program(
     def build(known: Sequence[Measured | None]) -> Sequence[Built]:
         """Return the program, planned with what is measured of it."""
         if known[0] is None:
-            settled, plan = options.settle(traced, retracer, given, room=room or 0)
+            try:
+                settled, plan = options.settle(traced, retracer, given, room=room or 0)
+            except BudgetInfeasible as error:
+                if given is None and error.where == "budget":
+                    _count_numbers(error, traced)
+                raise
         else:
             settled, plan = replan(options, known[0], room=room or 0)
         with timed(f"making the program of {plan.model}, and running it once"):
@@ -123,6 +132,23 @@ def first_program(
     discard([built])
     del built
     return Built(traced=smaller[0], runner=assemble(*smaller))
+
+
+def _count_numbers(error: BudgetInfeasible, traced: TracedGraph) -> None:
+    """Add the numbers that the program would keep as tensors to the budget that an error says is enough.
+
+    They are not in a plan before its program is made. Which of them it keeps is chosen then: these are the most.
+    """
+    calls = (kernel for kernel in traced.kernels if isinstance(kernel, KernelCall))
+    made: dict[Any, torch.Tensor] = {}
+    for call in calls:
+        scalars_as_tensors(call, traced.graph, made)
+    numbers = bytes_of_numbers(made.values(), traced.device)
+    before, after = error.smallest, error.smallest + numbers
+    said = f"{before} bytes ({format_bytes(before)})"
+    if numbers and error.hint is not None and said in error.hint:
+        error.hint = error.hint.replace(said, f"{after} bytes ({format_bytes(after)})")
+        error.smallest = after
 
 
 def discard(made: Sequence[Built]) -> None:

@@ -295,3 +295,25 @@ def test_both_programs_of_accumulated_gradients_keep_the_total_in_one_arena() ->
         assert runner is not None
         assert runner.arena.nbytes == max(r.plan.arena_size for r in runners if r is not None)
         assert runner.plan.total + runner.arena.nbytes - runner.plan.arena_size <= budget
+
+
+def test_the_budget_that_an_error_names_has_the_numbers_that_the_program_keeps() -> None:
+    class Numbers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h: torch.Tensor = self.linear(x)
+            for i in range(6):
+                h = h * (1 + i * 0.001) + i * 0.01
+            return h
+
+    x = torch.randn(512, 8)
+    with pytest.raises(BudgetInfeasible) as refused:
+        memplan.compile(Numbers(), x, budget=0.6)
+    need = refused.value.smallest
+    assert f"{need} bytes" in str(refused.value)
+    compiled = memplan.compile(Numbers(), x, budget=need)
+    assert compiled.plan.numbers > 0
+    assert compiled.plan.total <= need
