@@ -297,15 +297,17 @@ def buffers_of_the_first_rank() -> list[list[float]]:
 
 def other_shapes_under_a_budget() -> dict[str, Any]:
     """Call a step with a budget with batches of another shape, and back; then let one rank leave a call alone."""
-    torch.manual_seed(0)
-    theirs = sharded(mlp())
-    plain = torch.optim.SGD(theirs.parameters(), lr=1e-2)
-    ours, _, step = compiled(arena_budget="min", policy="recompute")
-    rows = (4, 64, 4, 1)
-    losses = [step(vectors(rank(), i, rows=n)).item() for i, n in enumerate(rows)]
-    expected = []
-    for i, n in enumerate(rows):
-        expected += eager(theirs, plain, partial(_batch_of, i, n), steps=1)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(sharded(SmallGpt(blocks=1)))
+    theirs, ours = models
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in models]
+    step = memplan.compile_step(ours, optimizers[1], energy, tokens(rank(), 0), arena_budget="min", policy="recompute")
+    losses, expected = [], []
+    for i, rows in enumerate((2, 8, 2)):
+        losses.append(step(tokens(rank(), i, rows=rows)).item())
+        expected += eager(theirs, optimizers[0], partial(_batch_of, i, rows), steps=1)
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
     sequences = [[c.line for c in one.programs[0].runner.plan.collectives] for one in step._builder.plans]
     found = {
@@ -322,7 +324,7 @@ def other_shapes_under_a_budget() -> dict[str, Any]:
 
 
 def _batch_of(number: int, rows: int, rank: int, _: int) -> torch.Tensor:
-    return vectors(rank, number, rows=rows)
+    return tokens(rank, number, rows=rows)
 
 
 def _dying_at_the_third_reduction() -> Callable[[Any], None]:

@@ -186,6 +186,22 @@ def _hybrid() -> Any:
     return fully_shard(nn.Linear(10, 2), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "parts")))
 
 
+def _register(model: Any) -> None:
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    register_fsdp_forward_method(model, "extra_repr")
+
+
+def _over_other_ranks() -> nn.Module:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 2))
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model[1], mesh=DeviceMesh("cpu", [0]))
+    return model
+
+
 def _by_columns() -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -219,22 +235,6 @@ def test_what_a_step_cannot_do_as_torch_does_is_refused(ranks: None, make: Calla
     with pytest.raises(UnsupportedGraph, match=words) as error:
         _step(make())
     assert error.value.see == "ranks-refused"
-
-
-def _register(model: Any) -> None:
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    register_fsdp_forward_method(model, "extra_repr")
-
-
-def _over_other_ranks() -> nn.Module:
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 2))
-    fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
-    fully_shard(model[1], mesh=DeviceMesh("cpu", [0]))
-    return model
 
 
 def _columns() -> Any:
