@@ -33,6 +33,8 @@ class Shard:
     `shape` and `dtype` are those of the whole parameter; `local` is the shape of this rank's part, `rows` the number of
     rows of the largest part, to which all are padded. The parameter is gathered as `gathered`, and its gradient is
     reduced as `reduced` by `how` ("avg" or "sum"), after dividing by `before` and before dividing by `after`.
+    `reshards`: torch frees the whole parameter after the forward and gathers it again in the backward
+    (`reshard_after_forward`).
     """
 
     name: str
@@ -47,6 +49,7 @@ class Shard:
     how: str
     before: float | None
     after: float | None
+    reshards: bool
 
     @property
     def uneven(self) -> bool:
@@ -114,7 +117,8 @@ def parallelism_of(model: nn.Module) -> Parallelism | None:
         module.reshard()  # type: ignore[operator]
     names = dict(_names(model))
     sharded = fsdp_parameters(model)
-    shards = {name: shard for param in sharded for name, shard in _shards(param, names)}
+    freed = _freed_after_forward(model)
+    shards = {name: shard for param in sharded for name, shard in _shards(param, names, reshards=id(param) in freed)}
     require_known(name for name, p in model.named_parameters() if is_distributed(p) and name not in shards)
     replicas = _replicas(model)
     if not shards and replicas is None:
@@ -186,7 +190,24 @@ def _names(model: nn.Module) -> Iterator[tuple[int, list[str]]]:
     yield from found.items()
 
 
-def _shards(param: Any, names: Mapping[int, list[str]]) -> Iterator[tuple[str, Shard]]:
+def _freed_after_forward(model: nn.Module) -> set[int]:
+    """Return the identities of the `FSDPParam`s whose whole parameters torch frees after the forward.
+
+    Where `fully_shard` was not told, it keeps those of an outermost module, which the backward needs at once.
+    """
+    modules = fsdp_modules(model)
+    inner = {m for outer in modules for m in outer.modules() if m is not outer}
+    found = set()
+    for module in modules:
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        keeps = state._auto_reshard_after_forward and module not in inner
+        for group in state._fsdp_param_groups:
+            if group.post_forward_mesh_info is not None and not keeps:
+                found.update(map(id, group.fsdp_params))
+    return found
+
+
+def _shards(param: Any, names: Mapping[int, list[str]], *, reshards: bool) -> Iterator[tuple[str, Shard]]:
     """Yield the shard of an `FSDPParam` for each name of its parameter."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
@@ -210,6 +231,7 @@ def _shards(param: Any, names: Mapping[int, list[str]]) -> Iterator[tuple[str, S
                 how="avg" if how == distributed.ReduceOp.AVG else "sum",
                 before=before,
                 after=after,
+                reshards=reshards,
             ),
         )
 

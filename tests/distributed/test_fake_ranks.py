@@ -80,6 +80,32 @@ def test_a_budget_gathers_again_and_repeats_nothing_else() -> None:
     assert plan.eviction.costs == "h100/nvlink"
 
 
+@pytest.mark.usefixtures("ranks")
+def test_parameters_that_torch_frees_after_the_forward_are_gathered_again() -> None:
+    """Without a budget a plan keeps what torch keeps; the outermost module's are kept unless torch was told."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def plan_of(blocks: bool | int | None, outermost: bool | None, **options: Any) -> memplan.Plan:
+        model = _GptLoss(blocks=2)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=blocks)
+        fully_shard(model, mesh=mesh, reshard_after_forward=outermost)
+        return memplan.plan(model, tokens(0, 0), **options)
+
+    def again(plan: memplan.Plan) -> list[str]:
+        return [c.name for c in plan.collectives if c.again]
+
+    mesh = init_device_mesh("cpu", (2,))
+    kept, freed, all_freed = plan_of(False, False), plan_of(None, None), plan_of(True, True)
+    assert again(kept) == []
+    assert again(freed)
+    assert all(name.startswith("gather_blocks_") for name in again(freed)), "the model's own are kept"
+    assert any("embedding" in name or "head" in name for name in again(all_freed))
+    assert all_freed.arena_size <= freed.arena_size < kept.arena_size
+    assert plan_of(None, None, checkpoint="plan").arena_size <= freed.arena_size
+
+
 def test_collectives_of_a_group_keep_their_order() -> None:
     plan = _whole(2)
     order = list(plan.schedule.order)

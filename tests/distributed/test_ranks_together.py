@@ -21,7 +21,7 @@ def test_two_ranks_train_as_torch_alone_does() -> None:
     gathers = 15 + alike["fsdp gpt"]["again"]
     assert alike["fsdp gpt"]["collectives"] == {"gather_parameter": gathers, "reduce_scatter": 15}
     assert alike["fsdp min"]["again"] > alike["fsdp gpt"]["again"]
-    assert alike["fsdp min"]["arena"] < alike["fsdp gpt"]["arena"] / 2
+    assert alike["fsdp min"]["arena"] < alike["fsdp gpt"]["arena"] * 0.7
     assert alike["ddp tied"]["collectives"] == {"all_reduce": 1}
     assert alike["ddp convolutions"]["collectives"] == {"broadcast": 6, "all_reduce": 2}, "buckets of 1 KiB"
     for found in ranks.results:

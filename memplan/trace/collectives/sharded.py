@@ -1,7 +1,8 @@
 """Replaces whole parameters in a captured graph by this rank's parts: gathered before use, their gradients reduced.
 
-A gather stands right before the first op that reads the parameter, a reduction right after the gradient. Whether a
-gathered parameter stays, or is gathered again, is the plan's choice (`memplan.core.collectives.may_run_again`).
+A gather stands right before the first op that reads the parameter, a reduction right after the gradient. A parameter that
+torch frees after the forward is marked as an activation checkpoint of its own: a plan without a budget gathers it again
+in the backward, as torch does, and under a budget it is the plan's choice (`memplan.core.collectives.may_run_again`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def gather_parameters(graph: fx.Graph, shards: Mapping[str, Shard]) -> None:
     """Replace each placeholder of a sharded parameter by one of this rank's part, gathered before its first use."""
     mode = fake_mode_of(graph)
     parts: dict[int, torch.Tensor] = {}  # by the storage of the whole one, which tied parameters share
+    region = max((int(node.meta.get("ac_graph_id") or 0) for node in graph.nodes), default=0)
     for node in list(graph.find_nodes(op="placeholder")):
         shard = _shard_of(node.meta["desc"], shards)
         if shard is None:
@@ -40,6 +42,8 @@ def gather_parameters(graph: fx.Graph, shards: Mapping[str, Shard]) -> None:
             graph.erase_node(node)
             continue
         rw = Rewriter(graph, mode, first)
+        region += 1
+        rw.checkpoint = region if shard.reshards else 0
         given = part
         if shard.uneven:
             given = rw.call(aten.constant_pad_nd.default, given, _padding(shard, shard.rows - shard.local[0]))

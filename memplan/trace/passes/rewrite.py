@@ -38,6 +38,7 @@ class Rewriter:
     constants = True  # whether the program may have constants (see `trace_captured`)
     written: frozenset[int] | set[int] = frozenset()  # storages that ops wrote in place before the pass
     phase: str | None = None  # the tag of new nodes; None: the node's own
+    checkpoint: int = 0  # the activation checkpoint that drops results of new nodes; 0: the node's own
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, before: fx.Node | None = None) -> None:
         self.graph = graph
@@ -116,6 +117,8 @@ class Rewriter:
         new.meta.update({key: self.node.meta[key] for key in INHERITED if key in self.node.meta})
         if self.phase is not None:
             new.meta["partitioner_tag"] = self.phase
+        if self.checkpoint:
+            new.meta[CHECKPOINT] = self.checkpoint
         return new
 
 
