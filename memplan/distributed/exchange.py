@@ -27,7 +27,7 @@ _AGREED, _WITHDRAWN = "agreed", "withdrawn"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What a rank has made: the digest of its lines; or why it made nothing; or nothing any more (`withdrawn`).
+    """A rank's answer: the digest of the lines that it has made; or why it made none; or none any more (`withdrawn`).
 
     `attempt` counts the rank's attempts, which tells a failure of this one from one of an attempt before.
     """
@@ -52,6 +52,7 @@ class Exchange:
 
     def fail(self, why: str) -> None:
         """Let the others know that this rank has made nothing."""
+        self.store.set(self._failure_key(self.rank, self.attempt), why)
         self._put(Offer(nonce=self.nonce, attempt=self.attempt, failure=why))
 
     def run(self, lines: Sequence[str]) -> str:
@@ -65,7 +66,6 @@ class Exchange:
         self.store.set(self._lines_key(self.nonce), text)
         self._put(Offer(nonce=self.nonce, attempt=self.attempt, digest=hashlib.sha256(text.encode()).hexdigest()))
         name, offers = self._meet()
-        self._catch_up(max(o.attempt for o in offers.values()))
         first = self.ranks[0]
         other = next((r for r in self.ranks if offers[r].digest != offers[first].digest), None)
         if other is None:
@@ -88,7 +88,7 @@ class Exchange:
             if name and self._verdict(name) == _AGREED:
                 return name, seen
             self._require_none_failed(offers)
-            if all(r in offers and not offers[r].withdrawn for r in self.ranks):
+            if all(r in offers and offers[r].attempt == self.attempt and not offers[r].withdrawn for r in self.ranks):
                 found = hashlib.sha256("".join(offers[r].nonce for r in self.ranks).encode()).hexdigest()[:16]
                 if found != name:
                     name, seen = found, offers
@@ -109,17 +109,25 @@ class Exchange:
             pause = min(1.2 * pause, _POLLS[1])
 
     def _require_none_failed(self, offers: dict[int, Offer]) -> None:
-        """Raise `RanksDiffer` for a failure of another rank in this attempt."""
-        failed = next((r for r, o in offers.items() if o.failure and o.attempt >= self.attempt), None)
+        """Raise `RanksDiffer` for a failure of another rank in this attempt, also if it has gone on to the next."""
+        failed = next((r for r, o in offers.items() if o.attempt > self.attempt or self._has_failed(o)), None)
         if failed is None:
             return
         self._put(Offer(nonce=self.nonce, attempt=self.attempt, withdrawn=True))
-        self._catch_up(offers[failed].attempt)
-        what = f"rank {failed} could not compile: {offers[failed].failure}"
+        ahead = offers[failed].attempt - (0 if offers[failed].failure else 1)
+        self._catch_up(ahead)
+        keys = [self._failure_key(failed, attempt) for attempt in (self.attempt, ahead)]
+        why = next(
+            (self.store.get(key).decode() for key in keys if self.store.check([key])), "it compiles another step"
+        )
+        what = f"rank {failed} could not compile: {why}"
         raise RanksDiffer(what, where=f"rank {self.rank}", hint="see the logs of that rank")
 
+    def _has_failed(self, offer: Offer) -> bool:
+        return bool(offer.failure) and offer.attempt >= self.attempt
+
     def _catch_up(self, attempt: int) -> None:
-        """Count attempts as the rank does that has made the most, or one less where none took part (`attempt`)."""
+        """Let this attempt count as that of another number, so that the ranks' next ones have the same."""
         if attempt != self.attempt:
             self.store.add(self._key("attempts", self.rank), attempt - self.attempt)
 
@@ -150,6 +158,9 @@ class Exchange:
 
     def _key(self, kind: str, rank: int) -> str:
         return f"memplan/{'-'.join(map(str, self.ranks))}/{kind} of {rank}"
+
+    def _failure_key(self, rank: int, attempt: int) -> str:
+        return self._key(f"failure {attempt}", rank)
 
     def _lines_key(self, nonce: str) -> str:
         return f"memplan/lines/{nonce}"

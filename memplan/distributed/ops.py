@@ -91,8 +91,8 @@ def _finished(name: str, start: Callable[[Any, bool], Any]) -> None:
         try:
             work.wait(_LOOK)
             return
-        except RuntimeError:
-            if work.is_completed() or time.monotonic() > until:
+        except RuntimeError as error:
+            if "Operation timed out" not in str(error) or time.monotonic() > until:
                 raise
             require_going_on(group)
 

@@ -92,7 +92,7 @@ class Parallelism:
 
     @property
     def lines(self) -> list[str]:
-        """What is reduced in which way and group, a line each, which all ranks must have alike."""
+        """The way in which each parameter is gathered and reduced, a line each, which all ranks must have alike."""
         groups = list(dict.fromkeys(s.group for s in self.shards.values()))
         found = [
             f"parameter {name}: group {groups.index(s.group)}, gathered as {s.gathered}, "

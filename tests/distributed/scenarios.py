@@ -285,7 +285,7 @@ def buffers_of_the_first_rank() -> list[list[float]]:
         model: Any = DistributedDataParallel(Scaled())
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
         step: Any = memplan.compile_step(model, optimizer, energy, vectors(rank(), 0)) if planned else None
-        losses = []
+        losses: list[float] = []
         for i in range(2):
             model.module.scale.fill_(2.0 + i + rank())
             model.module.other.fill_(5.0 + i + rank())
@@ -304,13 +304,14 @@ def other_shapes_under_a_budget() -> dict[str, Any]:
     theirs, ours = models
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in models]
     step = memplan.compile_step(ours, optimizers[1], energy, tokens(rank(), 0), arena_budget="min", policy="recompute")
-    losses, expected = [], []
+    losses: list[float] = []
+    expected: list[float] = []
     for i, rows in enumerate((2, 8, 2)):
         losses.append(step(tokens(rank(), i, rows=rows)).item())
         expected += eager(theirs, optimizers[0], partial(_batch_of, i, rows), steps=1)
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
     sequences = [[c.line for c in one.programs[0].runner.plan.collectives] for one in step._builder.plans]
-    found = {
+    found: dict[str, Any] = {
         "alike": losses == expected and all(torch.equal(local_tensor(a), local_tensor(b)) for a, b in pairs),
         "several": any(other != sequences[0] for other in sequences),
     }

@@ -252,7 +252,7 @@ def _sharded(change: Callable[[Any], object] = lambda _: None, **options: Any) -
         (lambda: _sharded(lambda m: m.set_requires_gradient_sync(False)), "does not reduce its gradients"),
         (lambda: _sharded(lambda m: m.set_gradient_divide_factor(3.0)), "has a divide factor of its own"),
         (lambda: _sharded(_register), "has a method that gathers its parameters"),
-        (_over_other_ranks, r"divided among the ranks \[0, 1\], and others among \[0\]"),
+        (_over_other_ranks, r"divided among the ranks \[0\], and others among \[0, 1\]"),
         (lambda: _sharded(shard_placement_fn=lambda _: _columns()), "is divided along dimension 1"),
         (_by_columns, r"0\.weight: is a DTensor that fully_shard has not made"),
     ],
