@@ -197,7 +197,7 @@ def _freed_after_forward(model: nn.Module) -> set[int]:
     """
     modules = fsdp_modules(model)
     inner = {m for outer in modules for m in outer.modules() if m is not outer}
-    found = set()
+    found: set[int] = set()
     for module in modules:
         state: Any = module._get_fsdp_state()  # type: ignore[operator]
         keeps = state._auto_reshard_after_forward and module not in inner

@@ -91,7 +91,8 @@ def test_parameters_that_torch_frees_after_the_forward_are_gathered_again() -> N
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=blocks)
         fully_shard(model, mesh=mesh, reshard_after_forward=outermost)
-        return memplan.plan(model, tokens(0, 0), **options)
+        plan: memplan.Plan = memplan.plan(model, tokens(0, 0), **options)
+        return plan
 
     def again(plan: memplan.Plan) -> list[str]:
         return [c.name for c in plan.collectives if c.again]

@@ -1,8 +1,8 @@
 """Replaces whole parameters in a captured graph by this rank's parts: gathered before use, their gradients reduced.
 
-A gather stands right before the first op that reads the parameter, a reduction right after the gradient. A parameter that
-torch frees after the forward is marked as an activation checkpoint of its own: a plan without a budget gathers it again
-in the backward, as torch does, and under a budget it is the plan's choice (`memplan.core.collectives.may_run_again`).
+A gather stands right before the first op that reads the parameter, a reduction right after the gradient. A parameter
+that torch frees after the forward is marked as an activation checkpoint of its own: a plan without a budget gathers it
+again in the backward, as torch does; under a budget that is the plan's choice (`memplan.core.collectives`).
 """
 
 from __future__ import annotations
