@@ -101,7 +101,8 @@ class Exchange:
                     return name, seen
                 self._put(Offer(nonce=self.nonce, attempt=self.attempt, withdrawn=True))
                 self._catch_up(self.attempt - 1)
-                missing = self._absent(name) if name else [r for r in self.ranks if r not in offers]
+                behind = [r for r in self.ranks if r not in offers or offers[r].attempt < self.attempt]
+                missing = self._absent(name) if name else behind
                 missing = missing or [r for r in self.ranks if r in offers and offers[r].withdrawn]
                 what = f"ranks {missing} did not compile within {patience:.0f} s"
                 raise RanksDiffer(what, where=f"rank {self.rank}", hint="see whether they run, and what they log")
