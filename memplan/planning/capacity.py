@@ -73,7 +73,8 @@ def capacity_of(
         known = (_physical(), HOST) if name == HOST else DEVICE_MEMORY.get(name)
         if known is None:
             hint = f"choose one of: {', '.join(DEVICE_MEMORY)}, {HOST}, or give its memory: 24GiB"
-            raise UnsupportedDevice(f"{device!r} is not a device whose memory is known", where="device", hint=hint)
+            what = f"{device!r} is not a device whose memory is known"
+            raise UnsupportedDevice(what, where="device", hint=hint, see="unknown-memory")
         total, costs, usual = *known, ALLOWANCE
     else:
         total, costs, usual = read_size("device", device), "", 0
@@ -91,7 +92,7 @@ def _physical() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError) as error:
         what = "this system does not say how much memory it has"
-        raise UnsupportedDevice(what, where="device", hint="give its memory: 24GiB") from error
+        raise UnsupportedDevice(what, where="device", hint="give its memory: 24GiB", see="unknown-memory") from error
 
 
 def _slack(slack: int | float | str | None, total: int) -> int:

@@ -61,7 +61,7 @@ def test_report_plans_a_model(run: Run, tracer: FakeTracer) -> None:
     assert "noise of the model" in err
     ((args, options),) = tracer.calls
     assert args == ((1, 2), None)
-    assert options == {"train": None, "options": PlanOptions()}
+    assert options == {"train": None, "options": PlanOptions(), "ranks": None}
 
 
 def test_report_passes_its_options_on(run: Run, tracer: FakeTracer) -> None:
@@ -69,8 +69,8 @@ def test_report_passes_its_options_on(run: Run, tracer: FakeTracer) -> None:
     assert run("report", "model.py:make", *options)[0] == 0
     assert run("report", "model.py:make", "--gradients", "arena")[0] == 0
     passed = PlanOptions(budget="50%", costs="h100", solver="naive", time_limit=2.0)
-    assert tracer.calls[0][1] == {"train": False, "options": passed}
-    assert tracer.calls[1][1] == {"train": None, "options": PlanOptions(gradients="arena")}
+    assert tracer.calls[0][1] == {"train": False, "options": passed, "ranks": None}
+    assert tracer.calls[1][1] == {"train": None, "options": PlanOptions(gradients="arena"), "ranks": None}
 
 
 def test_check_plans_models_and_loads_plans(run: Run, tracer: FakeTracer, plan_file: Path) -> None:

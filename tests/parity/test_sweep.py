@@ -1,4 +1,4 @@
-"""A fixed thirtieth of the sweep, and what happens when a worker does not come back."""
+"""A fixed sixtieth of the sweep, and what happens when a worker does not come back."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PARTS = 2
 
 
 @pytest.mark.parametrize("part", range(_PARTS))
-def test_thirtieth(part: int) -> None:
-    verdicts = list(sweep(Selection(every=30, part=part, parts=_PARTS)))
+def test_sixtieth(part: int) -> None:
+    verdicts = list(sweep(Selection(every=60, part=part, parts=_PARTS)))
     assert sum(v.result is Result.PASSED for v in verdicts) > 25  # the databases were found, and most of it passes
     found = refusals.findings(verdicts, refusals.expected(), refusals.expected(refusals.ROUNDINGS))
     assert not found, "\n".join(found)
