@@ -1,4 +1,4 @@
-"""What planning itself takes: seconds and memory, for Llamas of 1, 7 and 70 billion parameters.
+"""Measures the seconds and the memory of planning itself, for Llamas of 1, 7 and 70 billion parameters.
 
     python -m benchmarks.planning --models 7b,70b
 

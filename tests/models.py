@@ -55,3 +55,18 @@ class Apply(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         return self.function(self.w, *inputs)
+
+
+class Counted(nn.Module):
+    """A model of `size` parameters whose backward needs what was computed from the old value of a buffer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0, 1, size))
+        self.register_buffer("count", torch.zeros(()))
+        self.count: torch.Tensor
+
+    def forward(self) -> torch.Tensor:
+        found = (self.weight + self.count).sin().sum()
+        self.count.add_(1)
+        return found

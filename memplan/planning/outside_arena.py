@@ -99,8 +99,13 @@ def _without(plan: Plan, chosen: Sequence[_Candidate], options: PlanOptions) -> 
     graph = plan.graph.with_outside(frozenset().union(*(c.storages for c in chosen)))
     schedule = make_schedule(graph, order, plan.schedule.policy)
     made = make_plan(replace(ScheduledGraph.of(plan), graph=graph, schedule=schedule), options)
-    kept = {name: getattr(plan, name) for name in ("division", "compress", "numbers")}
-    return replace(made, temporaries=tuple(temporaries), **kept)
+    return replace(
+        made,
+        temporaries=tuple(temporaries),
+        division=plan.division,
+        compress=plan.compress,
+        numbers=plan.numbers,
+    )
 
 
 def _chosen(plan: Plan, beside: Sequence[int], limit: int, *, gradients: bool) -> list[_Candidate]:

@@ -1,4 +1,4 @@
-"""What takes long is logged, and nothing else."""
+"""Work that takes long is logged, and nothing else."""
 
 from __future__ import annotations
 

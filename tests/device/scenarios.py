@@ -378,7 +378,7 @@ def mutations(device: LateDevice) -> dict[str, Any]:
 
 
 def mutations_of_two(device: LateDevice) -> dict[str, Any]:
-    """The same for a model on the host whose step runs on both devices, with copies between them."""
+    """Mutations, as above, of a model on the host whose step runs on both devices, with copies between them."""
     torch.manual_seed(0)
     model, x = nn.Sequential(*[m for _ in range(2) for m in (nn.Linear(16, 16), nn.Tanh())]), torch.randn(4, 16)
 

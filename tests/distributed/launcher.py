@@ -31,7 +31,7 @@ _POLL = 0.05  # seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """What the ranks of a scenario did: by rank, what each returned (None: nothing), its exit status and its log."""
+    """The outcome of a scenario: by rank, what it returned (None: nothing), its exit status and its log."""
 
     results: list[Any]
     statuses: list[int]

@@ -21,6 +21,7 @@ from benchmarks.zoo import ZOO
 from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedGraph
 from memplan.integrations.inductor.partitioner import BudgetPartitioner
 from memplan.integrations.inductor.tags import TAG
+from tests.models import Counted
 
 TIMES = 16  # the batch of a nano model, so that activations weigh more than gradients
 
@@ -175,23 +176,8 @@ def test_enough_room_leaves_the_partition_as_it_is() -> None:
     assert all(torch.equal(a, b) for a, b in zip((ours[0], *ours[1]), (plain[0], *plain[1]), strict=True))
 
 
-class Counted(nn.Module):
-    """A model whose backward needs what was computed from the old value of a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0, 1, 64))
-        self.register_buffer("count", torch.zeros(()))
-        self.count: torch.Tensor
-
-    def forward(self) -> torch.Tensor:
-        found = (self.weight + self.count).sin().sum()
-        self.count.add_(1)
-        return found
-
-
 def test_torchs_own_partition_reads_no_buffer_that_has_changed() -> None:
-    model, eager = Counted(), Counted()
+    model, eager = Counted(64), Counted(64)
     partitioner = memplan.partitioner(budget="1GiB")
     for call, own in ((compiled(model, partitioner), model), (eager, eager)):
         call().backward()
@@ -202,7 +188,7 @@ def test_torchs_own_partition_reads_no_buffer_that_has_changed() -> None:
 
 
 def test_a_partition_that_torchs_cache_has_is_not_made_again() -> None:
-    model = Counted()
+    model = Counted(64)
     partitioners = [memplan.partitioner(budget=budget) for budget in ("1GiB", 1 << 30)]
     losses = []
     on = torch._functorch.config.patch(enable_autograd_cache=True)

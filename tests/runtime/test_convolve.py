@@ -176,7 +176,7 @@ class Used:
 def test_cudnn_writes_to_the_arena_and_adds_the_bias_as_eager_does(
     monkeypatch: pytest.MonkeyPatch, transposed: bool, biased: bool
 ) -> None:
-    """With the CPU's kernels in place of cuDNN's: nobody here has run it on a GPU."""
+    """The CPU's kernels stand for cuDNN's: nobody here has run it on a GPU."""
     calls: list[tuple[Any, ...]] = []
 
     def by_cudnn(x: torch.Tensor, weight: torch.Tensor, *how: Any, out: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ from memplan.errors import (
     UnsupportedProblem,
 )
 from memplan.runtime import CompiledModule
+from tests.models import Counted
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -336,24 +337,9 @@ def test_inductors_own_error_is_one_sentence_and_memplans_are_its_own(monkeypatc
         memplan.plan(Added(), x, kernels="inductor")
 
 
-class Counted(nn.Module):
-    """A model whose backward needs what was computed from the old value of a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0, 1, 4096))
-        self.register_buffer("count", torch.zeros(()))
-        self.count: torch.Tensor
-
-    def forward(self) -> torch.Tensor:
-        found = (self.weight + self.count).sin().sum()
-        self.count.add_(1)
-        return found
-
-
 @pytest.mark.parametrize("kernels", ["inductor", "aten"])
 def test_a_backward_has_what_was_computed_from_a_buffer_before_it_changed(kernels: Any) -> None:
-    model, eager = Counted(), Counted()
+    model, eager = Counted(4096), Counted(4096)
     compiled = memplan.compile(model, (), kernels=kernels)
     for call, own in ((compiled, model), (eager, eager)):
         for _ in range(2):

@@ -35,7 +35,7 @@ def _others(model: nn.Module, args: tuple[Any, ...]) -> int:
 
 
 def _assert_honest(model: nn.Module, args: tuple[Any, ...], compiled: CompiledModule, before: int = 0) -> None:
-    """What one step allocates beside the arena is what the plan says, and all bytes on the device are in its total.
+    """Assert that a step allocates what the plan says beside the arena, and that its total has all bytes on the device.
 
     `before`: the bytes of all tensors that were alive and no part of the step.
     """

@@ -176,7 +176,7 @@ def test_released_memory_serves_the_next_of_its_stream() -> None:
 
 
 def _on_two_streams(first: int, second: int) -> tuple[Program, Recording]:
-    """What one stream has released, and the next allocation is on another."""
+    """A recording in which one stream releases bytes, and the next allocation is on another."""
     program = Program()
     _allocator().start_recording()
     for stream in (first, second, first):

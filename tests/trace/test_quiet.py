@@ -1,4 +1,4 @@
-"""What tracing says about its own internals is kept from the thread that traces, and from no other."""
+"""Tracing keeps what it says about its own internals from the thread that traces, and from no other."""
 
 from __future__ import annotations
 
