@@ -17,9 +17,9 @@ WIDTH, HEIGHT = 960, 560
 LEFT, RIGHT, TOP, BOTTOM = 84, 40, 84, 64
 _STYLE = (
     "text{font:12px system-ui,'DejaVu Sans',sans-serif;fill:#3a4048}.h{font-size:18px;font-weight:600;fill:#16191d}"
-    ".g{stroke:#d9dde3}.r{text-anchor:end}.m{text-anchor:middle}.l{stroke:#4c82d8;stroke-width:2;fill:none}"
+    ".g{stroke:#d9dde3}.r{text-anchor:end}.m{text-anchor:middle}.l{stroke:#2f6fd8;stroke-width:2;fill:none}"
 )
-_OURS, _TORCH = "#4c82d8", "#c26a1b"
+_OURS, _TORCH = "#2f6fd8", "#b8520f"
 
 
 def frontier_title(name: str, frontier: Frontier) -> str:
