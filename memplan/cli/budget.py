@@ -50,7 +50,8 @@ def budget(
     ] = True,
     form: Annotated[TextFormat, typer.Option("--format", help="What to print.")] = TextFormat.TABLE,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Draw the curve as one page, on which a point opens its plan.")
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Draw the curve as one page, on which a point opens its plan."),
     ] = None,
     source_url: Annotated[
         str | None,
@@ -168,6 +169,6 @@ def _page(
         plans = plans_of(explored, step)
         pictures = {id(plan): picture_of_plan(plan) for plan in plans if plan is not None}
     stop_if_interrupted()
-    links = links_of(pictures.values(), template, target)
+    links = links_of((b.holder.source for p in pictures.values() for b in p.blocks), template, target)
     drawn = [None if plan is None else pictures[id(plan)] for plan in plans]
     write_atomic(path, frontier_html(step.model, explored.frontier, rivals, drawn, links=links))

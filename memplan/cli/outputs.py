@@ -45,7 +45,9 @@ def require_source_url(template: str | None, page: Path | None) -> None:
         return
     require_template(template, "--source-url")
     if page is None:
-        raise InvalidTemplate("there is no page whose links it makes", where="--source-url", hint="give --html FILE too")
+        raise InvalidTemplate(
+            "there is no page whose links it makes", where="--source-url", hint="give --html FILE too"
+        )
 
 
 def _files(target: str) -> list[Path]:

@@ -170,7 +170,9 @@ def _draw(plan: Plan, wanted: Pictures, source_url: str | None, target: str) -> 
 
     picture = picture_of_plan(plan)
     if wanted.html is not None:
-        pictures.write_html(wanted.html, picture, links_of([picture], source_url, target))
+        pictures.write_html(
+            wanted.html, picture, links_of((b.holder.source for b in picture.blocks), source_url, target)
+        )
     for path, write in (
         (wanted.svg, pictures.write_svg),
         (wanted.png, pictures.write_png),

@@ -6,18 +6,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from memplan.cli.github import Sources
-from memplan.report.picture import Picture
 from memplan.report.source_links import editor_link, filled
 
 
-def links_of(pictures: Iterable[Picture], template: str | None, target: str = "") -> dict[str, str]:
-    """Return addresses by source line ("model.py:12"), of the lines whose file is known for certain.
+def links_of(sources: Iterable[str], template: str | None, target: str = "") -> dict[str, str]:
+    """Return addresses by source line ("model.py:12"), of those of `sources` whose file is known for certain.
 
     That is one with this name where there is no second one in the repository around the working directory, or the file
     of `target` (FILE.py:FACTORY). Without a `template`, addresses open VS Code. With one, {path} is the path from the
     repository's root, and {file} the name of the file, which is known for every line.
     """
-    lines = sorted({b.holder.source for picture in pictures for b in picture.blocks} - {""})
+    lines = sorted(set(sources) - {""})
     file = target.rpartition(":")[0]
     return dict(_links(Sources.here(lines), lines, template, file if file.endswith(".py") else ""))
 

@@ -14,13 +14,13 @@ from memplan.version import __version__
 
 FOOT = f"memplan {__version__}. Everything in this file was computed before anything ran."
 
-_SHARED = ("format", "data", "look", "theme", "arena")
-_REPORT = ("tree", "table", "permalink", "report")
+_SHARED = ("format", "data", "look", "theme", "arena", "pins", "permalink")
+_REPORT = ("tree", "table", "report")
 SCRIPTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "report": (*_SHARED, *_REPORT, "start_report"),
         "budget": (*_SHARED, *_REPORT, "start_budget"),
-        "diff": (*_SHARED, "permalink", "start_diff"),
+        "diff": (*_SHARED, "start_diff"),
     }
 )
 """The scripts of each page, in the order in which they run."""

@@ -40,7 +40,7 @@ class Page:
     def wait(self, script: str, seconds: float = 30) -> None:
         """Wait until the body of a JavaScript function returns something true."""
         deadline = time.monotonic() + seconds
-        while not self.run(script):
+        while not self.run(f"return Boolean((() => {{ {script} }})())"):
             assert time.monotonic() < deadline, f"never true: {script}; the console says {self.log('browser')}"
             time.sleep(0.02)
 
@@ -59,8 +59,8 @@ class Page:
         """Put a finger down, move it upwards or downwards in small steps, and lift it."""
         steps: list[dict[str, Any]] = [{"type": "pointerMove", "duration": 0, "x": round(x), "y": round(y)}]
         steps.append({"type": "pointerDown", "button": 0})
-        for part in range(1, 11):
-            steps.append({"type": "pointerMove", "duration": 20, "x": round(x), "y": round(y + dy * part / 10)})
+        places = (round(y + dy * part / 10) for part in range(1, 11))
+        steps += [{"type": "pointerMove", "duration": 20, "x": round(x), "y": place} for place in places]
         steps.append({"type": "pointerUp", "button": 0})
         self._touch(steps)
 
@@ -108,6 +108,15 @@ class Page:
     def screenshot(self, file: Path) -> None:
         with urllib.request.urlopen(f"{self._session}/screenshot", timeout=30) as answer:
             file.write_bytes(base64.b64decode(json.load(answer)["value"]))
+
+
+def open_html(page: Page, folder: Path, html: str) -> Page:
+    """Write a page into a folder, open it, and wait until it is drawn and its list is filled."""
+    (folder / "page.html").write_text(html, encoding="utf-8")
+    page.open(folder / "page.html")
+    page.wait("return Boolean(window.memplan)")
+    page.run("return new Promise(done => setTimeout(() => requestAnimationFrame(() => setTimeout(done))))")
+    return page
 
 
 def shot(page: Page, file: Path) -> Counter[tuple[int, ...]]:

@@ -87,7 +87,9 @@ def test_random_columns_of_200_000_buffers_stay_small() -> None:
     """5 MB for a page of which these are the least regular part."""
     rng = random.Random(0)
     many = range(200_000)
-    packed, _ = pack({"offset": [rng.randrange(2**23) * 512 for _ in many], "size": [rng.randrange(2**18) for _ in many]})
+    packed, _ = pack(
+        {"offset": [rng.randrange(2**23) * 512 for _ in many], "size": [rng.randrange(2**18) for _ in many]}
+    )
     assert len(packed) < 2_000_000
 
 

@@ -3,57 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from memplan.core.plan import Plan
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.report.html import picture_html
 from memplan.report.picture import picture_of, picture_of_plan
 from memplan.solvers import solve
-from tests.report.browser import CHROMIUM, DRIVER, MISSING, Page, browser, shot
+from tests.report.browser import CHROMIUM, DRIVER, MISSING, Page, open_html, shot
 from tests.samples import deep_plan, sample_plan
 
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=MISSING)
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Page]:
-    with browser() as page:
-        yield page
-
-
-@pytest.fixture
-def page(chromium: Page) -> Iterator[Page]:
-    """The browser; afterwards its console must be empty, and nothing but files and data may have been asked for."""
-    chromium.emulate(1400)
-    yield chromium
-    assert chromium.log("browser") == []
-    requests = [json.loads(entry["message"])["message"] for entry in chromium.log("performance")]
-    urls = [r["params"]["request"]["url"] for r in requests if r["method"] == "Network.requestWillBeSent"]
-    assert all(url.startswith(("file:", "data:")) for url in urls), urls
-
-
 @pytest.fixture
 def sample(page: Page, tmp_path: Path) -> Page:
-    return _open(page, tmp_path, picture_html(picture_of_plan(sample_plan())))
-
-
-def _open(page: Page, folder: Path, html: str) -> Page:
-    (folder / "page.html").write_text(html, encoding="utf-8")
-    page.open(folder / "page.html")
-    page.wait("return Boolean(window.memplan) && document.getElementById('rows').children.length + 1")
-    return page
+    return open_html(page, tmp_path, picture_html(picture_of_plan(sample_plan())))
 
 
 def _place(page: Page, name: str) -> tuple[float, float]:
-    found: dict[str, float] = page.run(
-        "return window.memplan.place(window.memplan.index(arguments[0]))", name
-    )
+    found: dict[str, float] = page.run("return window.memplan.place(window.memplan.index(arguments[0]))", name)
     return found["x"], found["y"]
 
 
@@ -117,7 +88,7 @@ def test_buttons_keys_and_theme(sample: Page) -> None:
     before = _view(sample)
     sample.run("document.getElementById('in').click()")
     assert _view(sample)["x1"] - _view(sample)["x0"] < before["x1"] - before["x0"]
-    sample.run("document.getElementById('arena').dispatchEvent(new KeyboardEvent('keydown', {key: '0', bubbles: true}))")
+    sample.press("0")
     assert _view(sample) == before
     was = sample.run("return document.documentElement.dataset.theme")
     sample.run("document.getElementById('theme').click()")
@@ -155,7 +126,7 @@ def test_find_narrows_the_list_and_a_row_shows_its_block(sample: Page) -> None:
 def test_names_from_a_file_run_nothing(page: Page, tmp_path: Path) -> None:
     evil = "</script><img src=x onerror=\"document.title='gone'\"><script>alert(1)</script>"
     plan = dataclasses.replace(sample_plan(), model=evil)
-    _open(page, tmp_path, picture_html(picture_of_plan(plan)))
+    open_html(page, tmp_path, picture_html(picture_of_plan(plan)))
     assert page.run("return document.querySelectorAll('img').length") == 0
     assert page.run("return document.getElementById('title').textContent").startswith("</script><img")
 
@@ -171,7 +142,7 @@ def test_problems_of_every_size_are_drawn(page: Page, tmp_path: Path, count: int
         buffers.append(Buffer(id=f"b{i}", size=rng.randrange(64, 65536), live=live, gaps=gaps, kind=f"kind{i % 9}"))
     problem = Problem(buffers=tuple(buffers))
     solution = solve(problem, solver="naive")
-    _open(page, tmp_path, picture_html(picture_of(problem, solution, "random.csv")))
+    open_html(page, tmp_path, picture_html(picture_of(problem, solution, "random.csv")))
     assert page.run("return window.memplan.plan.n") == count
     if count:
         largest = max(problem.buffers, key=lambda b: b.size).id
@@ -187,9 +158,9 @@ def test_problems_of_every_size_are_drawn(page: Page, tmp_path: Path, count: int
 def test_evictions_are_arrows_and_both_their_blocks_say_so(page: Page, tmp_path: Path, policy: str, says: str) -> None:
     picture = picture_of_plan(deep_plan(policy))
     drawing = "return document.getElementById('arena').toDataURL()"
-    _open(page, tmp_path, picture_html(dataclasses.replace(picture, arrows=())))
+    open_html(page, tmp_path, picture_html(dataclasses.replace(picture, arrows=())))
     bare = page.run(drawing)
-    _open(page, tmp_path, picture_html(picture))
+    open_html(page, tmp_path, picture_html(picture))
     assert page.run(drawing) != bare
     assert "budget" in page.run("return document.getElementById('cards').innerText")
     for name in (picture.arrows[0].leaves, picture.arrows[0].returns):
@@ -225,7 +196,7 @@ def test_shapes_and_dtypes_are_in_the_tooltip_and_the_table(sample: Page) -> Non
 
 
 def test_a_click_keeps_the_details_with_links_and_a_second_one_closes_them(page: Page, tmp_path: Path) -> None:
-    _open(page, tmp_path, picture_html(picture_of_plan(sample_plan()), links=LINKS))
+    open_html(page, tmp_path, picture_html(picture_of_plan(sample_plan()), links=LINKS))
     page.point(*_place(page, "activation_2"), press=True)
     text = page.run("return document.getElementById('pins').innerText")
     for part in ("128 B", "activation_2", "uint8 [100]", "h.0.attn"):
@@ -248,7 +219,7 @@ def test_a_drag_pins_nothing(sample: Page) -> None:
 
 def test_the_address_keeps_zoom_pins_filter_and_colours(page: Page, tmp_path: Path) -> None:
     html = picture_html(picture_of_plan(sample_plan()))
-    _open(page, tmp_path, html)
+    open_html(page, tmp_path, html)
     page.run("document.getElementById('in').click(); window.memplan.report.pin(1)")
     page.run("const f = document.getElementById('find'); f.value = 'h.0, &=%'; f.dispatchEvent(new Event('input'))")
     page.run("const b = document.getElementById('by'); b.value = 'op'; b.dispatchEvent(new Event('change'))")
@@ -260,7 +231,7 @@ def test_the_address_keeps_zoom_pins_filter_and_colours(page: Page, tmp_path: Pa
         " [...r.look.off], r.look.module, [...r.look.mask]]"
     )
     before, address = page.run(state), page.run("return location.hash")
-    _open(page, tmp_path, html)
+    open_html(page, tmp_path, html)
     assert page.run(state) != before
     page.run("location.hash = arguments[0]", address)
     page.wait("return window.memplan.report.look.wanted")
@@ -270,7 +241,9 @@ def test_the_address_keeps_zoom_pins_filter_and_colours(page: Page, tmp_path: Pa
     assert page.run("return document.getElementById('find').value") == "h.0, &=%"
 
 
-@pytest.mark.parametrize("address", ["#view=1,0,x,9&pins=none&at=99&by=magic&module=a.b", "#%&=&&find=%E0", "#view=,,,"])
+@pytest.mark.parametrize(
+    "address", ["#view=1,0,x,9&pins=none&at=99&by=magic&module=a.b", "#%&=&&find=%E0", "#view=,,,"]
+)
 def test_an_address_that_is_not_ours_changes_nothing(sample: Page, address: str) -> None:
     before = _view(sample)
     sample.run("location.hash = arguments[0]", address)
@@ -322,7 +295,9 @@ def test_keys_that_are_typed_into_the_search_are_text(sample: Page) -> None:
 def _many_modules(count: int) -> str:
     kinds = ("activation", "gradient", "output")
     buffers = tuple(
-        Buffer(id=f"b{i}", size=64 * (count - i), live=Interval(i, i + 2), kind=kinds[i % 3], origin=f"m{chr(97 + i)}.x")
+        Buffer(
+            id=f"b{i}", size=64 * (count - i), live=Interval(i, i + 2), kind=kinds[i % 3], origin=f"m{chr(97 + i)}.x"
+        )
         for i in range(count)
     )
     problem = Problem(buffers=buffers)
@@ -330,7 +305,7 @@ def _many_modules(count: int) -> str:
 
 
 def test_modules_beyond_eight_share_a_colour(page: Page, tmp_path: Path) -> None:
-    _open(page, tmp_path, _many_modules(20))
+    open_html(page, tmp_path, _many_modules(20))
     page.run("const b = document.getElementById('by'); b.value = 'module'; b.dispatchEvent(new Event('change'))")
     groups = page.run("return window.memplan.report.look.groups")
     assert [g["name"] for g in groups] == [*(f"m{c}.x" for c in "abcdefgh"), "12 other modules"]
@@ -339,7 +314,7 @@ def test_modules_beyond_eight_share_a_colour(page: Page, tmp_path: Path) -> None
 
 
 def test_an_entry_of_the_legend_dims_what_has_its_colour(page: Page, tmp_path: Path) -> None:
-    _open(page, tmp_path, _many_modules(6))
+    open_html(page, tmp_path, _many_modules(6))
     settled = "return !window.memplan.report.arena.due"
     page.wait("return document.getElementById('rows').children.length")
     page.run("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
@@ -401,7 +376,10 @@ def test_a_finger_that_moves_scrolls_and_one_that_taps_shows_details(sample: Pag
         sample.wait("return scrollY > arguments[0]".replace("arguments[0]", str(at)))
         assert _view(sample) == before
         assert sample.run("return document.getElementById('pins').children.length") == 0
-        sample.run("document.getElementById('arena').scrollIntoView({block: 'center'})")
+        still = "const y = scrollY; return new Promise(d => setTimeout(() => d(scrollY === y), 150))"
+        while not sample.run(still):
+            pass
+        sample.run("document.getElementById('arena').scrollIntoView({block: 'center', behavior: 'instant'})")
         sample.tap(*_place(sample, "activation_2"))
         sample.wait("return document.getElementById('pins').children.length")
         assert "activation_2" in sample.run("return document.getElementById('pins').innerText")
@@ -427,7 +405,7 @@ def test_paper_is_white_and_has_no_buttons(sample: Page) -> None:
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_fits_wide_and_narrow_windows_light_and_dark(page: Page, tmp_path: Path, width: int, dark: bool) -> None:
     page.emulate(width, dark=dark)
-    _open(page, tmp_path, picture_html(picture_of_plan(deep_plan("genoa"))))
+    open_html(page, tmp_path, picture_html(picture_of_plan(deep_plan("genoa"))))
     colours = shot(page, tmp_path / "page.png")
     assert colours[(0x2F, 0x6F, 0xD8)] > 2000, "blocks of activations"
     assert colours[(0xB8, 0x52, 0x0F)] > 2000, "blocks of gradients"

@@ -72,7 +72,7 @@ class Arena {
     g.textAlign = "center";
     for (const t of ticks(view.x0, view.x1, w < 500 ? 5 : 12, [2, 2.5, 2])) {
       const x = this.X(t, w);
-      g.fillText(exact(t), x, h - DOWN + 13); g.fillRect(x, h - DOWN, 1, 4);
+      g.fillText(exact(t), Math.min(x, w - g.measureText(exact(t)).width / 2), h - DOWN + 13); g.fillRect(x, h - DOWN, 1, 4);
     }
     g.fillText("step of the schedule", LEFT + (w - LEFT - RIGHT) / 2, h - 8);
     g.save(); g.translate(9, UP + (h - UP - DOWN) / 2); g.rotate(-Math.PI / 2); g.fillText("offset in the arena, bytes", 0, 0); g.restore();
@@ -175,6 +175,7 @@ class Arena {
     g.textAlign = "left";
     let x = LEFT + 4;
     for (const [text, colour] of [["live bytes", dim], ["max live " + bytes(plan.data.maxLive), css("--peak")], ["arena " + bytes(plan.data.arena), dim]]) {
+      if (x + g.measureText(text).width > w) break;
       g.fillStyle = colour; g.fillText(text, x, 8); x += g.measureText(text).width + 14;
     }
   }
@@ -186,7 +187,7 @@ class Arena {
     g.beginPath(); g.rect(LEFT, UP - 2, w - LEFT - RIGHT, h - UP - DOWN + 4); g.clip();
     const text = css("--text");
     for (const i of this.mates) this.outline(g, i, w, h, css("--peak"));
-    this.pins.forEach((i, k) => this.outline(g, i, w, h, text, String(k + 1)));
+    this.pins.forEach((i, k) => i >= 0 && this.outline(g, i, w, h, text, String(k + 1)));
     if (this.hovered >= 0) this.outline(g, this.hovered, w, h, text);
     if (this.cursor !== null) this.rule(g, this.X(this.cursor + .5, w), UP, h - DOWN, css("--accent"), [], "");
   }

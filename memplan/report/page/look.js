@@ -70,7 +70,7 @@ class Look {
 // The legend: a button for each colour, which dims what has it.
 function legend(node, look, changed) {
   node.replaceChildren();
-  for (const group of look.groups) {
+  for (const group of look.groups.filter(g => g.bytes)) {
     const item = add(node, "button");
     add(item, "i", "", "swatch").style.background = group.colour;
     add(item, "span", group.name);

@@ -62,15 +62,8 @@ class Report {
     const { plan, arena } = this;
     $("pins").replaceChildren();
     arena.pins.forEach((i, k) => {
-      const card = add($("pins"), "div", undefined, "pin"), close = add(card, "button", "×", "close"), module = plan.word("module", i);
-      close.setAttribute("aria-label", "Close");
-      close.onclick = () => this.pin(i);
-      add(card, "span", String(k + 1), "tag");
-      lines(card, plan.describe(i));
-      const links = add(card, "div", undefined, "links");
-      if (plan.link(i)) sourceLink(links, plan, i);
-      add(links, "button", "zoom to it").onclick = () => arena.show(i);
-      if (module) add(links, "button", "only its module").onclick = () => { this.look.module = module; this.tree.mark(module); this.filtered(); };
+      const only = module => { this.look.module = module; this.tree.mark(module); this.filtered(); };
+      pinCard(plan, i, String(k + 1), plan.describe(i), { close: () => this.pin(i), zoom: () => arena.show(i), only });
     });
     arena.paintOver();
   }

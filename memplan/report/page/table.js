@@ -57,10 +57,3 @@ class Table {
     e.preventDefault();
   }
 }
-
-function sourceLink(parent, plan, i) {
-  const link = add(parent, "a", plan.word("source", i));
-  link.href = plan.link(i);
-  link.target = "_blank";
-  link.rel = "noopener noreferrer";
-}

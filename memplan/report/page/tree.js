@@ -31,7 +31,7 @@ class Tree {
   }
 
   level(parent, node, depth) {
-    const inner = [...node.inner.values()].sort((a, b) => b.bytes - a.bytes);
+    const inner = [...node.inner.values()].sort((a, b) => b.bytes - a.bytes || a.name.localeCompare(b.name, "en", { numeric: true }));
     for (const child of inner) {
       const item = add(parent, "li"), row = add(item, "div", undefined, "node");
       item.setAttribute("role", "none");
