@@ -73,7 +73,6 @@ def budget(
     from memplan.errors import InvalidModel, InvalidPlan
     from memplan.planning.base_graph import without_evictions
     from memplan.planning.frontier import explore
-    from memplan.planning.make_plan import ScheduledGraph
     from memplan.report.frontier_form import frontier_json, frontier_sections, frontier_title
 
     require_outputs({"--html": html, "--svg": svg, "--png": png}, target, costs)
@@ -103,7 +102,7 @@ def budget(
     stop_if_interrupted()
     _draw(plan.model, found, rivals, svg, png)
     if html is not None:
-        _page(html, explored, replace(ScheduledGraph.of(step), reserve=nbytes), rivals, (target, source_url))
+        _page(html, explored, replace(step, reserve=nbytes), rivals, (target, source_url))
     wrote(html, svg, png)
     sections = frontier_sections(found, rivals)
     print_sections(form, frontier_title(plan.model, found), sections, lambda: frontier_json(found, rivals))

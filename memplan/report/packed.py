@@ -34,7 +34,7 @@ class Words:
 
 
 def pack(columns: Mapping[str, Sequence[int]]) -> tuple[str, list[list[Any]]]:
-    """Return columns of whole numbers below 2**63 as base64 text, and [name, length, bytes of each, is a delta] of each.
+    """Return columns of whole numbers below 2**63 as base64 text, and [name, length, bytes of each, is delta] of each.
 
     The bytes of a column are in planes, lowest first, so that they deflate well. A delta d is kept as 2d, or as -2d - 1
     if it is negative.
@@ -55,7 +55,7 @@ def pack(columns: Mapping[str, Sequence[int]]) -> tuple[str, list[list[Any]]]:
 
 def deflated(content: bytes) -> str:
     """Return bytes as base64 text of a zlib stream."""
-    return base64.b64encode(zlib.compress(content, 9)).decode("ascii")
+    return base64.b64encode(zlib.compress(content)).decode("ascii")
 
 
 def packed_picture(picture: Picture, links: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def open_html(page: Page, folder: Path, html: str) -> Page:
     return page
 
 
-def shot(page: Page, file: Path) -> Counter[tuple[int, ...]]:
+def shot(page: Page, file: Path) -> Counter[object]:
     """Take a screenshot of the page; returns how many pixels have each colour."""
     from PIL import Image
 
