@@ -12,6 +12,12 @@ from typing import Any
 
 from memplan.version import __version__
 
+_FAILED = """function failed(error) {
+  document.getElementById("verdict").textContent = `Not drawn, which takes a browser of 2023 or later: ${error}`;
+  throw error;
+}
+"""
+
 FOOT = f"memplan {__version__}. Everything in this file was computed before anything ran."
 
 _SHARED = ("format", "data", "look", "theme", "arena", "pins", "permalink")
@@ -20,7 +26,7 @@ SCRIPTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "report": (*_SHARED, *_REPORT, "start_report"),
         "budget": (*_SHARED, *_REPORT, "start_budget"),
-        "diff": (*_SHARED, "start_diff"),
+        "diff": (*_SHARED, "compare", "start_diff"),
     }
 )
 """The scripts of each page, in the order in which they run."""
@@ -37,7 +43,7 @@ def page(name: str, data: Mapping[str, Any]) -> str:
     scripts = "\n".join(_file(f"{part}.js") for part in SCRIPTS[name])
     script = (
         '"use strict";\n(async () => {\nconst data = JSON.parse(document.getElementById("data").textContent);\n'
-        f"{scripts}\n}})();\n"
+        f"{scripts}\n}})().catch(failed);\n{_FAILED}"
     )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     parts = {"__HASH__": f"sha256-{digest}", "__STYLE__": _file("page.css"), "__BODY__": body, "__SCRIPT__": script}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import random
+import re
 import zlib
+from importlib import resources
 from typing import Any
 
 import pytest
@@ -133,3 +135,10 @@ def test_colours_stay_apart() -> None:
         if one < two
     }
     assert min(apart.values()) > 20, min(apart, key=lambda pair: apart[pair])
+
+
+def test_changes_have_colours_of_the_same_set() -> None:
+    script = resources.files("memplan.report").joinpath("page", "compare.js").read_text(encoding="utf-8")
+    used = re.findall(r'"(#[0-9a-f]{6})"', script)
+    assert len(used) == len(set(used)) == 7
+    assert set(used) <= {*OTHERS, GREY}

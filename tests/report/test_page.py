@@ -264,6 +264,26 @@ def test_the_tree_of_modules_filters_the_page(sample: Page) -> None:
     assert len(_rows(sample)) == 3
 
 
+def test_the_address_keeps_the_buffers_without_a_module(sample: Page) -> None:
+    sample.run("window.memplan.report.tree.choose('')")
+    assert [row.split()[-1] for row in _rows(sample)] == ["activation_5"]
+    sample.wait("return location.hash.includes('module')")
+    address = sample.run("return location.hash")
+    sample.run("document.getElementById('clear').click()")
+    sample.wait("return location.hash === ''")
+    sample.run("location.hash = arguments[0]", address)
+    sample.wait("return window.memplan.report.look.module === ''")
+    assert [row.split()[-1] for row in _rows(sample)] == ["activation_5"]
+
+
+def test_a_browser_that_cannot_draw_it_says_so(page: Page, tmp_path: Path) -> None:
+    html = picture_html(picture_of_plan(sample_plan()))
+    (tmp_path / "broken.html").write_text(html.replace('"packed":"', '"packed":"!'))
+    page.open(tmp_path / "broken.html")
+    page.wait("return document.getElementById('verdict').textContent.startsWith('Not drawn')")
+    assert len(page.log("browser")) == 1
+
+
 def test_the_tree_is_walked_through_by_keys(sample: Page) -> None:
     sample.run("document.querySelector('#tree .node').focus()")
     sample.press("\ue014")  # right: open

@@ -3,10 +3,15 @@ const $ = id => document.getElementById(id);
 const exact = n => n.toLocaleString("en-US");
 
 function bytes(n) {
-  const size = Math.abs(n), units = ["KiB", "MiB", "GiB", "TiB", "PiB"];
+  const size = Math.abs(n),
+    units = ["KiB", "MiB", "GiB", "TiB", "PiB"];
   if (size < 1024) return Math.round(n) + " B";
-  let i = -1, m = size;
-  do { m /= 1024; i++; } while (m >= 1024 && i < units.length - 1);
+  let i = -1,
+    m = size;
+  do {
+    m /= 1024;
+    i++;
+  } while (m >= 1024 && i < units.length - 1);
   return (n < 0 ? "-" : "") + m.toFixed(m < 100 ? 2 : 1) + " " + units[i];
 }
 
@@ -18,7 +23,8 @@ const pattern = module => module.replace(/(^|[.[])\d+(?=[.\]]|$)/g, "$1*");
 
 // Round numbers from `from` to `to`, at most `count` of them.
 function ticks(from, to, count, factors) {
-  let step = 1, i = 0;
+  let step = 1,
+    i = 0;
   while (step * count < to - from) step = Math.round(step * factors[i++ % factors.length]);
   const found = [];
   for (let t = Math.ceil(Math.max(from, 0) / step) * step; t <= to; t += step) found.push(t);

@@ -2,8 +2,9 @@
 
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const rgb = hex => [1, 3, 5].map(i => parseInt(hex.slice(i, i + 2), 16));
-const pack = ([r, g, b]) => (255 << 24 | b << 16 | g << 8 | r) >>> 0;
-const MOST_GROUPS = 8, DIMMED = .16;
+const pack = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
+const MOST_GROUPS = 8,
+  DIMMED = 0.16;
 
 class Look {
   constructor(plan) {
@@ -23,10 +24,14 @@ class Look {
 
   // Give the eight largest kinds, modules or ops a colour each, and all others grey.
   colourBy(by) {
-    const { plan } = this, { palette, colours } = plan.data, column = plan[by], sums = new Map(), names = new Map();
+    const { plan } = this,
+      { palette, colours } = plan.data,
+      column = plan[by],
+      sums = new Map(),
+      names = new Map();
     for (let i = 0; i < plan.n; i++) {
       let name = names.get(column[i]);
-      if (name === undefined) names.set(column[i], name = this.name(by, column[i]));
+      if (name === undefined) names.set(column[i], (name = this.name(by, column[i])));
       sums.set(name, (sums.get(name) || 0) + plan.size[i]);
     }
     const ranked = [...sums.keys()].sort((a, b) => sums.get(b) - sums.get(a));
@@ -34,25 +39,54 @@ class Look {
     const fixed = name => by === "kind" && colours[name === "buffer" && !("buffer" in colours) ? "" : name];
     const free = palette.others.filter(c => ![...own].some(name => fixed(name) === c));
     this.by = by;
-    this.groups = [...own].map(name => ({ name, colour: fixed(name) || free.shift() || palette.rest, bytes: sums.get(name) }));
-    const index = new Map(this.groups.map((g, k) => [g.name, k])), left = ranked.filter(name => !own.has(name));
-    if (left.length) this.groups.push({ name: `${left.length} other ${by}s`, colour: palette.rest, bytes: left.reduce((t, name) => t + sums.get(name), 0) });
+    this.groups = [...own].map(name => ({
+      name,
+      colour: fixed(name) || free.shift() || palette.rest,
+      bytes: sums.get(name),
+    }));
+    const index = new Map(this.groups.map((g, k) => [g.name, k])),
+      left = ranked.filter(name => !own.has(name));
+    if (left.length)
+      this.groups.push({
+        name: `${left.length} other ${by}s`,
+        colour: palette.rest,
+        bytes: left.reduce((t, name) => t + sums.get(name), 0),
+      });
     for (let i = 0; i < plan.n; i++) this.group[i] = index.get(names.get(column[i])) ?? this.groups.length - 1;
     this.off = new Set();
     this.filter();
   }
 
-  get filtered() { return Boolean(this.wanted || this.module !== null || this.off.size); }
+  get filtered() {
+    return Boolean(this.wanted || this.module !== null || this.off.size);
+  }
 
-  within(module) { return this.module === null || (this.module ? module === this.module || module.startsWith(this.module + ".") : !module); }
+  within(module) {
+    return (
+      this.module === null || (this.module ? module === this.module || module.startsWith(this.module + ".") : !module)
+    );
+  }
 
   filter() {
-    const { plan } = this, { words } = plan, wanted = this.wanted.toLowerCase();
-    const has = wanted ? words.map(w => w.toLowerCase().includes(wanted)) : null, inside = words.map(w => this.within(w));
+    const { plan } = this,
+      { words } = plan,
+      wanted = this.wanted.toLowerCase();
+    const has = wanted ? words.map(w => w.toLowerCase().includes(wanted)) : null,
+      inside = words.map(w => this.within(w));
     const shown = this.groups.map(g => !this.off.has(g.name));
     for (let i = 0; i < plan.n; i++)
-      this.mask[i] = shown[this.group[i]] && inside[plan.module[i]] && (!has || has[plan.kind[i]] || has[plan.module[i]] || has[plan.source[i]]
-        || has[plan.op[i]] || has[plan.tensor[i]] || plan.ids[i].toLowerCase().includes(wanted)) ? 1 : 0;
+      this.mask[i] =
+        shown[this.group[i]] &&
+        inside[plan.module[i]] &&
+        (!has ||
+          has[plan.kind[i]] ||
+          has[plan.module[i]] ||
+          has[plan.source[i]] ||
+          has[plan.op[i]] ||
+          has[plan.tensor[i]] ||
+          plan.ids[i].toLowerCase().includes(wanted))
+          ? 1
+          : 0;
   }
 
   // The pixel of each group: first as it is, then dimmed into the background.
@@ -64,7 +98,9 @@ class Look {
     });
   }
 
-  colour(i) { return this.groups[this.group[i]].colour; }
+  colour(i) {
+    return this.groups[this.group[i]].colour;
+  }
 }
 
 // The legend: a button for each colour, which dims what has it.

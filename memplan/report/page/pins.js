@@ -1,6 +1,8 @@
 // The details of a buffer that was clicked on: they stay, with links.
 function pinCard(plan, i, tag, texts, { close, zoom, only }) {
-  const card = add($("pins"), "div", undefined, "pin"), shut = add(card, "button", "×", "close"), module = plan.word("module", i);
+  const card = add($("pins"), "div", undefined, "pin"),
+    shut = add(card, "button", "×", "close"),
+    module = plan.word("module", i);
   shut.setAttribute("aria-label", "Close");
   shut.onclick = close;
   add(card, "span", tag, "tag");

@@ -22,7 +22,9 @@ function tip(event, texts) {
   node.style.top = Math.max(Math.min(event.clientY + 16, innerHeight - r.height - 8), 8) + "px";
 }
 
-const hideTip = () => { $("tip").style.display = "none"; };
+const hideTip = () => {
+  $("tip").style.display = "none";
+};
 
 // `keys` are [key, what it does, function]; a key without a function is handled elsewhere.
 function frame(data, keys) {
@@ -34,13 +36,33 @@ function frame(data, keys) {
   preferred.addEventListener("change", e => setTheme(e.matches ? "dark" : "light"));
   $("theme").onclick = () => setTheme(dark() ? "light" : "dark");
   let before = null; // the theme before printing, which is on paper
-  addEventListener("beforeprint", () => { before = document.documentElement.dataset.theme; setTheme("light"); });
-  addEventListener("afterprint", () => { if (before) setTheme(before); });
-  const all = [...keys, ["t", "light or dark", () => $("theme").click()], ["?", "these keys", () => $("keys").showModal()]];
-  for (const [key, what] of all.filter(([, what], k) => what && all[k - 1]?.[1] !== what)) { add(add($("keylist"), "dt"), "kbd", key); add($("keylist"), "dd", what); }
+  addEventListener("beforeprint", () => {
+    before = document.documentElement.dataset.theme;
+    setTheme("light");
+  });
+  addEventListener("afterprint", () => {
+    if (before) setTheme(before);
+  });
+  const all = [
+    ...keys,
+    ["t", "light or dark", () => $("theme").click()],
+    ["?", "these keys", () => $("keys").showModal()],
+  ];
+  for (const [key, what] of all.filter(([, what], k) => what && all[k - 1]?.[1] !== what)) {
+    add(add($("keylist"), "dt"), "kbd", key);
+    add($("keylist"), "dd", what);
+  }
   $("help").onclick = () => $("keys").showModal();
   document.addEventListener("keydown", e => {
-    if (e.ctrlKey || e.metaKey || e.altKey || e.defaultPrevented || $("keys").open || e.target.closest?.("input, select, textarea")) return;
+    if (
+      e.ctrlKey ||
+      e.metaKey ||
+      e.altKey ||
+      e.defaultPrevented ||
+      $("keys").open ||
+      e.target.closest?.("input, select, textarea")
+    )
+      return;
     const found = all.find(([key, , run]) => run && key === e.key);
     if (found && found[2](e) !== false) e.preventDefault();
   });
