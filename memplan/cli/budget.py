@@ -70,6 +70,7 @@ def budget(
     from memplan.cli.interrupt import stop_if_interrupted
     from memplan.cli.outputs import require_outputs, require_source_url
     from memplan.cli.source import is_model, obtain, size_option
+    from memplan.core.files import write_atomic
     from memplan.errors import InvalidModel, InvalidPlan
     from memplan.planning.base_graph import without_evictions
     from memplan.planning.frontier import explore
@@ -99,10 +100,11 @@ def budget(
     rivals: tuple[Rival, ...] = ()
     if compare and not infer and ranks is None and is_model(target):
         rivals = _torch(target, costs, plan.alignment, nbytes)
+    page = None if html is None else _page(explored, replace(step, reserve=nbytes), rivals, (target, source_url))
     stop_if_interrupted()
     _draw(plan.model, found, rivals, svg, png)
-    if html is not None:
-        _page(html, explored, replace(step, reserve=nbytes), rivals, (target, source_url))
+    if html is not None and page is not None:
+        write_atomic(html, page)
     wrote(html, svg, png)
     sections = frontier_sections(found, rivals)
     print_sections(form, frontier_title(plan.model, found), sections, lambda: frontier_json(found, rivals))
@@ -151,14 +153,10 @@ def _draw(name: str, found: Frontier, rivals: tuple[Rival, ...], svg: Path | Non
         write_atomic(png, frontier_png(name, found, rivals))
 
 
-def _page(
-    path: Path, explored: Explored, step: ScheduledGraph, rivals: tuple[Rival, ...], sources: tuple[str, str | None]
-) -> None:
-    """Write the page of a frontier with the plan of each point; `sources` are the target and the template of links."""
+def _page(explored: Explored, step: ScheduledGraph, rivals: tuple[Rival, ...], sources: tuple[str, str | None]) -> str:
+    """Return the page of a frontier with the plan of each point; `sources` are the target and the template of links."""
     from memplan.cli.console import progress
-    from memplan.cli.interrupt import stop_if_interrupted
     from memplan.cli.source_files import links_of
-    from memplan.core.files import write_atomic
     from memplan.planning.frontier import plans_of
     from memplan.report.frontier_page import frontier_html
     from memplan.report.picture import picture_of_plan
@@ -167,7 +165,6 @@ def _page(
     with progress("planning each budget, for the page"):
         plans = plans_of(explored, step)
         pictures = {id(plan): picture_of_plan(plan) for plan in plans if plan is not None}
-    stop_if_interrupted()
     links = links_of((b.holder.source for p in pictures.values() for b in p.blocks), template, target)
     drawn = [None if plan is None else pictures[id(plan)] for plan in plans]
-    write_atomic(path, frontier_html(step.model, explored.frontier, rivals, drawn, links=links))
+    return frontier_html(step.model, explored.frontier, rivals, drawn, links=links)
