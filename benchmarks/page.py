@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.results import RESULTS, Cell, Row, Table, collect
 from memplan.analysis.holders import Holder
 from memplan.analysis.uses import OpAt
-from memplan.core.problem import Interval
+from memplan.core.problem import Buffer, Interval, Problem
 from memplan.report.html import picture_html
 from memplan.report.picture import Picture, PictureBlock
 from tests.report.browser import CHROMIUM, DRIVER, MISSING, browser
@@ -141,12 +141,13 @@ def made_up(count: int, seed: int = 1) -> Picture:
         )
         tensor = f"float32 [{rng.randrange(1, 2000)}, {rng.choice((768, 3072))}]"
         blocks.append(PictureBlock(holder=holder, offset=lane * LANE, segments=(Interval(start, end),), tensor=tensor))
+    problem = Problem(buffers=tuple(Buffer(id=b.holder.id, size=b.holder.size, live=b.segments[0]) for b in blocks))
     return Picture(
         title=f"made up: {count} buffers",
         steps=max(block.holder.end for block in blocks),
-        arena=LANES * LANE,
-        max_live=LANES * LANE,
-        peak_step=count // 2,
+        arena=max(block.offset + block.holder.size for block in blocks),
+        max_live=problem.max_live,
+        peak_step=problem.peak_step,
         blocks=tuple(blocks),
         profile=(),
         ops=tuple(ops),
