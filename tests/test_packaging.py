@@ -74,3 +74,32 @@ def test_the_source_distribution_holds_the_repository(tmp_path: Path) -> None:
         held = {name.partition("/")[2] for name in packed.getnames()}
     assert sorted(set(files) - held) == []
     assert not [name for name in held if "__pycache__" in name]
+
+
+def test_the_wheel_holds_every_file_that_the_package_reads() -> None:
+    """The parts of the pages, schemas: whatever in the package is no Python is named as its data."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["memplan"]
+    package = ROOT / "memplan"
+    data = [path for path in package.rglob("*") if path.is_file() and path.suffix in (".html", ".css", ".js", ".json")]
+    named = {path for pattern in patterns for path in package.glob(pattern)}
+    assert len(data) > 10
+    assert sorted(set(data) - named) == []
+
+
+def test_where_no_browser_can_be_had_the_script_says_so_and_succeeds(tmp_path: Path) -> None:
+    for name in ("bash", "id", "head"):
+        (tmp_path / name).symlink_to(shutil.which(name) or name)
+    script = str(ROOT / "scripts" / "browser.sh")
+    done = subprocess.run(
+        [tmp_path / "bash", script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the tests of the pages in a browser are skipped" in done.stdout
+    for name in ("chromedriver", "chromium"):
+        (tmp_path / name).write_text("#!/bin/bash\necho ChromeDriver 1.2\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        [tmp_path / "bash", script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "browser: ChromeDriver 1.2\n")

@@ -62,7 +62,7 @@ def diff(before: Plan, after: Plan) -> Diff:
         >>> changes = memplan.diff(memplan.load("old.json"), memplan.load("plan.json"))
         >>> grown = changes.after.arena - changes.before.arena  # bytes
     """
-    pairs, went, came = _matched(largest(before), largest(after))
+    pairs, went, came = matched(largest(before), largest(after))
     old, new = figures_of(before), figures_of(after)
     first = _first_difference(before, after)
     at_old, at_new = (_alive(plan) for plan in (before, after))
@@ -116,7 +116,7 @@ def _budget(plan: Plan) -> str:
     return f"{asked} kept by {kept.policy!r} with {counts}"
 
 
-def _matched(
+def matched(
     before: Iterable[Holder], after: Iterable[Holder]
 ) -> tuple[list[Pair], tuple[Holder, ...], tuple[Holder, ...]]:
     """Return (pairs of matching buffers, buffers of `before` only, buffers of `after` only)."""

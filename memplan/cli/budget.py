@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,10 +10,12 @@ import typer
 
 from memplan.cli.compare import TARGET, TextFormat, print_sections
 from memplan.cli.console import wrote
+from memplan.cli.outputs import SOURCE_URL_HELP
 
 if TYPE_CHECKING:
     from memplan.core.graph import Graph
-    from memplan.planning.frontier import Frontier, Rival
+    from memplan.planning.frontier import Explored, Frontier, Rival
+    from memplan.planning.make_plan import ScheduledGraph
 
 
 def budget(
@@ -47,7 +50,12 @@ def budget(
     ] = True,
     form: Annotated[TextFormat, typer.Option("--format", help="What to print.")] = TextFormat.TABLE,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Draw the curve as one HTML page.")
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Draw the curve as one page, on which a point opens its plan."),
+    ] = None,
+    source_url: Annotated[
+        str | None,
+        typer.Option("--source-url", metavar="TEMPLATE", help=f"With --html: {SOURCE_URL_HELP}"),
     ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the curve as an SVG picture.")] = None,
     png: Annotated[
@@ -60,14 +68,16 @@ def budget(
     copied to the host and back, and the predicted time of a step. Nothing runs.
     """
     from memplan.cli.interrupt import stop_if_interrupted
-    from memplan.cli.outputs import require_outputs
+    from memplan.cli.outputs import require_outputs, require_source_url
     from memplan.cli.source import is_model, obtain, size_option
+    from memplan.core.files import write_atomic
     from memplan.errors import InvalidModel, InvalidPlan
     from memplan.planning.base_graph import without_evictions
-    from memplan.planning.frontier import frontier
+    from memplan.planning.frontier import explore
     from memplan.report.frontier_form import frontier_json, frontier_sections, frontier_title
 
     require_outputs({"--html": html, "--svg": svg, "--png": png}, target, costs)
+    require_source_url(source_url, html)
     plan = obtain(target, infer=infer, ranks=ranks)
     try:
         step = without_evictions(plan)
@@ -76,7 +86,7 @@ def budget(
         raise InvalidModel(what, where=target, hint="give the model, or a plan without device=") from error
     costs = costs or _own_costs(step.graph)
     nbytes = plan.reserve if reserve is None else size_option("--reserve", reserve) or 0
-    found = frontier(
+    explored = explore(
         step.graph,
         step.schedule,
         alignment=step.alignment,
@@ -86,11 +96,15 @@ def budget(
         host_budget=size_option("--host-budget", host_budget),
         pinned_budget=size_option("--pinned-budget", pinned_budget),
     )
+    found = explored.frontier
     rivals: tuple[Rival, ...] = ()
     if compare and not infer and ranks is None and is_model(target):
         rivals = _torch(target, costs, plan.alignment, nbytes)
+    page = None if html is None else _page(explored, replace(step, reserve=nbytes), rivals, (target, source_url))
     stop_if_interrupted()
-    _draw(plan.model, found, rivals, html, svg, png)
+    _draw(plan.model, found, rivals, svg, png)
+    if html is not None and page is not None:
+        write_atomic(html, page)
     wrote(html, svg, png)
     sections = frontier_sections(found, rivals)
     print_sections(form, frontier_title(plan.model, found), sections, lambda: frontier_json(found, rivals))
@@ -127,17 +141,30 @@ def _torch(target: str, costs: str, alignment: int, reserve: int) -> tuple[Rival
     return tuple(Rival(name=f"{p.asked:g}", total=p.total + reserve, overhead=p.overhead) for p in points)
 
 
-def _draw(  # noqa: PLR0917
-    name: str, found: Frontier, rivals: tuple[Rival, ...], html: Path | None, svg: Path | None, png: Path | None
-) -> None:
+def _draw(name: str, found: Frontier, rivals: tuple[Rival, ...], svg: Path | None, png: Path | None) -> None:
     from memplan.core.files import write_atomic
-    from memplan.report.frontier_form import frontier_html, frontier_svg
+    from memplan.report.frontier_form import frontier_svg
 
-    if html is not None:
-        write_atomic(html, frontier_html(name, found, rivals))
     if svg is not None:
         write_atomic(svg, frontier_svg(name, found, rivals))
     if png is not None:
         from memplan.report.png import frontier_png
 
         write_atomic(png, frontier_png(name, found, rivals))
+
+
+def _page(explored: Explored, step: ScheduledGraph, rivals: tuple[Rival, ...], sources: tuple[str, str | None]) -> str:
+    """Return the page of a frontier with the plan of each point; `sources` are the target and the template of links."""
+    from memplan.cli.console import progress
+    from memplan.cli.source_files import links_of
+    from memplan.planning.frontier import plans_of
+    from memplan.report.frontier_page import frontier_html
+    from memplan.report.picture import picture_of_plan
+
+    target, template = sources
+    with progress("planning each budget, for the page"):
+        plans = plans_of(explored, step)
+        pictures = {id(plan): picture_of_plan(plan) for plan in plans if plan is not None}
+    links = links_of((b.holder.source for p in pictures.values() for b in p.blocks), template, target)
+    drawn = [None if plan is None else pictures[id(plan)] for plan in plans]
+    return frontier_html(step.model, explored.frontier, rivals, drawn, links=links)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memplan.cli.console import console
+from memplan.cli.console import console, wrote
+from memplan.cli.outputs import SOURCE_URL_HELP
+from memplan.errors import InvalidOutput
 
 if TYPE_CHECKING:
+    from memplan.core.plan import Plan
     from memplan.report.sections import Section
 
 TARGET = "plan.json, FILE.py:FACTORY or package.module:FACTORY."
@@ -31,6 +35,13 @@ def diff(
     ],
     after: Annotated[str, typer.Argument(metavar="AFTER", help=TARGET)],
     *,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Draw both arenas as one page, zoomed together.")
+    ] = None,
+    source_url: Annotated[
+        str | None,
+        typer.Option("--source-url", metavar="TEMPLATE", help=f"With --html: {SOURCE_URL_HELP}"),
+    ] = None,
     form: Annotated[TextFormat, typer.Option("--format", help="What to print.")] = TextFormat.TABLE,
 ) -> None:
     """Show what changed between two plans.
@@ -41,15 +52,39 @@ def diff(
 
     A file of torch.cuda.memory._dump_snapshot, in place of BEFORE, shows what was really allocated beside AFTER.
     """
+    from memplan.cli.outputs import require_outputs, require_source_url
+
+    require_outputs({"--html": html}, before, after)
+    require_source_url(source_url, html)
     if before.endswith((".pickle", ".pkl")):
+        if html is not None:
+            what = "a snapshot has no plan that could be drawn"
+            raise InvalidOutput(what, where="--html", hint="compare two plans, or give --format markdown")
         _allocated(before, after, form)
         return
     from memplan.analysis.diff import diff as compare
     from memplan.cli.source import obtain
     from memplan.report.diff_form import diff_json, diff_sections, diff_title
 
-    found = compare(obtain(before), obtain(after))
+    one, two = obtain(before), obtain(after)
+    found = compare(one, two)
+    if html is not None:
+        _page(html, one, two, source_url)
+        wrote(html)
     print_sections(form, diff_title(found), diff_sections(found), lambda: diff_json(found))
+
+
+def _page(path: Path, before: Plan, after: Plan, source_url: str | None) -> None:
+    from memplan.analysis.holders import largest
+    from memplan.cli.interrupt import stop_if_interrupted
+    from memplan.cli.source_files import links_of
+    from memplan.core.files import write_atomic
+    from memplan.report.diff_page import diff_html
+
+    links = links_of((holder.source for plan in (before, after) for holder in largest(plan)), source_url)
+    text = diff_html(before, after, links=links)
+    stop_if_interrupted()
+    write_atomic(path, text)
 
 
 def _allocated(snapshot: str, target: str, form: TextFormat) -> None:

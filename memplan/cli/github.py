@@ -46,6 +46,16 @@ class Sources:
         failed = (finding for j in judged for finding in j.verdict.findings if not finding.ok)
         return cls(_repository(), (source for finding in failed for source in sources_of(finding)))
 
+    @classmethod
+    def here(cls, sources: Iterable[str]) -> Self:
+        """Return the files of the current repository that `sources` ("model.py:12") may be lines of."""
+        return cls(_repository(), sources)
+
+    @property
+    def root(self) -> Path:
+        """The folder that paths begin at."""
+        return self._root
+
     def locate(self, judged: Judged, finding: Finding) -> Location | None:
         """Return the line that explains `finding` best, else the file of the model's factory, else None."""
         lines = (self.find(source, judged.file) for source in sources_of(finding))

@@ -9,6 +9,8 @@ from pathlib import Path
 from memplan.core.files import require_place
 from memplan.errors import InvalidOutput
 
+SOURCE_URL_HELP = "links of source lines, such as https://.../{path}#L{line}; without it they open VS Code."
+
 
 def require_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | None) -> None:
     """Raise unless every output (by its option) can be written and overwrites no input, source or other output.
@@ -32,6 +34,20 @@ def require_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | No
         if twin is not None:
             raise refused(path, option, f"is what {twin} writes too")
         seen[option] = path
+
+
+def require_source_url(template: str | None, page: Path | None) -> None:
+    """Raise `InvalidTemplate` unless `template` is None, or one for links of source lines on a `page` to be written."""
+    from memplan.errors import InvalidTemplate
+    from memplan.report.source_links import require_template
+
+    if template is None:
+        return
+    require_template(template, "--source-url")
+    if page is None:
+        raise InvalidTemplate(
+            "there is no page whose links it makes", where="--source-url", hint="give --html FILE too"
+        )
 
 
 def _files(target: str) -> list[Path]:

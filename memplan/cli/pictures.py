@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from memplan.core.files import write_atomic
@@ -11,11 +11,11 @@ from memplan.errors import InvalidSize
 from memplan.report.picture import Picture
 
 
-def write_html(path: Path, picture: Picture) -> None:
-    """Write a picture as one self-contained HTML page."""
+def write_html(path: Path, picture: Picture, links: Mapping[str, str] | None = None) -> None:
+    """Write a picture as one self-contained HTML page; `links` are addresses by source line."""
     from memplan.report.html import picture_html
 
-    write_atomic(path, picture_html(picture))
+    write_atomic(path, picture_html(picture, links=links))
 
 
 def write_svg(path: Path, picture: Picture) -> None:

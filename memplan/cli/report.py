@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from memplan.cli.console import console, wrote
+from memplan.cli.outputs import SOURCE_URL_HELP
 
 if TYPE_CHECKING:
     from memplan.core.choices import Checkpoint, Gradients, Kernels
@@ -62,6 +63,10 @@ def report(
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the arena as an SVG picture.")] = None,
     png: Annotated[
         Path | None, typer.Option("--png", metavar="FILE", help="The same as PNG; needs memplan\\[png].")
+    ] = None,
+    source_url: Annotated[
+        str | None,
+        typer.Option("--source-url", metavar="TEMPLATE", help=f"With --html: {SOURCE_URL_HELP}"),
     ] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Write trace events, for ui.perfetto.dev.")
@@ -116,7 +121,7 @@ def report(
     Nothing is computed and no weight is touched: the model may be larger than this machine.
     """
     from memplan.cli.interrupt import stop_if_interrupted
-    from memplan.cli.outputs import require_outputs
+    from memplan.cli.outputs import require_outputs, require_source_url
     from memplan.cli.source import obtain, require_model, seconds_option
     from memplan.core.files import write_atomic
     from memplan.planning.options import PlanOptions
@@ -125,6 +130,7 @@ def report(
     limit = seconds_option("--time-limit", time_limit)
     pictures = {"--html": html, "--svg": svg, "--png": png, "--trace": trace, "--snapshot": snapshot}
     require_outputs({"--save": save, "--json": json_file, **pictures}, target, costs)
+    require_source_url(source_url, html)
     budgets = (budget, arena_budget, host_budget, pinned_budget, reserve)
     words = (gradients, checkpoint, kernels, solver) != ("auto", "follow", "aten", "auto")
     given = (infer, words, *(one is not None for one in (*budgets, costs, limit, ranks)))
@@ -151,19 +157,23 @@ def report(
         write_atomic(json_file, json.dumps(report_json(figures), indent=2, allow_nan=False) + "\n")
     wanted = Pictures(html=html, svg=svg, png=png, trace=trace, snapshot=snapshot)
     if wanted != Pictures():
-        _draw(plan, wanted)
+        _draw(plan, wanted, source_url, target)
     _print(figures, form)
     wrote(save, json_file, html, svg, png, trace, snapshot)
 
 
-def _draw(plan: Plan, wanted: Pictures) -> None:
+def _draw(plan: Plan, wanted: Pictures, source_url: str | None, target: str) -> None:
     """Write the wanted pictures, all from the same `Picture`."""
     from memplan.cli import pictures
+    from memplan.cli.source_files import links_of
     from memplan.report.picture import picture_of_plan
 
     picture = picture_of_plan(plan)
+    if wanted.html is not None:
+        pictures.write_html(
+            wanted.html, picture, links_of((b.holder.source for b in picture.blocks), source_url, target)
+        )
     for path, write in (
-        (wanted.html, pictures.write_html),
         (wanted.svg, pictures.write_svg),
         (wanted.png, pictures.write_png),
         (wanted.trace, pictures.write_trace),

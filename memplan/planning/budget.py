@@ -238,13 +238,17 @@ class _Planner:
 
     def _placed(self, fitted: Fitted) -> Plan:
         """Return the plan of a step with evictions: its offsets, and its transient bytes where they were measured."""
-        order = make_schedule(fitted.graph, tuple(range(len(fitted.graph.ops))), self.scheduled.schedule.policy)
-        plan = make_plan(replace(self.scheduled, graph=fitted.graph, schedule=order), self.options)
-        if self.transient is not None:
-            known = tuple(0 if source < 0 else self.transient[source] for source in fitted.sources)
-            plan = replace(plan, temporaries=known)
-        eviction = eviction_of(fitted, plan, policy_name(self.options.policy), self.workload.within(plan.arena_size))
-        return replace(plan, eviction=eviction)
+        plan = placed(self.scheduled, self.options, fitted, policy_name(self.options.policy), self.workload)
+        if self.transient is None:
+            return plan
+        return replace(plan, temporaries=tuple(0 if s < 0 else self.transient[s] for s in fitted.sources))
+
+
+def placed(scheduled: ScheduledGraph, options: PlanOptions, fitted: Fitted, policy: str, workload: Workload) -> Plan:
+    """Return the plan of a step with evictions, made of `scheduled` by the policy of that name: with its offsets."""
+    order = make_schedule(fitted.graph, tuple(range(len(fitted.graph.ops))), scheduled.schedule.policy)
+    plan = make_plan(replace(scheduled, graph=fitted.graph, schedule=order), options)
+    return replace(plan, eviction=eviction_of(fitted, plan, policy, workload.within(plan.arena_size)))
 
 
 def _beside(plan: Plan) -> str:

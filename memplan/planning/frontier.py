@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from memplan.core.evictions import Action, evictions_of
 from memplan.core.graph import Graph
+from memplan.core.plan import Plan
 from memplan.core.schedule import Schedule
 from memplan.core.totals import functional_transient, outside_bytes
 from memplan.errors import BudgetInfeasible
@@ -14,9 +15,12 @@ from memplan.evict.costs import CostModel, cost_model
 from memplan.evict.judge.arrays import measure
 from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy, Workload
+from memplan.planning.budget import placed
 from memplan.planning.byte_limits import ByteLimits, device_of, is_pinned
 from memplan.planning.eager_total import eager_total
 from memplan.planning.fit import Fitted, fit, make_workload, quick_of, smallest
+from memplan.planning.make_plan import ScheduledGraph
+from memplan.planning.options import PlanOptions
 
 _TRIES = 4
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -59,6 +63,23 @@ class Frontier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Explored:
+    """A frontier with the step of each of its points (None: the budget cannot be kept), and what was divided."""
+
+    frontier: Frontier
+    steps: tuple[Fitted | None, ...]
+    workload: Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """A step and what it costs."""
+
+    point: FrontierPoint
+    step: Fitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
     """The result of another system on the same step: its setting, its total bytes, its slowdown as a share."""
 
@@ -87,6 +108,33 @@ def frontier(
     one: what keeps the smaller one keeps it too. Raises the errors of the policy other than
     `BudgetInfeasible`.
     """
+    explored = explore(
+        graph,
+        schedule,
+        alignment=alignment,
+        costs=costs,
+        policy=policy,
+        shares=shares,
+        reserve=reserve,
+        host_budget=host_budget,
+        pinned_budget=pinned_budget,
+    )
+    return explored.frontier
+
+
+def explore(
+    graph: Graph,
+    schedule: Schedule,
+    *,
+    alignment: int,
+    costs: CostModel | str,
+    policy: str | Policy = "auto",
+    shares: Sequence[float] = SHARES,
+    reserve: int = 0,
+    host_budget: int | None = None,
+    pinned_budget: int | None = None,
+) -> Explored:
+    """Compute the same as `frontier`, and keep the step that each point is the cost of."""
     decide, prices = fit_policy(policy), cost_model(costs)
     workload = make_workload(graph, schedule.order, prices, alignment)
     pinned = is_pinned(device_of(graph, workload))
@@ -98,19 +146,23 @@ def frontier(
         eager_total(graph) + reserve,
         fit(graph, workload.within(smallest(workload, decide)), quick_of(decide)),
     )
-    lowest = _point(least, reserve)
-    assert lowest.total is not None
-    budgets = sorted({int(eager * share) for share in shares} | {lowest.total, base.peak + outside})
+    lowest = _Way(point=_point(least, reserve), step=least)
+    floor = lowest.point.total
+    assert floor is not None
+    budgets = sorted({int(eager * share) for share in shares} | {floor, base.peak + outside})
     points: list[FrontierPoint] = []
+    steps: list[Fitted | None] = []
+    kept: _Way | None = None
     for budget in budgets:
-        kept = points[-1] if points and points[-1].seconds is not None else None
-        if budget < lowest.total:
+        if budget < floor:
             points.append(FrontierPoint(budget=budget))
+            steps.append(None)
             continue
         found = _within(graph, workload.within(max(budget - outside, 0)), decide, budget=budget, reserve=reserve)
-        ways = [point for point in (lowest, kept, found) if point is not None]
-        points.append(replace(min(ways, key=lambda point: point.seconds or 0.0), budget=budget))
-    return Frontier(
+        kept = min((way for way in (lowest, kept, found) if way is not None), key=lambda way: way.point.seconds or 0.0)
+        points.append(replace(kept.point, budget=budget))
+        steps.append(kept.step)
+    made = Frontier(
         policy=policy_name(policy),
         costs=prices.name,
         most=base.peak + outside,
@@ -118,23 +170,37 @@ def frontier(
         base_seconds=base.seconds,
         points=tuple(reversed(points)),
     )
+    return Explored(frontier=made, steps=tuple(reversed(steps)), workload=workload)
 
 
-def _within(graph: Graph, workload: Workload, policy: Policy, *, budget: int, reserve: int) -> FrontierPoint | None:
-    """Return the point of a step whose total keeps `budget`; None if the policy finds none.
+def plans_of(explored: Explored, scheduled: ScheduledGraph) -> tuple[Plan | None, ...]:
+    """Return the plan of each point of a frontier, None where the budget cannot be kept; points may share a plan.
+
+    `scheduled` is what was explored. A plan shows what a point leaves out: fragmentation, which may make it larger.
+    """
+    made: dict[int, Plan] = {}
+    for step in explored.steps:
+        if step is not None and id(step) not in made:
+            made[id(step)] = placed(scheduled, PlanOptions(), step, explored.frontier.policy, explored.workload)
+    return tuple(None if step is None else made[id(step)] for step in explored.steps)
+
+
+def _within(graph: Graph, workload: Workload, policy: Policy, *, budget: int, reserve: int) -> _Way | None:
+    """Return a step whose total keeps `budget`, and its point; None if the policy finds none.
 
     `workload` has the live bytes that are left in the budget where nothing is evicted.
     """
     live = workload.budget
     for _ in range(_TRIES):
         try:
-            point = _point(fit(graph, workload.within(max(live, 0)), policy), reserve)
+            step = fit(graph, workload.within(max(live, 0)), policy)
         except BudgetInfeasible:
             return None
+        point = _point(step, reserve)
         assert point.total is not None
         assert point.max_live is not None
         if point.total <= budget:
-            return point
+            return _Way(point=point, step=step)
         live = min(live, point.max_live) - (point.total - budget)
     return None
 

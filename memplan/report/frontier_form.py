@@ -1,4 +1,4 @@
-"""Renders a `Frontier` as sections, JSON, SVG and HTML: the time under each budget, next to torch's own option."""
+"""Renders a `Frontier` as sections, JSON and SVG: the time under each budget, next to torch's own option."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ WIDTH, HEIGHT = 960, 560
 LEFT, RIGHT, TOP, BOTTOM = 84, 40, 84, 64
 _STYLE = (
     "text{font:12px system-ui,'DejaVu Sans',sans-serif;fill:#3a4048}.h{font-size:18px;font-weight:600;fill:#16191d}"
-    ".g{stroke:#d9dde3}.r{text-anchor:end}.m{text-anchor:middle}.l{stroke:#4c82d8;stroke-width:2;fill:none}"
+    ".g{stroke:#d9dde3}.r{text-anchor:end}.m{text-anchor:middle}.l{stroke:#2f6fd8;stroke-width:2;fill:none}"
 )
-_OURS, _TORCH = "#4c82d8", "#c26a1b"
+_OURS, _TORCH = "#2f6fd8", "#b8520f"
 
 
 def frontier_title(name: str, frontier: Frontier) -> str:
@@ -96,29 +96,6 @@ def frontier_svg(name: str, frontier: Frontier, rivals: Sequence[Rival] = ()) ->
         parts.append(f'<circle cx="{LEFT + 206}" cy="{HEIGHT - 18}" r="5" fill="{_TORCH}"/>')
         parts.append(_text(LEFT + 218, HEIGHT - 14, "torch, activation_memory_budget"))
     return "\n".join((*parts, "</svg>")) + "\n"
-
-
-def frontier_html(name: str, frontier: Frontier, rivals: Sequence[Rival] = ()) -> str:
-    """Return a self-contained HTML page: the picture, and every figure in tables."""
-    tables = []
-    for section in frontier_sections(frontier, rivals):
-        head = "".join(f"<th>{escape(c.name)}</th>" for c in section.columns)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(printable(text))}</td>" for text in row) + "</tr>" for row in section.rows
-        )
-        lines = "".join(f"<p>{escape(printable(line))}</p>" for line in section.lines)
-        tables.append(f"<h2>{escape(section.heading)}</h2>{lines}<table><tr>{head}</tr>{body}</table>")
-    style = (
-        "body{font:14px system-ui,sans-serif;margin:24px;color:#16191d}table{border-collapse:collapse}"
-        "th,td{text-align:right;padding:3px 12px;border-bottom:1px solid #d9dde3}svg{max-width:100%;height:auto}"
-    )
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f"<title>{escape(printable(frontier_title(name, frontier)))}</title><style>{style}</style></head>"
-        f"<body>{frontier_svg(name, frontier, rivals)}{''.join(tables)}</body></html>\n"
-    )
 
 
 class Plot:

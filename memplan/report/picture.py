@@ -21,24 +21,29 @@ from memplan.errors import InvalidSolution
 from memplan.report.lines import title, verdict
 from memplan.report.summary import Report
 
-LIGHT: Mapping[str, str] = MappingProxyType(
-    {"activation": "#4c82d8", "gradient": "#e0853b", "output": "#3f9d6b", "constant": "#8a8f98", "": "#4c82d8"}
+GREY = "#6b7079"
+"""The fill colour of what has none of its own."""
+
+COLOURS: Mapping[str, str] = MappingProxyType(
+    {"activation": "#2f6fd8", "gradient": "#b8520f", "output": "#2a7d3f", "constant": GREY, "": "#2f6fd8"}
 )
 """The fill colour of each kind of buffer; other kinds take the colours of `OTHERS` in order of appearance."""
 
-OTHERS = ("#a06cc9", "#c9607f", "#3b9fae", "#b09a2f", "#7a6a5c")
+OTHERS = ("#8d4cc7", "#0b7c8e", "#c42c78", "#77700f", "#cc2f2a", "#2f6fd8", "#b8520f", "#2a7d3f")
+"""Eight colours that stay apart, and on which white text can be read (WCAG AA: a contrast of 4.5)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureBlock:
     """A buffer at its offset: bytes [offset, offset + size) during each of `segments` (steps).
 
-    A gap between two segments is an eviction.
+    A gap between two segments is an eviction. `tensor` is what it was made for, "float32 [4, 1024]"; "" if not known.
     """
 
     holder: Holder
     offset: int
     segments: tuple[Interval, ...]
+    tensor: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +110,7 @@ def picture_of_plan(plan: Plan) -> Picture:
         arena=plan.arena_size,
         max_live=plan.max_live,
         peak_step=plan.problem.peak_step,
-        blocks=_blocks(plan.problem, plan.solution, holders),
+        blocks=_blocks(plan.problem, plan.solution, holders, tensors(plan)),
         profile=plan.problem.live_profile,
         ops=tuple(op_at(plan, step) for step in range(report.steps)),
         backward_from=first,
@@ -211,19 +216,29 @@ def picture_of(problem: Problem, solution: Solution, name: str) -> Picture:
         arena=solution.arena_size,
         max_live=problem.max_live,
         peak_step=problem.peak_step,
-        blocks=_blocks(problem, solution, holders),
+        blocks=_blocks(problem, solution, holders, {}),
         profile=problem.live_profile,
         figures=_figures(problem, solution),
         notes=(f"{solution.status.name.lower()}: {solution.status.value}",),
     )
 
 
-def _blocks(problem: Problem, solution: Solution, holders: Mapping[str, Holder]) -> tuple[PictureBlock, ...]:
+def tensors(plan: Plan) -> dict[str, str]:
+    """Return by storage name the dtype and shape of the first value in it, such as "float32 [4, 1024]"."""
+    graph = plan.graph
+    return {graph.storages[v.storage].name: f"{v.dtype} {list(v.shape)}" for v in reversed(graph.values)}
+
+
+def _blocks(
+    problem: Problem, solution: Solution, holders: Mapping[str, Holder], known: Mapping[str, str]
+) -> tuple[PictureBlock, ...]:
     for buffer in problem.buffers:
         if buffer.id not in solution.offsets:
             raise InvalidSolution("has no offset: there is nothing to draw", violation="missing", where=buffer.id)
     return tuple(
-        PictureBlock(holder=holders[b.id], offset=solution.offsets[b.id], segments=b.segments)
+        PictureBlock(
+            holder=holders[b.id], offset=solution.offsets[b.id], segments=b.segments, tensor=known.get(b.id, "")
+        )
         for b in problem.buffers
         if b.size
     )
@@ -240,7 +255,8 @@ def _figures(problem: Problem, solution: Solution) -> tuple[tuple[str, str, str]
 
 
 def colours(picture: Picture) -> dict[str, str]:
-    """Return a colour for each kind of buffer in `picture`, in order of appearance."""
+    """Return a colour for each kind of buffer in `picture`, in order of appearance; grey when all others are taken."""
     kinds = dict.fromkeys(block.holder.kind for block in picture.blocks)
-    free = iter(OTHERS * (len(kinds) // len(OTHERS) + 1))
-    return {kind: LIGHT.get(kind) or next(free) for kind in kinds}
+    taken = {COLOURS[kind] for kind in kinds if kind in COLOURS}
+    free = (colour for colour in OTHERS if colour not in taken)
+    return {kind: COLOURS.get(kind) or next(free, GREY) for kind in kinds}

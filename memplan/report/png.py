@@ -112,7 +112,7 @@ def _live(canvas: Canvas, picture: Picture) -> None:
         points += [(x_of(picture, step), live_y(picture, before)), (x_of(picture, step), live_y(picture, live))]
         before = live
     right = x_of(picture, picture.steps)
-    canvas.area([*points, (right, live_y(picture, before)), (right, live_y(picture, 0))], "#c3d4f2", "#4c82d8")
+    canvas.area([*points, (right, live_y(picture, before)), (right, live_y(picture, 0))], "#c3d4f2", "#2f6fd8")
     for count, fill in ((picture.arena, _DARK), (picture.max_live, _PEAK)):
         canvas.line(LEFT, live_y(picture, count), WIDTH - RIGHT, live_y(picture, count), fill)
     x = x_of(picture, picture.peak_step + 0.5)
@@ -145,8 +145,8 @@ def frontier_png(name: str, frontier: Frontier, rivals: Sequence[Rival] = ()) ->
             canvas.text(form.LEFT - 8, y, label, anchor="rm")
         line = plot.ours()
         for (x0, y0, _), (x1, y1, _) in itertools.pairwise(line):
-            canvas.line(x0, y0, x1, y1, "#4c82d8")
-        for points, fill in ((line, "#4c82d8"), (plot.theirs(), "#c26a1b")):
+            canvas.line(x0, y0, x1, y1, "#2f6fd8")
+        for points, fill in ((line, "#2f6fd8"), (plot.theirs(), "#b8520f")):
             for x, y, _ in points:
                 canvas.box(x - 4, y - 4, 8, 8, fill)
         canvas.text(form.LEFT, tall - 14, "blue: memplan, orange: torch's activation_memory_budget")

@@ -87,7 +87,7 @@ def _live(picture: Picture) -> Iterator[str]:
         path.append(f"H{x_of(picture, step):.2f}V{live_y(picture, live):.2f}")
         last = step
     path.append(f"H{x_of(picture, max(last, picture.steps)):.2f}V{bottom}Z")
-    yield f'<path d="{"".join(path)}" fill="#4c82d8" fill-opacity=".35" stroke="#4c82d8"/>'
+    yield f'<path d="{"".join(path)}" fill="#2f6fd8" fill-opacity=".35" stroke="#2f6fd8"/>'
     yield f'<path class="a" d="M{LEFT} {live_y(picture, picture.arena):.2f}H{WIDTH - RIGHT}"/>'
     yield f'<path class="p" d="M{LEFT} {live_y(picture, picture.max_live):.2f}H{WIDTH - RIGHT}"/>'
     x = x_of(picture, picture.peak_step + 0.5)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -22,3 +24,10 @@ def python(code: str, *args: str, **env: str) -> subprocess.CompletedProcess[str
         text=True,
         check=False,
     )
+
+
+def embedded_data(page: str) -> dict[str, Any]:
+    """The data that a page holds."""
+    _, _, rest = page.partition('id="data">')
+    found: dict[str, Any] = json.loads(rest.partition("</script>")[0])
+    return found

@@ -13,7 +13,7 @@ from memplan.evict.policies.auto import auto, recompute
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.planfile import load, save
 from memplan.schedule import traced
-from tests.cli.helpers import Run
+from tests.cli.helpers import Run, embedded_data
 from tests.planning.test_budget import chain, within
 from tests.runtime.budgets import FAST_LINK
 
@@ -72,7 +72,10 @@ def test_pictures(run: Run, saved: Path, tmp_path: Path) -> None:
     assert len(picture.findall(".//{*}circle")) == len(kept) + 1  # and one in the legend
     page = (tmp_path / "f.html").read_text()
     assert "cannot be kept" in page
-    assert "<svg" in page
+    opened = embedded_data(page)
+    assert len(opened["points"]) == len(kept)
+    assert None not in [point["plan"] for point in opened["points"]], "a point opens its plan"
+    assert [plan["maxLive"] for plan in opened["plans"]] == sorted({p["max_live"] for p in kept}, reverse=True)
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import Run
+from tests.cli.helpers import Run, embedded_data
 from tests.samples import sample_plan
 
 
@@ -37,6 +37,46 @@ def test_diff_shows_totals_and_buffers(run: Run, plan_file: Path, tmp_path: Path
     data = json.loads(run("diff", plan_file, "large.json", "--format", "json")[1])
     assert data["before"]["arena"] == 320
     assert [pair["after"]["size"] for pair in data["grew"]] == [512, 512, 512]
+
+
+def test_diff_draws_both_plans_on_one_page(run: Run, plan_file: Path, tmp_path: Path) -> None:
+    sample_plan(alignment=512).save(tmp_path / "large.json")
+    code, out, err = run("diff", plan_file, "large.json", "--html", "diff.html")
+    assert code == 0
+    assert err.startswith("wrote diff.html")
+    assert "grew: 3 buffers" in out
+    page = (tmp_path / "diff.html").read_text()
+    assert page.startswith("<!doctype html>")
+    data = embedded_data(page)
+    assert [plan["arena"] for plan in data["plans"]] == [320, 1536]
+    assert ["arena", "320 B", "1.50 KiB", "+1.19 KiB (+1,216 B, +380.00 %)"] in data["totals"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--html", "plan.json"], "--html: plan.json is what the command reads"),
+        (["--html", "no/folder.html"], "cannot be written"),
+        (["--source-url", "https://x/{path}"], "give --html FILE too"),
+        (["--html", "d.html", "--source-url", "https://x/y"], "has neither {path} nor {file}"),
+    ],
+)
+def test_a_page_that_cannot_be_written_is_bad_input(
+    run: Run, plan_file: Path, tmp_path: Path, args: list[str], message: str
+) -> None:
+    before = plan_file.read_text()
+    code, out, err = run("diff", "plan.json", "plan.json", *args)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert plan_file.read_text() == before
+    assert not (tmp_path / "d.html").exists()
+
+
+def test_a_snapshot_has_no_plan_to_draw(run: Run, plan_file: Path, tmp_path: Path) -> None:
+    code, out, err = run("diff", "snapshot.pickle", plan_file, "--html", "d.html")
+    assert (code, out) == (2, "")
+    assert "a snapshot has no plan that could be drawn" in err
+    assert not (tmp_path / "d.html").exists()
 
 
 def test_explain_shows_who_is_alive_and_why(run: Run, plan_file: Path) -> None:

@@ -60,10 +60,11 @@ def _replace(monkeypatch: pytest.MonkeyPatch, name: str, how: Callable[[Any], An
 
 COMMANDS = [
     (["report", "plan.json", "--html", "out.html", "--save", "out.json"], "memplan.planning.planfile.load"),
-    (["budget", "plan.json", "--svg", "out.svg"], "memplan.planning.frontier.frontier"),
+    (["budget", "plan.json", "--svg", "out.svg"], "memplan.planning.frontier.explore"),
     (["check", "plan.json", "--baseline", "out.json", "--update-baseline"], "memplan.planning.planfile.load"),
     (["solve", "buffers.csv", "-o", "out.csv", "--plot", "out.svg"], "memplan.solvers.solve"),
-    (["diff", "plan.json", "plan.json"], "memplan.planning.planfile.load"),
+    (["diff", "plan.json", "plan.json", "--html", "out.html"], "memplan.report.diff_page.diff_html"),
+    (["budget", "plan.json", "--svg", "out.svg", "--html", "out.html"], "memplan.planning.frontier.plans_of"),
     (["explain", "plan.json"], "memplan.planning.planfile.load"),
     (["demo", "-o", "shown"], "memplan.cli.source.load_model"),
     (["doctor"], "memplan.cli.doctor._system"),
@@ -83,7 +84,7 @@ def test_every_command_ends_with_130_and_writes_nothing(
     assert _contents(folder) == before
 
 
-@pytest.mark.parametrize("command", COMMANDS[:4], ids=[args[0] for args, _ in COMMANDS[:4]])
+@pytest.mark.parametrize("command", COMMANDS[:6], ids=[args[0] for args, _ in COMMANDS[:6]])
 def test_a_lost_interrupt_still_keeps_a_command_from_writing(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[list[str], str]
 ) -> None:
@@ -153,7 +154,7 @@ def instead(*args, **kwargs):
     kernel(rounds, stop)
     raise AssertionError("the interrupt was lost")
 
-frontier.frontier = instead
+frontier.explore = instead
 sys.exit(main(sys.argv[1:]))
 """
     done = python(code, "budget", "plan.json", "--svg", "out.svg")

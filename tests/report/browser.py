@@ -9,6 +9,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,47 @@ class Page:
     def run(self, script: str, *args: Any) -> Any:
         """The value that the body of a JavaScript function returns."""
         return self._post("execute/sync", {"script": script, "args": list(args)})
+
+    def wait(self, script: str, seconds: float = 30) -> None:
+        """Wait until the body of a JavaScript function returns something true."""
+        deadline = time.monotonic() + seconds
+        while not self.run(f"return Boolean((() => {{ {script} }})())"):
+            assert time.monotonic() < deadline, f"never true: {script}; the console says {self.log('browser')}"
+            time.sleep(0.02)
+
+    def emulate(self, width: int, *, dark: bool = False, media: str = "", height: int = 1300) -> None:
+        """Make the window that wide, in CSS pixels, for people who prefer dark or light; `media` may be "print"."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.command("Emulation.setDeviceMetricsOverride", metrics)
+        self.command("Emulation.setEmulatedMedia", {"media": media, "features": [scheme]})
+
+    def command(self, name: str, params: dict[str, Any]) -> Any:
+        """Give a command of the DevTools protocol."""
+        return self._post("goog/cdp/execute", {"cmd": name, "params": params})
+
+    def swipe(self, x: float, y: float, dy: float) -> None:
+        """Put a finger down, move it upwards or downwards in small steps, and lift it."""
+        steps: list[dict[str, Any]] = [{"type": "pointerMove", "duration": 0, "x": round(x), "y": round(y)}]
+        steps.append({"type": "pointerDown", "button": 0})
+        places = (round(y + dy * part / 10) for part in range(1, 11))
+        steps += [{"type": "pointerMove", "duration": 20, "x": round(x), "y": place} for place in places]
+        steps.append({"type": "pointerUp", "button": 0})
+        self._touch(steps)
+
+    def tap(self, x: float, y: float) -> None:
+        """Touch a place in the window."""
+        place = {"type": "pointerMove", "duration": 0, "x": round(x), "y": round(y)}
+        self._touch([place, {"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}])
+
+    def _touch(self, steps: list[dict[str, Any]]) -> None:
+        finger = {"type": "pointer", "id": "finger", "parameters": {"pointerType": "touch"}, "actions": steps}
+        self._post("actions", {"actions": [finger]})
+
+    def press(self, key: str) -> None:
+        """Press and release a key on whatever has the focus."""
+        steps = [{"type": "keyDown", "value": key}, {"type": "keyUp", "value": key}]
+        self._post("actions", {"actions": [{"type": "key", "id": "keyboard", "actions": steps}]})
 
     def point(self, x: float, y: float, *, press: bool = False) -> None:
         """Move the pointer to a place in the window, and click there."""
@@ -66,6 +108,24 @@ class Page:
     def screenshot(self, file: Path) -> None:
         with urllib.request.urlopen(f"{self._session}/screenshot", timeout=30) as answer:
             file.write_bytes(base64.b64decode(json.load(answer)["value"]))
+
+
+def open_html(page: Page, folder: Path, html: str) -> Page:
+    """Write a page into a folder, open it, and wait until it is drawn and its list is filled."""
+    (folder / "page.html").write_text(html, encoding="utf-8")
+    page.open(folder / "page.html")
+    page.wait("return Boolean(window.memplan)")
+    page.run("return new Promise(done => setTimeout(() => requestAnimationFrame(() => setTimeout(done))))")
+    return page
+
+
+def shot(page: Page, file: Path) -> Counter[object]:
+    """Take a screenshot of the page; returns how many pixels have each colour."""
+    from PIL import Image
+
+    page.screenshot(file)
+    image = Image.open(file).convert("RGB")
+    return Counter({color: count for count, color in image.getcolors(1 << 24) or []})
 
 
 def _call(url: str, body: Any) -> Any:

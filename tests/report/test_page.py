@@ -3,55 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from memplan.core.plan import Plan
 from memplan.core.problem import Buffer, Interval, Problem
-from memplan.report.html import page_data, picture_html
+from memplan.report.html import picture_html
 from memplan.report.picture import picture_of, picture_of_plan
 from memplan.solvers import solve
-from tests.report.browser import CHROMIUM, DRIVER, MISSING, Page, browser
+from tests.report.browser import CHROMIUM, DRIVER, MISSING, Page, open_html, shot
 from tests.samples import deep_plan, sample_plan
 
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=MISSING)
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Page]:
-    with browser() as page:
-        yield page
-
-
-@pytest.fixture
-def page(chromium: Page) -> Iterator[Page]:
-    """The browser; afterwards its console must be empty, and nothing but files and data may have been asked for."""
-    yield chromium
-    assert chromium.log("browser") == []
-    requests = [json.loads(entry["message"])["message"] for entry in chromium.log("performance")]
-    urls = [r["params"]["request"]["url"] for r in requests if r["method"] == "Network.requestWillBeSent"]
-    assert all(url.startswith(("file:", "data:")) for url in urls), urls
-
-
 @pytest.fixture
 def sample(page: Page, tmp_path: Path) -> Page:
-    return _open(page, tmp_path, picture_html(picture_of_plan(sample_plan())))
-
-
-def _open(page: Page, folder: Path, html: str) -> Page:
-    (folder / "page.html").write_text(html, encoding="utf-8")
-    return page.open(folder / "page.html")
+    return open_html(page, tmp_path, picture_html(picture_of_plan(sample_plan())))
 
 
 def _place(page: Page, name: str) -> tuple[float, float]:
-    found: dict[str, float] = page.run(
-        "return window.memplan.place(window.memplan.blocks.find(b => b.id === arguments[0]).index)", name
-    )
+    found: dict[str, float] = page.run("return window.memplan.place(window.memplan.index(arguments[0]))", name)
     return found["x"], found["y"]
 
 
@@ -115,7 +88,7 @@ def test_buttons_keys_and_theme(sample: Page) -> None:
     before = _view(sample)
     sample.run("document.getElementById('in').click()")
     assert _view(sample)["x1"] - _view(sample)["x0"] < before["x1"] - before["x0"]
-    sample.run("document.getElementById('arena').dispatchEvent(new KeyboardEvent('keydown', {key: '0'}))")
+    sample.press("0")
     assert _view(sample) == before
     was = sample.run("return document.documentElement.dataset.theme")
     sample.run("document.getElementById('theme').click()")
@@ -153,7 +126,7 @@ def test_find_narrows_the_list_and_a_row_shows_its_block(sample: Page) -> None:
 def test_names_from_a_file_run_nothing(page: Page, tmp_path: Path) -> None:
     evil = "</script><img src=x onerror=\"document.title='gone'\"><script>alert(1)</script>"
     plan = dataclasses.replace(sample_plan(), model=evil)
-    _open(page, tmp_path, picture_html(picture_of_plan(plan)))
+    open_html(page, tmp_path, picture_html(picture_of_plan(plan)))
     assert page.run("return document.querySelectorAll('img').length") == 0
     assert page.run("return document.getElementById('title').textContent").startswith("</script><img")
 
@@ -169,21 +142,14 @@ def test_problems_of_every_size_are_drawn(page: Page, tmp_path: Path, count: int
         buffers.append(Buffer(id=f"b{i}", size=rng.randrange(64, 65536), live=live, gaps=gaps, kind=f"kind{i % 9}"))
     problem = Problem(buffers=tuple(buffers))
     solution = solve(problem, solver="naive")
-    _open(page, tmp_path, picture_html(picture_of(problem, solution, "random.csv")))
-    assert page.run("return window.memplan.blocks.length") == count
+    open_html(page, tmp_path, picture_html(picture_of(problem, solution, "random.csv")))
+    assert page.run("return window.memplan.plan.n") == count
     if count:
         largest = max(problem.buffers, key=lambda b: b.size).id
-        page.run("const b = window.memplan.blocks.find(b => b.id === arguments[0]); window.memplan.show(b)", largest)
+        page.run("window.memplan.show(window.memplan.index(arguments[0]))", largest)
+        page.wait("return !window.memplan.report.arena.due")
         page.point(*_place(page, largest))
         assert largest in _tip(page)
-
-
-def test_the_page_holds_the_whole_plan() -> None:
-    plan: Plan = sample_plan()
-    data: dict[str, Any] = page_data(picture_of_plan(plan))
-    assert {b[0]: b[2] for b in data["blocks"]} == dict(plan.solution.offsets)
-    assert len(data["ops"]) == 5
-    assert data["backwardFrom"] == 3
 
 
 @pytest.mark.parametrize(
@@ -192,9 +158,9 @@ def test_the_page_holds_the_whole_plan() -> None:
 def test_evictions_are_arrows_and_both_their_blocks_say_so(page: Page, tmp_path: Path, policy: str, says: str) -> None:
     picture = picture_of_plan(deep_plan(policy))
     drawing = "return document.getElementById('arena').toDataURL()"
-    _open(page, tmp_path, picture_html(dataclasses.replace(picture, arrows=())))
+    open_html(page, tmp_path, picture_html(dataclasses.replace(picture, arrows=())))
     bare = page.run(drawing)
-    _open(page, tmp_path, picture_html(picture))
+    open_html(page, tmp_path, picture_html(picture))
     assert page.run(drawing) != bare
     assert "budget" in page.run("return document.getElementById('cards').innerText")
     for name in (picture.arrows[0].leaves, picture.arrows[0].returns):
@@ -203,9 +169,272 @@ def test_evictions_are_arrows_and_both_their_blocks_say_so(page: Page, tmp_path:
         assert says in _tip(page)
 
 
-def test_the_page_holds_every_arrow() -> None:
-    picture = picture_of_plan(deep_plan("genoa"))
-    data: dict[str, Any] = page_data(picture)
-    assert [(a[0], a[2], a[4], a[6], a[7]) for a in data["arrows"]] == [
-        (a.start, a.end, 1, a.leaves, a.returns) for a in picture.arrows
-    ]
+DOWN, UP, ENTER, SPACE = "\ue015", "\ue013", "\ue007", " "
+LINKS = {"model.py:12": "vscode://file/home/me/model.py:12"}
+
+
+def _texts_drawn(page: Page) -> list[str]:
+    """The texts that the pictures draw, each with its colour."""
+    found: list[str] = page.run(
+        "const p = CanvasRenderingContext2D.prototype, was = p.fillText, found = [];"
+        "p.fillText = function (t, ...rest) { found.push(this.fillStyle + ' ' + t); was.call(this, t, ...rest) };"
+        "window.memplan.report.arena.paint(); p.fillText = was; return found"
+    )
+    return found
+
+
+def _rows(page: Page) -> list[str]:
+    page.wait("return document.getElementById('rows').children.length")
+    found: list[str] = page.run("return [...document.getElementById('rows').children].map(r => r.innerText)")
+    return found
+
+
+def test_shapes_and_dtypes_are_in_the_tooltip_and_the_table(sample: Page) -> None:
+    sample.point(*_place(sample, "activation_2"))
+    assert "tensor uint8 [100]" in _tip(sample)
+    assert any("uint8 [60]" in row and "activation_3" in row for row in _rows(sample))
+
+
+def test_a_click_keeps_the_details_with_links_and_a_second_one_closes_them(page: Page, tmp_path: Path) -> None:
+    open_html(page, tmp_path, picture_html(picture_of_plan(sample_plan()), links=LINKS))
+    page.point(*_place(page, "activation_2"), press=True)
+    text = page.run("return document.getElementById('pins').innerText")
+    for part in ("128 B", "activation_2", "uint8 [100]", "h.0.attn"):
+        assert part in text
+    assert page.run("return document.querySelector('#pins a').href") == LINKS["model.py:12"]
+    assert page.run("return [...document.querySelectorAll('#rows a')].map(a => a.textContent)") == ["model.py:12"]
+    page.point(3, 3)
+    assert "activation_2" in page.run("return document.getElementById('pins').innerText")
+    page.point(*_place(page, "activation_2"), press=True)
+    assert page.run("return document.getElementById('pins').children.length") == 0
+
+
+def test_a_drag_pins_nothing(sample: Page) -> None:
+    sample.run("for (let i = 0; i < 4; i++) document.getElementById('in').click()")
+    sample.wait("return !window.memplan.report.arena.due")
+    spot = sample.run("const r = document.getElementById('arena').getBoundingClientRect(); return [r.left, r.top]")
+    sample.drag(spot[0] + 300, spot[1] + 200, 90, 30)
+    assert sample.run("return document.getElementById('pins').children.length") == 0
+
+
+def test_the_address_keeps_zoom_pins_filter_and_colours(page: Page, tmp_path: Path) -> None:
+    html = picture_html(picture_of_plan(sample_plan()))
+    open_html(page, tmp_path, html)
+    page.run("document.getElementById('in').click(); window.memplan.report.pin(1)")
+    page.run("const f = document.getElementById('find'); f.value = 'h.0, &=%'; f.dispatchEvent(new Event('input'))")
+    page.run("const b = document.getElementById('by'); b.value = 'op'; b.dispatchEvent(new Event('change'))")
+    page.run("document.querySelector('#legend button').click()")
+    page.run("window.memplan.report.tree.choose('h')")
+    page.wait("return location.hash.includes('module=h')")
+    state = (
+        "const r = window.memplan.report; return [window.memplan.view(), r.arena.pins, r.look.wanted, r.look.by,"
+        " [...r.look.off], r.look.module, [...r.look.mask]]"
+    )
+    before, address = page.run(state), page.run("return location.hash")
+    open_html(page, tmp_path, html)
+    assert page.run(state) != before
+    page.run("location.hash = arguments[0]", address)
+    page.wait("return window.memplan.report.look.wanted")
+    after = page.run(state)
+    assert after[1:] == before[1:]
+    assert after[0] == pytest.approx(before[0], abs=0.01)
+    assert page.run("return document.getElementById('find').value") == "h.0, &=%"
+
+
+@pytest.mark.parametrize(
+    "address", ["#view=1,0,x,9&pins=none&at=99&by=magic&module=a.b", "#%&=&&find=%E0", "#view=,,,"]
+)
+def test_an_address_that_is_not_ours_changes_nothing(sample: Page, address: str) -> None:
+    before = _view(sample)
+    sample.run("location.hash = arguments[0]", address)
+    sample.run("window.dispatchEvent(new Event('hashchange'))")
+    assert _view(sample) == before
+    assert len(_rows(sample)) == 3
+
+
+def test_the_tree_of_modules_filters_the_page(sample: Page) -> None:
+    names = "return [...document.querySelectorAll('#tree .name')].map(n => n.textContent)"
+    assert sample.run(names) == ["h", "no module", "layers[1]"]
+    sizes = sample.run("return [...document.querySelectorAll('#tree .bytes')].map(n => n.textContent)")
+    assert sizes == ["128 B", "128 B", "64 B"], "at the peak"
+    sample.run("document.querySelector('#tree .node').click()")
+    assert [row.split()[-1] for row in _rows(sample)] == ["activation_2"]
+    assert sample.run("return [...window.memplan.report.look.mask]").count(1) == 1
+    sample.run("document.getElementById('clear').click()")
+    assert len(_rows(sample)) == 3
+
+
+def test_the_address_keeps_the_buffers_without_a_module(sample: Page) -> None:
+    sample.run("window.memplan.report.tree.choose('')")
+    assert [row.split()[-1] for row in _rows(sample)] == ["activation_5"]
+    sample.wait("return location.hash.includes('module')")
+    address = sample.run("return location.hash")
+    sample.run("document.getElementById('clear').click()")
+    sample.wait("return location.hash === ''")
+    sample.run("location.hash = arguments[0]", address)
+    sample.wait("return window.memplan.report.look.module === ''")
+    assert [row.split()[-1] for row in _rows(sample)] == ["activation_5"]
+
+
+def test_a_browser_that_cannot_draw_it_says_so(page: Page, tmp_path: Path) -> None:
+    html = picture_html(picture_of_plan(sample_plan()))
+    (tmp_path / "broken.html").write_text(html.replace('"packed":"', '"packed":"!'))
+    page.open(tmp_path / "broken.html")
+    page.wait("return document.getElementById('verdict').textContent.startsWith('Not drawn')")
+    assert len(page.log("browser")) == 1
+
+
+def test_the_tree_is_walked_through_by_keys(sample: Page) -> None:
+    sample.run("document.querySelector('#tree .node').focus()")
+    sample.press("\ue014")  # right: open
+    sample.press(DOWN)
+    assert sample.run("return document.activeElement.querySelector('.name').textContent") == "0"
+    sample.press(ENTER)
+    assert sample.run("return window.memplan.report.look.module") == "h.0"
+
+
+def test_a_question_mark_shows_the_keys(sample: Page) -> None:
+    assert not sample.run("return document.getElementById('keys').open")
+    sample.press("?")
+    text = sample.run("return document.getElementById('keys').open && document.getElementById('keys').innerText")
+    for part in ("zoom in", "show all", "the peak", "find"):
+        assert part in text
+    sample.press("\ue00c")  # escape
+    assert not sample.run("return document.getElementById('keys').open")
+    sample.press("p")
+    assert "Alive at step 3" in sample.run("return document.getElementById('listed').textContent")
+
+
+def test_keys_that_are_typed_into_the_search_are_text(sample: Page) -> None:
+    sample.press("/")
+    sample.press("?")
+    assert not sample.run("return document.getElementById('keys').open")
+    assert sample.run("return document.getElementById('find').value") == "?"
+
+
+def _many_modules(count: int) -> str:
+    kinds = ("activation", "gradient", "output")
+    buffers = tuple(
+        Buffer(
+            id=f"b{i}", size=64 * (count - i), live=Interval(i, i + 2), kind=kinds[i % 3], origin=f"m{chr(97 + i)}.x"
+        )
+        for i in range(count)
+    )
+    problem = Problem(buffers=buffers)
+    return picture_html(picture_of(problem, solve(problem, solver="naive"), "many.csv"))
+
+
+def test_modules_beyond_eight_share_a_colour(page: Page, tmp_path: Path) -> None:
+    open_html(page, tmp_path, _many_modules(20))
+    page.run("const b = document.getElementById('by'); b.value = 'module'; b.dispatchEvent(new Event('change'))")
+    groups = page.run("return window.memplan.report.look.groups")
+    assert [g["name"] for g in groups] == [*(f"m{c}.x" for c in "abcdefgh"), "12 other modules"]
+    assert len({g["colour"] for g in groups}) == 9
+    assert page.run("return document.querySelectorAll('#legend button').length") == 9
+
+
+def test_an_entry_of_the_legend_dims_what_has_its_colour(page: Page, tmp_path: Path) -> None:
+    open_html(page, tmp_path, _many_modules(6))
+    settled = "return !window.memplan.report.arena.due"
+    page.wait("return document.getElementById('rows').children.length")
+    page.run("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    image = "return document.getElementById('arena').toDataURL()"
+    before = page.run(image)
+    page.run("document.querySelector('#legend button').click()")
+    page.wait(settled)
+    assert page.run(image) != before
+    assert [row.split()[-1] for row in _rows(page)] == ["b1", "b2", "b4", "b5"]
+    assert page.run("return document.querySelector('#legend button').ariaPressed") == "false"
+    page.run("document.querySelector('#legend button').click()")
+    page.wait(settled)
+    assert page.run(image) == before
+
+
+def test_axes_have_titles_with_units_and_labels_are_white(sample: Page) -> None:
+    drawn = _texts_drawn(sample)
+    texts = [text.partition(" ")[2] for text in drawn]
+    for title in ("step of the schedule", "offset in the arena, bytes", "live bytes"):
+        assert title in texts
+    assert "#ffffff 128 B  mm  h.0.attn" in drawn
+
+
+def test_the_list_is_walked_through_by_keys(sample: Page) -> None:
+    assert len(_rows(sample)) == 3
+    assert sample.run("return [...document.querySelectorAll('#rows tr')].map(r => r.tabIndex)") == [0, -1, -1]
+    sample.run("for (let i = 0; i < 4; i++) document.getElementById('in').click()")
+    sample.run("document.querySelector('#rows tr').focus()")
+    focused = "return document.activeElement.rowIndex"
+    sample.press(DOWN)
+    sample.press(DOWN)
+    assert sample.run(focused) == 3
+    sample.press(UP)
+    assert sample.run(focused) == 2
+    sample.press(SPACE)
+    name = sample.run("return document.activeElement.lastChild.textContent")
+    assert name in sample.run("return document.getElementById('pins').innerText")
+    before = _view(sample)
+    sample.press(ENTER)
+    assert _view(sample) != before
+
+
+def test_columns_sort_by_their_buttons_and_say_so(sample: Page) -> None:
+    assert len(_rows(sample)) == 3
+    sample.run("[...document.querySelectorAll('#head button')].find(b => b.textContent === 'steps').click()")
+    assert [row.split()[-1] for row in _rows(sample)] == ["activation_2", "activation_3", "activation_5"]
+    sorts = "return [...document.getElementById('head').children].map(h => h.ariaSort)"
+    assert [s for s in sample.run(sorts) if s] == ["ascending"]
+
+
+def test_a_finger_that_moves_scrolls_and_one_that_taps_shows_details(sample: Page) -> None:
+    sample.command("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    try:
+        sample.emulate(390, height=700)
+        sample.wait("return document.getElementById('arena').getBoundingClientRect().width < 390")
+        sample.run("document.getElementById('arena').scrollIntoView({block: 'center'})")
+        before, at = _view(sample), sample.run("return scrollY")
+        sample.swipe(*_place(sample, "activation_2"), -150)
+        sample.wait("return scrollY > arguments[0]".replace("arguments[0]", str(at)))
+        assert _view(sample) == before
+        assert sample.run("return document.getElementById('pins').children.length") == 0
+        still = "const y = scrollY; return new Promise(d => setTimeout(() => d(scrollY === y), 150))"
+        while not sample.run(still):
+            pass
+        sample.run("document.getElementById('arena').scrollIntoView({block: 'center', behavior: 'instant'})")
+        sample.tap(*_place(sample, "activation_2"))
+        sample.wait("return document.getElementById('pins').children.length")
+        assert "activation_2" in sample.run("return document.getElementById('pins').innerText")
+    finally:
+        sample.command("Emulation.setTouchEmulationEnabled", {"enabled": False})
+
+
+def test_paper_is_white_and_has_no_buttons(sample: Page) -> None:
+    sample.emulate(1400, dark=True)
+    sample.wait("return document.documentElement.dataset.theme === 'dark'")
+    sample.emulate(1400, dark=True, media="print")
+    shown = "return getComputedStyle(document.getElementById(arguments[0])).display"
+    assert [sample.run(shown, name) for name in ("in", "find")] == ["none", "none"]
+    assert sample.run("return document.getElementById('theme').offsetParent") is None
+    sample.run("dispatchEvent(new Event('beforeprint'))")
+    assert sample.run("return document.documentElement.dataset.theme") == "light"
+    assert sample.run("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    sample.run("dispatchEvent(new Event('afterprint'))")
+    assert sample.run("return document.documentElement.dataset.theme") == "dark"
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_fits_wide_and_narrow_windows_light_and_dark(page: Page, tmp_path: Path, width: int, dark: bool) -> None:
+    page.emulate(width, dark=dark)
+    open_html(page, tmp_path, picture_html(picture_of_plan(deep_plan("genoa"))))
+    colours = shot(page, tmp_path / "page.png")
+    assert colours[(0x2F, 0x6F, 0xD8)] > 2000, "blocks of activations"
+    assert colours[(0xB8, 0x52, 0x0F)] > 2000, "blocks of gradients"
+    assert colours[(0x11, 0x14, 0x18) if dark else (0xF6, 0xF7, 0xF9)] > 10_000, "the page"
+    assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_only_its_own_script_may_run(sample: Page) -> None:
+    sample.run("const s = document.createElement('script'); s.textContent = 'window.evil = 1'; document.body.append(s)")
+    assert sample.run("return window.evil === undefined")
+    refused = sample.log("browser")
+    assert any("Content Security Policy" in entry["message"] for entry in refused)

@@ -223,7 +223,7 @@ def test_png_shows_every_colour_of_the_picture() -> None:
     image = Image.open(io.BytesIO(picture_png(picture_of_plan(sample_plan()))))
     assert image.size == (2560, 1640)
     counts = {color: count for count, color in image.getcolors(1 << 20) or []}
-    assert counts[(0x4C, 0x82, 0xD8)] > 100_000
+    assert counts[(0x2F, 0x6F, 0xD8)] > 100_000
 
 
 def test_png_without_pillow_names_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:

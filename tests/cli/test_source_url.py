@@ -1,0 +1,104 @@
+"""Links of source lines on pages: into the editor, or by a template of the user's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memplan.errors import InvalidTemplate
+from memplan.report.source_links import editor_link, filled, require_template
+from tests.cli.helpers import Run, embedded_data
+
+CODE = "\n".join(f"line = {i}" for i in range(20)) + "\n"
+
+
+def _links(folder: Path) -> dict[str, str]:
+    data = embedded_data((folder / "r.html").read_text())
+    return {data["words"][int(word)]: link for word, link in data["links"].items()}
+
+
+def test_lines_of_local_files_open_the_editor(run: Run, plan_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "model.py").write_text(CODE)
+    assert run("report", plan_file, "--html", "r.html")[0] == 0
+    folder = str(tmp_path.resolve())
+    wanted = {f"model.py:{line}": f"vscode://file{folder}/a%20b/model.py:{line}" for line in (12, 15)}
+    assert _links(tmp_path) == wanted
+
+
+def test_a_file_that_is_not_certain_has_no_link(run: Run, plan_file: Path, tmp_path: Path) -> None:
+    assert run("report", plan_file, "--html", "r.html")[0] == 0
+    assert _links(tmp_path) == {}, "there is none"
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "model.py").write_text(CODE)
+    assert run("report", plan_file, "--html", "r.html")[0] == 0
+    assert _links(tmp_path) == {}, "there are two"
+    (tmp_path / "two" / "model.py").unlink()
+    (tmp_path / "one" / "model.py").write_text("line = 1\n" * 12)
+    assert run("report", plan_file, "--html", "r.html")[0] == 0
+    assert list(_links(tmp_path)) == ["model.py:12"], "the file has no line 15"
+
+
+@pytest.mark.parametrize("command", ["report", "diff"])
+def test_a_template_makes_addresses(run: Run, plan_file: Path, tmp_path: Path, command: str) -> None:
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net" / "model.py").write_text(CODE)
+    template = "https://host/blob/main/{path}?name={file}#L{line}"
+    files = [plan_file] * (2 if command == "diff" else 1)
+    assert run(command, *files, "--html", "r.html", "--source-url", template)[0] == 0
+    data = embedded_data((tmp_path / "r.html").read_text())
+    for part in data["plans"] if command == "diff" else [data]:
+        links = {part["words"][int(word)]: link for word, link in part["links"].items()}
+        assert links["model.py:12"] == "https://host/blob/main/net/model.py?name=model.py#L12"
+
+
+def test_a_template_with_the_name_alone_needs_no_file(run: Run, plan_file: Path, tmp_path: Path) -> None:
+    assert run("report", plan_file, "--html", "r.html", "--source-url", "https://host/search?q={file}")[0] == 0
+    assert _links(tmp_path)["model.py:12"] == "https://host/search?q=model.py"
+
+
+@pytest.mark.parametrize("command", ["report", "diff", "budget"])
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("https://host/main", "has neither {path} nor {file}"),
+        ("https://host/#L{line}", "has neither {path} nor {file}"),
+        ("https://host/{name}#L{line}", "has the placeholder {name}; there are {path}, {file} and {line}"),
+        ("https://host/{}", "has the placeholder {}"),
+        ("https://host/{path.__class__}", "has the placeholder {path.__class__}"),
+        ("https://host/{path!r}", "has the placeholder {path}"),
+        ("https://host/{path", "has a brace without its other one"),
+        ("host/{path}", "begins with no scheme"),
+        ("javascript:alert({path})", "is no address of a file"),
+        ("", "has neither"),
+    ],
+)
+def test_a_bad_template_is_bad_input_and_nothing_is_written(
+    run: Run, plan_file: Path, command: str, template: str, message: str
+) -> None:
+    files = [plan_file] * (2 if command == "diff" else 1)
+    code, out, err = run(command, *files, "--html", "r.html", "--source-url", template)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "next step" in err
+    assert not Path("r.html").exists()
+
+
+def test_a_template_without_a_page_is_bad_input(run: Run, plan_file: Path) -> None:
+    code, _, err = run("report", plan_file, "--source-url", "https://host/{path}")
+    assert code == 2
+    assert "give --html FILE too" in err
+
+
+def test_names_are_quoted_and_lines_are_numbers() -> None:
+    template = require_template("https://host/{path}#L{line}")
+    assert filled(template, "a.py:3", 'x/"><b>/a.py') == "https://host/x/%22%3E%3Cb%3E/a.py#L3"
+    for source in ("", "a.py", "a.py:x", "a.py:", ":3"):
+        assert filled(template, source, "a.py") is None
+    assert filled(template, "a.py:3", None) is None
+    assert editor_link("a.py:3", "C:/x y/a.py") == "vscode://file/C:/x%20y/a.py:3"
+    assert editor_link("a.py", "/a.py") is None
+    with pytest.raises(InvalidTemplate, match="placeholder"):
+        require_template("https://host/{0}")

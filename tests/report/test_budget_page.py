@@ -1,0 +1,138 @@
+"""The page of budgets in a real browser: its curve, its tables, and the plans that its points open."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from memplan.planning.frontier import Rival, explore, plans_of
+from memplan.planning.make_plan import ScheduledGraph
+from memplan.report.frontier_page import frontier_data, frontier_html
+from memplan.report.picture import picture_of_plan
+from memplan.schedule import traced
+from tests.report.browser import CHROMIUM, DRIVER, MISSING, Page, open_html, shot
+from tests.samples import deep_graph
+
+WITH_BROWSER = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=MISSING)
+RIVALS = (Rival(name="0.5", total=9 << 20, overhead=0.2), Rival(name="<b>", total=8 << 20, overhead=40.0))
+SCHEDULED = ScheduledGraph(
+    model="deep", graph=deep_graph(), schedule=traced(deep_graph()), alignment=64, versions={}, reserve=0
+)
+
+
+@cache
+def _html() -> str:
+    explored = explore(SCHEDULED.graph, SCHEDULED.schedule, alignment=64, costs="a100", policy="genoa")
+    plans = plans_of(explored, SCHEDULED)
+    pictures = {id(plan): picture_of_plan(plan) for plan in plans if plan is not None}
+    drawn = [None if plan is None else pictures[id(plan)] for plan in plans]
+    return frontier_html("deep", explored.frontier, RIVALS, drawn)
+
+
+@pytest.fixture
+def budgets(page: Page, tmp_path: Path) -> Page:
+    return open_html(page, tmp_path, _html())
+
+
+def test_plans_of_points_keep_what_the_points_say() -> None:
+    explored = explore(SCHEDULED.graph, SCHEDULED.schedule, alignment=64, costs="a100", policy="genoa")
+    plans = plans_of(explored, SCHEDULED)
+    assert [plan is None for plan in plans] == [p.seconds is None for p in explored.frontier.points]
+    assert any(plan is None for plan in plans)
+    assert any(plan is not None and plan.evictions for plan in plans)
+    for point, plan in zip(explored.frontier.points, plans, strict=True):
+        if plan is not None:
+            assert plan.eviction is not None
+            assert (plan.max_live, plan.eviction.seconds) == (point.max_live, point.seconds)
+    whole = {id(plan) for plan in plans if plan is not None}
+    steps = {id(step) for step in explored.steps if step is not None}
+    assert len(whole) == len(steps), "points of one step share its plan"
+
+
+def test_a_page_without_plans_has_points_that_open_nothing() -> None:
+    explored = explore(SCHEDULED.graph, SCHEDULED.schedule, alignment=64, costs="a100", policy="genoa")
+    data = frontier_data("deep", explored.frontier)
+    assert data["plans"] == []
+    assert {point["plan"] for point in data["points"]} == {None}
+
+
+@WITH_BROWSER
+def test_the_curve_has_every_point_and_axes_with_units(budgets: Page) -> None:
+    kept = budgets.run("return window.memplan.data.points.length")
+    assert kept > 2
+    assert budgets.run("return document.querySelectorAll('#plot .ours').length") == kept
+    assert budgets.run("return document.querySelectorAll('#plot .torch').length") == 2
+    texts = budgets.run("return [...document.querySelectorAll('#plot text')].map(t => t.textContent)")
+    assert "total on the device: share of the predicted eager total, bytes" in texts
+    assert "predicted time of a step, % over no budget" in texts
+    assert "cannot be kept" in budgets.run("return document.getElementById('sections').innerText")
+    boxes = budgets.run(
+        "const s = document.querySelector('#plot svg').getBoundingClientRect();"
+        "return [...document.querySelectorAll('#plot .point')].map(c => { const r = c.getBoundingClientRect();"
+        " return r.left >= s.left && r.right <= s.right && r.top >= s.top && r.bottom <= s.bottom })"
+    )
+    assert all(boxes), "outliers are drawn at the edge"
+
+
+@WITH_BROWSER
+def test_hover_tells_the_figures_of_a_point(budgets: Page) -> None:
+    spot = "const r = document.querySelectorAll(arguments[0])[0].getBoundingClientRect(); return [r.x + 6, r.y + 6]"
+    budgets.point(*budgets.run(spot, "#plot .ours"))
+    tip = "return document.getElementById('tip').innerText"
+    assert "of the eager total" in budgets.run(tip)
+    budgets.point(*budgets.run(spot, "#plot .torch"))
+    assert "torch at 0.5: 9.00 MiB, +20.00 %" in budgets.run(tip)
+    budgets.point(3, 3)
+    assert budgets.run("return document.getElementById('tip').style.display") == "none"
+
+
+@WITH_BROWSER
+def test_a_point_opens_its_plan_and_another_one_replaces_it(budgets: Page) -> None:
+    points = budgets.run("return window.memplan.data.points.map(p => [p.row, p.plan, p.total])")
+    budgets.run("document.querySelectorAll('#plot .ours')[0].dispatchEvent(new MouseEvent('click'))")
+    budgets.wait("return window.memplan.opened()")
+    first = budgets.run("return window.memplan.opened().plan.data.arena")
+    assert first == 7 << 20
+    last = next(k for k, point in reversed(list(enumerate(points))) if point[1] != points[0][1])
+    budgets.run("document.querySelectorAll('#plot .ours')[arguments[0]].focus()", last)
+    budgets.press("\ue007")
+    budgets.wait(f"const r = window.memplan.opened(); return r && r.plan.data.arena < {first}")
+    assert budgets.run("return document.querySelectorAll('#report .arena').length") == 1
+    assert "computed again, " in budgets.run("return document.getElementById('cards').innerText")
+    budgets.press("p")
+    assert "Alive at step" in budgets.run("return document.getElementById('listed').textContent")
+    budgets.wait("return location.hash.startsWith('#budget=')")
+    budgets.run("document.getElementById('close').click()")
+    assert budgets.run("return window.memplan.opened() === null")
+    budgets.wait("return location.hash === ''")
+
+
+@WITH_BROWSER
+def test_a_row_opens_the_plan_too_and_the_address_keeps_it(budgets: Page, tmp_path: Path) -> None:
+    budgets.run("document.querySelector('tr[data-row][tabindex]').focus()")
+    budgets.press("\ue007")
+    budgets.wait("return window.memplan.opened() && location.hash")
+    address = budgets.run("return location.hash")
+    budgets.run("location.hash = ''")
+    open_html(budgets, tmp_path, _html())
+    assert budgets.run("return window.memplan.opened() === null")
+    budgets.run("location.hash = arguments[0]; location.reload()", address)
+    budgets.wait("return window.memplan && window.memplan.opened()")
+
+
+@WITH_BROWSER
+@pytest.mark.parametrize("width", [1400, 390])
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_fits_wide_and_narrow_windows_light_and_dark(page: Page, tmp_path: Path, width: int, dark: bool) -> None:
+    page.emulate(width, dark=dark)
+    open_html(page, tmp_path, _html())
+    colours = shot(page, tmp_path / "page.png")
+    ours = (0x78, 0xA6, 0xFF) if dark else (0x25, 0x60, 0xC4)
+    assert colours[ours] > 200, "the curve"
+    assert colours[(0x11, 0x14, 0x18) if dark else (0xF6, 0xF7, 0xF9)] > 5_000, "the page"
+    assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+    page.run("document.querySelector('#plot .ours').dispatchEvent(new MouseEvent('click'))")
+    page.wait("return window.memplan.opened()")
+    assert page.run("return document.documentElement.scrollWidth <= innerWidth")

@@ -1,0 +1,144 @@
+"""The columns and texts that a page holds: unpacked by other code than the page's, they are those of the picture."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import re
+import zlib
+from importlib import resources
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplan.core.plan import Plan
+from memplan.report.html import page_data
+from memplan.report.packed import pack
+from memplan.report.picture import COLOURS, GREY, OTHERS, picture_of_plan
+from tests.graph_strategies import plans
+from tests.samples import deep_plan, sample_plan
+
+
+def unpacked(packed: str, columns: list[list[Any]]) -> dict[str, list[int]]:
+    """Return the columns, read by the description in `pack`."""
+    raw, at, found = zlib.decompress(base64.b64decode(packed)), 0, dict[str, list[int]]()
+    for name, count, width, delta in columns:
+        planes = [raw[at + plane * count : at + (plane + 1) * count] for plane in range(width)]
+        numbers = [sum(plane[i] << 8 * k for k, plane in enumerate(planes)) for i in range(count)]
+        at += width * count
+        if delta:
+            value = 0
+            for i, d in enumerate(numbers):
+                value += -(d + 1) // 2 if d % 2 else d // 2
+                numbers[i] = value
+        found[name] = numbers
+    assert at == len(raw)
+    return found
+
+
+def texts(data: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(data["texts"])))
+    return found
+
+
+@given(st.lists(st.integers(0, 2**62)), st.lists(st.integers(0, 2**40)))
+def test_columns_come_back(plain: list[int], steps: list[int]) -> None:
+    assert unpacked(*pack({"size": plain, "start": steps})) == {"size": plain, "start": steps}
+
+
+@given(plans())
+@settings(deadline=None, max_examples=50)
+def test_every_plan_comes_back_whole(plan: Plan) -> None:
+    picture = picture_of_plan(plan)
+    data = page_data(picture)
+    columns, words = unpacked(data["packed"], data["columns"]), data["words"]
+    assert texts(data)["ids"] == [b.holder.id for b in picture.blocks]
+    gap = 0
+    for i, b in enumerate(picture.blocks):
+        count = columns["gaps"][i]
+        gaps = list(zip(columns["gapStart"][gap : gap + count], columns["gapEnd"][gap : gap + count], strict=True))
+        gap += count
+        cuts = [columns["start"][i], *(step for pair in gaps for step in pair), columns["end"][i]]
+        assert list(zip(cuts[::2], cuts[1::2], strict=True)) == [(s.start, s.end) for s in b.segments]
+        assert (columns["offset"][i], columns["size"][i]) == (b.offset, b.holder.size)
+        shown = [words[columns[name][i]] for name in ("kind", "module", "source", "op", "tensor")]
+        assert shown == [b.holder.kind, b.holder.module, b.holder.source, b.holder.op, b.tensor]
+    assert [words[k] for k in columns["opTarget"]] == [op.target for op in picture.ops]
+
+
+def test_shapes_are_those_of_the_tensors() -> None:
+    data = page_data(picture_of_plan(sample_plan()))
+    columns = unpacked(data["packed"], data["columns"])
+    assert [data["words"][k] for k in columns["tensor"]] == ["uint8 [100]", "uint8 [60]", "uint8 [100]"]
+
+
+def test_the_page_holds_every_arrow() -> None:
+    picture = picture_of_plan(deep_plan("genoa"))
+    data = page_data(picture)
+    ids, arrows = texts(data)["ids"], texts(data)["arrows"]
+    assert picture.arrows
+    assert [(a[0], a[2], a[4], ids[a[6]], ids[a[7]]) for a in arrows] == [
+        (a.start, a.end, 1, a.leaves, a.returns) for a in picture.arrows
+    ]
+
+
+def test_random_columns_of_200_000_buffers_stay_small() -> None:
+    """5 MB for a page of which these are the least regular part."""
+    rng = random.Random(0)
+    many = range(200_000)
+    packed, _ = pack(
+        {"offset": [rng.randrange(2**23) * 512 for _ in many], "size": [rng.randrange(2**18) for _ in many]}
+    )
+    assert len(packed) < 2_000_000
+
+
+def _linear(colour: str) -> list[float]:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+
+
+def _luminance(colour: str) -> float:
+    r, g, b = _linear(colour)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def _lab(colour: str) -> tuple[float, float, float]:
+    r, g, b = _linear(colour)
+    x, y, z = (
+        (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.95047,
+        0.2126 * r + 0.7152 * g + 0.0722 * b,
+        (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.08883,
+    )
+    fx, fy, fz = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in (x, y, z))
+    return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
+
+
+@pytest.mark.parametrize("colour", sorted({*OTHERS, *COLOURS.values(), GREY}))
+def test_white_text_can_be_read_on_every_colour_and_every_colour_on_both_backgrounds(colour: str) -> None:
+    """WCAG 2: 4.5 for text (AA), 3 for shapes; on the card of the dark page too."""
+    here = _luminance(colour)
+    assert 1.05 / (here + 0.05) >= 4.5
+    assert (here + 0.05) / (_luminance("#191d23") + 0.05) >= 3
+
+
+def test_colours_stay_apart() -> None:
+    """Distances in CIE Lab, of which about 2 is the least that is seen."""
+    colours = sorted({*OTHERS, GREY})
+    assert len(colours) == 9
+    apart = {
+        (one, two): sum((a - b) ** 2 for a, b in zip(_lab(one), _lab(two), strict=True)) ** 0.5
+        for one in colours
+        for two in colours
+        if one < two
+    }
+    assert min(apart.values()) > 20, min(apart, key=lambda pair: apart[pair])
+
+
+def test_changes_have_colours_of_the_same_set() -> None:
+    script = resources.files("memplan.report").joinpath("page", "compare.js").read_text(encoding="utf-8")
+    used = re.findall(r'"(#[0-9a-f]{6})"', script)
+    assert len(used) == len(set(used)) == 7
+    assert set(used) <= {*OTHERS, GREY}
