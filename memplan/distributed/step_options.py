@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from memplan.errors import UnsupportedCall
 
 _SAME = ("budget", "arena_budget", "host_budget", "pinned_budget", "reserve", "policy", "checkpoint", "divide")
-_SAME_TOO = ("compress", "schedule", "solver", "layout", "time_limit", "clip_grad_norm", "accumulate", "sanitize")
+_SAME_TOO = ("compress", "schedule", "solver", "layout", "time_limit", "clip_grad_norm", "accumulate", "sanitize", "in_flight")
 _EAGERLY = ("eager", "passive")
 
 
