@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from memplan.core.collectives import WAIT
 from memplan.core.evictions import OFFLOAD, RELOAD, SEND, TRANSFERS
 from memplan.core.graph import Graph, Op, StorageKind
 from memplan.core.plan import Plan
@@ -177,7 +178,8 @@ class _Lanes:
         """Order what is launched from now on after a copy; return whether it was before."""
         pair = self._pair(op, op.reads[:1], op.reads[1:2])
         if pair not in self.ended:
-            raise InvalidPlan("waits for what was not started", where=f"op {op.name}")
+            what = "collective" if op.target == WAIT else "copy"
+            raise InvalidPlan(f"waits for a {what} that was not started", where=f"op {op.name}")
         lane, ended = self.ended.pop(pair)
         known = all(self.clocks[compute].get(lane, 0) >= ended[lane] for compute in self.devices)
         for compute in self.devices:

@@ -166,9 +166,13 @@ class _Started:
                 if now[start - 1] + size > live or flying[start - 1] + gather.nbytes > most:
                     break
                 start -= 1
+            if all(position in gather.chain for position in range(start, gather.at)):
+                start = gather.at  # nothing would run meanwhile
             for position in range(start, gather.at):
                 now[position] += size
                 flying[position] += gather.nbytes
+            if start < gather.at:
+                flying[gather.at] += gather.nbytes  # what starts at its wait starts before it
             found.append(start)
             lowest = max(lowest, start + (start == gather.at))
         return found
@@ -219,9 +223,7 @@ class _Started:
         return clock, found[::-1]
 
 
-def _chain(
-    graph: Graph, gather: int, writers: dict[int, list[int]], readers: dict[int, list[int]]
-) -> tuple[int, ...]:
+def _chain(graph: Graph, gather: int, writers: dict[int, list[int]], readers: dict[int, list[int]]) -> tuple[int, ...]:
     """Return the ops (positions) that make what a gather reads, for it alone; () if it reads a parameter itself.
 
     An op that changes anything else, or draws random numbers, is in no chain, nor is what makes its input then.

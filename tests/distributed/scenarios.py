@@ -27,6 +27,7 @@ from tests.distributed.models import SmallConvolutions, SmallGpt, energy, images
 STEPS = 4
 PLANNING: Any = importlib.import_module("memplan.trace.planning")
 Batch = Callable[[int, int], torch.Tensor]
+_LATE = 0.001  # seconds
 
 
 def rank() -> int:
@@ -54,18 +55,26 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def eager(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, steps: int = STEPS, clipped: float | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    steps: int = STEPS,
+    *,
+    clipped: float | None = None,
+    accumulate: int = 1,
 ) -> list[float]:
     """Train by torch alone; return the losses. `clipped`: the norm to which gradients are clipped."""
     losses = []
     for i in range(steps):
         loss = energy(model(batch(rank(), i)))
-        loss.backward()  # type: ignore[no-untyped-call]
+        (loss / accumulate).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        if (i + 1) % accumulate:
+            continue
         if clipped is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clipped)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
     return losses
 
 
@@ -86,11 +95,12 @@ def compared(
     batch: Batch,
     optimizer: Callable[[nn.Module], Any] = adamw,
     clipped: float | None = None,
+    accumulate: int = 1,
     **options: Any,
 ) -> dict[str, Any]:
     """Train a model by torch alone and by a compiled step; return in what they differ, and facts of the plan.
 
-    `clipped`: the norm to which gradients are clipped.
+    `clipped`: the norm to which gradients are clipped. `accumulate`: the batches for each update.
     """
     models = []
     for _ in range(2):
@@ -98,8 +108,9 @@ def compared(
         models.append(wrap(make()))
     theirs, ours = models
     optimizers = optimizer(ours), optimizer(theirs)
-    expected = eager(theirs, optimizers[1], batch, clipped=clipped)
-    step = memplan.compile_step(ours, optimizers[0], energy, batch(rank(), 0), clip_grad_norm=clipped, **options)
+    expected = eager(theirs, optimizers[1], batch, clipped=clipped, accumulate=accumulate)
+    how = {"clip_grad_norm": clipped, "accumulate": accumulate, **options}
+    step = memplan.compile_step(ours, optimizers[0], energy, batch(rank(), 0), **how)
     if "sanitize" in options:
         step.hooks.add(_late_for_collectives)
     losses = [step(batch(rank(), i)).item() for i in range(STEPS)]
@@ -113,6 +124,7 @@ def compared(
         "collectives": dict(Counter(c.kind for c in plan.collectives)),
         "lines": [c.line for c in plan.collectives],
         "again": sum(c.again for c in plan.collectives),
+        "early": sum(c.early for c in plan.collectives),
     }
 
 
@@ -123,10 +135,16 @@ def trained_alike() -> dict[str, Any]:
     cases = {
         "fsdp gpt": compared(small, sharded, tokens),
         "fsdp min": compared(small, sharded, tokens, arena_budget="min", policy="recompute", sanitize="poison"),
-        "fsdp bfloat16": compared(mlp, partial(sharded, mp_policy=halves), vectors),
+        "fsdp half": compared(small, sharded, tokens, arena_budget=0.5, policy="recompute"),
+        "fsdp one by one": compared(mlp, sharded, vectors, in_flight=0),
+        "fsdp uneven min": compared(mlp, sharded, vectors, arena_budget="min", policy="recompute"),
+        "fsdp bfloat16": compared(mlp, partial(sharded, mp_policy=halves), vectors, sanitize="poison"),
         "fsdp clipped": compared(mlp, sharded, vectors, adagrad, clipped=0.01),
+        "fsdp accumulated": compared(mlp, sharded, vectors, accumulate=2),
+        "fsdp batch norm": compared(SmallConvolutions, sharded, images),
         "ddp tied": compared(partial(SmallGpt, blocks=0), DistributedDataParallel, tokens, adagrad, clipped=0.01),
         "ddp convolutions": compared(SmallConvolutions, in_small_buckets, images),
+        "ddp min": compared(SmallConvolutions, in_small_buckets, images, arena_budget="min", policy="recompute"),
     }
     between = between_steps()
     buffers = buffers_of_the_first_rank()
@@ -134,9 +152,9 @@ def trained_alike() -> dict[str, Any]:
 
 
 def _late_for_collectives(event: Any) -> None:
-    """Let rank 1 come late to each collective: what the other has freed or overwritten meanwhile would show."""
+    """Let rank 1 come late to each collective: what the other reads before it has arrived would be poison."""
     if event.when == "start" and event.target.startswith("memplan_distributed") and rank() == 1:
-        time.sleep(0.001)
+        time.sleep(_LATE)
 
 
 def in_small_buckets(model: nn.Module) -> nn.Module:

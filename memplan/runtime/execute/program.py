@@ -147,7 +147,7 @@ def build_program(
     layout = _layout(traced)
     graph, order = traced.graph, plan.schedule.order
     kept = _on_host(graph, plan, host)
-    transfers, copies = bind_transfers(graph, traced.kernels, order, arena.copies, host.memory, arena.collectives)
+    transfers, copies = bind_transfers(graph, traced.kernels, order, arena, host.memory)
     if bound is None:
         given = _static_tensors(traced, kept, tensors, layout)
         plan, bound = run_trial(traced, plan, layout, given, tensors, transfers=transfers)
