@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from memplan.core.graph import Graph
+from memplan.core.graph import Graph, Op
 
 NAMESPACE = "memplan_distributed"
 GATHER = f"{NAMESPACE}.gather_parameter.default"
@@ -97,15 +97,33 @@ def collectives_of(graph: Graph, order: Sequence[int]) -> tuple[Collective, ...]
     return tuple(found)
 
 
-def waited_for(graph: Graph, order: Sequence[int]) -> Iterator[int]:
-    """Yield the ops of an order, without the waits for collectives: each that was started is where it is waited for."""
+def wait_for(op: Op) -> Op:
+    """Return the op that waits for a collective which `op` starts: it touches what that reads and writes."""
+    return Op(
+        name=f"wait:{op.name}",
+        target=WAIT,
+        phase=op.phase,
+        reads=(*op.reads, *op.writes),
+        writes=op.writes,
+        direct=True,
+        random=False,
+        origin=op.origin,
+        group=op.group,
+    )
+
+
+def in_one_piece(graph: Graph, order: Sequence[int]) -> Iterator[int]:
+    """Yield the ops of an order without the waits for collectives.
+
+    Each collective is where it keeps its bytes for less time: a gather where it is waited for, others where they start.
+    """
     started: dict[tuple[int, ...], int] = {}
     for index in order:
         op = graph.ops[index]
-        if op.starts:
+        if op.starts and may_run_again(op.target):
             started[*op.reads, *op.writes] = index
         elif op.target == WAIT:
-            yield started.pop(op.reads)
+            yield from (started.pop(op.reads),) if op.reads in started else ()
         else:
             yield index
 

@@ -1,9 +1,9 @@
-"""Starts the gathers of a plan before their results are needed, in the bytes of the arena that are free meanwhile.
+"""Starts the gathers of a step before their results are needed, in the bytes of the arena that are free meanwhile.
 
-A plan is made with gathers that have their results when they return. Then each is divided into an op that starts it and
-one that waits for it, right where it stood, and the start moves up with what makes its input (a cast, a padding). It
-moves as far as the arena has room for its result, so that what runs in between hides the time that it takes. Gathers
-keep their order among each other. They may overtake other collectives: the plan fixes one order for all ranks.
+A gather is divided into an op that starts it and one that waits for it, right where it stood, and the start moves up
+with what makes its input (a cast, a padding). It moves as far as the arena has room for its result, so that what runs
+in between hides the time that it takes. Gathers keep their order among each other. They may overtake other collectives:
+the plan fixes one order for all ranks.
 """
 
 from __future__ import annotations
@@ -12,87 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from memplan.core import lifetimes
-from memplan.core.collectives import WAIT, is_collective, may_run_again
-from memplan.core.evictions import EvictionPlan
+from memplan.core.collectives import is_collective, may_run_again, wait_for
 from memplan.core.graph import Graph, Op, Phase
-from memplan.core.plan import Plan
 from memplan.core.problem import Problem
-from memplan.core.schedule import Schedule, make_schedule
 from memplan.evict.costs import CostModel
-from memplan.evict.workload import in_order
-from memplan.planning.make_plan import ScheduledGraph, solved
-from memplan.planning.options import PlanOptions
 from memplan.planning.simulate import simulate
-from memplan.solvers import solve
 
 _LEADS = (float("inf"), 2.0, 1.0)  # how early: as early as bytes allow, or so many times the time that is needed
-_TRIES = 4
-_UNLIMITED = 1 << 62
-
-
-def with_early_gathers(base: ScheduledGraph, plan: Plan, options: PlanOptions, costs: CostModel) -> Plan:
-    """Return a plan of the same step whose gathers start early, or the plan with its seconds where none can.
-
-    Its arena is not larger than that of `plan`, or than its budget allows. `base` is the step without evictions: with
-    gathers started as early as an unlimited arena allows, it takes the seconds that a budget is compared with.
-    """
-    limit = plan.arena_size if plan.arena_limit is None else max(plan.arena_size, plan.arena_limit)
-    if plan.redzone:
-        limit = plan.arena_size
-    kept = plan.eviction
-    order = plan.schedule.order
-    made = _Started(
-        graph=in_order(plan.graph, order),
-        sources=order if kept is None else tuple(kept.sources[i] for i in order),
-        problem=plan.problem,
-    )
-    if not made.gathers or options.in_flight_bytes == 0:
-        return plan
-    whole = _Started(graph=in_order(base.graph, base.schedule.order), sources=base.schedule.order, problem=base.problem)
-    unlimited = whole.fastest(costs, live=_UNLIMITED, in_flight=options.in_flight_bytes)
-    base_seconds = simulate(unlimited.graph, costs)[0]
-    live = limit
-    for _ in range(_TRIES):
-        found = made.fastest(costs, live=live, in_flight=options.in_flight_bytes)
-        if len(found.graph.ops) == len(order):  # nothing starts early
-            break
-        schedule = _scheduled(found.graph, plan.schedule)
-        problem = lifetimes.problem(found.graph, schedule, alignment=plan.alignment, redzone=plan.redzone)
-        solution = solved(problem, options)
-        if solution.arena_size <= limit:
-            placed = replace(plan, graph=found.graph, schedule=schedule, problem=problem, solution=solution)
-            if plan.temporaries is not None:
-                beside = dict(zip(made.sources, (plan.temporaries[i] for i in order), strict=True))
-                placed = replace(placed, temporaries=tuple(beside.get(source, 0) for source in found.sources))
-            return _recorded(placed, found.sources, costs, base_seconds)
-        live = min(live, problem.max_live) - (solution.arena_size - limit)
-    return plan if kept is None else _recorded(plan, kept.sources, costs, base_seconds)
-
-
-def _recorded(plan: Plan, sources: tuple[int, ...], costs: CostModel, base_seconds: float) -> Plan:
-    """Return the plan with a record of where its ops come from, and of the predicted seconds."""
-    seconds, stall = simulate(in_order(plan.graph, plan.schedule.order), costs)
-    kept = plan.eviction or EvictionPlan(
-        policy="checkpoint",  # as torch does: nothing is evicted
-        costs=costs.name,
-        arena_budget=plan.arena_size,
-        seconds=0.0,
-        base_seconds=0.0,
-        stall=0.0,
-        sources=sources,
-        instances=(),
-        host=solve(Problem(buffers=())),
-    )
-    kept = replace(kept, sources=sources, seconds=seconds, stall=stall, base_seconds=min(base_seconds, seconds))
-    if kept.policy == "checkpoint":
-        kept = replace(kept, arena_budget=plan.arena_size)
-    return replace(plan, eviction=kept)
-
-
-def _scheduled(graph: Graph, before: Schedule) -> Schedule:
-    """Return the schedule of a graph whose ops are in the order in which they run."""
-    return make_schedule(graph, tuple(range(len(graph.ops))), before.policy)
+UNLIMITED = 1 << 62  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +36,7 @@ class _Gather:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Started:
+class StepOrder:
     """A step whose ops are in the order in which they run, with the sources of its ops and its buffers."""
 
     graph: Graph
@@ -145,25 +72,24 @@ class _Started:
             )
         return tuple(found)
 
-    def fastest(self, costs: CostModel, *, live: int, in_flight: int | None) -> _Started:
+    def fastest(self, costs: CostModel, *, live: int, in_flight: int) -> StepOrder:
         """Return the step with gathers that start early enough to take the least time; they need no more than `live`
-        bytes at once, and no more than `in_flight` bytes of results are under way (None: no limit).
+        bytes at once, and no more than `in_flight` bytes of results are under way.
         """
         tried = (self.started(self.positions(costs, lead, live=live, in_flight=in_flight)) for lead in _LEADS)
         return min(tried, key=lambda one: round(simulate(one.graph, costs)[0], 9))
 
-    def positions(self, costs: CostModel, lead: float, *, live: int, in_flight: int | None) -> list[int]:
+    def positions(self, costs: CostModel, lead: float, *, live: int, in_flight: int) -> list[int]:
         """Return the position before which each gather starts, its own for one that cannot start early."""
-        now, flying = self._live(), [0] * len(self.graph.ops)
+        now, flying = bytes_alive(self.problem, len(self.graph.ops)), [0] * len(self.graph.ops)
         clock, wanted = self._wanted(costs, lead)
-        most = _UNLIMITED if in_flight is None else in_flight
         found: list[int] = []
         lowest = 0
         for gather, at in zip(self.gathers, wanted, strict=True):
             start, size = gather.at, gather.nbytes + sum(gather.made)
             floor = max(lowest, gather.earliest)
             while start > floor and clock[start] > at:
-                if now[start - 1] + size > live or flying[start - 1] + gather.nbytes > most:
+                if now[start - 1] + size > live or flying[start - 1] + gather.nbytes > in_flight:
                     break
                 start -= 1
             if all(position in gather.chain for position in range(start, gather.at)):
@@ -177,7 +103,7 @@ class _Started:
             lowest = max(lowest, start + (start == gather.at))
         return found
 
-    def started(self, positions: Sequence[int]) -> _Started:
+    def started(self, positions: Sequence[int]) -> StepOrder:
         """Return the step in which each gather starts before the op at a position, and is waited for at its own."""
         early = {g.at: (g, start) for g, start in zip(self.gathers, positions, strict=True) if start < g.at}
         before: dict[int, list[_Gather]] = {}
@@ -192,22 +118,9 @@ class _Started:
                 ops.append(replace(self.graph.ops[gather.at], starts=True))
                 sources += [self.sources[j] for j in (*gather.chain, gather.at)]
             if i not in moved:
-                ops.append(_wait(op) if i in early else op)
+                ops.append(wait_for(op) if i in early else op)
                 sources.append(-1 if i in early else self.sources[i])
         return replace(self, graph=replace(self.graph, ops=tuple(ops)), sources=tuple(sources))
-
-    def _live(self) -> list[int]:
-        """Return the bytes that are alive at each op."""
-        change = [0] * (len(self.graph.ops) + 1)
-        for buffer in self.problem.buffers:
-            for segment in buffer.segments:
-                change[segment.start] += buffer.size
-                change[segment.end] -= buffer.size
-        total, found = 0, []
-        for delta in change[:-1]:
-            total += delta
-            found.append(total)
-        return found
 
     def _wanted(self, costs: CostModel, lead: float) -> tuple[list[float], list[float]]:
         """Return the time of each op if gathers take none, and the time by which each gather should have started."""
@@ -221,6 +134,20 @@ class _Started:
             following = min(clock[gather.at], following) - lead * seconds[gather.at]
             found.append(following)
         return clock, found[::-1]
+
+
+def bytes_alive(problem: Problem, steps: int) -> list[int]:
+    """Return the bytes of the buffers of a problem that are alive at each of so many steps."""
+    change = [0] * (steps + 1)
+    for buffer in problem.buffers:
+        for segment in buffer.segments:
+            change[segment.start] += buffer.size
+            change[segment.end] -= buffer.size
+    total, found = 0, []
+    for delta in change[:-1]:
+        total += delta
+        found.append(total)
+    return found
 
 
 def _chain(graph: Graph, gather: int, writers: dict[int, list[int]], readers: dict[int, list[int]]) -> tuple[int, ...]:
@@ -253,18 +180,3 @@ def _read(graph: Graph, op: Op) -> Iterator[int]:
 def _repeats(op: Op) -> bool:
     """Return whether an op may move: it draws no numbers, raises no errors, and needs no other rank."""
     return not op.random and not op.only_raises and not is_collective(op.target)
-
-
-def _wait(op: Op) -> Op:
-    """Return the op that waits for a gather where it stood."""
-    return Op(
-        name=f"wait:{op.name}",
-        target=WAIT,
-        phase=op.phase,
-        reads=(*op.reads, *op.writes),
-        writes=op.writes,
-        direct=True,
-        random=False,
-        origin=op.origin,
-        group=op.group,
-    )

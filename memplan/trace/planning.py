@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.core.collectives import may_run_again
+from memplan.core.collectives import is_collective
 from memplan.core.plan import Plan
 from memplan.core.timed import timed
 from memplan.devices.kinds import HOST, alignment_of, is_accelerator, name_of
@@ -122,12 +122,12 @@ def _plan_variant(
         reserve=options.reserved,
     )
     made = _plan_in_order(traced, scheduled, options, room=room, transient=transient)
-    if traced.runs_on or not any(may_run_again(op.target) for op in traced.graph.ops):
+    if traced.runs_on or not any(is_collective(op.target) for op in traced.graph.ops):
         return made
-    from memplan.planning.early_gathers import with_early_gathers
+    from memplan.planning.overlapped import with_overlap
 
     costs = cost_model(options.costs or device_costs(traced.device))
-    return with_early_gathers(scheduled, made, options, costs)
+    return with_overlap(scheduled, made, options, costs)
 
 
 def _plan_in_order(
