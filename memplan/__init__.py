@@ -198,6 +198,7 @@ def plan(
     layout: Layout = "auto",
     time_limit: float | None = None,
     device: Device | None = None,
+    in_flight: int | str | None = None,
     ranks: int | None = None,
     dynamic_shapes: DynamicShapes | None = None,
 ) -> Plan | SymbolicPlan:
@@ -241,6 +242,8 @@ def plan(
             that a release leaves one hole at the top (`plan.to_text()` draws it).
         time_limit: The solver's time limit in seconds.
         device: The device on which the step runs while the model and its caller stay on the CPU.
+        in_flight: The most bytes of parameters that are gathered from other ranks ahead of their use at once: a number
+            of bytes, or a text; 0 gathers each where it is used. Without it, as many as the arena has room for.
         ranks: Plan one of so many ranks, of which none has to exist: a model that `fully_shard` or
             `DistributedDataParallel` has prepared, or a plain one, each of whose parameters is then divided by rows
             among all ranks and gathered for its use. The inputs are those of one rank.
@@ -284,6 +287,7 @@ def plan(
         layout=layout,
         time_limit=time_limit,
         device=device,
+        in_flight=in_flight,
         dynamic_shapes=dynamic_shapes,
     )
     if dynamic_shapes is not None:

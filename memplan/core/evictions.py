@@ -6,6 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from memplan.core.collectives import WAIT
 from memplan.core.graph import Graph, Op, StorageKind
 from memplan.core.problem import Solution
 from memplan.errors import InvalidPlan
@@ -13,7 +14,7 @@ from memplan.errors import InvalidPlan
 OFFLOAD, OFFLOAD_WAIT = "memplan.offload", "memplan.offload_wait"
 RELOAD, RELOAD_WAIT = "memplan.reload", "memplan.reload_wait"
 SEND, SEND_WAIT = "memplan.send", "memplan.send_wait"  # from one device to another
-TRANSFERS = (OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, SEND, SEND_WAIT)
+TRANSFERS = (OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, SEND, SEND_WAIT, WAIT)
 SAVE_RNG = "memplan.save_rng"  # writes the state of the random generator, for an op that draws the same numbers again
 RNG_STATE_BYTES = 5056  # of the CPU's generator, as torch.get_rng_state() returns it
 

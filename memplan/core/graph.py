@@ -111,7 +111,8 @@ class Op:
     `checkpoint` is the number (from 1) of the activation checkpoint (`torch.utils.checkpoint`) whose backward computes
     the results again; 0: none, or eager keeps the results.
 
-    `group` names the process group of a collective; "" for other ops.
+    `group` names the process group of a collective; "" for other ops. `starts`: it returns before its result is there,
+    and another op waits for it (`memplan.core.collectives.WAIT`), which touches what it reads and writes.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Op:
     unrelated: tuple[tuple[int, int], ...] = ()
     checkpoint: int = 0
     group: str = ""
+    starts: bool = False
 
     @property
     def only_raises(self) -> bool:
@@ -254,7 +256,7 @@ class Graph:
             inplace_candidates = "".join(f" or in {self.values[i].name}" for _, i in op.inplace_candidates)
             random = " random" if op.random else ""
             unrelated = "".join(f", {self.values[o].name} not of {self.values[i].name}" for o, i in op.unrelated)
-            others = unrelated + (f" in group {op.group}" if op.group else "")
+            others = unrelated + (f" in group {op.group}" if op.group else "") + (" started" if op.starts else "")
             yield f"op {op.name}: {op.phase} {op.target}({reads}) -> {writes}{inplace_candidates}{random}{others}"
         yield f"outputs: {', '.join(self._describe(v) for v in self.outputs)}"
         yield f"gradients: {', '.join(self._describe(v) for v in self.gradients)}"

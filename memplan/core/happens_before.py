@@ -1,8 +1,10 @@
-"""Proves that the copies of a plan cannot race with its ops: the happens-before order of every two uses of a byte.
+"""Proves that copies and collectives of a plan cannot race with its ops: the happens-before order of uses of a byte.
 
 Ops run on the compute lane of the device whose arena they use, copies on a lane for each direction and pair of
 devices; a lane runs its work in order, and lanes run beside each other. A copy starts after all work that was launched
 before it on the devices between which it copies, and what is launched on any device after its wait runs after the copy.
+A collective that is started and waited for has a lane of its own: nothing is taken for granted of the order in which a
+process group completes them.
 An op that uses no arena is the host's: it runs between what was launched on compute lanes before it, and after it.
 Nothing else orders lanes. Two uses of a byte, at least one of which writes it, must
 be ordered. Vector clocks (Mattern, 1989; as race detectors use them, FastTrack, 2009) tell whether they are.
@@ -19,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from memplan.core.collectives import WAIT
 from memplan.core.evictions import OFFLOAD, RELOAD, SEND, TRANSFERS
 from memplan.core.graph import Graph, Op, StorageKind
 from memplan.core.plan import Plan
@@ -52,7 +55,8 @@ class Race:
 class Ordering:
     """The result of following a plan's lanes.
 
-    `races` are the pairs of uses that nothing orders. `copies` is the number of copies in a step, `idle_waits` the
+    `races` are the pairs of uses that nothing orders. `copies` is the number of copies in a step, and of collectives
+    that are started before they are waited for, `idle_waits` the
     positions in the schedule of waits without which the same would be ordered, because an earlier wait for a later copy
     of the same lane orders it too. They are run all the same: the error of a copy is raised at its wait.
     """
@@ -64,7 +68,7 @@ class Ordering:
 
 def has_copies(plan: Plan) -> bool:
     """Return whether anything in the plan runs beside its ops."""
-    return any(op.target in TRANSFERS for op in plan.graph.ops)
+    return any(op.target in TRANSFERS or op.starts for op in plan.graph.ops)
 
 
 def follow(plan: Plan, *, without: Collection[int] = (), unordered: Collection[int] = ()) -> Ordering:
@@ -87,14 +91,14 @@ def follow(plan: Plan, *, without: Collection[int] = (), unordered: Collection[i
     for step in range(2):  # the next step uses the same bytes, and no lane waits at the end of a step
         for position, index in enumerate(plan.schedule.order):
             op = lanes.graph.ops[index]
-            if op.target in _STARTS:
+            if _starts(op):
                 lanes.start(op, ordered=position not in unordered)
             elif op.target in TRANSFERS:
                 if position not in without and lanes.wait(op) and step:
                     idle.append(position)
             else:
                 lanes.run(op)
-    copies = sum(op.target in _STARTS for op in lanes.graph.ops)
+    copies = sum(map(_starts, lanes.graph.ops))
     return Ordering(races=tuple(lanes.races), copies=copies, idle_waits=tuple(idle))
 
 
@@ -105,6 +109,11 @@ def require_no_races(plan: Plan) -> None:
     races = follow(plan).races
     if races:
         raise InvalidPlan(f"{races[0].text}; {len(races)} such pairs in two steps", where="schedule")
+
+
+def _starts(op: Op) -> bool:
+    """Return whether an op returns before what it does is complete: the start of a copy, or of a collective."""
+    return op.target in _STARTS or op.starts
 
 
 _Clock = dict[str, int]  # lane -> how many of its uses of memory are known to be complete
@@ -156,9 +165,9 @@ class _Lanes:
                 _join(self.clocks[other], self.clocks[_HOST])
 
     def start(self, op: Op, *, ordered: bool) -> None:
-        """Start a copy on the lane of its direction and devices."""
+        """Start a copy on the lane of its direction and devices, or a collective on a lane of its own."""
         pair = self._pair(op, op.reads[:1], op.writes[:1])
-        lane = " ".join((op.target, *(self.bytes[s].device for s in pair)))
+        lane = " ".join((op.target, *(self.bytes[s].device for s in pair), *([op.name] if op.starts else ())))
         if ordered:
             for compute in self._compute(pair):
                 _join(self.clocks[lane], self.clocks[compute])
@@ -169,7 +178,8 @@ class _Lanes:
         """Order what is launched from now on after a copy; return whether it was before."""
         pair = self._pair(op, op.reads[:1], op.reads[1:2])
         if pair not in self.ended:
-            raise InvalidPlan("waits for a copy that was not started", where=f"op {op.name}")
+            what = "collective" if op.target == WAIT else "copy"
+            raise InvalidPlan(f"waits for a {what} that was not started", where=f"op {op.name}")
         lane, ended = self.ended.pop(pair)
         known = all(self.clocks[compute].get(lane, 0) >= ended[lane] for compute in self.devices)
         for compute in self.devices:

@@ -1,7 +1,8 @@
-"""The collectives of a program as ops of torch, each of which has its result when it returns.
+"""The collectives of a program as ops of torch, and what starts them and waits for them later.
 
-They write into given memory (true `out=` variants): a plan has a place for each result. What they read and write is
-free again as soon as they return, so nothing of a plan has to wait for them.
+They write into given memory (true `out=` variants): a plan has a place for each result. As ops they have their result
+when they return, and what they read and write is free again. `StartedCollective` returns before that; memplan keeps
+torch's work object and waits for it, so that nothing depends on which storage torch knows it by.
 """
 
 from __future__ import annotations
@@ -36,6 +37,50 @@ def collective_of(target: OpOverload) -> Callable[..., torch.Tensor] | None:
     return _RUN[target._opname] if target.namespace == NAMESPACE else None
 
 
+class StartedCollectives:
+    """The collectives that a program has started, and not waited for yet."""
+
+    def __init__(self) -> None:
+        self._running: dict[StartedCollective, None] = {}
+
+    def collective(self, target: OpOverload) -> StartedCollective:
+        """Return what starts a collective of memplan, and waits for it."""
+        return StartedCollective(target._opname, self._running)
+
+    def drain(self) -> None:
+        """Return when none is running any more, because it is complete or has failed: a step has ended early."""
+        while self._running:
+            with contextlib.suppress(CollectiveFailed):
+                next(iter(self._running)).wait()
+
+
+class StartedCollective:
+    """A planned collective, which runs once in each step between `start` and `wait`."""
+
+    __slots__ = ("_group", "_name", "_running", "_work")
+
+    def __init__(self, name: str, running: dict[StartedCollective, None]) -> None:
+        self._name, self._running = name, running
+        self._group, self._work = "", None
+
+    def start(self, *args: Any, out: torch.Tensor) -> None:
+        """Start it; `out` is not to be used, nor what it reads to be changed, before `wait` has returned.
+
+        Raises `CollectiveFailed` if the process group cannot go on.
+        """
+        self._group = args[-1]
+        with _raising(self._name, self._group):
+            self._work = _BEGIN[self._name](*args, out=out, later=True)
+        self._running[self] = None
+
+    def wait(self) -> None:
+        """Return when its result is there. Raises `CollectiveFailed` if a rank has left or the time is over."""
+        self._running.pop(self, None)
+        work, self._work = self._work, None
+        with _raising(self._name, self._group):
+            _wait(self._group, work)
+
+
 def group_of(target: OpOverload, args: tuple[Any, ...]) -> str:
     """Return the name of the process group of a call; "" if the op is no collective of memplan."""
     return str(args[-1]) if target.namespace == NAMESPACE else ""
@@ -52,41 +97,39 @@ def updating() -> Iterator[None]:
         raise CollectiveFailed(what, where=error.where, hint=hint) from error.__cause__
 
 
-def _gather_parameter(shard: torch.Tensor, ranks: int, group: str, *, out: torch.Tensor) -> torch.Tensor:
+def _gather_parameter(shard: torch.Tensor, ranks: int, group: str, *, out: torch.Tensor, later: bool) -> Any:
     run = _named("all_gather_single", "all_gather_into_tensor")
-    _finished(group, lambda found, later: run(out, shard, group=found, async_op=later))
-    return out
+    return run(out, shard, group=process_group(group), async_op=later)
 
 
-def _reduce_scatter(whole: torch.Tensor, how: str, ranks: int, group: str, *, out: torch.Tensor) -> torch.Tensor:
+def _reduce_scatter(whole: torch.Tensor, how: str, ranks: int, group: str, *, out: torch.Tensor, later: bool) -> Any:
     run = _named("reduce_scatter_single", "reduce_scatter_tensor")
-    _finished(group, lambda found, later: run(out, whole, op=_reduction(how), group=found, async_op=later))
-    return out
+    return run(out, whole, op=_reduction(how), group=process_group(group), async_op=later)
 
 
-def _all_reduce(x: torch.Tensor, how: str, group: str, *, out: torch.Tensor) -> torch.Tensor:
+def _all_reduce(x: torch.Tensor, how: str, group: str, *, out: torch.Tensor, later: bool) -> Any:
     if out.data_ptr() != x.data_ptr():
         out.copy_(x)
-    _finished(group, lambda found, later: distributed.all_reduce(out, _reduction(how), group=found, async_op=later))
-    return out
+    return distributed.all_reduce(out, _reduction(how), group=process_group(group), async_op=later)
 
 
-def _broadcast(x: torch.Tensor, source: int, group: str, *, out: torch.Tensor) -> torch.Tensor:
+def _broadcast(x: torch.Tensor, source: int, group: str, *, out: torch.Tensor, later: bool) -> Any:
     out.copy_(x)
-    _finished(group, lambda found, later: distributed.broadcast(out, group=found, group_src=source, async_op=later))
-    return out
+    return distributed.broadcast(out, group=process_group(group), group_src=source, async_op=later)
 
 
-def _finished(name: str, start: Callable[[Any, bool], Any]) -> None:
-    """Start a collective of a group and return when it has its result, or when a rank has left the group.
+def _wait(name: str, work: Any) -> None:
+    """Return when a collective of a group has its result, or when a rank has left the group.
 
     Gloo gives no rank up before its timeout, and cannot be aborted: while it waits, the store is asked for a reason.
     """
     group = process_group(name)
-    if distributed.get_backend(group) != "gloo":
-        start(group, False)
+    if work is None:  # torch has waited, or this rank is alone
         return
-    work, until = start(group, True), time.monotonic() + timeout_of(group) + 1  # gloo's own error comes first
+    if distributed.get_backend(group) != "gloo":
+        work.wait()
+        return
+    until = time.monotonic() + timeout_of(group) + 1  # gloo's own error comes first
     while True:
         try:
             work.wait(_LOOK)
@@ -129,35 +172,46 @@ def _like_broadcast(x: torch.Tensor, source: int, group: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def _raising(name: str, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return the function with the errors of the process group as errors of memplan."""
+@contextlib.contextmanager
+def _raising(name: str, group: str) -> Iterator[None]:
+    """Raise the errors of a process group as errors of memplan."""
+    hint = f"no parameter was changed by this step; {AGAIN}"
+    try:
+        yield
+    except CollectiveFailed as error:
+        raise CollectiveFailed(error.what, where=name, hint=hint) from None
+    except RuntimeError as error:
+        lines = str(error).strip().splitlines()
+        reason = reason_of(process_group(group))
+        why = f"a rank has left the others: {reason}" if reason else lines[0] if lines else type(error).__name__
+        raise CollectiveFailed(f"a collective failed: {why}", where=name, hint=hint) from error
+
+
+def _complete(name: str) -> Callable[..., torch.Tensor]:
+    """Return the function that runs a collective and has its result in `out=` when it returns."""
+    begin = _BEGIN[name]
 
     def collective(*args: Any, out: torch.Tensor) -> torch.Tensor:
-        try:
-            return run(*args, out=out)
-        except CollectiveFailed as error:
-            raise CollectiveFailed(
-                error.what, where=name, hint=f"no parameter was changed by this step; {AGAIN}"
-            ) from None
-        except RuntimeError as error:
-            lines = str(error).strip().splitlines()
-            reason = reason_of(process_group(args[-1]))
-            why = f"a rank has left the others: {reason}" if reason else lines[0] if lines else type(error).__name__
-            what = f"a collective failed: {why}"
-            hint = f"no parameter was changed by this step; {AGAIN}"
-            raise CollectiveFailed(what, where=name, hint=hint) from error
+        group = args[-1]
+        with _raising(name, group):
+            later = distributed.get_backend(process_group(group)) == "gloo"
+            _wait(group, begin(*args, out=out, later=later))
+        return out
 
     return collective
 
 
+_BEGIN: dict[str, Callable[..., Any]] = {
+    "gather_parameter": _gather_parameter,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "broadcast": _broadcast,
+}
+
+
 def _define() -> dict[str, Callable[..., torch.Tensor]]:
     """Register the ops with torch, and return the function that runs each."""
-    run = {
-        "gather_parameter": _raising("gather_parameter", _gather_parameter),
-        "reduce_scatter": _raising("reduce_scatter", _reduce_scatter),
-        "all_reduce": _raising("all_reduce", _all_reduce),
-        "broadcast": _raising("broadcast", _broadcast),
-    }
+    run = {name: _complete(name) for name in _BEGIN}
     like: dict[str, Callable[..., torch.Tensor]] = {
         "gather_parameter": _like_gather_parameter,
         "reduce_scatter": _like_reduce_scatter,

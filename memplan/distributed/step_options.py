@@ -10,7 +10,8 @@ import torch.utils._pytree as pytree
 from memplan.errors import UnsupportedCall
 
 _SAME = ("budget", "arena_budget", "host_budget", "pinned_budget", "reserve", "policy", "checkpoint", "divide")
-_SAME_TOO = ("compress", "schedule", "solver", "layout", "time_limit", "clip_grad_norm", "accumulate", "sanitize")
+_SAME_TOO = ("compress", "schedule", "solver", "layout", "time_limit", "in_flight")
+_SAME_OF_STEPS = ("clip_grad_norm", "accumulate", "sanitize")
 _EAGERLY = ("eager", "passive")
 
 
@@ -42,7 +43,7 @@ def require_options(options: Any, *, replicated: bool) -> None:
 
 def option_lines(options: Any) -> list[str]:
     """Return the options that decide a plan, a line each; functions have other addresses on each rank."""
-    values = {name: getattr(options, name) for name in (*_SAME, *_SAME_TOO)}
+    values = {name: getattr(options, name) for name in (*_SAME, *_SAME_TOO, *_SAME_OF_STEPS)}
     return [f"{name}={value!r}" for name, value in values.items() if not callable(value)]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 
+from memplan.core.collectives import in_one_piece
 from memplan.core.evictions import EvictionPlan
 from memplan.core.graph import Graph, Op, Storage, StorageKind, Value
 from memplan.core.plan import Plan
@@ -45,11 +46,12 @@ def _restored(graph: Graph, kept: EvictionPlan, order: tuple[int, ...]) -> tuple
         return value if value < len(values) else number[graph.values[value].name.rpartition("@")[0]]
 
     first: dict[int, Op] = {}
-    for i in order:
+    for i in in_one_piece(graph, order):
         source, op = kept.sources[i], graph.ops[i]
         if source >= 0 and source not in first:
             first[source] = replace(
                 op,
+                starts=False,
                 reads=tuple(map(traced, op.reads)),
                 writes=tuple(map(traced, op.writes)),
                 inplace_candidates=tuple((traced(a), traced(b)) for a, b in op.inplace_candidates),

@@ -44,7 +44,7 @@ def check_consistency(plan: Plan) -> None:
         validate(lifetimes.host_problem(plan.graph, plan.schedule, alignment=plan.alignment), plan.eviction.host)
         check_sections(plan)
         require_budget(plan)
-        require_no_races(plan)
+    require_no_races(plan)
 
 
 def check_sections(plan: Plan) -> None:

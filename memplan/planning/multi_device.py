@@ -25,7 +25,7 @@ from memplan.planning.options import PlanOptions
 from memplan.planning.partition.assign import Assignment, assign
 from memplan.planning.partition.blocks import Units, units_of
 from memplan.planning.partition.divide import Divided, devices_of, divide
-from memplan.planning.partition.simulate import simulate
+from memplan.planning.simulate import simulate
 from memplan.solvers import solve
 
 _TRIES = 4

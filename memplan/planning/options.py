@@ -68,6 +68,7 @@ class PlanKeywords(TypedDict, total=False):
     layout: Layout
     time_limit: float | None
     device: Device | None
+    in_flight: int | str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +101,7 @@ class PlanOptions:
     layout: Layout = "auto"
     time_limit: float | None = None
     device: Device | None = None
+    in_flight: int | str | None = None
     dynamic_shapes: DynamicShapes | None = None
     tries_kernels: ClassVar[bool] = False  # whether `kernels` may be "auto"
 
@@ -143,6 +145,11 @@ class PlanOptions:
     def reserved(self) -> int:
         """The bytes of `reserve`."""
         return read_size("reserve", self.reserve)
+
+    @property
+    def in_flight_bytes(self) -> int | None:
+        """The bytes of `in_flight`; None for as many as fit."""
+        return None if self.in_flight is None else read_size("in_flight", self.in_flight)
 
     @property
     def division(self) -> Division | None:
@@ -192,7 +199,7 @@ class PlanOptions:
                 read_budget(budget, name)
             elif devices == 1:
                 raise InvalidSize(f"{budget!r} is not a budget: there is one device", where=name, hint=_BUDGET_HINT)
-        for name in ("host_budget", "pinned_budget", "reserve"):
+        for name in ("host_budget", "pinned_budget", "reserve", "in_flight"):
             if getattr(self, name) is not None:
                 read_size(name, getattr(self, name))
         if devices > 1 and (self.host_budget is not None or self.pinned_budget is not None):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan.core.collectives import is_collective
 from memplan.core.plan import Plan
 from memplan.core.timed import timed
 from memplan.devices.kinds import HOST, alignment_of, is_accelerator, name_of
@@ -120,6 +121,24 @@ def _plan_variant(
         redzone=redzone,
         reserve=options.reserved,
     )
+    made = _plan_in_order(traced, scheduled, options, room=room, transient=transient)
+    if traced.runs_on or not any(is_collective(op.target) for op in traced.graph.ops):
+        return made
+    from memplan.planning.overlapped import with_overlap
+
+    costs = cost_model(options.costs or device_costs(traced.device))
+    return with_overlap(scheduled, made, options, costs)
+
+
+def _plan_in_order(
+    traced: TracedGraph,
+    scheduled: ScheduledGraph,
+    options: PlanOptions,
+    *,
+    room: int,
+    transient: Sequence[int] | None,
+) -> Plan:
+    """Return the plan of an ordered variant of a step, whose collectives have their results when they return."""
     if options.has_budget or traced.runs_on:
         return _plan_with_transfers(traced, scheduled, options, room, transient)
     if has_checkpoints(traced.graph):

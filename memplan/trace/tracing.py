@@ -194,11 +194,22 @@ def _finished(traced: TracedGraph, target: Target | None, *, in_place: bool) -> 
     return replace(traced, graph=with_inplace_candidates(traced.graph)) if in_place else traced
 
 
-def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_place: bool = True) -> TracedGraph:
+def trace_graph(
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    *,
+    train: bool,
+    in_place: bool = True,
+    gradients_in_arena: bool = False,
+    copy_gradients: bool = False,
+) -> TracedGraph:
     """Trace a graph that dynamo made from a part of a model, wrapped as a module that holds its parameters."""
     captured = capture(module, inputs, {}, train=train, by_dynamo=True)
-    _warn(captured, type(module).__name__)
-    return _finished(trace_captured(captured, type(module).__name__), None, in_place=in_place)
+    name = type(module).__name__
+    _warn(captured, name)
+    finish = partial(own_outputs, copy_gradients=copy_gradients)
+    traced = trace_captured(captured, name, finish, gradients_in_arena=gradients_in_arena)
+    return _finished(traced, None, in_place=in_place)
 
 
 def _warn(captured: Captured, model: str) -> None:

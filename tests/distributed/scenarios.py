@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import memplan
@@ -25,6 +27,7 @@ from memplan.distributed.local import local_tensor
 from tests.distributed.models import SmallConvolutions, SmallGpt, energy, images, tokens, vectors
 
 STEPS = 4
+checkpoint: Any = importlib.import_module("torch.distributed.checkpoint")
 PLANNING: Any = importlib.import_module("memplan.trace.planning")
 Batch = Callable[[int, int], torch.Tensor]
 
@@ -54,18 +57,26 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def eager(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, steps: int = STEPS, clipped: float | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    steps: int = STEPS,
+    *,
+    clipped: float | None = None,
+    accumulate: int = 1,
 ) -> list[float]:
     """Train by torch alone; return the losses. `clipped`: the norm to which gradients are clipped."""
     losses = []
     for i in range(steps):
         loss = energy(model(batch(rank(), i)))
-        loss.backward()  # type: ignore[no-untyped-call]
+        (loss / accumulate).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        if (i + 1) % accumulate:
+            continue
         if clipped is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clipped)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
     return losses
 
 
@@ -85,12 +96,14 @@ def compared(
     wrap: Callable[[nn.Module], nn.Module],
     batch: Batch,
     optimizer: Callable[[nn.Module], Any] = adamw,
+    *,
     clipped: float | None = None,
+    accumulate: int = 1,
     **options: Any,
 ) -> dict[str, Any]:
     """Train a model by torch alone and by a compiled step; return in what they differ, and facts of the plan.
 
-    `clipped`: the norm to which gradients are clipped.
+    `clipped`: the norm to which gradients are clipped. `accumulate`: the batches for each update.
     """
     models = []
     for _ in range(2):
@@ -98,8 +111,9 @@ def compared(
         models.append(wrap(make()))
     theirs, ours = models
     optimizers = optimizer(ours), optimizer(theirs)
-    expected = eager(theirs, optimizers[1], batch, clipped=clipped)
-    step = memplan.compile_step(ours, optimizers[0], energy, batch(rank(), 0), clip_grad_norm=clipped, **options)
+    expected = eager(theirs, optimizers[1], batch, clipped=clipped, accumulate=accumulate)
+    how = {"clip_grad_norm": clipped, "accumulate": accumulate, **options}
+    step = memplan.compile_step(ours, optimizers[0], energy, batch(rank(), 0), **how)
     if "sanitize" in options:
         step.hooks.add(_late_for_collectives)
     losses = [step(batch(rank(), i)).item() for i in range(STEPS)]
@@ -113,30 +127,147 @@ def compared(
         "collectives": dict(Counter(c.kind for c in plan.collectives)),
         "lines": [c.line for c in plan.collectives],
         "again": sum(c.again for c in plan.collectives),
+        "early": sum(c.early for c in plan.collectives),
     }
 
 
-def trained_alike() -> dict[str, Any]:
-    """Train in many ways by torch and by compiled steps: FSDP2, DDP, budgets, other optimizers, casts."""
+def trained_alike(folder: str) -> dict[str, Any]:
+    """Train in many ways by torch and by compiled steps: FSDP2, DDP, budgets, other optimizers, casts.
+
+    `folder`: where a checkpoint is saved.
+    """
     halves = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     small = partial(SmallGpt, blocks=1)
     cases = {
         "fsdp gpt": compared(small, sharded, tokens),
         "fsdp min": compared(small, sharded, tokens, arena_budget="min", policy="recompute", sanitize="poison"),
-        "fsdp bfloat16": compared(mlp, partial(sharded, mp_policy=halves), vectors),
+        "fsdp half": compared(small, sharded, tokens, arena_budget=0.5, policy="recompute"),
+        "fsdp one by one": compared(mlp, sharded, vectors, in_flight=0),
+        "fsdp uneven min": compared(mlp, sharded, vectors, arena_budget="min", policy="recompute"),
+        "fsdp bfloat16": compared(mlp, partial(sharded, mp_policy=halves), vectors, sanitize="poison"),
         "fsdp clipped": compared(mlp, sharded, vectors, adagrad, clipped=0.01),
+        "fsdp accumulated": compared(mlp, sharded, vectors, accumulate=2),
+        "fsdp batch norm": compared(SmallConvolutions, sharded, images),
         "ddp tied": compared(partial(SmallGpt, blocks=0), DistributedDataParallel, tokens, adagrad, clipped=0.01),
         "ddp convolutions": compared(SmallConvolutions, in_small_buckets, images),
+        "ddp min": compared(SmallConvolutions, in_small_buckets, images, arena_budget="min", policy="recompute"),
     }
-    between = between_steps()
-    buffers = buffers_of_the_first_rank()
-    return {"alike": cases, "between": between, "buffers": buffers, "shapes": other_shapes_under_a_budget()}
+    return {
+        "alike": cases,
+        "between": between_steps(),
+        "buffers": buffers_of_the_first_rank(),
+        "pipeline": stages_of_a_pipeline(),
+        "saved": saved_after_training(folder),
+        "too early": [read_too_early(waits=waits) for waits in (True, False)],
+        "shapes": other_shapes_under_a_budget(),
+    }
 
 
-def _late_for_collectives(event: Any) -> None:
-    """Let rank 1 come late to each collective: what the other has freed or overwritten meanwhile would show."""
+def read_too_early(*, waits: bool) -> list[bool]:
+    """Run a poisoned step while rank 1 starts its collectives late; return whether its results are all there.
+
+    Without `waits`, rank 0 goes on before what it has started is complete.
+    """
+    started: Any = importlib.import_module("memplan.distributed.ops").StartedCollective
+    wait = started.wait
+    if not waits and rank() == 0:
+        started.wait = lambda _: None
+    try:
+        model, _, step = compiled(arena_budget="1MiB", sanitize="poison")
+    finally:
+        started.wait = wait
+    step.hooks.add(partial(_late_for_collectives, seconds=0.02))
+    loss = step(vectors(rank(), 0))
+    step._builder._arena.collectives.drain()
+    found = [bool(loss.isfinite()), all(bool(local_tensor(p).isfinite().all()) for p in model.parameters())]
+    distributed.barrier()
+    return found
+
+
+def stages_of_a_pipeline() -> list[bool]:
+    """Train a pipeline of two stages by torch's schedules, with the stages compiled and as they are; compare them."""
+    found = []
+    for schedule in (ScheduleGPipe, Schedule1F1B):
+        trained = []
+        for planned in (False, True):
+            torch.manual_seed(0)
+            part = nn.Sequential(*((nn.Linear(10, 16), nn.Tanh()), (nn.Linear(16, 4), nn.Tanh()))[rank()])
+            optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+            example = torch.ones(2, (10, 16)[rank()], requires_grad=rank() > 0)
+            ran: Any = memplan.compile(part, example) if planned else part
+            runs: Any = schedule(PipelineStage(ran, rank(), 2, torch.device("cpu")), n_microbatches=2, loss_fn=_squares)
+            losses: list[torch.Tensor] = []
+            for i in range(2):
+                if rank() == 0:
+                    runs.step(vectors(0, i))
+                else:
+                    runs.step(target=torch.ones(4, 4), losses=losses)
+                optimizer.step()
+                optimizer.zero_grad()
+            trained.append([*losses, *part.parameters()])
+        found.append(all(torch.equal(one, two) for one, two in zip(*trained, strict=True)))
+    return found
+
+
+def _squares(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (out - target).square().mean()
+
+
+def saved_after_training(folder: str) -> dict[str, list[float]]:
+    """Train by a compiled step and save a distributed checkpoint; return the whole parameters and their moments."""
+    torch.manual_seed(0)
+    model = sharded(mlp())
+    optimizer = adamw(model)
+    step = memplan.compile_step(model, optimizer, energy, vectors(rank(), 0))
+    for i in range(2):
+        step(vectors(rank(), i))
+    checkpoint.save(checkpointed(model, optimizer), checkpoint_id=folder)
+    return whole_values(model, optimizer)
+
+
+def checkpointed(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state of a model and its optimizer as torch's distributed checkpoints take it."""
+    states = get_state_dict(model, optimizer)
+    return {"model": states[0], "optimizer": states[1]}
+
+
+def whole_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
+    """Return the elements of each parameter and of its first moment, of all ranks together."""
+    found: dict[str, list[float]] = {}
+    for name, p in model.named_parameters():
+        for key, part in ((name, p), (f"moment of {name}", optimizer.state[p]["exp_avg"])):
+            whole = part.full_tensor() if hasattr(part, "full_tensor") else part
+            found[key] = whole.detach().flatten().tolist()
+    return found
+
+
+def loaded_by_four(folder: str) -> dict[str, Any]:
+    """Load the checkpoint of two ranks on four, and train on by torch and by a compiled step; compare them."""
+    models: list[nn.Module] = []
+    optimizers: list[torch.optim.Optimizer] = []
+    for _ in range(2):
+        models.append(sharded(mlp()))
+        optimizers.append(adamw(models[-1]))
+        load_checkpoint(models[-1], optimizers[-1], folder)
+    loaded = whole_values(models[0], optimizers[0])
+    expected = eager(models[1], optimizers[1], vectors, steps=2)
+    step = memplan.compile_step(models[0], optimizers[0], energy, vectors(rank(), 0))
+    losses = [step(vectors(rank(), i)).item() for i in range(2)]
+    different = differences(models[0], models[1], (optimizers[0], optimizers[1]))
+    return {"loaded": loaded, "different": [*different, *([] if losses == expected else ["losses"])]}
+
+
+def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Load what `saved_after_training` has saved, on any number of ranks."""
+    states = checkpointed(model, optimizer)
+    checkpoint.load(states, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+
+
+def _late_for_collectives(event: Any, seconds: float = 0.001) -> None:
+    """Let rank 1 come late to each collective: what the other reads before it has arrived would be poison."""
     if event.when == "start" and event.target.startswith("memplan_distributed") and rank() == 1:
-        time.sleep(0.001)
+        time.sleep(seconds)
 
 
 def in_small_buckets(model: nn.Module) -> nn.Module:
@@ -193,12 +324,17 @@ def raised(make: Callable[[], Any]) -> list[str]:
     return []
 
 
+def with_seed(model: Callable[[], nn.Module]) -> nn.Module:
+    """Return a new model, with the same parameters each time."""
+    torch.manual_seed(0)
+    return model()
+
+
 def compiled(
     rows: int = 4, model: Callable[[], nn.Module] = mlp, **options: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """Return a sharded model, its optimizer and its compiled step."""
-    torch.manual_seed(0)
-    made = sharded(model())
+    made = sharded(with_seed(model))
     optimizer = torch.optim.SGD(made.parameters(), lr=1e-2)
     return made, optimizer, memplan.compile_step(made, optimizer, energy, vectors(rank(), 0, rows=rows), **options)
 
@@ -217,8 +353,13 @@ def ranks_that_differ() -> dict[str, Any]:
     found["version"] = raised(compiled)
     PLANNING.__version__ = version
     found["one fails"] = raised(lambda: compiled(solver="none such" if odd else "auto"))
-    _, _, step = compiled(rows=rows)  # batches of other sizes are no difference without a budget
-    found["rows"] = [bool(torch.isfinite(step(vectors(rank(), i, rows=rows)))) for i in range(2)]
+    model, _, step = compiled(rows=rows)  # batches of other sizes are no difference without a budget
+    theirs = sharded(with_seed(mlp))
+    batch = partial(vectors, rows=rows)
+    expected = eager(theirs, torch.optim.SGD(theirs.parameters(), lr=1e-2), batch, steps=2)
+    found["rows"] = [step(batch(rank(), i)).item() == loss for i, loss in enumerate(expected)]
+    pairs = zip(model.parameters(), theirs.parameters(), strict=True)
+    found["rows"].append(all(torch.equal(local_tensor(a), local_tensor(b)) for a, b in pairs))
     store = distributed.distributed_c10d._get_default_store()
     if not odd:
         found["one does not come"] = raised(lambda: within(1, compiled))

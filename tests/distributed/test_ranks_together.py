@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+
 import pytest
 from torch import distributed
 
+from tests.distributed import scenarios
 from tests.distributed.launcher import launch
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
 
 
-def test_two_ranks_train_as_torch_alone_does() -> None:
+def test_two_ranks_train_as_torch_alone_does(tmp_path: Path) -> None:
     """One launch, since each costs seconds: FSDP2 and DDP, budgets, poison, casts, clipping, evaluation between."""
-    ranks = launch("trained_alike")
+    ranks = launch("trained_alike", str(tmp_path))
     for found in ranks.results:
         assert {case: one["different"] for case, one in found["alike"].items() if one["different"]} == {}
     first, second = ([(c, one["lines"]) for c, one in found["alike"].items()] for found in ranks.results)
@@ -22,9 +26,17 @@ def test_two_ranks_train_as_torch_alone_does() -> None:
     assert alike["fsdp gpt"]["collectives"] == {"gather_parameter": gathers, "reduce_scatter": 15}
     assert alike["fsdp min"]["again"] > alike["fsdp gpt"]["again"]
     assert alike["fsdp min"]["arena"] < alike["fsdp gpt"]["arena"] * 0.7
+    assert alike["fsdp min"]["arena"] < alike["fsdp half"]["arena"] < alike["fsdp gpt"]["arena"]
+    assert min(alike[case]["early"] for case in ("fsdp min", "fsdp half", "fsdp bfloat16", "ddp min")) > 0
+    assert alike["fsdp one by one"]["early"] == 0
+    assert ranks.results[0]["too early"][1] != [True, True], "rank 0 did not wait for rank 1, which was late"
     assert alike["ddp tied"]["collectives"] == {"all_reduce": 1}
     assert alike["ddp convolutions"]["collectives"] == {"broadcast": 6, "all_reduce": 2}, "buckets of 1 KiB"
+    _require_loaded_elsewhere(ranks.results[0]["saved"], str(tmp_path))
     for found in ranks.results:
+        assert found["saved"] == ranks.results[0]["saved"]
+        assert found["pipeline"] == [True, True], "GPipe and 1F1B"
+        assert found["too early"][0] == [True, True]
         theirs, ours = found["buffers"]
         assert ours == theirs
         assert ours[-3:] == [3.0, 6.0, 6.0], "of rank 0, also where the forward does not read it"
@@ -44,6 +56,20 @@ def test_two_ranks_train_as_torch_alone_does() -> None:
     assert between["ddp no sync"][1].endswith("also under no_sync()")
 
 
+def _require_loaded_elsewhere(saved: dict[str, list[float]], folder: str) -> None:
+    """Load the checkpoint of two ranks in this process, and on four ranks, which train on as torch does."""
+    model = scenarios.mlp()
+    optimizer = scenarios.adamw(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of a process without ranks
+        scenarios.load_checkpoint(model, optimizer, folder)
+    assert scenarios.whole_values(model, optimizer) == saved
+    ranks = launch("loaded_by_four", folder, ranks=4)
+    for found in ranks.results:
+        assert found["loaded"] == saved
+        assert found["different"] == []
+
+
 def test_ranks_that_differ_raise_together_and_a_dead_rank_is_an_error() -> None:
     ranks = launch("ranks_that_differ", fails=True)
     mine, theirs = ranks.results[0], ranks.results[0]["other"]
@@ -60,7 +86,7 @@ def test_ranks_that_differ_raise_together_and_a_dead_rank_is_an_error() -> None:
     assert mine["one fails"][0] == "RanksDiffer"
     assert "rank 1 could not compile: UnsupportedProblem" in mine["one fails"][1]
     assert theirs["one fails"][0] == "UnsupportedProblem"
-    assert mine["rows"] == theirs["rows"] == [True, True]
+    assert mine["rows"] == theirs["rows"] == [True, True, True], "two losses, and the parameters after them"
     assert mine["one does not come"] == ["RanksDiffer", "ranks [1] did not compile within 1 s"]
     for found in (mine, theirs):
         assert found["after one alone"][0] == "RanksDiffer", "no answer of the attempt before"

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from memplan.core.collectives import WAIT, is_collective
 from memplan.core.evictions import OFFLOAD, RELOAD, RELOAD_WAIT, SAVE_RNG, SEND, SEND_WAIT, TRANSFERS
 from memplan.core.graph import Graph, Op, StorageKind, Value
 from memplan.errors import InvalidEviction
@@ -71,6 +72,23 @@ class _Run:
             raise _fault(op, f"waits for a copy of {self._name(pair[0])} to {self._name(pair[1])} that was not started")
         else:
             self.content[pair[1]] = self._content(pair[0])
+
+    def begin(self, op: Op) -> None:
+        """Note that a collective has started, whose result is there only when it was waited for."""
+        if not is_collective(op.target) or len(op.reads) != 1 or len(op.writes) != 1:
+            raise _fault(op, "is no collective that could be waited for")
+        self.flying[self._pair_of(op)] = op.name
+
+    def arrive(self, op: Op) -> None:
+        """Wait for a collective that was started."""
+        if len(op.writes) != 1 or len(op.reads) != 2 or op.reads[1:] != op.writes:
+            raise _fault(op, "does not wait for a result and what it was made from")
+        if self.flying.pop(self._pair_of(op), None) is None:
+            raise _fault(op, f"waits for {self._name(self._pair_of(op)[1])}, which was not started")
+
+    def _pair_of(self, op: Op) -> tuple[int, int]:
+        """Return the storages that an op reads first, and writes."""
+        return self.graph.values[op.reads[0]].storage, self.graph.values[op.writes[0]].storage
 
     def save(self, op: Op, drawn: int) -> None:
         """Save the generator's state after `drawn` random ops."""
@@ -152,6 +170,8 @@ def require_equivalent(traced: Graph, evicted: Graph, sources: Sequence[int]) ->
         if source < 0:
             if op.target == SAVE_RNG:
                 run.save(op, len(randoms))
+            elif op.target == WAIT:
+                run.arrive(op)
             else:
                 run.copy(op)
             continue
@@ -168,6 +188,8 @@ def require_equivalent(traced: Graph, evicted: Graph, sources: Sequence[int]) ->
         if results != (expected[source][recompute], expected[source][2]):
             raise _fault(op, f"does not find what {traced.ops[source].name} does")
         run.op(op, source)
+        if op.starts:
+            run.begin(op)
         times[source] += 1
         randoms += [source] if op.random else []
     _require_once(traced, times, randoms)

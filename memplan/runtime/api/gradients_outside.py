@@ -29,16 +29,14 @@ def leave_arena(gradients: ArenaGradients, *, has_budget: bool) -> None:
     """
     model = gradients.plan.model
     with gradients.arena.ownership:  # no other thread may begin a step in between
-        gradients.move_out()
-        if gradients.holder():
-            gradients.move_names_out()
-        if name := gradients.holder():
-            if has_budget:
-                raise referred(name, 'or compile with gradients="added"')
-            _log.warning(_KEPT, model, name, format_bytes(gradients.arena.nbytes))
-        else:
+        if gradients.try_to_clear():
             _log.info(_STILL_SET, model)
             gradients.arena.release()
+            return
+        name = gradients.holder() or ""
+        if has_budget:
+            raise referred(name, 'or compile with gradients="added"')
+        _log.warning(_KEPT, model, name, format_bytes(gradients.arena.nbytes))
 
 
 def require_room_outside(gradients: ArenaGradients) -> None:

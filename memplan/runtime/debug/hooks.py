@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from memplan.core.collectives import WAIT
 from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, SEND, SEND_WAIT
 from memplan.core.graph import Graph
 from memplan.core.lifetimes import host_problem
@@ -34,6 +35,7 @@ class EventKind(enum.StrEnum):
     RELOAD_WAIT = "reload wait"
     SEND = "send"  # starts a copy to another device
     SEND_WAIT = "send wait"
+    COLLECTIVE_WAIT = "collective wait"  # waits for a collective that an op has started
     EVICT = "evict"  # drops bytes that are restored later; it has an END only
 
 
@@ -202,6 +204,7 @@ _KINDS = {
     RELOAD_WAIT: EventKind.RELOAD_WAIT,
     SEND: EventKind.SEND,
     SEND_WAIT: EventKind.SEND_WAIT,
+    WAIT: EventKind.COLLECTIVE_WAIT,
 }
 
 

@@ -35,8 +35,11 @@ class Backend:
     and `costs` apply to each graph on its own.
 
     Args:
-        gradients: "safe" returns gradients to autograd. "owned": each backward assigns the `.grad` of its graph's
-            parameters itself, with the limits that `memplan.compile` names.
+        gradients: "auto": without a budget, a graph that is the whole model keeps its gradients in the arena until
+            the next step begins; they are outside, and added to, from the first step on that runs several graphs, or
+            that finds gradients of the last one still set. Within a budget, and for graphs that end at a graph break,
+            as "safe". "safe": each backward returns gradients of their own to autograd. "owned": each backward assigns
+            the `.grad` of its graph's parameters itself, with the limits that `memplan.compile` names.
         options: The options of `memplan.compile` that decide how a step is planned and checked: `budget`,
             `arena_budget`, `host_budget`, `pinned_budget`, `reserve`, `policy`, `costs`, `checkpoint`, `schedule`,
             `solver`, `layout`, `time_limit`, `in_place`, `sanitize`.
@@ -57,9 +60,9 @@ class Backend:
         ```
     """
 
-    def __init__(self, *, gradients: Gradients = "safe", **options: Unpack[RunKeywords]) -> None:
+    def __init__(self, *, gradients: Gradients = "auto", **options: Unpack[RunKeywords]) -> None:
         self._arguments = {"gradients": gradients, **options}
-        if gradients in ("auto", "arena", "added"):
+        if gradients in ("arena", "added"):
             what = "graphs of one step share an arena, so a backward would overwrite the gradients of another graph"
             hint = f"use memplan.compile(model, inputs, gradients={gradients!r}), for a model that is one graph"
             raise UnsupportedCall(what, where=f"gradients={gradients!r}", hint=hint, see="backend")
@@ -92,7 +95,7 @@ class Backend:
         """Return the callable that replaces a graph; dynamo calls this with each graph that it has traced."""
         parts = parts_of(graph)
         if not parts:
-            return self._planned(graph, inputs, why_it_ends(graph))
+            return self._planned(graph, inputs, why_it_ends(graph), whole=not why_it_ends(graph))
         last = why_it_ends(graph)
         runs = [
             part.module
@@ -102,7 +105,7 @@ class Backend:
         ]
         return SplitGraph(graph, parts, runs)
 
-    def _planned(self, graph: fx.GraphModule, inputs: Sequence[Any], ends: str) -> PlannedGraph:
+    def _planned(self, graph: fx.GraphModule, inputs: Sequence[Any], ends: str, *, whole: bool = False) -> PlannedGraph:
         """Return the callable of one graph, and remember it as long as it is in use."""
         planned = PlannedGraph(
             graph,
@@ -112,6 +115,7 @@ class Backend:
             self.hooks,
             crossings=self._crossings,
             ends=ends,
+            whole=whole,
         )
         self._graphs = [ref for ref in self._graphs if ref() is not None] + [weakref.ref(planned)]
         return planned

@@ -10,17 +10,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo.convert_frame import compile_lock
 
+from memplan.core.choices import Gradients
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedGraph
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.crossings import Crossings
 from memplan.runtime.dynamo.graph_module import GraphModuleWithParams, is_kept, named_class
+from memplan.runtime.execute.arena_gradients import GradientsInUse
 from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, idle_instance
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
@@ -38,6 +41,8 @@ from memplan.trace.traced import TracedGraph
 
 _log = logging.getLogger("memplan")
 _MAX_PLANS = 8  # of a graph, that are kept: one for each thread, and for each shape if sizes vary
+_STILL_SET = "gradients of the last step are still set or referred to at the next call"
+_SEVERAL = "a step runs several graphs, or several calls of one, before their backward"
 _DATA_DEPENDENT = ("data-dependent", "data-dependent-size")  # headings of refusals
 
 
@@ -85,7 +90,10 @@ def _first_program(
     coordinator: ArenaCoordinator,
     hooks: Hooks,
 ) -> tuple[TracedGraph, Runner]:
-    """Return the trace of a graph, and its first program, which is planned and tried."""
+    """Return the trace of a graph, and its first program, which is planned and tried.
+
+    `options`: with `gradients` as they are for this graph.
+    """
     guards = ModuleGuards(module)
     traced = _trace(module, module.set_kept(inputs), options)
 
@@ -115,8 +123,11 @@ class PlannedGraph:
         *,
         crossings: Crossings,
         ends: str = "",
+        whole: bool = False,
     ) -> None:
+        """Make what replaces `graph`. `whole`: it is all of the function that dynamo traced."""
         self._graph = graph
+        self._whole = whole
         self._crossings = crossings
         self._ends = ends
         names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
@@ -128,6 +139,7 @@ class PlannedGraph:
         self._numbers = {name: i for i, name in enumerate(names) if name in numbers}
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
         self._instances: dict[Any, list[GraphInstance]] = {}
+        self._retained: list[GraphInstance] = []  # that run no new calls, and whose backward may run (again)
         self._eager = False  # whether no trace can hold it
         for warning in gradients_that_eager_lacks(graph.graph) if torch.is_grad_enabled() else ():
             _log.warning("%s", warning)
@@ -151,14 +163,34 @@ class PlannedGraph:
             return self._graph(*inputs)
         coordinator = self._coordinators.of_this_thread()
         with coordinator.calling:
-            return self._call(coordinator, inputs)
+            try:
+                coordinator.vacate(torch.is_grad_enabled())
+                if coordinator.waiting:  # the gradients of one would be in bytes that the backward of another needs
+                    self._coordinators.put_gradients_outside(coordinator, _SEVERAL, self._graph)
+                return self._call(coordinator, inputs)
+            except GradientsInUse:
+                self._coordinators.put_gradients_outside(coordinator, _STILL_SET, self._graph)
+                return self._call(coordinator, inputs)
+
+    def _gradients_for(self, coordinator: ArenaCoordinator) -> Gradients:
+        """Return where the gradients of the graph are now: in the arena while steps consist of this graph alone."""
+        if self._options.gradients != "auto":
+            return self._options.gradients
+        if not self._whole or self._options.has_budget:
+            return "safe"
+        return "auto" if coordinator.gradients_in_arena else "added"
 
     def _call(self, coordinator: ArenaCoordinator, inputs: Sequence[Any]) -> Any:
-        """Run a call at planned addresses; no other thread frees them meanwhile."""
+        """Run a call at planned addresses; no other thread frees them meanwhile.
+
+        Raises `GradientsInUse` if gradients of the last step are still set.
+        """
         coordinator.place_last_step()
         numbers = {name: inputs[i].item() for name, i in self._numbers.items()}
-        key = coordinator, tuple(map(kind_of, inputs)) if self._varies else (), repr(numbers)
+        gradients = self._gradients_for(coordinator)
+        key = coordinator, tuple(map(kind_of, inputs)) if self._varies else (), repr(numbers), gradients
         if key not in self._instances:
+            self._drop([k for k in self._instances if k[0] is coordinator and k[-1] != gradients])
             if len(self._instances) == _MAX_PLANS:
                 del self._instances[next(iter(self._instances))]
             self._instances[key] = []
@@ -172,6 +204,11 @@ class PlannedGraph:
             return self._graph(*inputs)
         return self._graph(*inputs) if instance is None else instance(inputs)
 
+    def _drop(self, keys: Sequence[Any]) -> None:
+        """Drop the instances of other gradients, apart from those to which an autograd graph refers."""
+        dropped = [instance for key in keys for instance in self._instances.pop(key)]
+        self._retained = [one for one in (*self._retained, *dropped) if one.ownership.has_graph]
+
     def _instance(
         self,
         instances: list[GraphInstance],
@@ -180,6 +217,7 @@ class PlannedGraph:
         numbers: Mapping[str, float],
     ) -> GraphInstance | None:
         """Return an idle instance, preferably one with the same parameters, or a new one; None beyond the limit."""
+        options = replace(self._options, gradients=self._gradients_for(coordinator))
 
         def make() -> GraphInstance:
             """Return a new instance; the trace, the plan and the bound ops of the first one are reused."""
@@ -189,7 +227,7 @@ class PlannedGraph:
                     module.set_kept(inputs)
                     traced, runner = instances[0].traced, instances[0].another(coordinator, ModuleGuards(module))
                 else:
-                    traced, runner = _first_program(module, inputs, self._options, coordinator, self._hooks)
+                    traced, runner = _first_program(module, inputs, options, coordinator, self._hooks)
                 return GraphInstance(module, traced, runner, crossings=self._crossings, ends=self._ends)
 
         found = idle_instance(
@@ -207,6 +245,7 @@ class ArenaCoordinators:
 
     def __init__(self, prepare: PrepareStep | None = None) -> None:
         self.warned = False  # that so many calls wait that further ones run eagerly
+        self._logged = False  # that gradients are outside of the arena from now on
         self._local = threading.local()
         self._prepare = prepare
 
@@ -217,12 +256,26 @@ class ArenaCoordinators:
         found: ArenaCoordinator = self._local.coordinator
         return found
 
+    def put_gradients_outside(self, coordinator: ArenaCoordinator, why: str, graph: fx.GraphModule) -> None:
+        """Have the gradients of all graphs outside of the arena from now on, in the thread of a coordinator."""
+        if coordinator.gradients_in_arena and not self._logged:
+            self._logged = True
+            _log.info("%s: %s; gradients are outside of the arena from now on", named_class(graph).__name__, why)
+        coordinator.put_gradients_outside()
+
 
 def _trace(module: GraphModuleWithParams, rest: Sequence[Any], options: RunOptions) -> TracedGraph:
     """Return the trace of a graph, with its backward if autograd would record the call."""
     train = torch.is_grad_enabled() and any(_wants_gradient(x) for x in (*module.parameters(), *rest))
     with torch.inference_mode(False):  # this enables gradients, too
-        return trace_graph(module, tuple(rest), train=train, in_place=options.in_place)
+        return trace_graph(
+            module,
+            tuple(rest),
+            train=train,
+            in_place=options.in_place,
+            gradients_in_arena=options.gradients_in_arena,
+            copy_gradients=options.gradients_copied,
+        )
 
 
 def _is_symbolic(x: Any) -> bool:

@@ -87,11 +87,12 @@ class ArenaGradients:
             return
         if self._temporary and (has_backward or self.lacks_room):
             raise GradientsInUse(self)
-        self.move_out()
-        if name := self.holder():
+        try:
+            self.clear()
+        except StaleActivationsError:
             if self._temporary:
-                raise GradientsInUse(self)
-            raise referred(name, 'or compile with gradients="safe"')
+                raise GradientsInUse(self) from None
+            raise
 
     @property
     def lacks_room(self) -> bool:
@@ -107,6 +108,28 @@ class ArenaGradients:
                 _move(parameter, here)
         if self._references() != self._unreferenced:
             _end_failed_backward()
+
+    def clear(self) -> None:
+        """Move each `.grad` out of the arena; raise `StaleActivationsError` if something else refers to a gradient."""
+        if self._references() == self._unreferenced:
+            return
+        self.move_out()
+        if name := self.holder():
+            raise referred(name, 'or compile with gradients="safe"')
+
+    def try_to_clear(self) -> bool:
+        """Move the gradients out of the arena, those with other names in Python too; return whether all could be."""
+        self.move_out()
+        if self.holder():
+            self.move_names_out()
+        return self.holder() is None
+
+    def give_up_arena(self, *, free: bool) -> None:
+        """Have no program use the arena that the gradients were in any more, and free its bytes if `free` is set."""
+        whole: Arena = getattr(self.arena, "whole", self.arena)
+        whole.ownership.released = True
+        if free:
+            whole.release()
 
     def copies(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return gradients of a backward, with copies of those that are in the arena."""

@@ -98,7 +98,7 @@ class PlannedStep(torch.autograd.Function):
             if runner.arena_gradients is not None and keeps:
                 gradients = runner.arena_gradients.copies(gradients)  # another backward will use the bytes
             elif runner.arena_gradients is not None:
-                ownership.left = runner.arena_gradients
+                ownership.leave(runner.arena_gradients)
         return (None, None, None, *runner.in_order(gradients, missing))
 
 

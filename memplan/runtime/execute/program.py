@@ -147,12 +147,11 @@ def build_program(
     layout = _layout(traced)
     graph, order = traced.graph, plan.schedule.order
     kept = _on_host(graph, plan, host)
-    transfers, copies = bind_transfers(graph, traced.kernels, order, arena.copies, host.memory)
-    if bound is not None:
-        bound = tuple(transfers.get(i, b) for i, b in enumerate(bound))  # each program has copies of its own
-    else:
+    transfers, copies = bind_transfers(graph, traced.kernels, order, arena, host.memory)
+    if bound is None:
         given = _static_tensors(traced, kept, tensors, layout)
         plan, bound = run_trial(traced, plan, layout, given, tensors, transfers=transfers)
+    bound = tuple(transfers.get(i, b) for i, b in enumerate(bound))  # each program has copies of its own
     plan = replace(plan, numbers=bytes_of_numbers((b.args for b in bound), traced.device))
     static = _static_tensors(traced, {**_in_arena(graph, plan, arena), **kept}, tensors, layout)  # allocates the arena
     namespace = Namespace({f"v{index}": tensor for index, tensor in static.items()})

@@ -18,6 +18,7 @@ from memplan.core.evictions import DeviceArena
 from memplan.core.graph import Value
 from memplan.core.plan import Plan
 from memplan.devices.kinds import is_accelerator, require_supported
+from memplan.distributed.ops import StartedCollectives
 from memplan.planning.consistency import require_budget
 from memplan.runtime.copies.copies import Copies
 from memplan.runtime.copies.copy_streams import StreamCopies
@@ -62,15 +63,17 @@ class Memory:
 class Arena(Memory):
     """The memory of a step. Programs that share it run one at a time (`ownership`) and share its copies to the host.
 
+    `collectives`: those that a step has started on it and not waited for.
     `others`: further devices on which the same steps run.
     """
 
     def __init__(self, nbytes: int, device: torch.device, *others: torch.device) -> None:
         super().__init__(nbytes, device)
-        self.copies = make_copies(self.device, *others)
+        self.copies, self.collectives = make_copies(self.device, *others), StartedCollectives()
         weakref.finalize(self, self.copies.close)  # before its bytes are freed
         used_by = partial(_keep_for, (self._allocated,))
-        self.ownership = ArenaOwnership(self.copies.drain, make_stream_ordering(self.device, used_by=used_by))
+        drain = partial(_drain, self.copies, self.collectives)
+        self.ownership = ArenaOwnership(drain, make_stream_ordering(self.device, used_by=used_by))
         self._host = Memory(0, torch.device("cpu"))
 
     def host(self, nbytes: int) -> Memory:
@@ -94,6 +97,12 @@ class Arena(Memory):
     def view_for(self, plan: Plan) -> Arena | None:
         """Return the arena as a program of `plan` uses it; None if the plan does not fit."""
         return self if plan.arena_size <= self.nbytes else None
+
+
+def _drain(copies: Copies, collectives: StartedCollectives) -> None:
+    """Return when no copy, and no collective, uses the memory of a step that has ended."""
+    copies.drain()
+    collectives.drain()
 
 
 class NewArenas:

@@ -44,8 +44,21 @@ class OneThread:
 class LeftGradients(Protocol):
     """Gradients in the arena, of one of its programs."""
 
+    @property
+    def arena(self) -> Any:
+        """The arena that they are in."""
+
     def vacate(self, has_backward: bool) -> None:
         """Move them out of the arena, before a step with a backward or without uses the bytes."""
+
+    def clear(self) -> None:
+        """Move them out of the arena; raise `StaleActivationsError` if something else than a `.grad` refers to one."""
+
+    def try_to_clear(self) -> bool:
+        """Move them out of the arena, those with other names in Python too; return whether all could be moved."""
+
+    def give_up_arena(self, *, free: bool) -> None:
+        """Have no program use the arena that they were in any more, and free its bytes if `free` is set."""
 
 
 class InFlight:
@@ -125,11 +138,20 @@ class ArenaOwnership:
                 see="threads",
             )
 
+    def leave(self, gradients: LeftGradients) -> None:
+        """Note the gradients that a backward leaves in the arena."""
+        self.left = gradients
+
     @property
     def pending(self) -> InFlight | None:
         """The step whose backward has not run, if its autograd graph is still alive."""
         step = self._current()
         return None if step is None or step.done else step
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether the autograd graph of the last step is still alive."""
+        return self._current() is not None
 
     def repeat(self) -> None:
         """Start the forward and the backward of an earlier step again, in one; raise as `begin`."""

@@ -5,6 +5,7 @@ The step runs once more, op by op, under torch's profiler, which records every a
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,11 @@ from memplan.devices.kinds import allocations_of
 
 
 def peak_bytes(thunks: Sequence[Callable[[], None]], device: torch.device) -> list[int]:
-    """Return for each thunk the most bytes (above those at its start) that were allocated while it ran."""
-    with quiet_kineto(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
+    """Return for each thunk the most bytes (above those at its start) that were allocated while it ran.
+
+    Python's garbage collector is paused: tensors of others that it would free meanwhile would count as freed here.
+    """
+    with quiet_kineto(), _garbage_kept(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
         for i, thunk in enumerate(thunks):
             with torch.autograd.profiler.record_function(f"memplan::{i}"):
                 thunk()
@@ -45,6 +49,18 @@ def _peaks(windows: dict[int, tuple[int, int]], allocations: list[tuple[int, int
             peak = max(peak, now)
             at += 1
         yield peak
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Pause Python's garbage collector."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextmanager

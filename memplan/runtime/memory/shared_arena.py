@@ -25,9 +25,9 @@ import torch
 
 from memplan.core.plan import Plan
 from memplan.core.problem import Buffer, Interval, Problem
-from memplan.errors import InputMismatch
+from memplan.errors import InputMismatch, StaleActivationsError
 from memplan.runtime.memory.arena import Arena
-from memplan.runtime.memory.arena_ownership import ArenaOwnership, InFlight
+from memplan.runtime.memory.arena_ownership import ArenaOwnership, InFlight, LeftGradients
 from memplan.solvers import solve
 
 _MAX_LAYOUTS = 8  # of one instance: a program whose order never repeats keeps its last layout
@@ -113,6 +113,7 @@ class ObservedOwnership(ArenaOwnership):
 
     def begin(self, *, keep: bool) -> InFlight:
         """Start a step as `ArenaOwnership.begin` does, and report its forward."""
+        self._clear_gradients()
         step = super().begin(keep=keep)
         self._aside = []
         self._report(backward=False)
@@ -120,6 +121,7 @@ class ObservedOwnership(ArenaOwnership):
 
     def end(self, step: InFlight) -> None:
         """Start a backward as `ArenaOwnership.end` does, and report it; activations that were set aside return."""
+        self._clear_gradients()
         super().end(step)
         self._report(backward=True)
         for place, saved in self._aside:
@@ -130,6 +132,16 @@ class ObservedOwnership(ArenaOwnership):
         """Start an earlier step again, and report its forward and its backward."""
         super().repeat()
         self._report(backward=True)
+
+    def _clear_gradients(self) -> None:
+        """Move gradients of another step out of the bytes that its instance uses."""
+        if self._coordinator.left:
+            instance = None if self.instance is None else self.instance()
+            self._coordinator.clear_gradients(None if instance is None else instance.arena.memory)
+
+    def leave(self, gradients: LeftGradients) -> None:
+        """Note the gradients that a backward leaves in the shared arena, or in that of its instance."""
+        self._coordinator.left.append(gradients)
 
     def program_now(self, runner: Any) -> Any:
         """Return the program of its instance, which may have moved since `runner` ran; None if the instance is gone."""
@@ -182,6 +194,10 @@ class ArenaCoordinator:
     `running` is held while a step of any instance runs, and while instances move. `calling` is held by a call from when
     it chooses an instance until that has run. `prepare` is called with the instances and the timeline of a step before
     they are placed together; it may replace their plans.
+
+    `left` are the gradients that the last backward has left in the arena: they move out before anything else uses its
+    bytes. That is right for steps of one instance with a backward alone: `gradients_in_arena` is False from the first
+    step with several on, or once gradients of a step were still in use when the next one began.
     """
 
     def __init__(self, prepare: PrepareStep | None = None) -> None:
@@ -196,6 +212,42 @@ class ArenaCoordinator:
         self._given_up = False
         self._conflicts = False
         self._shared: weakref.ref[Arena] | None = None
+        self.left: list[LeftGradients] = []
+        self.gradients_in_arena = True
+
+    def vacate(self, has_backward: bool) -> None:
+        """Have the gradients of the last step moved out of the arena, before a step with a backward or without.
+
+        Raises `GradientsInUse` if they are to be outside of the arena from now on.
+        """
+        for gradients in self.left:
+            gradients.vacate(has_backward)
+        self.left.clear()
+
+    def clear_gradients(self, memory: torch.Tensor | None = None) -> None:
+        """Move the gradients of the last step out of an arena with these bytes, or out of any.
+
+        Raises `StaleActivationsError` if something else than a `.grad` refers to one.
+        """
+        for gradients in tuple(self.left):
+            if memory is None or gradients.arena.memory is memory:
+                gradients.clear()
+                self.left.remove(gradients)
+
+    def put_gradients_outside(self) -> None:
+        """Move the gradients of the last step out of the arena, and free it; later programs have them outside.
+
+        An arena with gradients that cannot be moved is left to what refers to them.
+        """
+        self.gradients_in_arena = False
+        left, self.left = self.left, []
+        with self.running:
+            for gradients in left:
+                cleared = gradients.try_to_clear()
+                if not cleared or not self.waiting:
+                    gradients.give_up_arena(free=cleared)
+            if not self.waiting:
+                self._events, self._shared = [], None
 
     @property
     def shared(self) -> Arena | None:
@@ -244,8 +296,8 @@ class ArenaCoordinator:
 
     def place_last_step(self) -> None:
         """Place the instances of the last step in the shared arena, if nothing is in flight and it helps."""
-        if (not self._events and not self._given_up) or not self.running.acquire(blocking=False):
-            return  # another thread runs a step
+        if (not self._events and not self._given_up) or self.left or not self.running.acquire(blocking=False):
+            return  # another thread runs a step, or gradients of the last one are in the arena
         try:
             with self._lock:
                 if self.waiting:
@@ -311,7 +363,8 @@ class ArenaCoordinator:
         timeline = tuple(dict.fromkeys((position[id(e.instance)], e.backward) for e in events))
         self._layouts += 1
         layout = StepLayout(self._layouts, tuple(map(weakref.ref, instances)), timeline)
-        if alone and self.shared is None:  # its own arena becomes the shared one
+        if alone and self.shared is None and not instances[0].arena.whole.ownership.released:
+            # its own arena becomes the shared one
             self._shared = weakref.ref(instances[0].arena.whole)
             instances[0].slot = ArenaSlot(layout, (frozenset(), frozenset()))
             return
@@ -348,7 +401,8 @@ class ArenaCoordinator:
 def release_arenas(instances: Iterable[ArenaUser]) -> bool:
     """Free the arenas of instances of any coordinators; the instances settle in others when they run again.
 
-    Returns False, and frees nothing, if a call waits for its backward or another thread runs one.
+    Returns False, and frees nothing, if a call waits for its backward, another thread runs one, or a gradient of the
+    last step cannot be moved out of the arena.
     """
     of: dict[ArenaCoordinator, list[ArenaUser]] = {}
     for instance in instances:
@@ -360,6 +414,10 @@ def release_arenas(instances: Iterable[ArenaUser]) -> bool:
                     return False
                 held.callback(lock.release)
             if coordinator.waiting:
+                return False
+            try:
+                coordinator.clear_gradients()
+            except StaleActivationsError:
                 return False
         for arena in {instance.arena.whole for members in of.values() for instance in members}:
             if not arena.ownership.released:

@@ -24,7 +24,7 @@ from memplan.evict.workload import Workload
 from memplan.planning.partition.assign import assign
 from memplan.planning.partition.blocks import units_of
 from memplan.planning.partition.divide import devices_of, divide
-from memplan.planning.partition.simulate import simulate
+from memplan.planning.simulate import simulate
 from memplan.schedule import make_schedule
 from memplan.trace import trace
 from tests.evict.judge import workload_of

@@ -1,0 +1,123 @@
+"""Lets the collectives of a plan run beside its ops, in the bytes of its arena that are free.
+
+A plan is made with collectives that have their results when they return, which is what needs the fewest bytes. Then its
+gathers start earlier (`early_gathers.py`), and its reductions are waited for later (`late_reductions.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from memplan.core.evictions import EvictionPlan
+from memplan.core.graph import Graph
+from memplan.core.plan import Plan
+from memplan.core.problem import Problem, Solution
+from memplan.core.schedule import Schedule, make_schedule
+from memplan.evict.costs import CostModel
+from memplan.evict.workload import in_order
+from memplan.planning.early_gathers import UNLIMITED, StepOrder, bytes_alive
+from memplan.planning.late_reductions import with_late_waits
+from memplan.planning.make_plan import ScheduledGraph, solved
+from memplan.planning.options import PlanOptions
+from memplan.planning.simulate import simulate
+from memplan.solvers import solve
+
+_TRIES = 4
+
+
+def with_overlap(base: ScheduledGraph, plan: Plan, options: PlanOptions, costs: CostModel) -> Plan:
+    """Return a plan of the same step whose collectives run beside its ops, or the plan where none can.
+
+    Its arena is not larger than that of `plan`, or than its budget allows. `base` is the step without evictions: with
+    all that an unlimited arena allows, it takes the seconds that a budget is compared with.
+    """
+    most = UNLIMITED if options.in_flight_bytes is None else options.in_flight_bytes
+    if not plan.collectives or not most:
+        return plan
+    limit = plan.arena_size
+    if plan.arena_limit is not None and not plan.redzone:
+        limit = max(limit, plan.arena_limit)
+    whole = _Overlap(step=_step_of(base.graph, base.schedule, base.problem), like=base, costs=costs, most=most)
+    base_seconds = min(simulate(one.graph, costs)[0] for one in whole.ways(UNLIMITED))
+    kept, order = plan.eviction, plan.schedule.order
+    step = _step_of(plan.graph, plan.schedule, plan.problem)
+    if kept is not None:
+        step = replace(step, sources=tuple(kept.sources[i] for i in order))
+    like = replace(base, graph=plan.graph, schedule=plan.schedule)
+    overlap = _Overlap(step=step, like=like, costs=costs, most=most)
+    live = limit
+    for _ in range(_TRIES):
+        over = []
+        for found in sorted(overlap.ways(live), key=lambda one: round(simulate(one.graph, costs)[0], 9)):
+            if len(found.graph.ops) == len(order):  # nothing runs beside ops
+                break
+            schedule = make_schedule(found.graph, tuple(range(len(found.graph.ops))), plan.schedule.policy)
+            solution = solved(found.problem, options)
+            if solution.arena_size <= limit:
+                made = _placed(plan, step, found, schedule, solution)
+                return _recorded(made, found.sources, costs, base_seconds)
+            over.append(min(live, found.problem.max_live) - (solution.arena_size - limit))
+        if not over:
+            break
+        live = max(over)
+    return plan if kept is None else _recorded(plan, kept.sources, costs, base_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Overlap:
+    """A step whose collectives can run beside its ops. `like` has its alignment; `most`: the bytes under way."""
+
+    step: StepOrder
+    like: ScheduledGraph
+    costs: CostModel
+    most: int
+
+    def ways(self, live: int) -> Iterator[StepOrder]:
+        """Yield the step with early gathers, and with late reductions too; at most about `live` bytes are alive."""
+        early = self._measured(self.step.fastest(self.costs, live=live, in_flight=self.most))
+        yield early
+        alive = bytes_alive(early.problem, len(early.graph.ops))
+        graph, sources = with_late_waits(
+            early.graph, early.sources, self.costs, live=alive, limit=live, in_flight=self.most
+        )
+        if len(graph.ops) > len(early.graph.ops):
+            yield self._measured(replace(early, graph=graph, sources=sources))
+
+    def _measured(self, step: StepOrder) -> StepOrder:
+        """Return a step whose order has changed with its buffers."""
+        schedule = make_schedule(step.graph, tuple(range(len(step.graph.ops))), "overlapped")
+        return replace(step, problem=replace(self.like, graph=step.graph, schedule=schedule).problem)
+
+
+def _step_of(graph: Graph, schedule: Schedule, problem: Problem) -> StepOrder:
+    return StepOrder(graph=in_order(graph, schedule.order), sources=schedule.order, problem=problem)
+
+
+def _placed(plan: Plan, before: StepOrder, found: StepOrder, schedule: Schedule, solution: Solution) -> Plan:
+    """Return the plan of a step in another order, with what was measured of its ops."""
+    made = replace(plan, graph=found.graph, schedule=schedule, problem=found.problem, solution=solution)
+    if plan.temporaries is None:
+        return made
+    beside = dict(zip(before.sources, (plan.temporaries[i] for i in plan.schedule.order), strict=True))
+    return replace(made, temporaries=tuple(beside.get(source, 0) if source >= 0 else 0 for source in found.sources))
+
+
+def _recorded(plan: Plan, sources: tuple[int, ...], costs: CostModel, base_seconds: float) -> Plan:
+    """Return the plan with a record of where its ops come from, and of the predicted seconds."""
+    seconds, stall = simulate(in_order(plan.graph, plan.schedule.order), costs)
+    kept = plan.eviction or EvictionPlan(
+        policy="checkpoint",  # as torch does: nothing is evicted
+        costs=costs.name,
+        arena_budget=plan.arena_size,
+        seconds=0.0,
+        base_seconds=0.0,
+        stall=0.0,
+        sources=sources,
+        instances=(),
+        host=solve(Problem(buffers=())),
+    )
+    kept = replace(kept, sources=sources, seconds=seconds, stall=stall, base_seconds=min(base_seconds, seconds))
+    if kept.policy == "checkpoint":
+        kept = replace(kept, arena_budget=plan.arena_size)
+    return replace(plan, eviction=kept)

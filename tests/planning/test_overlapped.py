@@ -1,0 +1,312 @@
+"""Gathers that start before they are needed: in the bytes that are free, in one order, and what the checks refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import memplan
+from memplan.core.collectives import WAIT, Collective
+from memplan.core.evictions import EvictionPlan, check_record
+from memplan.core.graph import Graph, Op, Phase, StorageKind
+from memplan.core.happens_before import follow, require_no_races
+from memplan.core.in_place_reuse import used_candidates
+from memplan.core.legal_orders import require_legal
+from memplan.core.plan import Plan
+from memplan.core.problem import Interval, Problem
+from memplan.core.schedule import Schedule
+from memplan.errors import InvalidEviction, InvalidPlan, InvalidSize, InvalidSolution
+from memplan.evict.costs import DEVICES, CostModel, Link
+from memplan.evict.graph.equivalent import require_equivalent
+from memplan.planning.base_graph import without_evictions
+from memplan.planning.consistency import check_consistency
+from memplan.planning.make_plan import ScheduledGraph, make_plan
+from memplan.planning.options import PlanOptions
+from memplan.planning.overlapped import with_overlap
+from memplan.planning.planfile import load
+from memplan.planning.simulate import simulate
+from memplan.schedule import make_schedule
+from tests.graph_strategies import GraphBuilder
+
+SIZE = 1024
+LAYERS = 6
+# A gather takes as long as two ops: 2 us; each op takes 1 us.
+COSTS: CostModel = replace(
+    DEVICES["h100"],
+    name="slow link",
+    launch=1e-6,
+    bytes_per_second=1e18,
+    between_ranks=Link(bytes_per_second=SIZE / 2e-6, latency=0.0),
+)
+
+
+def _step(*, cast: bool = False, alignment: int = 64) -> ScheduledGraph:
+    """A step of layers, each with a parameter that is gathered for it, first `cast`, and gradients that are reduced."""
+    b = GraphBuilder()
+    x = b.storage(StorageKind.INPUT, SIZE, planned=False)
+    shards = [b.storage(StorageKind.PARAMETER, SIZE // 2, planned=False) for _ in range(LAYERS)]
+    wholes, saved = [], [x]
+    for shard in shards:
+        given = shard
+        if cast:
+            given = b.storage(StorageKind.ACTIVATION, SIZE // 2, planned=True)
+            b.op(Phase.FORWARD, (shard,), (given,), target="aten._to_copy.default")
+        wholes.append(b.storage(StorageKind.ACTIVATION, SIZE, planned=True))
+        b.op(Phase.FORWARD, (given,), (wholes[-1],), target="memplan_distributed.gather_parameter.default")
+        saved.append(b.storage(StorageKind.ACTIVATION, SIZE, planned=True))
+        b.op(Phase.FORWARD, (saved[-2], wholes[-1]), (saved[-1],), target="aten.mm.default")
+    gradients = []
+    for whole, activation in zip(reversed(wholes), reversed(saved), strict=False):
+        gradient = b.storage(StorageKind.ACTIVATION, SIZE, planned=True)
+        b.op(Phase.BACKWARD, (activation, whole), (gradient,), target="aten.mm.default")
+        gradients.append(b.storage(StorageKind.GRADIENT, SIZE // 2, planned=False))
+        b.op(Phase.BACKWARD, (gradient,), (gradients[-1],), target="memplan_distributed.reduce_scatter.default")
+    graph = b.graph((), tuple(gradients))
+    ops = (replace(op, group="0") if op.target.startswith("memplan") else op for op in graph.ops)
+    graph = replace(graph, ops=tuple(ops))
+    schedule = make_schedule(graph, tuple(range(len(graph.ops))), "traced")
+    return ScheduledGraph(model="m", graph=graph, schedule=schedule, alignment=alignment, versions={})
+
+
+def _early(step: ScheduledGraph, room: int = 0, **options: Any) -> Plan:
+    """The plan of a step whose arena may have `room` more bytes than it needs without early gathers."""
+    plan = make_plan(step)
+    if room:
+        plan = replace(plan, eviction=_record(plan, plan.arena_size + room))
+    return with_overlap(step, plan, PlanOptions(**options), COSTS)
+
+
+def _record(plan: Plan, arena_budget: int) -> EvictionPlan:
+    """The record of a budget that nothing had to be evicted for."""
+    return EvictionPlan(
+        policy="recompute",
+        costs=COSTS.name,
+        arena_budget=arena_budget,
+        seconds=0.0,
+        base_seconds=0.0,
+        stall=0.0,
+        sources=plan.schedule.order,
+        instances=(),
+        host=memplan.solve(Problem(buffers=())),
+    )
+
+
+def _gathers(plan: Plan) -> list[Collective]:
+    return [c for c in plan.collectives if c.gathers]
+
+
+def _names(plan: Plan) -> list[str]:
+    return [plan.graph.ops[i].name for i in plan.schedule.order]
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_gathers_start_in_bytes_that_are_free(cast: bool) -> None:
+    step = _step(cast=cast)
+    plain, plan = make_plan(step), _early(step)
+    assert plan.arena_size <= plain.arena_size
+    gathers = _gathers(plan)
+    assert sum(g.early for g in gathers) == LAYERS - 1, "all but the first, before which there is nothing"
+    assert [g.name for g in gathers] == [c.name for c in plain.collectives if c.gathers]
+    assert plan.eviction is not None
+    assert plan.eviction.seconds < simulate(step.graph, COSTS)[0]
+    check_consistency(plan)
+    check_record(plan.graph, plan.eviction)
+    require_equivalent(step.graph, plan.graph, plan.eviction.sources)
+    assert follow(plan).races == ()
+    assert follow(plan).copies == 2 * LAYERS - 1, "and all reductions"
+    restored = without_evictions(plan)
+    assert restored.graph == step.graph
+    require_legal(restored.graph, restored.schedule.order)
+    assert cast or restored.schedule.order == step.schedule.order, "casts stay where they were moved to"
+
+
+def test_where_the_arena_is_full_no_gather_starts_early() -> None:
+    """Each op needs all of an arena of three tensors, but for the first, whose input is outside of it."""
+    b = GraphBuilder()
+    x = b.storage(StorageKind.INPUT, SIZE, planned=False)
+    for _ in range(LAYERS):
+        shard = b.storage(StorageKind.PARAMETER, SIZE // 2, planned=False)
+        whole, result = (b.storage(StorageKind.ACTIVATION, SIZE, planned=True) for _ in range(2))
+        b.op(Phase.FORWARD, (shard,), (whole,), target="memplan_distributed.gather_parameter.default")
+        b.op(Phase.FORWARD, (x, whole), (result,), target="aten.mm.default")
+        x = result
+    graph = b.graph()
+    schedule = make_schedule(graph, tuple(range(len(graph.ops))), "traced")
+    step = ScheduledGraph(model="m", graph=graph, schedule=schedule, alignment=64, versions={})
+    tight, roomy = _early(step), _early(step, room=SIZE)
+    assert tight.arena_size == 3 * SIZE
+    assert [g.early for g in _gathers(tight)] == [False, True] + [False] * (LAYERS - 2)
+    assert roomy.arena_size == 4 * SIZE
+    assert [g.early for g in _gathers(roomy)] == [False] + [True] * (LAYERS - 1)
+    assert roomy.eviction is not None
+    assert roomy.eviction.seconds < simulate(graph, COSTS)[0]
+
+
+@pytest.mark.parametrize("limit", [0, SIZE, 2 * SIZE])
+def test_no_more_is_in_flight_than_asked(limit: int) -> None:
+    plan = _early(_step(), room=8 * SIZE, in_flight=limit)
+    flying = [sum(SIZE for g in _gathers(plan) if g.step <= step < g.waited) for step in range(len(plan.graph.ops))]
+    assert max(flying) <= limit
+    assert any(g.early for g in _gathers(plan)) is (limit > 0)
+    assert max(flying) == limit
+
+
+def test_the_link_is_one_queue_and_a_wait_takes_what_is_left() -> None:
+    step = _step()
+    op = COSTS.launch
+    gather, reduce = 3 * op, 3 * op
+    expected = LAYERS * (gather + op) + LAYERS * (op + reduce)
+    seconds, stall = simulate(step.graph, COSTS)
+    assert (seconds, stall) == (pytest.approx(expected), 0.0)
+    plan = _early(step, room=1 << 20)
+    assert plan.eviction is not None
+    # The link takes 2 us for each collective, whatever runs beside it.
+    assert plan.eviction.seconds == pytest.approx(simulate(plan.graph, COSTS)[0])
+    assert plan.eviction.base_seconds == pytest.approx(plan.eviction.seconds)
+    assert 4 * LAYERS * op < plan.eviction.seconds < 0.7 * expected
+
+
+def test_what_is_in_flight_is_in_the_arena_until_its_wait() -> None:
+    plan = _early(_step(cast=True))
+    buffers = {b.id: b.live for b in plan.problem.buffers}
+    for gather in _gathers(plan):
+        op = plan.graph.ops[plan.schedule.order[gather.step]]
+        for value in (*op.reads, *op.writes):
+            live = buffers[plan.graph.storages[plan.graph.values[value].storage].name]
+            assert live.start <= gather.step
+            assert live.end > gather.waited
+
+
+def test_a_buffer_that_is_released_before_its_wait_is_refused() -> None:
+    plan = _early(_step(cast=True))
+    gather = next(g for g in _gathers(plan) if g.early)
+    op = plan.graph.ops[plan.schedule.order[gather.step]]
+    source = plan.graph.storages[plan.graph.values[op.reads[0]].storage].name
+    shorter = tuple(
+        replace(b, live=Interval(b.live.start, gather.step + 1)) if b.id == source else b for b in plan.problem.buffers
+    )
+    with pytest.raises(InvalidPlan, match="does not follow from the graph and the schedule"):
+        check_consistency(replace(plan, problem=replace(plan.problem, buffers=shorter)))
+    other = next(
+        b for b in plan.problem.buffers if gather.step < b.live.start <= gather.waited and b.id != source and b.size
+    )
+    offsets = {**plan.solution.offsets, other.id: plan.solution.offsets[source]}
+    with pytest.raises(InvalidSolution, match="are both alive"):
+        check_consistency(replace(plan, solution=replace(plan.solution, offsets=offsets)))
+
+
+def test_without_its_wait_a_gather_races() -> None:
+    plan = _early(_step())
+    waits = [i for i, index in enumerate(plan.schedule.order) if plan.graph.ops[index].target == WAIT]
+    assert len(waits) == 2 * LAYERS - 1
+    for wait in waits:
+        races = follow(plan, without={wait}).races
+        assert races, "the op after it reads what is not there yet"
+    starts = [g.step for g in _gathers(plan) if g.early]
+    assert any(follow(plan, unordered={start}).races for start in starts), "a start waits for the last use of its bytes"
+    gone = replace(plan.graph, ops=tuple(op for op in plan.graph.ops if op.target != WAIT))
+    order = make_schedule(gone, tuple(range(len(gone.ops))), "given")
+    with pytest.raises(InvalidPlan, match="in any order"):
+        require_no_races(_placed(plan, gone, order))
+
+
+def test_two_gathers_of_a_group_keep_their_order() -> None:
+    plan = _early(_step())
+    one, two = [g.step for g in _gathers(plan) if g.early][:2]
+    order = list(plan.schedule.order)
+    order[one], order[two] = order[two], order[one]
+    with pytest.raises(InvalidPlan, match="which it needs"):
+        require_legal(plan.graph, tuple(order))
+    ops = list(plan.graph.ops)
+    ops[order[one]] = replace(ops[order[one]], group="other")
+    others = replace(plan.graph, ops=tuple(ops))
+    first, second = sorted((order[one], order[two]))
+    assert first not in _before(others, second)
+    assert first in _before(plan.graph, second)
+
+
+def _before(graph: Graph, op: int) -> frozenset[int]:
+    from memplan.core.legal_orders import predecessors
+
+    return predecessors(graph)[op]
+
+
+def test_no_result_takes_the_bytes_of_what_a_gather_still_reads() -> None:
+    """Without the wait, the last use of what is gathered would be the op in between, whose result might take it."""
+    b = GraphBuilder()
+    shard, x = (b.storage(StorageKind.PARAMETER, SIZE, planned=False) for _ in range(2))
+    given, whole, result = (b.storage(StorageKind.ACTIVATION, SIZE, planned=True) for _ in range(3))
+    out = b.storage(StorageKind.OUTPUT, SIZE, planned=False)
+    b.op(Phase.FORWARD, (shard,), (given,))
+    b.op(Phase.FORWARD, (given,), (whole,), target="memplan_distributed.gather_parameter.default")
+    b.op(Phase.FORWARD, (given, x), (result,), target="aten.add.Tensor")
+    b.op(Phase.FORWARD, (given, whole), (whole,), target=WAIT)
+    b.op(Phase.FORWARD, (whole, result), (out,))
+    ops = list(b.ops)
+    ops[2] = replace(ops[2], inplace_candidates=((result, given),))
+    together = replace(b.graph((out,)), ops=tuple(ops))
+    ops[1] = replace(ops[1], starts=True)
+    graph = replace(together, ops=tuple(ops))
+    order = tuple(range(len(graph.ops)))
+    assert list(used_candidates(graph, order)) == []
+    alone = replace(graph, ops=(*ops[:3], ops[4]))
+    assert list(used_candidates(alone, (0, 1, 2, 3))) == [(2, (result, given))]
+    assert follow(_placed(make_plan(_step()), graph, make_schedule(graph, order, "given"))).races == ()
+
+
+def _placed(plan: Plan, graph: Graph, schedule: Schedule) -> Plan:
+    step = ScheduledGraph(model="m", graph=graph, schedule=schedule, alignment=plan.alignment, versions={})
+    return make_plan(step)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda op: replace(op, starts=False), "was not started"),
+        (lambda op: op if op.target != WAIT else replace(op, reads=op.reads[::-1]), "does not wait for a result"),
+        (lambda op: replace(op, starts=op.target == "aten.mm.default"), "is no collective that could be waited for"),
+    ],
+)
+def test_graphs_that_do_not_wait_for_what_they_start_are_refused(change: Any, words: str) -> None:
+    step = _step()
+    plan = _early(step)
+    assert plan.eviction is not None
+    changed = replace(plan.graph, ops=tuple(change(op) for op in plan.graph.ops))
+    with pytest.raises(InvalidEviction, match=words):
+        require_equivalent(step.graph, changed, plan.eviction.sources)
+
+
+def test_what_is_used_before_its_wait_is_refused() -> None:
+    step = _step()
+    plan = _early(step)
+    assert plan.eviction is not None
+    wait = next(i for i, op in enumerate(plan.graph.ops) if op.target == WAIT)
+    order = list(range(len(plan.graph.ops)))
+    order[wait], order[wait + 1] = order[wait + 1], order[wait]
+    graph = replace(plan.graph, ops=tuple(plan.graph.ops[i] for i in order))
+    with pytest.raises(InvalidEviction, match=r"before op.* has ended"):
+        require_equivalent(step.graph, graph, [plan.eviction.sources[i] for i in order])
+
+
+def test_a_saved_plan_knows_its_starts_and_waits(tmp_path: Any) -> None:
+    plan = _early(_step())
+    plan.save(tmp_path / "plan.json")
+    assert load(tmp_path / "plan.json") == plan
+    starts = {op.name for op in plan.graph.ops if op.starts}
+    assert {f"wait:{name}" for name in starts} == {op.name for op in plan.graph.ops if op.target == WAIT}
+    without = replace(plan.graph, ops=tuple(_never_started(op) for op in plan.graph.ops))
+    assert without.fingerprint != plan.graph.fingerprint
+
+
+def _never_started(op: Op) -> Op:
+    return replace(op, starts=False)
+
+
+def test_bytes_in_flight_are_bytes() -> None:
+    assert PlanOptions(in_flight="2KiB").in_flight_bytes == 2048
+    assert PlanOptions().in_flight_bytes is None
+    with pytest.raises(InvalidSize) as error:
+        PlanOptions(in_flight=-1)
+    assert error.value.where == "in_flight"

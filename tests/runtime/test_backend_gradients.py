@@ -1,0 +1,315 @@
+"""Gradients of `torch.compile(backend=memplan.Backend())`: in the arena where a step is one graph, and never wrong."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memplan
+from benchmarks.zoo import ZOO
+from memplan import Backend
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_of_other_tests() -> None:
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """A small model whose activations are larger than its gradients."""
+
+    def __init__(self, size: int = 16) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.two(self.one(x).relu()).tanh()
+        return y
+
+
+def _pair(seed: int = 0, size: int = 16) -> tuple[Block, Block]:
+    torch.manual_seed(seed)
+    model = Block(size)
+    return model, copy.deepcopy(model)
+
+
+def _compiled(model: nn.Module, backend: Backend) -> Callable[[Tensor], Tensor]:
+    compiled: Callable[[Tensor], Tensor] = torch.compile(model, backend=backend)
+    return compiled
+
+
+def _same(model: nn.Module, eager: nn.Module) -> None:
+    for (name, p), q in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert torch.equal(p, q), name
+        assert (p.grad is None) == (q.grad is None), name
+        assert p.grad is None or q.grad is None or torch.equal(p.grad, q.grad), name
+
+
+def _in_arena(model: nn.Module, backend: Backend) -> list[bool]:
+    """Return for each parameter whether its gradient has bytes of an arena."""
+    arenas = [instance.runner.arena.memory for graph in backend.graphs for instance in graph.instances]
+    spans = [(arena.data_ptr(), arena.data_ptr() + arena.nbytes) for arena in arenas]
+    places = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
+    return [any(low <= place < high for low, high in spans) for place in places]
+
+
+def _gradients(backend: Backend) -> list[str]:
+    """Return where the gradients of each graph are."""
+    return [str(instance.runner._options["gradients"]) for graph in backend.graphs for instance in graph.instances]
+
+
+def _step(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    for p in model.parameters():
+        p.grad = None
+    torch.autograd.backward(run(x).square().mean())
+
+
+def _update(model: nn.Module) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.data.sub_(p.grad, alpha=0.1)
+
+
+def test_gradients_of_one_graph_are_in_the_arena() -> None:
+    model, eager = _pair()
+    backend = Backend(sanitize="poison")
+    run = _compiled(model, backend)
+    for i in range(4):
+        x = torch.randn(32, 16)
+        for one, call in ((model, run), (eager, eager)):
+            _step(one, call, x)
+            _update(one)
+        _same(model, eager)
+        assert all(_in_arena(model, backend)), i
+    assert _gradients(backend) == ["auto"]
+
+
+def test_the_total_is_that_of_compile() -> None:
+    model, inputs = ZOO["gpt2"]("nano")
+    backend = Backend()
+    run = torch.compile(model, backend=backend)
+    run(*inputs)
+    (graph,) = backend.graphs
+    assert graph.plans[0].total <= memplan.compile(model, inputs).plan.total
+
+
+def test_gradients_that_are_still_set_are_added_to(caplog: pytest.LogCaptureFixture) -> None:
+    model, eager = _pair()
+    backend = Backend(sanitize="poison")
+    run = _compiled(model, backend)
+    with caplog.at_level(logging.INFO, "memplan"):
+        for i in range(6):
+            x = torch.randn(32, 16)
+            for one, call in ((model, run), (eager, eager)):
+                if i == 3:
+                    for p in one.parameters():
+                        p.grad = None
+                call(x).square().mean().backward()
+            _same(model, eager)
+    assert not any(_in_arena(model, backend))
+    assert _gradients(backend) == ["added"]
+    (logged,) = [r.message for r in caplog.records if "from now on" in r.message]
+    assert "test_backend_gradients.py" in logged
+    assert "gradients of the last step are still set or referred to at the next call" in logged
+
+
+@pytest.mark.parametrize("before", [0, 1, 3])
+def test_several_calls_before_a_backward(before: int) -> None:
+    model, eager = _pair()
+    backend = Backend(sanitize="poison")
+    run = _compiled(model, backend)
+    for _ in range(before):
+        x = torch.randn(32, 16)
+        _step(model, run, x)
+        _step(eager, eager, x)
+        _same(model, eager)
+    for _ in range(3):
+        x, y = torch.randn(32, 16), torch.randn(32, 16)
+        for one, call in ((model, run), (eager, eager)):
+            for p in one.parameters():
+                p.grad = None
+            (call(x).square().mean() + call(y).abs().mean()).backward()
+        _same(model, eager)
+
+
+@pytest.mark.parametrize("held", ["tensor", "array", "grad", "view"])
+def test_a_gradient_that_something_refers_to_keeps_its_bytes(held: str) -> None:
+    model, eager = _pair()
+    backend = Backend(sanitize="poison")
+    run = _compiled(model, backend)
+    kept: list[object] = []
+    for _ in range(4):
+        x = torch.randn(32, 16)
+        for one, call in ((model, run), (eager, eager)):
+            if held == "grad":
+                kept.append(torch.autograd.grad(call(x).square().mean(), list(one.parameters()))[0])
+                continue
+            _step(one, call, x)
+            grad = next(one.parameters()).grad
+            assert grad is not None
+            kept.append({"tensor": grad, "array": grad.numpy(), "view": grad[1:]}[held])
+    for ours, theirs in zip(kept[::2], kept[1::2], strict=True):
+        assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+
+
+def test_two_models_with_one_backend_one_after_another() -> None:
+    backend = Backend(sanitize="poison")
+    (one, eager_one), (two, eager_two) = _pair(0, 16), _pair(1, 24)
+    runs = [_compiled(one, backend), _compiled(two, backend)]
+    for _ in range(4):
+        x, y = torch.randn(32, 16), torch.randn(64, 24)
+        for models, calls in (((one, two), runs), ((eager_one, eager_two), (eager_one, eager_two))):
+            for model in models:
+                for p in model.parameters():
+                    p.grad = None
+            calls[0](x).square().mean().backward()
+            calls[1](y).square().mean().backward()
+        _same(one, eager_one)
+        _same(two, eager_two)
+
+
+@pytest.mark.parametrize("between", ["evaluate", "place", "release", "joint plan"])
+def test_gradients_stay_until_the_optimizer_has_read_them(between: str) -> None:
+    model, eager = _pair()
+    backend = Backend(sanitize="poison")
+    run = _compiled(model, backend)
+    for _ in range(4):
+        x = torch.randn(32, 16)
+        _step(model, run, x)
+        _step(eager, eager, x)
+        if between == "evaluate":
+            with torch.no_grad():
+                assert torch.equal(run(2 * x), eager(2 * x))
+        elif between == "place":
+            backend.place()
+        elif between == "release":
+            assert backend.release()
+            assert backend.arena_size == 0
+        else:
+            backend.joint_plan("Block", {})
+        _same(model, eager)
+    assert _gradients(backend)[0] == "auto"
+
+
+def test_an_arena_with_a_gradient_in_use_is_not_released() -> None:
+    model, eager = _pair()
+    backend = Backend(sanitize="poison")
+    run = _compiled(model, backend)
+    x = torch.randn(32, 16)
+    _step(model, run, x)
+    _step(eager, eager, x)
+    grad = next(model.parameters()).grad
+    assert grad is not None
+    array = grad.numpy()
+    assert not backend.release()
+    del array
+    assert backend.release()
+    _same(model, eager)
+
+
+def test_gradients_are_outside_within_a_budget_and_with_a_graph_break() -> None:
+    class Breaks(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.one(x).relu()
+            torch._dynamo.graph_break()
+            y: Tensor = self.two(hidden)
+            return y
+
+    limited, broken = Backend(budget="95%"), Backend()
+    x = torch.randn(256, 16)
+    runs = []
+    for backend, model in ((limited, Block()), (broken, Breaks())):
+        runs.append(run := _compiled(model, backend))
+        for _ in range(3):
+            _step(model, run, x)
+            assert not any(_in_arena(model, backend))
+    assert _gradients(limited) == ["safe"]
+    assert _gradients(broken)[0] == "safe"
+
+
+def test_a_backward_that_runs_again_after_another_model_left_its_gradients() -> None:
+    backend = Backend(sanitize="poison")
+    (one, eager_one), (two, eager_two) = _pair(0, 16), _pair(1, 16)
+    runs = [_compiled(one, backend), _compiled(two, backend)]
+    for _ in range(3):
+        x, y = torch.randn(32, 16), torch.randn(32, 16)
+        for models, calls in (((one, two), runs), ((eager_one, eager_two), (eager_one, eager_two))):
+            for model in models:
+                for p in model.parameters():
+                    p.grad = None
+            loss = calls[0](x).square().mean()
+            loss.backward(retain_graph=True)
+            calls[1](y).square().mean().backward()
+            loss.backward()
+        _same(one, eager_one)
+        _same(two, eager_two)
+
+
+class _Loops:
+    """Two models with one backend, and their copies in eager, in a random loop."""
+
+    def __init__(self, seed: int) -> None:
+        self.choose = random.Random(seed)
+        self.backend = Backend(sanitize="poison")
+        self.pairs = [_pair(i, 8 + 8 * i) for i in range(2)]
+        self.runs = [_compiled(model, self.backend) for model, _ in self.pairs]
+        self.waiting: list[tuple[Tensor, Tensor]] = []  # losses whose backward has not run
+        self.held: list[tuple[Tensor, Tensor]] = []
+        self.most_waiting = self.choose.choice([1, 3, 3, 3])
+
+    def call(self, i: int) -> None:
+        if len(self.waiting) == self.most_waiting:
+            return
+        x = torch.randn(4 + self.choose.randrange(2), 8 + 8 * i)
+        losses = self.runs[i](x).square().mean(), self.pairs[i][1](x).square().mean()
+        self.waiting.append(losses)
+        assert torch.equal(*losses)
+
+    def backward(self, _: int) -> None:
+        if self.waiting:
+            for loss in self.waiting.pop(self.choose.randrange(len(self.waiting))):
+                torch.autograd.backward(loss)
+
+    def evaluate(self, i: int) -> None:
+        x = torch.randn(4, 8 + 8 * i)
+        with torch.no_grad():
+            assert torch.equal(self.runs[i](x), self.pairs[i][1](x))
+
+    def zero_grad(self, i: int) -> None:
+        for model in self.pairs[i]:
+            model.zero_grad()
+
+    def update(self, i: int) -> None:
+        if not self.waiting:
+            for model in self.pairs[i]:
+                _update(model)
+
+    def hold(self, i: int) -> None:
+        ours, theirs = (next(model.parameters()).grad for model in self.pairs[i])
+        if ours is not None and theirs is not None:
+            self.held.append((ours.view(-1)[:2], theirs.view(-1)[:2]))
+
+    def drop(self, _: int) -> None:
+        self.held.clear()
+
+    def release(self, _: int) -> None:
+        self.backend.release()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_loops_train_like_eager(seed: int) -> None:
+    """Calls, backwards, updates, evaluations and references to gradients in random orders, with poisoned bytes."""
+    loops = _Loops(seed)
+    does = [loops.call, loops.backward, loops.evaluate, loops.zero_grad, loops.update, loops.hold, loops.drop]
+    for _ in range(30):
+        loops.choose.choice([*does, loops.release])(loops.choose.randrange(2))
+        for ours, theirs in loops.held:
+            assert torch.equal(ours, theirs)
+        for model, eager in loops.pairs:
+            _same(model, eager)
