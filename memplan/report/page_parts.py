@@ -20,7 +20,7 @@ _FAILED = """function failed(error) {
 
 FOOT = f"memplan {__version__}. Everything in this file was computed before anything ran."
 
-_SHARED = ("format", "data", "look", "theme", "arena", "pins", "permalink")
+_SHARED = ("format", "data", "look", "theme", "view", "paint", "arena", "pins", "permalink")
 _REPORT = ("tree", "table", "report")
 SCRIPTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
