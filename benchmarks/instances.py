@@ -86,6 +86,31 @@ def scattered(n: int, *, seed: int, mean_life: float = 40.0) -> Problem:
     return _problem(buffers)
 
 
+LIVES = ("rare", "log-uniform", "half")
+
+
+def mixed_lives(n: int, *, seed: int, lives: str = "log-uniform") -> Problem:
+    """`n` buffers at random births, with long and short lives mixed so that hundreds to thousands are alive together.
+
+    `lives` are "rare" (every fifth up to n/2 steps, the others up to 20; sizes uniform), "log-uniform" (1 to n/2
+    steps; sizes uniform) or "half" (every second up to n/2 steps, the others up to 50; sizes log-uniform).
+    """
+    chance = random.Random(f"{seed} {lives}")
+    buffers = []
+    for _ in range(n):
+        if lives == "log-uniform":
+            life, size = round((n / 2) ** chance.random()), chance.randint(1, 1000) * 1024
+        elif lives == "half":
+            life = 1 + chance.randrange(n // 2 if chance.random() < 0.5 else 50)
+            size = round(2 ** (16 * chance.random())) * 512
+        else:
+            life = 1 + chance.randrange(n // 2 if chance.random() < 0.2 else 20)
+            size = chance.randint(1, 1 << 20)
+        start = chance.randrange(n - life)
+        buffers.append((start, start + life, size))
+    return _problem(buffers)
+
+
 def mixed(n: int, *, seed: int, pins: int = 0, longest: int | None = None) -> Problem:
     """`n` buffers, most of them brief, some long, one alive throughout; some with gaps, alignments, `pins` pinned.
 

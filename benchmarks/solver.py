@@ -162,7 +162,7 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Cell]:
         row |= _minimalloc(case, args.minimalloc, bound)
     if args.idealloc:
         lives = args.idealloc_lives if len(problem.buffers) <= 2_000 else 1
-        row |= _idealloc(case, args.idealloc, lives, bound)
+        row |= idealloc_row(case.problem, args.idealloc, lives, bound)
     return row
 
 
@@ -190,11 +190,11 @@ def _minimalloc(case: Case, binary: str, bound: int) -> dict[str, Cell]:
         return {"minimalloc_s": seconds, "minimalloc_ratio": _arena(target) / bound}
 
 
-def _idealloc(case: Case, binary: str, lives: int, bound: int) -> dict[str, Cell]:
+def idealloc_row(problem: Problem, binary: str, lives: int, bound: int) -> dict[str, Cell]:
     """idealloc (`coreba`, binary `idealloc`) reads minimalloc's CSV and prints `Makespan:` and its bytes."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "in.csv"
-        _write_input(source, case.problem)
+        _write_input(source, problem)
         began = _children_seconds()
         try:
             run = subprocess.run(

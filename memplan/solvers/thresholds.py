@@ -14,11 +14,15 @@ PLAIN = 10_000  # buffers: up to here greedy in plain Python replaces compiled h
 STEPS_EACH = 4  # steps per segment: up to here a table of all steps is faster than sorting
 PAIRS = 2_000_000  # pairs of buffers alive together: above, first-fit takes longer than 0.3 s
 FEW = 2_000  # buffers: up to here a linear scan is faster than the segment tree
+SCANNED = 64  # pairs of buffers, for each pair alive together: up to here a linear scan is faster, for any number
 PAINTED = 20_000  # buffers: above, the bound with alignment uses one padding for all sections
 
 QUICK = 2  # heuristics that are tried on a piece before it is searched
 LARGE = 2_000  # buffers: larger pieces are searched through their busiest sections
-TRACKED, ADDED = 16, 8  # sections searched at first, and added after every round
+TRACKED, ADDED = 32, 16  # sections searched at first, and added after every round
+CORE = 8_000  # buffers: the buffers of these sections are searched together up to here
+ROUND = 1_250_000  # units of work: more than that is too long for first-fit over all buffers, again and again
+WHEEL = 3  # rounds of squeaky-wheel optimization around a core, before sections are added
 EXACT = 64  # buffers: up to here CP-SAT is used
 EJECTED = 4_000  # buffers: up to here ejection search runs, which keeps a table of pairs
 

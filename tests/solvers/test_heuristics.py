@@ -7,10 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.instances import mixed
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import SolverLimits, thresholds
 from memplan.solvers.arrays import heuristics
-from memplan.solvers.arrays.heuristics import fill, first_answers, first_fit, pairs_alive_together, unplaced
+from memplan.solvers.arrays.heuristics import (
+    fill,
+    first_answers,
+    first_fit,
+    first_fit_work,
+    pairs_alive_together,
+    unplaced,
+)
 from memplan.solvers.arrays.instance import PieceOutcome, instance_of
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, make_problem_arrays
 from memplan.solvers.limits import WorkBudget
@@ -92,35 +100,64 @@ def test_fill_starts_again_with_first_fit_where_the_skyline_wasted_a_hole() -> N
 
 
 def test_fill_gives_up_early_where_first_fit_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what the skyline refused is then fitted, and that alone may not do."""
     arrays = _arrays((4, 0, 2), (2, 0, 2), (3, 0, 2))
-    monkeypatch.setattr(thresholds, "PAIRS", 0.28)
+    monkeypatch.setattr(heuristics, "first_fit_work", lambda arrays: 5)
+    monkeypatch.setattr(thresholds, "ROUND", 4)
     assert _filled(arrays, 9, {0: 2}, [1, 2]) == ([2, 6, 8], [2])
-    monkeypatch.setattr(thresholds, "PAIRS", 0.3)
+    monkeypatch.setattr(thresholds, "ROUND", 5)
     assert _filled(arrays, 9, {0: 2}, [1, 2])[1] == []
 
 
-def test_fill_spends_work_on_what_the_skyline_refused() -> None:
+def test_fill_spends_work_on_what_the_skyline_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = _arrays(*((2, 0, 2) for _ in range(33)), (3, 0, 2))
     budget = WorkBudget(SolverLimits(work=10_000))
     offsets = np.full(arrays.n, -1, np.int64)
+    monkeypatch.setattr(heuristics, "first_fit_work", lambda arrays: 340)
     assert len(fill(arrays, np.arange(34), arrays.max_offset(69), offsets, budget)) == 0
     assert budget.spent == 1
     refused = fill(arrays, np.arange(34), arrays.max_offset(50), np.full(arrays.n, -1, np.int64), budget)
-    pairs = 34 * 33 // 2
-    assert budget.spent == 2 + len(refused) * 2 * pairs // 34 // 16
+    assert len(refused)
+    assert budget.spent == 2 + 10 * len(refused)
 
 
-def test_first_fit_selects_the_kernel_by_the_number_of_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_fit_selects_the_kernel_by_what_it_visits(monkeypatch: pytest.MonkeyPatch) -> None:
     from memplan.solvers.arrays import fit_kernel
 
     used: list[str] = []
     monkeypatch.setattr(fit_kernel, "fit", lambda *_: used.append("fit"))
     monkeypatch.setattr(fit_kernel, "fit_few", lambda *_: used.append("few"))
-    arrays = _arrays((1, 0, 1), (1, 0, 1))
-    for few in (1, 2):
+    arrays = _arrays(*((1, k, k + 2) for k in range(6)))  # 36 pairs of buffers in either order, 5 alive together
+    for few, scanned in ((5, 7), (5, 8), (6, 7)):
         monkeypatch.setattr(thresholds, "FEW", few)
-        first_fit(arrays, np.arange(2), unplaced(arrays))
-    assert used == ["fit", "few"]
+        monkeypatch.setattr(thresholds, "SCANNED", scanned)
+        first_fit(arrays, np.arange(6), unplaced(arrays))
+    assert used == ["fit", "few", "few"]
+
+
+@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_both_kernels_complete_a_placement_alike(best: bool, seed: int) -> None:
+    """Gaps and alignments included, from placed buffers in any order of offsets."""
+    from memplan.solvers.arrays import fit_kernel
+
+    arrays = make_problem_arrays(mixed(300, seed=seed, longest=200))
+    start = unplaced(arrays)
+    first_fit(arrays, np.arange(0, arrays.n, 3)[::-1], start)
+    order = np.flatnonzero(start < 0)
+    few, tree = start.copy(), start.copy()
+    segments = (arrays.seg_ptr, arrays.seg_lo, arrays.seg_hi)
+    fit_kernel.fit_few(order, int(best), arrays.size, arrays.align, arrays.low, *segments, few)
+    fit_kernel.fit(order, int(best), arrays.size, arrays.align, arrays.low, *segments, arrays.sections, tree)
+    assert few.tolist() == tree.tolist()
+
+
+def test_the_work_of_first_fit_is_that_of_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = _arrays(*((1, 0, 2) for _ in range(600)))
+    assert first_fit_work(arrays) == 600 * 600 // 6_000
+    monkeypatch.setattr(thresholds, "FEW", 0)
+    monkeypatch.setattr(thresholds, "SCANNED", 0)
+    assert first_fit_work(arrays) == 600 * 599 // 2 // 16
 
 
 # -- squeaky-wheel optimization ------------------------------------------------------------------------------
@@ -166,19 +203,19 @@ def test_the_busiest_section_of_every_lifetime(problem: Problem, data: st.DataOb
 def test_a_round_that_would_not_end_in_time_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = _arrays((9, 0, 2), (6, 0, 2), (1, 5, 6))
     budget = WorkBudget(SolverLimits(seconds=100.0))
-    for pairs, count in ((600_000_000, 0), (400_000_000, 1)):
-        monkeypatch.setattr(squeaky_wheel, "pairs_alive_together", lambda arrays, pairs=pairs: pairs)
+    for work, count in ((30_000_000, 0), (20_000_000, 1)):
+        monkeypatch.setattr(squeaky_wheel, "first_fit_work", lambda arrays, work=work: work)
         rounds = squeaky_wheel.rounds(arrays, arrays.max_offset(100), budget)
         assert len([offsets for offsets, _ in zip(rounds, range(1), strict=False)]) == count
 
 
-def test_a_round_spends_work_for_its_pairs() -> None:
-    arrays = _arrays(*((1 + k % 3, 0, 2) for k in range(30)))
+def test_a_round_spends_the_work_of_first_fit() -> None:
+    arrays = _arrays(*((1 + k % 3, 0, 2) for k in range(300)))
     budget = WorkBudget(SolverLimits(work=1_000))
     rounds = squeaky_wheel.rounds(arrays, arrays.max_offset(100), budget)
     for count in (1, 2, 3):
         next(rounds)
-        assert budget.spent == count * (30 * 29 // 2 // 16 + 1)
+        assert budget.spent == count * (300 * 300 // 6_000 + 1)
 
 
 def test_keys_stay_finite() -> None:

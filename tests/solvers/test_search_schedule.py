@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from memplan.core.problem import Buffer, Interval, Problem
+from memplan.errors import SolverFault
 from memplan.solvers import SolverLimits, thresholds
 from memplan.solvers.answers import Answers
 from memplan.solvers.arrays.instance import Instance, PieceOutcome, instance_of
@@ -282,7 +283,7 @@ def test_ejection_search_gets_the_work_of_the_tree_search_after_its_head_start(
     learnt = Learnt(np.full(4, -1, np.int64)) if known else None
     budget = WorkBudget(SolverLimits(work=1_000))
     outcome, offsets = tree_search.search(_piece(*_ROWS), budget, 0, learnt)
-    assert (outcome, offsets.tolist()) == (_LIMIT, [0, 0, 0, 0])
+    assert (outcome, offsets.tolist()) == (_LIMIT, [-1, -1, -1, -1])
     assert seen[0] - first in (0, 1)
     assert abs(len(log) * 10 - (0 if known else 200) - len(seen) * 50) <= 60
     monkeypatch.setattr(_Ejection, "calls", 0)
@@ -312,6 +313,7 @@ class _Attempts:
     def __init__(self, least: int, *, proves: bool = False, work: int = 100) -> None:
         self.least, self.proves, self.work = least, proves, work
         self.calls: list[dict[str, Any]] = []
+        self.high: Ints = np.full(3, -1, np.int64)  # the offsets at a limit
 
     def __call__(
         self, arrays: Any, highest: Ints, budget: WorkBudget, seed: int, **given: Any
@@ -321,7 +323,7 @@ class _Attempts:
         budget.spend(self.work - 1, 1)
         if capacity >= self.least:
             return _SOLVED, np.array([0, 1, (capacity - 20) // 20])
-        return (_EXHAUSTED if self.proves else _LIMIT), np.zeros(3, np.int64)
+        return (_EXHAUSTED if self.proves else _LIMIT), self.high
 
 
 def _searched(
@@ -429,7 +431,44 @@ def test_large_problems_are_promoted_before_they_are_searched(monkeypatch: pytes
     monkeypatch.setattr(squeaky_wheel, "rounds", rounds)
     attempts = _Attempts(10**6)
     search = _searched(monkeypatch, attempts)
-    assert attempts.calls[0]["work"] == 6_000
-    assert given == [([1, 1, 1], int(0.7 * 9_900))]
+    assert attempts.calls[0]["work"] == 4_000
+    assert given == [([1, 1, 1], int(0.1 * 9_900))]
     assert search.arena == 60
     assert attempts.calls[1]["capacity"] in (40, 60)
+
+
+def test_promotion_ends_when_it_no_longer_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thresholds, "LARGE", 2)
+    drawn: list[int] = []
+
+    def rounds(arrays: Any, goal: Ints, budget: WorkBudget) -> Any:
+        for turn in range(99):
+            drawn.append(turn)
+            yield np.array([0, 1, 3 if turn == 2 else 9])
+
+    monkeypatch.setattr(squeaky_wheel, "rounds", rounds)
+    search = _searched(monkeypatch, _Attempts(10**6))
+    assert (search.arena, drawn) == (80, [0, 1, 2, 3, 4, 5, 6])
+
+
+def test_a_placement_above_the_capacity_is_kept_if_it_is_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = _Attempts(10**6)
+    attempts.high = np.array([0, 1, 2])
+    assert _searched(monkeypatch, attempts).arena == 60
+    attempts.high = np.array([0, 1, 8])
+    assert _searched(monkeypatch, attempts).arena == 100
+    attempts.high = np.array([0, 0, 2])  # invalid
+    with pytest.warns(SolverFault, match="attempt"):
+        assert _searched(monkeypatch, attempts).arena == 100
+
+
+@pytest.mark.parametrize(("scan", "work"), [(1.0, 600), (1e9, 400)])
+def test_the_bound_of_a_problem_too_large_for_first_fit_gets_more_work(
+    monkeypatch: pytest.MonkeyPatch, scan: float, work: int
+) -> None:
+    monkeypatch.setattr(thresholds, "LARGE", 2)
+    monkeypatch.setattr(thresholds, "ROUND", scan)
+    monkeypatch.setattr(capacity_search, "first_fit_work", lambda arrays: 5)
+    attempts = _Attempts(10**6)
+    _searched(monkeypatch, attempts, work=1_000)
+    assert attempts.calls[0]["work"] == work

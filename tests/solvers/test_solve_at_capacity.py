@@ -7,14 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.instances import mixed_lives
 from memplan.core.problem import Buffer, Interval, Problem
-from memplan.solvers import SolverLimits, thresholds
+from memplan.core.validate import validate
+from memplan.solvers import SolverLimits, solve, thresholds
 from memplan.solvers.arrays.instance import Instance, PieceOutcome
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, load_of, make_problem_arrays
 from memplan.solvers.limits import WorkBudget
 from memplan.solvers.search import cpsat_model, solve_at_capacity
 from memplan.solvers.search.eject import Learnt
 from memplan.solvers.search.solve_at_capacity import _alive_in, _track_overflows, attempt
+from memplan.solvers.search.squeaky_wheel import SqueakyWheel
 
 _SOLVED, _EXHAUSTED, _LIMIT = PieceOutcome.SOLVED, PieceOutcome.EXHAUSTED, PieceOutcome.LIMIT
 
@@ -184,7 +187,7 @@ def test_the_busiest_sections_of_the_buffers_furthest_above_their_limits_are_tra
 
 
 def test_a_large_piece_is_searched_through_its_busiest_sections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First what is alive in the busiest section; the rest goes on top, and what is then too high is added."""
+    """First what is alive in the busiest section; the rest goes around it, and what is then too high is added."""
     for name, value in (("LARGE", 5), ("TRACKED", 1), ("ADDED", 1)):
         monkeypatch.setattr(thresholds, name, value)
     arrays = _arrays((3, 0, 3), (4, 2, 6), (5, 2, 5), (2, 4, 9), (3, 7, 10), (1, 8, 12))
@@ -192,7 +195,10 @@ def test_a_large_piece_is_searched_through_its_busiest_sections(monkeypatch: pyt
     given: list[list[int]] = []
     inside: list[Ints] = []
 
-    def inner(part: ProblemArrays, highest: Ints, budget: WorkBudget, seed: int) -> tuple[PieceOutcome, Ints]:
+    def inner(
+        part: ProblemArrays, highest: Ints, budget: WorkBudget, seed: int, *, core: bool
+    ) -> tuple[PieceOutcome, Ints]:
+        assert core
         assert highest.tolist() == arrays.max_offset(14)[part.source].tolist()
         given.append(part.source.tolist())
         budget.spend(10, 1)
@@ -207,11 +213,61 @@ def test_a_large_piece_is_searched_through_its_busiest_sections(monkeypatch: pyt
     monkeypatch.setattr(solve_at_capacity, "attempt", inner)
     monkeypatch.setattr(solve_at_capacity, "search", lambda piece, budget, seed: (_SOLVED, np.arange(6)))
     outcomes, inside = [_SOLVED] * 9, [np.array([0, 3, 7])] * 9
-    assert placed([0] * 6) == (_SOLVED, [0, 3, 7, 12, 0, 3])
+    assert placed([0] * 6) == (_SOLVED, [0, 3, 7, 0, 2, 5])
     assert given == [[0, 1, 2]]
     outcomes = [_EXHAUSTED]
     assert placed([0] * 6)[0] is _EXHAUSTED
     outcomes = [_SOLVED, _SOLVED]
     inside = [np.array([3, 6, 0, 9])] * 2
+    monkeypatch.setattr(thresholds, "ROUND", -1)  # without squeaky-wheel optimization
+    outcomes, inside = [_SOLVED] * 9, [np.array([0, 3, 7])] * 9
+    assert placed([0] * 6) == (_SOLVED, [0, 3, 7, 12, 0, 3])
+    outcomes = [_SOLVED, _SOLVED]
+    inside = [np.array([3, 6, 0, 9])] * 2
     placed([0, 0, 0, 13, 0, 0])  # the fourth is known to end too high: its busiest section is tracked too
     assert given[0] == [0, 1, 2, 3]
+
+
+def test_at_a_limit_a_large_piece_has_its_lowest_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("LARGE", 1), ("TRACKED", 1), ("ADDED", 1)):
+        monkeypatch.setattr(thresholds, name, value)
+    arrays = _arrays((3, 0, 3), (4, 2, 6), (5, 2, 5), (2, 4, 9), (3, 7, 10), (1, 8, 12))
+    around = iter([[0, 3, 7, 19, 0, 3], [0, 3, 7, 15, 0, 3], [0, 3, 7, 17, 0, 3]])
+
+    def inner(part: ProblemArrays, *_: object, core: bool) -> tuple[PieceOutcome, Ints]:
+        return _SOLVED, np.zeros(part.n, np.int64)
+
+    def completed(arrays: ProblemArrays, core: Ints, limit: Ints, wheel: object, budget: WorkBudget) -> Ints:
+        found = next(around)
+        budget.spend(9, 1)
+        return np.array(found)
+
+    monkeypatch.setattr(solve_at_capacity, "attempt", inner)
+    monkeypatch.setattr(solve_at_capacity, "_around", completed)
+    monkeypatch.setattr(solve_at_capacity, "_alive_in", lambda arrays, tracked: np.arange(2))
+    known = np.array([90] * 6)
+    budget = WorkBudget(SolverLimits(work=30))
+    outcome, offsets = solve_at_capacity._place_large(arrays, arrays.max_offset(14), budget, 0, known)
+    assert (outcome, offsets.tolist()) == (PieceOutcome.LIMIT, [0, 3, 7, 15, 0, 3])
+
+
+def test_what_does_not_fit_on_top_of_a_core_is_placed_in_its_holes() -> None:
+    arrays = _arrays((4, 0, 2), (2, 0, 4), (3, 2, 4), (1, 0, 1))
+    limit, budget = arrays.max_offset(7), WorkBudget(SolverLimits(work=1_000))
+    core = np.array([3, -1, -1, -1])
+    wheel = SqueakyWheel(arrays, limit)
+    assert solve_at_capacity._around(arrays, core, limit, wheel, budget).tolist() == [3, 0, 2, 2]
+    assert budget.spent  # by first-fit: on the skyline the second would begin at 7
+    assert core.tolist() == [3, -1, -1, -1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_large_problem_reaches_max_live_through_its_core(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Long and short lives mixed: first-fit alone ends far above."""
+    problem = mixed_lives(1_500, seed=seed)
+    greedy = solve(problem, solver="greedy")
+    monkeypatch.setattr(thresholds, "LARGE", 200)
+    solution = solve(problem, work_limit=400_000)
+    validate(problem, solution)
+    assert greedy.gap > 0.01
+    assert solution.gap < greedy.gap / 4

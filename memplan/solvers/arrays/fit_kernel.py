@@ -171,12 +171,13 @@ def fit_few(order, policy, size, align, low, seg_ptr, seg_lo, seg_hi, offsets):
     n = size.shape[0]
     who, births, deaths = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32)
     bottoms, tops = np.empty(n, np.int64), np.empty(n, np.int64)
-    count = np.int64(0)  # not 0: `_insert` would be compiled twice
-    for b in range(n):
-        if offsets[b] >= 0:
-            birth, death = seg_lo[seg_ptr[b]], seg_hi[seg_ptr[b + 1] - 1]
-            _insert(b, birth, death, offsets, size, who, births, deaths, bottoms, tops, count)
-            count += 1
+    placed = np.flatnonzero(offsets >= 0)
+    placed = placed[np.argsort(offsets[placed], kind="mergesort")]
+    count = placed.shape[0]
+    for k in range(count):
+        b = placed[k]
+        who[k], births[k], deaths[k] = b, seg_lo[seg_ptr[b]], seg_hi[seg_ptr[b + 1] - 1]
+        bottoms[k], tops[k] = offsets[b], offsets[b] + size[b]
     for turn in range(order.shape[0]):
         b = order[turn]
         birth, death = seg_lo[seg_ptr[b]], seg_hi[seg_ptr[b + 1] - 1]

@@ -10,7 +10,8 @@ from memplan.solvers import thresholds
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
 from memplan.solvers.limits import WorkBudget
 
-PAIRS_PER_UNIT = 16  # pairs of buffers visited by first-fit, for one unit of work
+_PAIRS_PER_UNIT = 16  # pairs of buffers visited by first-fit with the segment tree, for one unit of work
+_SCANNED_PER_UNIT = 6_000  # placed buffers scanned by first-fit in the order of offsets, for one unit of work
 
 
 def unplaced(arrays: ProblemArrays) -> Ints:
@@ -25,12 +26,26 @@ def pairs_alive_together(arrays: ProblemArrays) -> int:
     return int((born[arrays.hi - 1] - died[arrays.lo] - 1).sum()) // 2
 
 
+def first_fit_work(arrays: ProblemArrays) -> int:
+    """The units of work in which `first_fit` places all buffers."""
+    if _is_scanned(arrays):
+        return arrays.n * arrays.n // _SCANNED_PER_UNIT
+    return pairs_alive_together(arrays) // _PAIRS_PER_UNIT
+
+
+def _is_scanned(arrays: ProblemArrays) -> bool:
+    """Whether scanning all placed buffers is faster than finding those alive together in the segment tree."""
+    if arrays.n <= thresholds.FEW:
+        return True
+    return arrays.n * arrays.n <= thresholds.SCANNED * pairs_alive_together(arrays)
+
+
 def first_fit(arrays: ProblemArrays, order: Ints, offsets: Ints, *, best: bool = False) -> None:
     """Place the buffers of `order` one by one into `offsets`, each at the lowest (or with `best` tightest) offset."""
     from memplan.solvers.arrays import fit_kernel
 
     policy = fit_kernel.BEST if best else fit_kernel.FIRST
-    if arrays.n <= thresholds.FEW:
+    if _is_scanned(arrays):
         fit_kernel.fit_few(
             order, policy, arrays.size, arrays.align, arrays.low, arrays.seg_ptr, arrays.seg_lo, arrays.seg_hi, offsets,
         )  # fmt: skip
@@ -86,19 +101,19 @@ def first_answers(arrays: ProblemArrays) -> Iterator[Ints]:
 def fill(arrays: ProblemArrays, order: Ints, max_offset: Ints, offsets: Ints, budget: WorkBudget | None = None) -> Ints:
     """Complete `offsets` with the buffers of `order`; returns those above `max_offset` (none for peeled buffers).
 
-    The skyline is tried first, then first-fit, whose work is spent from `budget` in proportion to the pairs visited.
+    The skyline is tried first, then first-fit, whose work is spent from `budget`.
     """
     on_top = offsets.copy()
     on_skyline(arrays, order, max_offset, on_top)
     refused = order[on_top[order] < 0]
-    pairs = pairs_alive_together(arrays) if len(refused) else 0
+    work = first_fit_work(arrays) if len(refused) else 0
     if budget is not None:
-        budget.spend(len(refused) * 2 * pairs // max(arrays.n, 1) // PAIRS_PER_UNIT, 1)
+        budget.spend(len(refused) * work // max(arrays.n, 1), 1)
     first_fit(arrays, refused, on_top)
     if (on_top <= max_offset).all():
         offsets[:] = on_top
         return refused[:0]
-    if pairs > 10 * thresholds.PAIRS:  # first-fit for all of them would take seconds
+    if work > thresholds.ROUND:
         offsets[:] = on_top
         return np.flatnonzero(offsets > max_offset)
     first_fit(arrays, order, offsets)

@@ -6,7 +6,7 @@ from memplan.core.problem import Problem
 from memplan.solvers import thresholds
 from memplan.solvers.accept import warn_of_fault
 from memplan.solvers.answers import Answers
-from memplan.solvers.arrays.heuristics import first_answers
+from memplan.solvers.arrays.heuristics import first_answers, first_fit_work
 from memplan.solvers.arrays.instance import PieceOutcome
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
 from memplan.solvers.bounds import lower_bound
@@ -16,9 +16,11 @@ from memplan.solvers.search.eject import Learnt
 from memplan.solvers.search.solve_at_capacity import attempt
 
 # Shares of the budget: for the capacity if a placement within it is enough, else for the bound (on large problems).
-_FIT_SHARE, _FIRST_SHARE, _LARGE_SHARE = 0.95, 0.1, 0.6
-_PROMOTE_SHARE = 0.7  # share of the rest for squeaky-wheel optimization, on large problems
+_FIT_SHARE, _FIRST_SHARE, _LARGE_SHARE, _HUGE_SHARE = 0.95, 0.1, 0.4, 0.6
+_PROMOTE_SHARE = 0.1  # share of the rest for squeaky-wheel optimization, on large problems
+_PATIENCE = 4  # rounds of it without a better placement, after which it ends
 _STEPS = (0.85, 0.7, 0.5, 0.25, 0.0)  # the next capacity, between the bound (0) and the best arena (1)
+_LARGE_EFFORT, _LARGE_STEP = 16, 2  # units more for each buffer, and the first step, on large problems
 _SEARCH_SHARE = 0.7  # share of the rest for the search, before CP-SAT
 
 
@@ -54,8 +56,7 @@ class CapacitySearch:
         if self.capacity is not None and not self.limits.minimize:
             self._try(self.capacity, self.budget.share(_FIT_SHARE), seed)
         else:
-            share = _LARGE_SHARE if self.arrays.n > thresholds.LARGE else _FIRST_SHARE
-            self._try(self.bound, self.budget.share(share), seed)
+            self._try(self.bound, self.budget.share(self._first_share()), seed)
         if self.arrays.n > thresholds.LARGE and not self._is_done():
             self._promote(self.budget.share(_PROMOTE_SHARE))
         self._descend(self.budget.share(_SEARCH_SHARE) if self._is_small() else self.budget, seed)
@@ -69,6 +70,12 @@ class CapacitySearch:
     def _is_small(self) -> bool:
         return self.arrays.n <= thresholds.EXACT
 
+    def _first_share(self) -> float:
+        """The share of the budget for the bound: more where a failure there leaves no time for another capacity."""
+        if self.arrays.n <= thresholds.LARGE:
+            return _FIRST_SHARE
+        return _LARGE_SHARE if first_fit_work(self.arrays) <= thresholds.ROUND else _HUGE_SHARE
+
     def _close(self) -> None:
         """Let CP-SAT find a placement below the best arena, or prove that there is none."""
         while not self._is_done() and not self.budget.is_over:
@@ -78,10 +85,10 @@ class CapacitySearch:
                 return
 
     def _promote(self, budget: WorkBudget) -> None:
-        goal = self.arrays.max_offset(self.bound)
+        goal, idle = self.arrays.max_offset(self.bound), 0
         for offsets in squeaky_wheel.rounds(self.arrays, goal, budget):
-            self._offer(offsets, "squeaky_wheel.rounds")
-            if self._is_done():
+            idle = 0 if self._offer(offsets, "squeaky_wheel.rounds") else idle + 1
+            if self._is_done() or idle == _PATIENCE:
                 return
 
     def _descend(self, budget: WorkBudget, seed: int) -> None:
@@ -90,6 +97,8 @@ class CapacitySearch:
         Small steps with little effort soon reach the capacities for which the effort must be doubled repeatedly.
         """
         effort, step = thresholds.EFFORT, 0
+        if self.arrays.n > thresholds.LARGE:
+            effort, step = effort + _LARGE_EFFORT * self.arrays.n, _LARGE_STEP
         memory: dict[bytes, Learnt] = {}
         while not self._is_done() and not budget.is_over:
             assert self.arena is not None
@@ -114,6 +123,8 @@ class CapacitySearch:
         outcome, offsets = attempt(
             self.arrays, self.arrays.max_offset(capacity), budget, seed, hint=hint, memory=memory
         )
+        if outcome is PieceOutcome.LIMIT and (offsets >= 0).all():
+            self._offer(offsets, "solve_at_capacity.attempt")
         if outcome is PieceOutcome.SOLVED and not self._offer(offsets, "solve_at_capacity.attempt"):
             if memory is not None:  # it may be invalid too
                 memory.clear()

@@ -46,7 +46,7 @@ def search(piece: Instance, budget: WorkBudget, seed: int, learnt: Learnt | None
             return outcome, offsets
         treed += budget.spent - before
         run += 1
-    return PieceOutcome.LIMIT, np.zeros(n, np.int64)
+    return PieceOutcome.LIMIT, np.full(n, -1, np.int64)
 
 
 class _Runs:
