@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
+from memplan.distributed.internals import OF_REDUCER, internal, require_attributes, require_state
 from memplan.distributed.local import is_distributed
 from memplan.distributed.ops import process_group
 from memplan.distributed.refusals import (
@@ -23,6 +24,7 @@ from memplan.distributed.refusals import (
     require_reducer,
 )
 
+_PRIVATE = "torch.distributed.fsdp._fully_shard"
 _FIRST_BUCKET_BYTES = 1 << 20  # of torch's, which starts to reduce early
 
 
@@ -114,7 +116,11 @@ def parallelism_of(model: nn.Module) -> Parallelism | None:
     if not distributed.is_available() or not distributed.is_initialized():
         return None
     for module in fsdp_modules(model):
+        require_state(module._get_fsdp_state())  # type: ignore[operator]
         module.reshard()  # type: ignore[operator]
+    reducer = reducer_of(model)
+    if reducer is not None:
+        require_attributes(reducer, OF_REDUCER)
     names = dict(_names(model))
     sharded = fsdp_parameters(model)
     freed = _freed_after_forward(model)
@@ -139,7 +145,7 @@ def group_of_ranks(model: nn.Module) -> str | None:
         return str(reducer.process_group.group_name)
     for module in fsdp_modules(model):
         state: Any = module._get_fsdp_state()  # type: ignore[operator]
-        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        for group in getattr(state, "_fsdp_param_groups", ()):
             found = getattr(getattr(group, "mesh_info", None), "shard_process_group", None)
             if found is not None:
                 return str(found.group_name)
@@ -209,12 +215,11 @@ def _freed_after_forward(model: nn.Module) -> set[int]:
 
 def _shards(param: Any, names: Mapping[int, list[str]], *, reshards: bool) -> Iterator[tuple[str, Shard]]:
     """Yield the shard of an `FSDPParam` for each name of its parameter."""
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
-
+    divide_factors = internal(f"{_PRIVATE}._fsdp_collectives", "_get_gradient_divide_factors")
     group = param.mesh_info.shard_process_group
     own, gathered = param.sharded_param.dtype, gathered_dtype(param)
     reduced = param.mp_policy.reduce_dtype or gathered
-    before, after, how, _ = _get_gradient_divide_factors(group, None, reduced, param.device.type)
+    before, after, how, _ = divide_factors(group, None, reduced, param.device.type)
     for name in names[id(param.sharded_param)]:
         yield (
             name,

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from memplan.distributed.internals import internal
 from memplan.errors import UnsupportedGraph
 
 _DDP = "DistributedDataParallel"
@@ -18,19 +19,17 @@ def _refuse(where: str, what: str, hint: str) -> None:
 
 def require_group(module: nn.Module, state: Any, group: Any) -> None:
     """Raise `UnsupportedGraph` for options of a `fully_shard` that a compiled step does not follow."""
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-
+    private = "torch.distributed.fsdp._fully_shard"
+    own = [internal(f"{private}._fsdp_collectives", name) for name in ("DefaultAllGather", "DefaultReduceScatter")]
+    one, several = (internal(f"{private}._fsdp_common", name) for name in ("FSDPMeshInfo", "HSDPMeshInfo"))
     where = type(module).__name__
-    if isinstance(group.mesh_info, HSDPMeshInfo) or not isinstance(group.mesh_info, FSDPMeshInfo):
+    if isinstance(group.mesh_info, several) or not isinstance(group.mesh_info, one):
         _refuse(where, "is sharded over a mesh of several dimensions (HSDP)", "shard it over a mesh of one dimension")
     if len(state._modules) > 1:
         _refuse(where, "is one of several modules of a fully_shard([...])", "call fully_shard for each of them")
     if type(group.offload_policy).__name__ != "OffloadPolicy":
         _refuse(where, "is sharded with an offload_policy", "leave offloading to memplan: pass budget=")
-    if type(group._all_gather_comm) is not DefaultAllGather or type(group._reduce_scatter_comm) not in (
-        DefaultReduceScatter,
-    ):
+    if [type(group._all_gather_comm), type(group._reduce_scatter_comm)] != own:
         _refuse(where, "has collectives of its own (set_custom_all_gather and the like)", "use torch's own")
     if group._all_reduce_hook is not None:
         _refuse(where, "has an all-reduce hook", "do what it does outside of the step")

@@ -12,6 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from memplan.distributed.internals import internal
 from memplan.distributed.parallelism import (
     Parallelism,
     fsdp_modules,
@@ -76,11 +77,11 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
 
 def _without_hooks(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module without the hooks and objects that `fully_shard` has registered."""
-    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-
+    contract = "torch.distributed._composable.contract"
+    of_torch = {internal(contract, "REGISTRY_KEY"), internal(contract, "STATE_KEY")}
     state = module._get_fsdp_state()  # type: ignore[operator]
     own = {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
-    found = {key: held for key, held in vars(module).items() if key not in (STATE_KEY, REGISTRY_KEY)}
+    found = {key: held for key, held in vars(module).items() if key not in of_torch}
     for kind in _HOOKS:
         for name in (kind, f"{kind}_with_kwargs"):
             if name in found:

@@ -15,6 +15,7 @@ import memplan
 from memplan.core.collectives import collectives_of, is_collective, may_run_again
 from memplan.core.graph import Graph
 from memplan.core.legal_orders import predecessors, require_legal
+from memplan.distributed import internals
 from memplan.distributed.fake_ranks import fake_ranks
 from memplan.errors import InvalidCosts, InvalidPlan, InvalidShapes, UnsupportedCall, UnsupportedGraph
 from memplan.evict.costs import DEVICES, LINKS, cost_model
@@ -262,6 +263,39 @@ def test_what_a_step_cannot_do_as_torch_does_is_refused(ranks: None, make: Calla
     with pytest.raises(UnsupportedGraph, match=words) as error:
         _step(make())
     assert error.value.see == "ranks-refused"
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [("state", "_fsdp_param_groups"), ("group", "_all_gather_comm"), ("param", "padded_sharded_param_size")],
+)
+def test_another_torch_that_keeps_its_knowledge_elsewhere_is_refused(ranks: None, of: str, name: str) -> None:
+    """Every name is looked for before any of it is read."""
+    model: Any = _sharded()
+    state = model._get_fsdp_state()
+    group = state._fsdp_param_groups[0]
+    assert set(internals.OF_GROUP) <= set(dir(group))
+    thing = {"state": state, "group": group, "param": group.fsdp_params[0]}[of]
+    known = getattr(thing, name)
+    delattr(thing, name)
+    try:
+        with pytest.raises(UnsupportedGraph, match=f"has no '{name}' in torch") as error:
+            _step(model)
+    finally:
+        setattr(thing, name, known)
+    assert error.value.see == "ranks-refused"
+    assert "install torch 2.13" in str(error.value.hint)
+
+
+def test_a_private_function_that_is_gone_is_refused(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+    monkeypatch.delattr(f"{home}._get_gradient_divide_factors")
+    with pytest.raises(UnsupportedGraph, match="has no '_get_gradient_divide_factors' in torch"):
+        _step(_sharded())
+    with pytest.raises(UnsupportedGraph, match="has no 'nothing' in torch"):
+        internals.internal("torch.no_such_module", "nothing")
+    with pytest.raises(UnsupportedGraph, match="has no '_comm_hooks' in torch"):
+        internals.require_attributes(object(), ("__class__", "_comm_hooks"))
 
 
 def _columns() -> Any:
