@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 
 import memplan
 from benchmarks.checkpointing import checkpoint_blocks
@@ -48,7 +49,7 @@ def inductor(
 ) -> tuple[Call, None]:
     """`torch.compile` with its default backend. The memory budget is set for the whole process, which is its own."""
     if activation_memory_budget is not None:
-        torch._functorch.config.activation_memory_budget = activation_memory_budget
+        functorch_config.activation_memory_budget = activation_memory_budget
     return torch.compile(model, fullgraph=True), None
 
 
