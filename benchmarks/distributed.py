@@ -39,7 +39,8 @@ NOTES = (
     " reduce-scatter copies its input: that is in the peaks, and in no plan. Eager DDP's buckets, as large as the"
     " parameters (5.3 MB), are held by C++ and not seen. Equal losses are equal bits of the whole"
     " training so far.",
-    "FSDPMemTracker: the peak that torch's own estimator says of the same eager step, which runs for it. Its counterpart is the plan's total, which nothing has to run for.",
+    "FSDPMemTracker: the peak that torch's own estimator says of the same eager step, which runs for it. Its"
+    " counterpart is the plan's total, which nothing has to run for.",
     "No times: gloo on one machine says nothing of a network. benchmarks/overlap.py has predicted ones.",
 )
 # name -> (how torch divides the model, options of compile_step; None: torch alone)
