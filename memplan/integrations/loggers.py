@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,7 @@ def loggers_of_trainer(report_to: Iterable[str], output: str) -> tuple[Any, ...]
 def _writer(folder: Path) -> Any:
     """Return a writer whose events TensorBoard shows together with those that are in a folder."""
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        writer = import_module("torch.utils.tensorboard").SummaryWriter
     except ImportError:
-        from tensorboardX import SummaryWriter
-    return SummaryWriter(str(folder))
+        writer = import_module("tensorboardX").SummaryWriter
+    return writer(str(folder))
