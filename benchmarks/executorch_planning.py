@@ -3,8 +3,8 @@
     pip install executorch
     python -m benchmarks.executorch_planning --models all --size medium
 
-The models of the zoo are exported for inference and lowered to ExecuTorch's edge dialect; both algorithms place the same
-tensors, with the lifetimes that ExecuTorch gives them. Bytes are what the program states for its planned memory;
+The models of the zoo are exported for inference and lowered to ExecuTorch's edge dialect; both algorithms place the
+same tensors, with the lifetimes that ExecuTorch gives them. Bytes are what the program states for its planned memory;
 max live is the least that any placement of these lifetimes needs.
 """
 
