@@ -56,6 +56,9 @@ def fits(
     search: Annotated[
         bool, typer.Option("--search/--no-search", help="Find the largest batch, and what would make it fit.")
     ] = True,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", help="One of N ranks that share the parameters.")
+    ] = None,
     form: Annotated[TextFormat, typer.Option("--format", help="What to print.")] = TextFormat.TABLE,
 ) -> None:
     """Say whether a training step fits a device, before it runs.
@@ -72,7 +75,7 @@ def fits(
     require_torch("memplan fits")
     options = {
         "device": device, "batch": batch, "optimizer": optimizer, "dtype": dtype, "train": False if infer else None,
-        "allowance": allowance, "slack": slack, "costs": costs, "search": search,
+        "allowance": allowance, "slack": slack, "costs": costs, "search": search, "ranks": ranks,
     }  # fmt: skip
     made = _of_config(hf, architecture, sequence, options) if target is None else _of_target(target, options)
     print_sections(form, fits_title(made), fits_sections(made), lambda: fits_json(made))

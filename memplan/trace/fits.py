@@ -5,28 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
-from memplan.core.arguments import arguments_of
 from memplan.core.plan import Plan
 from memplan.core.timed import timed
 from memplan.core.units import format_bytes
-from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, MemplanError
+from memplan.distributed.fake_ranks import divided, fake_ranks
+from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError
 from memplan.evict.costs import cost_model
 from memplan.planning.batch_search import largest_within
 from memplan.planning.capacity import Capacity, capacity_of
 from memplan.planning.eager_total import eager_total
 from memplan.planning.memory_answer import Fits, Need, Remedy, need_of
 from memplan.planning.options import DEFAULTS, Costs, PlanOptions
-from memplan.trace.meta_model import batch_of, floating_type, meta_inputs, meta_model
+from memplan.trace.meta_model import batch_of, floating_type
 from memplan.trace.optimizer.update_bytes import NONE, MakeOptimizer, UpdateBytes, update_bytes
 from memplan.trace.planning import plan_traced
+from memplan.trace.step_example import StepExample
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import trace
 
+_RANKS = tuple(2**k for k in range(1, 13))
+_TRIED_RANKS = 2  # numbers of ranks that are planned: an estimate says which
 Make = Callable[[int], tuple[Any, ...]]
 
 
@@ -44,6 +48,7 @@ def fits(
     slack: int | float | str | None = None,
     costs: Costs | None = None,
     search: bool = True,
+    ranks: int | None = None,
     on_progress: Callable[[str], object] | None = None,
 ) -> Fits:
     """Return whether a training step of `model` fits a device, what it needs by parts, and what would make it fit.
@@ -68,6 +73,8 @@ def fits(
         slack: What stays free: bytes, or a share of the device (0.05, "5%"); None: 5 %.
         costs: The cost model for predicted times, as in `memplan.plan`; None: the device's, or "a100" for a size.
         search: Find the largest batch too, and, where the step does not fit, what would make it fit.
+        ranks: Ask for one of so many ranks, none of which has to exist: a plain model is divided among them as
+            `fully_shard` would divide it, as in `memplan.plan`. The batch is that of each rank.
         on_progress: Called with a text when a stage begins.
 
     Returns:
@@ -78,6 +85,7 @@ def fits(
         InvalidSize: A size, share or type has no valid value, or the example has no batch to change.
         InvalidModel: There is no such optimizer, or it cannot update the model's parameters.
         UnsupportedGraph: The model cannot be traced as one graph.
+        UnsupportedCall: `ranks` is no number of ranks, or this process is one of another number.
 
     Example:
         >>> answer = memplan.fits(model, batch, device="h100", optimizer="AdamW")
@@ -87,68 +95,25 @@ def fits(
     if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
         raise InvalidSize(f"{batch!r} is no number of samples", where="batch", hint="give a number of 1 or more")
     kind = None if dtype is None else floating_type(dtype)
-    example = _Example(model, (example_inputs, example_kwargs), kind)
+    example = StepExample(model, (example_inputs, example_kwargs), kind)
     options = replace(DEFAULTS, costs=costs or capacity.costs or "a100")
-    asked = _Asked(example, optimizer, capacity, options, train, on_progress or (lambda stage: None))
-    made = asked.answer(batch, search=search)
+    asked = _Asked(example, optimizer, capacity, options, train, on_progress or (lambda stage: None), ranks)
+    with fake_ranks(ranks):
+        made = asked.answer(batch, search=search)
     return made if costs or capacity.costs else replace(made, seconds=None)  # the speed of a size is not known
-
-
-@dataclass(frozen=True, slots=True)
-class _Example:
-    """The model and its inputs for any size of the batch, on the meta device where a size or a type is asked for."""
-
-    model: Any
-    example: tuple[Any, Any]
-    dtype: torch.dtype | None
-
-    @property
-    def is_function(self) -> bool:
-        """Whether a function makes model and inputs."""
-        return callable(self.model) and not isinstance(self.model, nn.Module)
-
-    def made(self, batch: int | None) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        """Return the model, its positional arguments and its keywords for a batch (None: the example's own)."""
-        model, (inputs, kwargs) = self.model, self.example
-        if self.is_function:
-            returned = self._called(1 if batch is None else batch)
-            if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
-                what = f"returned an object of type {type(returned).__name__}"
-                raise InvalidModel(what, where=f"make({batch})", hint="return (model, example_inputs)")
-            model, inputs, kwargs = (*returned, None)[:3]
-        args, keywords = arguments_of(inputs, kwargs)
-        if self.dtype is not None:
-            model = meta_model(model, self.dtype)
-        if self.dtype is not None or (batch is not None and not self.is_function):
-            args, keywords = meta_inputs((args, keywords), batch=None if self.is_function else batch, dtype=self.dtype)
-        return model, args, keywords
-
-    def _called(self, batch: int) -> Any:
-        """Return what the function makes for a batch. Raises `InvalidModel` if it raises something."""
-        try:
-            return self.model(batch)
-        except MemplanError:
-            raise
-        except Exception as error:
-            what = f"raised {type(error).__name__}: {error}".splitlines()[0]
-            raise InvalidModel(what, where=f"make({batch})", hint="return (model, example_inputs)") from error
-
-    @property
-    def can_change_batch(self) -> bool:
-        """Whether other sizes of the batch can be tried."""
-        return self.is_function or batch_of(self.example) is not None
 
 
 @dataclass(slots=True)
 class _Asked:
     """One question: plans sizes of the batch, and remembers what they need."""
 
-    example: _Example
+    example: StepExample
     optimizer: str | MakeOptimizer
     capacity: Capacity
     options: PlanOptions
     train: bool | None
     tell: Callable[[str], object]
+    ranks: int | None = None
     _update: UpdateBytes | None = None
     _needs: dict[int | None, Need] = field(default_factory=dict)
 
@@ -183,6 +148,7 @@ class _Asked:
     def _traced(self, batch: int | None) -> tuple[TracedGraph, nn.Module, int | None]:
         """Return the step, the model, and the size of the batch that its inputs show."""
         model, args, kwargs = self.example.made(batch)
+        model = model if self.ranks is None else divided(model)
         shown = 1 if batch is None and self.example.is_function else batch_of((args, kwargs))
         with self._stage(f"tracing {type(model).__name__}" + (f" with a batch of {shown}" if shown else "")):
             traced = trace(model, args, kwargs, train=self.train, gradients_in_arena=self.options.gradients_in_arena)
@@ -230,6 +196,8 @@ class _Asked:
             found.append(Remedy(how="budget", total=least + self.capacity.allowance, fits=False, text=text))
         else:
             found.append(self._within(traced, need))
+        if self.ranks is None and not self.capacity.is_host and made.train:
+            found += self._among_ranks(batch, need)
         if "float32" in made.dtypes:
             found.append(self._narrow(batch))
         return found
@@ -279,13 +247,33 @@ class _Asked:
     def _narrow(self, batch: int | None) -> Remedy:
         """Return what the step needs with parameters in bfloat16."""
         example = replace(self.example, dtype=torch.bfloat16)
-        narrow = _Asked(example, self.optimizer, self.capacity, self.options, self.train, self.tell)
+        narrow = _Asked(example, self.optimizer, self.capacity, self.options, self.train, self.tell, self.ranks)
         try:
             made = narrow.answer(batch, search=False)
         except MemplanError as error:
             return Remedy(how="bfloat16", total=0, fits=False, text=f"could not be planned: {error.summary}")
         text = "parameters, gradients and the optimizer's state in bfloat16; the numbers change"
         return Remedy(how="bfloat16", total=made.total, fits=made.fits, text=text)
+
+    def _among_ranks(self, batch: int | None, need: Need) -> list[Remedy]:
+        """Return what one rank needs of the fewest ranks, a power of two, that seem to be enough; none if none are."""
+        divisible = need.parameters + need.state + need.gradients + need.temporaries
+        rest = max(need.total - divisible, 0)
+        enough = (n for n in _RANKS if divisible / n + rest <= self.capacity.usable)
+        last: list[Remedy] = []
+        for ranks in islice(enough, _TRIED_RANKS):
+            one = _Asked(self.example, self.optimizer, self.capacity, self.options, self.train, self.tell, ranks)
+            try:
+                with fake_ranks(ranks):
+                    made = one.answer(batch, search=False)
+            except MemplanError as error:
+                text = f"could not be planned: {error.summary}"
+                return [*last, Remedy(how=f"{ranks} ranks", total=0, fits=False, text=text)]
+            text = "torch's fully_shard divides parameters, gradients and state; each rank has a batch of this size"
+            last = [Remedy(how=f"{ranks} ranks", total=made.total, fits=made.fits, text=text)]
+            if made.fits:
+                break
+        return last
 
     def _largest(self, batch: int | None, made: Fits) -> int | None:
         """Return the largest batch that fits with the slack; 0 if none does, None where it is not known.
@@ -332,7 +320,14 @@ def _updated(traced: TracedGraph, model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that the optimizer updates: those for which the step returns a gradient."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names = dict.fromkeys(traced.bindings[i].name for i in traced.results.gradient_of)
-    return list({id(parameters[name]): parameters[name] for name in names if name in parameters}.values())
+    found = {id(parameters[name]): parameters[name] for name in names if name in parameters}
+    return [_own_part(p) for p in found.values()]
+
+
+def _own_part(p: nn.Parameter) -> nn.Parameter:
+    """Return the part of a parameter that this rank has: all of it, unless it is divided."""
+    local = getattr(p, "_local_tensor", None)
+    return p if local is None else nn.Parameter(local, requires_grad=p.requires_grad)
 
 
 def _stand_in(capacity: Capacity) -> torch.device:
