@@ -11,7 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import memplan
-from memplan.errors import InvalidModel, InvalidSize, UnsupportedDevice
+from memplan.errors import InvalidModel, InvalidSize, UnsupportedCall, UnsupportedDevice
 from memplan.trace.meta_model import batch_of, meta_inputs, meta_model
 from memplan.trace.optimizer.update_bytes import update_bytes
 from memplan.trace.planning import plan_traced
@@ -268,3 +268,33 @@ def test_parameters_without_a_gradient_have_no_state() -> None:
     need = memplan.fits(Unused(), torch.empty(4, 8), device="1GiB", search=False).need
     assert need.state == 2 * (8 * 8 + 8) * 4
     assert need.temporaries < 4096
+
+
+def test_one_of_several_ranks_has_its_part_of_parameters_state_and_gradients() -> None:
+    model, x = layers(8), torch.randn(4, WIDTH)
+    one = memplan.fits(model, x, device="6MiB", search=False)
+    of_four = memplan.fits(model, x, device="6MiB", search=False, ranks=4)
+    assert of_four.need.parameters * 4 == one.need.parameters
+    assert of_four.need.gradients * 4 == one.need.gradients
+    assert of_four.need.state < one.need.state / 4 + 100  # and a counter of steps for each parameter
+    assert of_four.need.temporaries * 4 <= one.need.temporaries + 400
+    assert of_four.batch == 4
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_number_of_ranks_that_makes_it_fit_is_found() -> None:
+    """Each rank keeps a part of what does not depend on the batch."""
+    answer = memplan.fits(layers(8), torch.randn(4, WIDTH), device="6MiB")
+    assert not answer.fits
+    found = next(r for r in answer.remedies if r.how.endswith(" ranks"))
+    ranks = int(found.how.split()[0])
+    assert found.fits
+    assert found.total == memplan.fits(layers(8), torch.randn(4, WIDTH), device="6MiB", search=False, ranks=ranks).total
+    inference = memplan.fits(layers(8), torch.randn(4, WIDTH), device="1MiB", train=False)
+    assert not any(r.how.endswith(" ranks") for r in inference.remedies)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, True, "8"])
+def test_what_is_no_number_of_ranks_is_refused(ranks: Any) -> None:
+    with pytest.raises(UnsupportedCall, match="no number of ranks"):
+        memplan.fits(layers(1), torch.randn(4, WIDTH), device="6MiB", ranks=ranks)
