@@ -12,6 +12,7 @@ from memplan.cli.console import error_console, is_live
 
 QUIET_SECONDS = 10.0  # after which a log has another line of a stage that is still going on
 _TICK = 1.0  # the same on a terminal
+_THREAD = "memplan stages"
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ def stages(doing: str) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def _watched(told: _Stages, seconds: float) -> Iterator[Callable[[str], None]]:
-    thread = threading.Thread(target=told.watch, args=(seconds,), daemon=True)
+    thread = threading.Thread(target=told.watch, args=(seconds,), name=_THREAD, daemon=True)
     thread.start()
     try:
         yield told

@@ -34,12 +34,11 @@ def test_a_stage_that_goes_on_is_shown_again(monkeypatch: pytest.MonkeyPatch, te
     monkeypatch.setattr(module, "is_live", lambda screen: terminal)
     monkeypatch.setattr(module, "QUIET_SECONDS", 0.01)
     monkeypatch.setattr(module, "_TICK", 0.01)
-    before = threading.active_count()
     with stages("Planning net") as tell:
         tell("tracing")
         assert log.seen.wait(30)
     assert ("still" in log.getvalue()) != terminal
-    assert threading.active_count() == before
+    assert all(thread.name != module._THREAD for thread in threading.enumerate())
 
 
 def test_a_stage_that_is_short_has_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
