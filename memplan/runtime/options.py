@@ -193,6 +193,7 @@ class StepOptions(RunOptions):
     clip_grad_norm: float | None = None
     accumulate: int = 1
     on_mismatch: OnMismatch = "replan"
+    fullgraph: bool = False
     cuda_graph: bool = False
     allow_unsynchronized: bool = False
     measurable: ClassVar[bool] = True
@@ -214,6 +215,7 @@ class StepOptions(RunOptions):
                 see="inductor-options",
             )
         require_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
+        require_choice("fullgraph", self.fullgraph, (True, False))
         if self.measures:
             require_measurable(cuda_graph=self.cuda_graph)
         if self.cuda_graph:
