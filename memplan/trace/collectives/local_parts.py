@@ -21,7 +21,7 @@ from torch._functorch._aot_autograd.descriptors import (
 
 from memplan.distributed.placed import PlacedParameter
 from memplan.errors import UnsupportedGraph
-from memplan.trace.capture.origins import place_of
+from memplan.trace.capture.origins import origin_of, place_of
 from memplan.trace.passes.own_outputs import after_last, returned_by
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, replace_by, value
 
@@ -77,7 +77,8 @@ def join_collectives(graph: fx.Graph) -> None:
         rw = Rewriter(graph, fake_mode_of(graph), node)
         if not value(given).is_contiguous():
             given = rw.call(aten.clone.default, given, memory_format=torch.contiguous_format)
-        rw.label = node.name
+        module = origin_of(node).module.replace(".", "_")
+        rw.label = "_".join(filter(None, (target._opname, module)))
         made = rw.call(target, given, *others[:-1], _name_of(graph, others[-1]))
         for user in list(node.users):
             if user.target is wait:
