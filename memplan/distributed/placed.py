@@ -13,7 +13,7 @@ from typing import Any
 from torch import distributed, nn
 
 from memplan.distributed.local import is_distributed
-from memplan.distributed.refusals import require_one_mesh, require_placed, require_plain_buffers
+from memplan.distributed.refusals import require_even, require_one_mesh, require_placed, require_plain_buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,8 @@ def placed_parameters(model: nn.Module, inner: Mapping[str, Any]) -> dict[str, P
         (placement,) = spec.placements
         group = spec.mesh.get_group()
         dim = placement.dim if placement.is_shard() else None
+        if dim is not None and name in inner:
+            require_even(name, spec.shape[dim], group.size())
         found[name] = PlacedParameter(
             name=name,
             shape=tuple(spec.shape),

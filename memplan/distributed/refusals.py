@@ -89,6 +89,16 @@ def require_one_mesh(groups: Mapping[str, str]) -> None:
             _refuse(name, what, "pass the same mesh to each parallelize_module")
 
 
+def require_even(name: str, size: int, ranks: int) -> None:
+    """Raise `UnsupportedGraph` unless all ranks have parts of one size of a parameter that is divided again.
+
+    Ranks with smaller parts would gather and reduce other shapes than the ranks that they are compared with.
+    """
+    if size % ranks:
+        what = f"is divided by fully_shard, and by tensor parallelism before, which divides {size} among {ranks} ranks"
+        _refuse(name, what, f"make that size a multiple of {ranks}")
+
+
 def require_alone(groups: Sequence[Sequence[int]], *, replicated: bool) -> None:
     """Raise `UnsupportedGraph` for tensor parallelism with DDP, or with FSDP2 on a part of all ranks.
 
