@@ -48,6 +48,10 @@ class LocalTensors:
         """Return this rank's part of a tensor of the dict."""
         return local_tensor(self.holder[key])
 
+    def attached(self, key: str) -> Any:
+        """Return this rank's part as autograd knows it: its gradient becomes a part of the DTensor's."""
+        return self.holder[key].to_local()
+
 
 Slot = dict[str, Any] | LocalTensors
 

@@ -37,7 +37,8 @@ def capture_parallel(
     gather_parameters(graph, parallelism.shards)
     if train:
         reduce_gradients(graph, parallelism.shards)
-    if parallelism.replicas is not None and train:
-        average_gradients(graph, parallelism.replicas)
+    if parallelism.replicas is not None:
+        if train:
+            average_gradients(graph, parallelism.replicas)
         broadcast_buffers(graph, parallelism.replicas)
     return made
