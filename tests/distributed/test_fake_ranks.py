@@ -230,14 +230,13 @@ def _over_other_ranks() -> nn.Module:
     return model
 
 
-def _placed(dims: int = 1, *, size: int = 2, **how: Any) -> Any:
-    """A layer whose rows are placed on the last dimension of a mesh."""
+def _placed(**how: Any) -> Any:
+    """A layer whose rows are placed on both ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    names = ("dp", "tp")[-dims:]
-    mesh = init_device_mesh("cpu", (1,) * (dims - 1) + (2,), mesh_dim_names=names)["tp"]
-    return parallelize_module(nn.Sequential(nn.Linear(10, size)), mesh, {"0": ColwiseParallel(**how)})
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return parallelize_module(nn.Sequential(nn.Linear(10, 2)), mesh, {"0": ColwiseParallel(**how)})
 
 
 def _placed_by(*placements: Any, buffer: bool = False) -> nn.Module:
@@ -267,8 +266,10 @@ def _placed_on_several() -> nn.Module:
 def _unevenly_placed() -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    return fully_shard(_placed(size=3), mesh=init_device_mesh("cpu", (1,)))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    return fully_shard(parallelize_module(nn.Linear(10, 3), mesh["tp"], ColwiseParallel()), mesh=mesh["dp"])
 
 
 def _placement(name: str) -> Any:
