@@ -17,8 +17,8 @@ from torch import nn
 
 from memplan.core.arguments import arguments_of
 from memplan.core.choices import Kernels
-from memplan.distributed.parallelism import Parallelism, parallelism_of
 from memplan.core.timed import timed
+from memplan.distributed.parallelism import Parallelism, parallelism_of
 from memplan.errors import UnsupportedCall, UnsupportedGraph
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.capture.quiet import quiet

@@ -95,9 +95,7 @@ class StepBuilder:
         require_real(self._loss, batch, kwargs)
         first = not self.plans
         options = self.options
-        loss = capture_loss(
-            self._loss, self._optimizer, batch, kwargs, device=options.device, kernels=options.kernels
-        )
+        loss = capture_loss(self._loss, self._optimizer, batch, kwargs, device=options.device, kernels=options.kernels)
         shards = loss.parallelism is not None and bool(loss.parallelism.shards)
         # The norm of all gradients takes the parts of all ranks: torch's own clipping and step() know that.
         fused = is_fused(self._optimizer) and not (shards and self.options.clip_grad_norm is not None)

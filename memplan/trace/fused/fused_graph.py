@@ -156,9 +156,7 @@ class _Builder:
         self.steps.insert(at, _Step(phase=phase, source=piece, target=made))
         return made
 
-    def _owned(
-        self, pieces: Sequence[Any], *, gradients_in_arena: bool, whole: bool
-    ) -> dict[Block, StorageKind]:
+    def _owned(self, pieces: Sequence[Any], *, gradients_in_arena: bool, whole: bool) -> dict[Block, StorageKind]:
         """Return the blocks that the caller holds after the step."""
         _, _, descs = returned_by(self.graph)
         returns = {p.block for s in self.steps if s.run is not None for p in s.run.results.values()}

@@ -60,9 +60,7 @@ def capture_fused(
     )
 
 
-def capture_decomposed(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool
-) -> Captured:
+def capture_decomposed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Captured:
     """Return one step of `model`, captured with Inductor's decompositions. The errors are those of `capture_fused`."""
     require_inductor()
     return capture(model, args, kwargs, train=train, decompositions=select_decomp_table())
@@ -101,9 +99,7 @@ def generated(captured: Captured, model: str) -> GeneratedStep:
             static=static,
             training=captured.training,
         )
-    return GeneratedStep(
-        captured=replace(captured, graph_module=joint), halves=halves, model=model, needs=needs
-    )
+    return GeneratedStep(captured=replace(captured, graph_module=joint), halves=halves, model=model, needs=needs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

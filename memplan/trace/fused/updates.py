@@ -1,7 +1,7 @@
 """Add an optimizer's update to a step of Inductor's kernels.
 
-Inductor's code has the forward and the backward; its gradients are the inputs of a graph that holds the update alone,
-which is made by the functions that add it to a captured graph of ATen ops. The ops of that graph join those of the step,
+Inductor's code has the forward and the backward. Its gradients are the inputs of a graph that holds the update alone,
+which the functions make that add updates to a captured graph of ATen ops. The ops of that graph join those of the step,
 each as soon as it may run.
 """
 
@@ -148,8 +148,8 @@ class _Join:
         for i, value in enumerate(graph.values):
             if i not in self.value_of:
                 self.value_of[i] = len(self.values)
-                name, storage = self._unused(value.name), self.storage_of[value.storage]
-                self.values.append(replace(value, name=name, storage=storage))
+                held = self.storage_of[value.storage]
+                self.values.append(replace(value, name=self._unused(value.name), storage=held))
         for binding in self.update.bindings:
             if binding.source not in (Source.PARAMETER, Source.INPUT):
                 self.bindings.append(replace(binding, value=self.value_of[binding.value]))
