@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from memplan.trace.capture.quiet import quiet
 from memplan.trace.fused.code_generation import Halves, generate
 from memplan.trace.fused.environment import require_inductor
 from memplan.trace.fused.fused_graph import fused_graph
+from memplan.trace.fused.refusals import refused
 from memplan.trace.fused.updates import with_updates
 from memplan.trace.passes.own_outputs import returned_by, tangents_needed, write_back_mutations
 from memplan.trace.passes.rewrite import copy_of
@@ -60,10 +61,33 @@ def capture_fused(
     )
 
 
-def capture_decomposed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Captured:
-    """Return one step of `model`, captured with Inductor's decompositions. The errors are those of `capture_fused`."""
+def capture_decomposed(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool, by_dynamo: bool = False
+) -> Captured:
+    """Return one step of `model`, captured with Inductor's decompositions; `by_dynamo` is as in `capture`.
+
+    The errors are those of `capture_fused`.
+    """
     require_inductor()
-    return capture(model, args, kwargs, train=train, decompositions=select_decomp_table())
+    table = select_decomp_table()
+    return capture(model, args, kwargs, train=train, by_dynamo=by_dynamo, decompositions=table)
+
+
+def trace_fused_graph(
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    *,
+    train: bool,
+    gradients_in_arena: bool = False,
+    copy_gradients: bool = False,
+) -> TracedGraph:
+    """Trace a graph that dynamo made from a part of a model; the arguments are those of `trace_graph`."""
+    captured = capture_decomposed(module, inputs, {}, train=train, by_dynamo=True)
+    step = FusedStep(
+        captured=captured, model=module, gradients_in_arena=gradients_in_arena, copy_gradients=copy_gradients
+    )
+    step.warn()
+    return step.retrace()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,17 +113,29 @@ def generated(captured: Captured, model: str) -> GeneratedStep:
     needs = tangents_needed(joint.graph)
     write_back_mutations(joint.graph, captured.alias_of)
     _, _, descs = returned_by(joint.graph)
-    placeholders = joint.graph.find_nodes(op="placeholder")
+    compiled = _copy(joint)
+    placeholders = _without_numbers(compiled.graph)
     static = [i for i, n in enumerate(placeholders) if isinstance(n.meta["desc"], (ParamAOTInput, BufferAOTInput))]
     with quiet():
         halves = generate(
-            _copy(joint),
+            compiled,
             model,
             returned=sum(d is not None and not isinstance(d, GradAOTOutput) for d in descs),
             static=static,
             training=captured.training,
         )
     return GeneratedStep(captured=replace(captured, graph_module=joint), halves=halves, model=model, needs=needs)
+
+
+def _without_numbers(graph: fx.Graph) -> Sequence[fx.Node]:
+    """Erase inputs that are plain numbers, which tracing has taken for constants, and return the others."""
+    for node in graph.find_nodes(op="placeholder"):
+        if "val" not in node.meta and not node.users:
+            graph.erase_node(node)
+    left = graph.find_nodes(op="placeholder")
+    if any("val" not in node.meta for node in left):
+        raise refused("a number among its inputs")
+    return left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
