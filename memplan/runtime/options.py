@@ -207,13 +207,6 @@ class StepOptions(RunOptions):
             hint = "pass the maximal norm, a number of at least 0, or None"
             raise MemplanError(f"clip_grad_norm={norm!r}", hint=hint)
         RunOptions.__post_init__(self)
-        if self.kernels != "aten":
-            raise UnsupportedCall(
-                f"a whole training step does not run kernels={self.kernels!r} yet",
-                where="kernels",
-                hint="use memplan.compile(model, inputs, kernels=...) beside the optimizer",
-                see="inductor-options",
-            )
         require_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
         require_choice("fullgraph", self.fullgraph, (True, False))
         if self.measures:

@@ -78,9 +78,7 @@ def compiled_alike() -> dict[str, Any]:
         "fsdp": called(mlp, sharded, vectors),
         "fsdp min": called(SmallConvolutions, sharded, images, **smallest),
         "ddp": called(SmallConvolutions, in_small_buckets, images),
-        "placed": called(
-            tensor_parallelism.mlp, placed, tensor_parallelism.same_vectors, tensor_parallelism.adamw
-        ),
+        "placed": called(tensor_parallelism.mlp, placed, tensor_parallelism.same_vectors, tensor_parallelism.adamw),
     }
     return {"alike": alike, "refused": refused()}
 

@@ -88,7 +88,8 @@ def compile_step(
             does after k times `(loss_fn(...) / k).backward()`; each call returns its loss undivided. The sums of
             gradients persist between calls; they are outside the arena and count as optimizer state.
         plan: A saved plan, or its path, of this very step, to run instead of making one; without `accumulate`.
-        kernels: "aten" runs the kernels of eager. "inductor", as in `memplan.compile`, is not supported yet.
+        kernels: "aten" runs the kernels of eager. "inductor" runs the fused kernels that Inductor generates for forward
+            and backward, with the bits of `torch.compile`; the update is computed by the same kernels as with "aten".
         on_mismatch: What happens if a batch, the model's mode or the optimizer's groups differ from what was planned:
             "replan" makes another plan (up to 8, in one arena; calls beyond run eagerly, with a warning), "error"
             raises, "eager" runs the step eagerly, and "passive" also offloads saved activations on demand to keep

@@ -19,7 +19,7 @@ from memplan.trace.capture.refusals import breaks
 
 _MAX_RECOMPILES = 64  # of one function of the model, beyond which dynamo runs it eagerly
 # options that `Backend` does not take
-_OF_ONE_GRAPH = ("gradients", "device", "kernels", "divide", "compress", "dynamic_shapes")
+_OF_ONE_GRAPH = ("gradients", "device", "divide", "compress", "dynamic_shapes")
 
 
 class SeveralGraphs:
@@ -69,4 +69,4 @@ def can_be_several(refused: UnsupportedGraph, options: RunOptions) -> bool:
         return False
     plain = {f.name: f.default for f in fields(CompileOptions) if f.name in (*_OF_ONE_GRAPH[1:], "cuda_graph")}
     held = all(getattr(options, name) == default for name, default in plain.items())
-    return held and not options.measures and options.gradients not in ("arena", "added")
+    return held and not options.measures and options.kernels != "auto" and options.gradients not in ("arena", "added")
