@@ -16,9 +16,9 @@ SLACK = 0.05  # share of the device that is left free unless the user says other
 ALLOWANCE = 1 << 30  # bytes: a context, its kernels, and the workspaces of cuBLAS and cuDNN
 
 # Bytes as torch shows them (`get_device_properties().total_memory`), the least in public logs, rounded down; and the
-# cost model of the device. Such logs: H100 79.11 GiB (vllm-project/vllm#27508); A100 with 40 GB 42298834944 bytes
-# (bottlerocket-os/bottlerocket#3873), with 80 GB 79.15 GiB; H200 139.72 to 139.81 GiB (143156 MB of
-# `_CudaDeviceProperties`); L4 22.03 GiB and a little less, of the 23034 MiB that nvidia-smi shows (modal-labs/modal-client#2797).
+# cost model of the device. As torch shows them: H100 79.11 GiB (vllm-project/vllm#27508) to 81090 MB; A100 with 40 GB
+# 42298834944 bytes (bottlerocket-os/bottlerocket#3873); H200 139.72 to 139.81 GiB, 143156 MB. For the A100 with 80 GB and
+# the L4, nvidia-smi's 81920 and 23034 MiB (modal-labs/modal-client#2797), less what torch shows less of like cards.
 DEVICE_MEMORY: Mapping[str, tuple[int, str]] = MappingProxyType(
     {
         "h200": (int(139.5 * 2**30), "h200"),
