@@ -17,7 +17,7 @@ ALLOWANCE = 1 << 30  # bytes: a context, its kernels, and the workspaces of cuBL
 
 # Bytes as torch shows them (`get_device_properties().total_memory`), the least in public logs, rounded down; and the
 # cost model of the device. As torch shows them: H100 79.11 GiB (vllm-project/vllm#27508) to 81090 MB; A100 with 40 GB
-# 42298834944 bytes (bottlerocket-os/bottlerocket#3873); H200 139.72 to 139.81 GiB, 143156 MB. For the A100 with 80 GB and
+# 42298834944 bytes (bottlerocket-os/bottlerocket#3873); H200 139.72 to 139.81 GiB, 143156 MB. For the A100 of 80 GB and
 # the L4, nvidia-smi's 81920 and 23034 MiB (modal-labs/modal-client#2797), less what torch shows less of like cards.
 DEVICE_MEMORY: Mapping[str, tuple[int, str]] = MappingProxyType(
     {
