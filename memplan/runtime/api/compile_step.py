@@ -92,8 +92,8 @@ def compile_step(
             raises, "eager" runs the step eagerly, and "passive" also offloads saved activations on demand to keep
             the budget.
         cuda_graph: Record the whole step as one CUDA graph at the first call, and replay it. Learning rates are then
-            read from memory (float32) and may change at every step; if another hyperparameter changes, the step is
-            recorded again.
+            read from memory (float32, as with a tensor as `lr`: eager has the same bits if float32 holds the rate) and
+            may change at every step; if another hyperparameter changes, the step is recorded again.
         device: As in `memplan.compile`. The optimizer's state stays on the CPU too; each step updates parameters and
             state on the device and writes them back.
         allow_unsynchronized: In a process group of several ranks, let each rank train on its own. Otherwise a step that
