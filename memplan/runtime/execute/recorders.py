@@ -1,4 +1,4 @@
-"""What records a step's kernels and replays them: CUDA's graphs, and those of torch's other accelerators.
+"""Recorders of a step's kernels, which they replay: by CUDA's graphs, and by those of torch's other accelerators.
 
 Both capture a stream: what a function queues there is recorded instead of run, and meanwhile nothing may wait for the
 device. On CUDA, a recording also has its own memory pool, cuBLAS workspaces, and results at addresses of the arena.
