@@ -62,6 +62,7 @@ class CudaGraphProgram:
         self._whole = whole
         self._inputs = [self._memory(traced.bindings[i].value) for i in program.inputs]
         self._tangents = [self._memory(b.value) for b in traced.bound(Source.TANGENT)]
+        program.arena.uses.of((*self._inputs, *self._tangents))
         self._live = [
             x for k in traced.kernels if isinstance(k, KernelCall) for x in k.kwargs.values() if isinstance(x, Live)
         ]
