@@ -197,8 +197,8 @@ def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGra
     if found is not None and found.total <= limit:
         return outside_as_in(built.traced, found, gradients=True), found
     policy: str | Policy = options.policy
-    if not built.traced.runs_on:  # the CPU's host copies are in its own memory
-        policy = "recompute" if built.traced.device.type == "cpu" else "auto"
+    if not built.traced.runs_on:  # the CPU's host copies are in its own memory, and recorded steps have none
+        policy = "recompute" if built.traced.device.type == "cpu" or options.recorded else "auto"
     within = replace(options, budget=limit, policy=policy, divide=None)
     with contextlib.suppress(BudgetInfeasible):
         settled, cheaper = known.settle(within)

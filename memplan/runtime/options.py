@@ -72,6 +72,11 @@ class RunOptions(PlanOptions):
         """Whether the first steps are measured."""
         return self.measurable and isinstance(self.costs, str) and self.costs == MEASURE
 
+    @property
+    def recorded(self) -> bool:
+        """Whether steps are recorded and replayed, so that nothing can be copied to the host beside them."""
+        return False
+
     def _require_known_costs(self) -> None:
         """Raise as `PlanOptions` does, except for "measure" where steps can be measured."""
         if not self.measures:
@@ -180,6 +185,11 @@ class CompileOptions(RunOptions):
             )
 
     @property
+    def recorded(self) -> bool:
+        """Whether `cuda_graph` is set."""
+        return self.cuda_graph
+
+    @property
     def gradients_in_arena(self) -> bool:
         """Whether gradients stay in the arena: "auto" puts them there unless the step is recorded."""
         recorded = self.gradients == "auto" and self.cuda_graph
@@ -213,6 +223,11 @@ class StepOptions(RunOptions):
             require_measurable(cuda_graph=self.cuda_graph)
         if self.cuda_graph:
             require_recordable(self.device)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether `cuda_graph` is set."""
+        return self.cuda_graph
 
 
 def require_measurable(*, cuda_graph: bool, varies: bool = False) -> None:

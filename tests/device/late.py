@@ -62,8 +62,9 @@ class LateDevice:
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
-        for name in ("late_tasks_run", "late_ran_at_once", "late_copies_waited", "late_pending", "late_peak"):
-            getattr(self._library, name).restype = ctypes.c_int64
+        counts = ("tasks_run", "ran_at_once", "copies_waited", "pending", "peak", "captured")
+        for name in counts:
+            getattr(self._library, f"late_{name}").restype = ctypes.c_int64
         self._library.late_set_policy.argtypes = (ctypes.c_int, ctypes.c_uint64)
         self._library.late_register()
         rename_privateuse1_backend(NAME)
@@ -100,6 +101,11 @@ class LateDevice:
         return int(self._library.late_copies_waited())
 
     @property
+    def captured(self) -> int:
+        """The number of kernels and copies that were recorded instead of queued."""
+        return int(self._library.late_captured())
+
+    @property
     def pending(self) -> int:
         """The number of tasks that have not run."""
         return int(self._library.late_pending())
@@ -116,6 +122,7 @@ class LateDevice:
             "device_count": lambda: 2,
             "current_device": self._library.late_device,
             "set_device": lambda device: self._library.late_set_device(torch.device(NAME, device).index),
+            "is_current_stream_capturing": lambda: bool(self._library.late_is_capturing()),
             "synchronize": lambda device=None: self.synchronize(),
             "manual_seed": lambda seed: None,
             "manual_seed_all": lambda seed: None,

@@ -12,8 +12,8 @@ import itertools
 import json
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from memplan.core.happens_before import follow, require_no_races
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible
 from memplan.planning.options import PlanOptions
-from memplan.runtime.api import step_builder
 from memplan.runtime.copies.copies import Direction
 from memplan.runtime.copies.copy_streams import StreamCopy
 from memplan.runtime.execute.runner import Runner
@@ -168,51 +167,112 @@ def whole_step(device: LateDevice) -> dict[str, Any]:
     return {"wrong": wrong_orders(device, lambda: steps(True), expected)}
 
 
-class _Recorder:
-    """Records a step by remembering it, as a recorder of graphs would: a replay runs it again."""
+def captured(device: LateDevice) -> dict[str, Any]:
+    """Forwards and backwards that torch's graphs record at the first call, and replay with other inputs."""
+    found: dict[str, Any] = {"wrong": []}
+    for name in ("mlp", "gpt2", "resnet"):
+        model, args = example(name)
+        others = [_another(args, seed) for seed in range(2)]
+        eager = [training(model, model, given) for given in others]
+        expected = [step() for step in eager]
+        began = device.captured
+        compiled = memplan.compile(model, args, cuda_graph=True)
+        for given, bits in zip(others, expected, strict=True):
+            found["wrong"] += [f"{name} {o}" for o in wrong_orders(device, training(model, compiled, given), bits)]
+        found[f"recorded of {name}"] = device.captured - began
+        found[f"pool of {name}"] = compiled.pool_bytes
+    return found
 
-    pool_bytes = 0
 
-    def warm_up(self, function: Callable[[], Any]) -> None:
-        """Run it once."""
-        function()
+def _another(args: Sequence[Any], seed: int) -> tuple[Any, ...]:
+    """Return inputs of the same shapes, with other numbers."""
+    torch.manual_seed(seed)
 
-    def placer(self, low: int, high: int) -> Any:
-        """Let nothing be made at an address."""
-        return types.SimpleNamespace(at=lambda address, nbytes, alone: contextlib.nullcontext())
+    def changed(t: torch.Tensor) -> torch.Tensor:
+        return torch.randn(t.shape).to(HERE) if t.is_floating_point() else t.roll(seed + 1, -1)
 
-    def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Return what runs it again, and its results."""
-        results = function()
-
-        def replay() -> None:
-            for old, new in zip(pytree.tree_leaves(results), pytree.tree_leaves(function()), strict=True):
-                if old is not new:
-                    old.copy_(new)
-
-        return replay, results
+    found: tuple[Any, ...] = pytree.tree_map_only(torch.Tensor, changed, tuple(args))
+    return found
 
 
 def recorded(device: LateDevice) -> dict[str, Any]:
-    """A whole step that is recorded at its first call: the device needs no room for a copy of parameters and state."""
-    vars(step_builder)["make_recorder"] = lambda device, sanitize: _Recorder()
-    numbers = [torch.randn(4, 512, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    """Whole steps that are recorded at their first call: the device needs no room for another copy of parameters and
+    state. A learning rate that changes, and steps on several streams, which must wait for each other.
+    """
+    numbers = [torch.randn(4, 128, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    used = [torch.Stream(HERE) for _ in range(3)][::-1]  # the device would run the first one made first
 
     def losses(where: str) -> tuple[Bits, int]:
         torch.manual_seed(0)
-        model = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(512, 512), nn.Tanh())]).to(where)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(128, 128), nn.Tanh())]).to(where)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2**-10, fused=True)  # as a float32 too
         batches = [batch.to(where) for batch in numbers]
-        step = memplan.compile_step(model, optimizer, lambda out: out.square().mean(), batches[0], cuda_graph=True)
+        step = memplan.compile_step(
+            model, optimizer, lambda out: out.square().mean(), batches[0], cuda_graph=where == HERE
+        )
         device.allocated_peak(0)
         before = device.allocated_peak(0)
-        found = [step(batch).cpu() for batch in batches]
-        return [*found, *(p.detach().cpu() for p in model.parameters())], device.allocated_peak(0) - before
+        found: Bits = []
+        on = used if where == HERE else [contextlib.nullcontext()] * 3
+        for batch, stream in zip(batches, [on[0], *on], strict=True):
+            if where == HERE:
+                stream.wait_stream(torch.accelerator.current_stream(HERE))
+            with stream:
+                found.append(step(batch))
+            optimizer.param_groups[0]["lr"] *= 0.5
+        if where == HERE:
+            torch.accelerator.synchronize()
+        return [t.detach().cpu() for t in (*found, *model.parameters())], device.allocated_peak(0) - before
 
     expected, _ = losses("cpu")
-    ours, more = losses(HERE)
-    parameters = sum(p.nbytes for p in expected[3:])
-    return {"wrong": [] if same(ours, expected) else ["bits"], "more": more, "parameters": parameters}
+    more: list[int] = []
+
+    def steps() -> Bits:
+        found, grown = losses(HERE)
+        more.append(grown)
+        return found
+
+    began = device.captured
+    wrong = wrong_orders(device, steps, expected)
+    found = {"wrong": wrong, "more": max(more), "recorded": device.captured - began}
+    with _without_order():
+        found["seen without the order"] = wrong_orders(device, steps, expected, ORDERS[:2])
+    return {**found, "parameters": sum(p.nbytes for p in expected[4:])}
+
+
+def refused(device: LateDevice) -> dict[str, Any]:
+    """What CUDA forbids while a stream is captured: the device refuses it, and the recording is not changed by it."""
+    x, side = torch.ones(64, device=HERE), torch.Stream(HERE)
+    found: dict[str, Any] = {"wrong": []}
+    for policy in Policy:
+        device.run(policy)
+        graph, other = torch.accelerator.Graph(), torch.Stream(HERE)
+        x.fill_(1)
+        with side, graph:
+            y = x + 1
+            forbidden: dict[str, Callable[[], Any]] = {
+                "item": y.sum().item,
+                "copy home": y.cpu,
+                "pageable copy": partial(x.copy_, torch.zeros(64)),
+                "synchronize": torch.accelerator.synchronize,
+                "wait": side.synchronize,
+                "wait for other work": partial(side.wait_stream, other),
+                "other work waits": partial(other.wait_stream, side),
+                "second capture": torch.accelerator.Graph().capture_begin,
+            }
+            for name, attempt in forbidden.items():
+                try:
+                    attempt()
+                    found["wrong"].append(f"{name} {policy.name}")
+                except RuntimeError:
+                    pass
+        for number in range(4):
+            x.fill_(number)
+            graph.replay()
+            if y.cpu().tolist() != [number + 1.0] * 64:
+                found["wrong"].append(f"replay {number} {policy.name}")
+    device.run(Policy.EARLY)
+    return found
 
 
 def _layers() -> nn.Module:
@@ -238,6 +298,17 @@ def _on_streams(model: nn.Module, call: Callable[..., Any], x: torch.Tensor, str
     return step
 
 
+@contextlib.contextmanager
+def _without_order() -> Iterator[None]:
+    """Let no step wait for the step before on another stream."""
+    ordering = stream_ordering.StreamOrdering.__call__
+    stream_ordering.StreamOrdering.__call__ = lambda self: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        stream_ordering.StreamOrdering.__call__ = ordering  # type: ignore[method-assign]
+
+
 def streams(device: LateDevice) -> dict[str, Any]:
     """Steps of one module on several streams, with gradients in each place; then without the order of streams."""
     model = _layers()
@@ -249,42 +320,49 @@ def streams(device: LateDevice) -> dict[str, Any]:
         compiled = memplan.compile(model, x, gradients=gradients)
         step = _on_streams(model, compiled, x, used)
         found["wrong"] += [f"{gradients} {order}" for order in wrong_orders(device, step, expected)]
-    ordering = stream_ordering.StreamOrdering.__call__
-    stream_ordering.StreamOrdering.__call__ = lambda self: None  # type: ignore[method-assign]
-    unordered = memplan.compile(model, x, gradients="safe")
-    found["seen without the order"] = wrong_orders(device, _on_streams(model, unordered, x, used), expected)
-    stream_ordering.StreamOrdering.__call__ = ordering  # type: ignore[method-assign]
+    with _without_order():
+        unordered = memplan.compile(model, x, gradients="safe")
+        found["seen without the order"] = wrong_orders(device, _on_streams(model, unordered, x, used), expected)
     return found
 
 
 def dropped(device: LateDevice) -> dict[str, Any]:
-    """A module that is deleted while another stream than that of its memory still computes in it."""
+    """Modules that are deleted while another stream than that of their memory still computes in it, one of which is
+    recorded: nobody else may get the arena, nor what a recording keeps beside it.
+    """
 
-    def outcome() -> bool:
+    def outcome(*, cuda_graph: bool) -> bool:
         model = _layers()
         x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).to(HERE)
-        compiled = memplan.compile(model, x, gradients="safe")
-        nbytes = compiled.plan.arena_size
-        stream = torch.Stream(HERE)
-        stream.wait_stream(torch.accelerator.current_stream(HERE))
+        compiled = memplan.compile(model, x, gradients="safe", cuda_graph=cuda_graph)
+        sizes = (compiled.plan.arena_size, *(x.nbytes for _ in range(20)))
+        with torch.no_grad():
+            compiled(x)
+        expected = copy.deepcopy(model).cpu()(x.cpu() * 2)
+        y, stream = x * 2, torch.Stream(HERE)
+        torch.accelerator.synchronize()
         with stream, torch.no_grad():
-            result = compiled(x)
-        expected = model.cpu()(x.cpu())
+            result = compiled(y)
         del compiled
         gc.collect()
-        others = [torch.full((nbytes,), 255, dtype=torch.uint8, device=HERE) for _ in range(2)]
+        others = [torch.full((nbytes,), 255, dtype=torch.uint8, device=HERE) for nbytes in (*sizes, *sizes)]
         torch.accelerator.current_stream(HERE).synchronize()
         stream.synchronize()
         return torch.equal(result.cpu(), expected) and all(bool((t.cpu() == 255).all()) for t in others)
 
-    device.run(Policy.MAIN_FIRST)
-    recorded = outcome()
-    record, torch.Tensor.record_stream = torch.Tensor.record_stream, lambda self, stream: None  # type: ignore[method-assign, assignment]
-    device.run(Policy.MAIN_FIRST)
-    forgotten = outcome()
-    torch.Tensor.record_stream = record  # type: ignore[method-assign]
+    kinds = [False, *([True] if hasattr(torch.accelerator, "Graph") else [])]
+    found: dict[str, Any] = {"wrong": []}
+    record = torch.Tensor.record_stream
+    for cuda_graph in kinds:
+        device.run(Policy.MAIN_FIRST)
+        if not outcome(cuda_graph=cuda_graph):
+            found["wrong"].append(f"overwritten, {cuda_graph=}")
+        torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
+        device.run(Policy.MAIN_FIRST)
+        found[f"seen without record_stream, {cuda_graph=}"] = not outcome(cuda_graph=cuda_graph)
+        torch.Tensor.record_stream = record  # type: ignore[method-assign]
     device.run(Policy.EARLY)
-    return {"wrong": [] if recorded else ["overwritten"], "seen without record_stream": not forgotten}
+    return found
 
 
 class _LeavesOnTheHost(nn.Module):
@@ -475,7 +553,9 @@ SCENARIOS: dict[str, Callable[[LateDevice], dict[str, Any]]] = {
     "policies vit": lambda device: policies(device, "vit"),
     "resident": resident,
     "whole step": whole_step,
+    "captured": captured,
     "recorded": recorded,
+    "refused while captured": refused,
     "streams": streams,
     "dropped": dropped,
     "left on the host": left_on_host,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.device.late import build, missing_compiler
 from tests.device.scenarios import SCENARIOS
@@ -33,21 +34,26 @@ def _run(library: Path, name: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "host reads"])
 def test_every_order_of_queued_work_gives_the_bits_of_eager(library: Path, name: str) -> None:
+    if name in ("captured", "recorded", "refused while captured") and not hasattr(torch.accelerator, "Graph"):
+        pytest.skip("torch.accelerator.Graph is of torch 2.12 and newer")
     done = _run(library, name)
     assert not done.returncode, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert not found.pop("wrong", [])
-    assert found.pop("tasks") > 100
+    assert found.pop("tasks") > 80
     if name == "resident":  # two inputs and the gradient of the loss, which the caller allocated, in each of two steps
         assert {found[key] for key in found} == {6}, "results on the host are pinned"
+    if name == "captured":
+        assert all(number > 20 for number in found.values()), "kernels were recorded, and have a pool"
     if name == "recorded":
+        assert found["recorded"] > 100, "it is torch's graph that replays"
         assert found["more"] < found["parameters"] // 4, "the copies that restore what recording changes are elsewhere"
     if name == "left on the host":
         assert found["evictions"]
-    if name == "streams":
+    if name in ("streams", "recorded"):
         assert found["seen without the order"], "steps that share an arena must wait for each other"
     if name == "dropped":
-        assert found["seen without record_stream"], "bytes that a stream still uses must not be given away"
+        assert all(found.values()), "bytes that a stream still uses must not be given away"
     if name.startswith("mutations"):
         assert not found["seen though not racy"], "the check calls safe what changes results"
         assert found["racy"] >= 10

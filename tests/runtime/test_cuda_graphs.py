@@ -17,7 +17,7 @@ from benchmarks.zoo import ZOO
 from memplan.core.choices import Gradients
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime import compile, compile_step
-from memplan.runtime.execute import cuda_graphs
+from memplan.runtime.execute import recorders
 from memplan.runtime.kernels.pool_placement import Placer
 
 
@@ -178,7 +178,7 @@ def test_workspaces_of_products_are_made_in_the_recordings_own_pool(monkeypatch:
         monkeypatch.setattr(torch.cuda, name, fake)
     clear = "_cuda_clearCublasWorkspaces"
     monkeypatch.setattr(torch._C, clear, lambda: seen.append("workspaces are cleared"), raising=False)
-    recorder = cuda_graphs.CudaRecorder(torch.device("cpu"))
+    recorder = recorders.CudaRecorder(torch.device("cpu"))
     replay, results = recorder.record(lambda: seen.append("the step"))
     cleared, products = "workspaces are cleared", "capture in (0, 2)"
     assert seen == [cleared, products, products, "the step", cleared]
@@ -192,7 +192,7 @@ def test_what_cannot_be_recorded_says_so() -> None:
     with pytest.raises(UnsupportedCall, match="CUDA device"):
         compile(_net(), _batch()[0], cuda_graph=True)
     with pytest.raises(MemplanError, match="redzone"):
-        cuda_graphs.make_recorder(torch.device("cuda"), "redzone")
+        recorders.make_recorder(torch.device("cuda"), "redzone")
 
 
 def test_inputs_that_are_changed_are_refused(recorder: Rerun) -> None:

@@ -16,7 +16,7 @@ from memplan.errors import InputMismatch
 from memplan.evict.feedback import RecordingPolicy
 from memplan.planning.consistency import require_budget
 from memplan.runtime.debug.hooks import Hooks
-from memplan.runtime.execute.cuda_graphs import Recorder, make_recorder
+from memplan.runtime.execute.recorders import Recorder, make_recorder
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.measured_budget import Built, Measured, adopt_need, build_measured, first_program

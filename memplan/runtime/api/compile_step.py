@@ -98,8 +98,8 @@ def compile_step(
             forward and backward are then compiled as several graphs, as by `memplan.compile`, the optimizer's own
             `step()` runs after them, and the log says why.
         cuda_graph: Record the whole step as one CUDA graph at the first call, and replay it. Learning rates are then
-            read from memory (float32) and may change at every step; if another hyperparameter changes, the step is
-            recorded again.
+            read from memory (float32, as with a tensor as `lr`: eager has the same bits if float32 holds the rate) and
+            may change at every step; if another hyperparameter changes, the step is recorded again.
         device: As in `memplan.compile`. The optimizer's state stays on the CPU too; each step updates parameters and
             state on the device and writes them back.
         allow_unsynchronized: In a process group of several ranks, let each rank train on its own. Otherwise a step that

@@ -166,7 +166,9 @@ class CompiledStep(MeasuredStep):
         self._last = plan
         runner = program.runner
         current = runner.checked(leaves)
-        guards.synchronize(program.counted)
+        with runner.arena.ownership as ownership:
+            ownership.order_streams()  # the step before may still read, on another stream, what this writes
+            guards.synchronize(program.counted)
         self._builder.agree(plan, program)
         return _Ready(runner, run, leaves, current, alone)
 

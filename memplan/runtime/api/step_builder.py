@@ -22,9 +22,9 @@ from memplan.errors import InputMismatch, UnsupportedCall, UnsupportedGraph
 from memplan.evict.feedback import RecordingPolicy
 from memplan.runtime.api.builder import require_real
 from memplan.runtime.api.step_plans import Assembled, StepPlan, UpdateProgram, recorded_run
-from memplan.runtime.execute.cuda_graphs import make_recorder
 from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.recorded_state import UpdateRun
+from memplan.runtime.execute.recorders import make_recorder
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.ranks import require_collective
 from memplan.runtime.measured_budget import (

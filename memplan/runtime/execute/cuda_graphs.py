@@ -1,145 +1,29 @@
-"""`cuda_graph=True`: records a program as CUDA graphs once and replays them, so that a step runs no Python.
+"""`cuda_graph=True`: records a program once and replays it, so that a step runs no Python.
 
 The addresses of a recorded kernel never change. So inputs and tangents are copied to fixed memory, and results are
 copied from fixed memory to the caller; the arena, parameters and state have fixed addresses already. If parameters move
 or hyperparameters change, the program is recorded again. Recording runs the step once or twice: what that changes
-(buffers, parameters, optimizer state, the state of random generators) is restored.
+(buffers, parameters, optimizer state, the state of random generators) is restored. What records is in `recorders.py`.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from memplan.core.choices import Sanitize
 from memplan.core.graph import StorageKind
 from memplan.devices.generators import forked
-from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
+from memplan.errors import UnsupportedCall, UnsupportedGraph
 from memplan.runtime.execute.program import Program
-from memplan.runtime.kernels.pool_placement import Placer, PoolPlacer
+from memplan.runtime.execute.recorders import Recorder
+from memplan.runtime.kernels.pool_placement import Placer
 from memplan.runtime.memory.arena import dtype_of
 from memplan.trace.passes.overlapping_strides import may_overlap
 from memplan.trace.traced import KernelCall, Live, Source, TracedGraph, Transfer
-
-Function = Callable[[], Any]
-_CAPTURE = threading.Lock()  # torch captures in one thread of the process at a time
-
-
-class Recorder(Protocol):
-    """Records the kernels that a function launches. Recordings of one recorder share memory and run one at a time."""
-
-    def warm_up(self, function: Function) -> None:
-        """Run `function` once, so that libraries initialize before anything is recorded."""
-
-    def record(self, function: Function) -> tuple[Callable[[], None], Any]:
-        """Return a callable that replays `function` on the same memory, and the tensors that hold its results."""
-
-    def placer(self, low: int, high: int) -> Placer:
-        """Return a placer that allocates results at addresses of the arena, which spans [low, high)."""
-
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes that recordings keep outside the arena: results, and what kernels allocate by themselves."""
-
-
-class CudaRecorder:
-    """A `Recorder` that captures CUDA graphs with one private memory pool."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        self._placers: weakref.WeakSet[PoolPlacer] = weakref.WeakSet()
-
-    def warm_up(self, function: Function) -> None:
-        """Run `function` on the side stream that recording uses."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            function()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    def record(self, function: Function) -> tuple[Callable[[], None], Any]:
-        """Capture `function`. torch registers the random generators of the device with the graph.
-
-        torch owns the cuBLAS workspaces, one per stream; recording or deleting another graph clears them, while
-        recorded kernels still use them. So they are allocated again in the recording's own pool, by a separate
-        recording of matrix products, so that they take no place of the arena.
-        """
-        if not self._graphs:  # the pool of deleted graphs cannot be used again while a result of theirs is alive
-            self._pool = torch.cuda.graph_pool_handle()
-        with _separate_workspaces():
-            products, _ = self._capture(partial(_multiply, torch.zeros(16, 16, device=self._device)))
-            graph, results = self._capture(function)
-        del products  # only now that the pool has another graph
-        return graph.replay, results
-
-    def _capture(self, function: Function) -> tuple[torch.cuda.CUDAGraph, Any]:
-        graph = torch.cuda.CUDAGraph()
-        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        with torch.cuda.device(self._device), capture:
-            results = function()
-        self._graphs.add(graph)
-        return graph, results
-
-    def placer(self, low: int, high: int) -> PoolPlacer:
-        """Return a `PoolPlacer` for the arena, which spans [low, high)."""
-        made = PoolPlacer(self._device, low, high)
-        self._placers.add(made)
-        return made
-
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of the segments of the pools, as the allocator lists them, without those in the arena."""
-        pools = {tuple(self._pool)}
-        arenas = []
-        for placer in self._placers:
-            pools |= {tuple(pool.id) for pool in placer.pools}
-            arenas.append(range(placer.low, placer.high))
-        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        ours = [s for s in segments if tuple(s.get("segment_pool_id", ())) in pools]
-        apart = {s["address"]: s["total_size"] for s in ours}  # pools of placed results share scratch
-        return sum(size for address, size in apart.items() if not any(address in arena for arena in arenas))
-
-
-@contextmanager
-def _separate_workspaces() -> Iterator[None]:
-    """Clear the cuBLAS workspaces around a recording, as torch.compile does, so that they are in its pool."""
-    with _CAPTURE:
-        torch._C._cuda_clearCublasWorkspaces()
-        try:
-            yield
-        finally:
-            torch._C._cuda_clearCublasWorkspaces()
-
-
-def _multiply(square: torch.Tensor) -> None:
-    """Run matrix products by cuBLAS and by cuBLASLt, each of which may have a workspace."""
-    torch.mm(square, square)
-    torch.addmm(square[0], square, square)
-
-
-def make_recorder(device: torch.device, sanitize: Sanitize | None) -> Recorder:
-    """Return a new recorder for a device. Raises `UnsupportedCall` or `MemplanError` if nothing can be recorded."""
-    if device.type != "cuda":
-        raise UnsupportedCall(
-            f"cuda_graph=True needs a CUDA device, the model is on {device}",
-            hint="leave cuda_graph out",
-            see="cuda-graph",
-        )
-    if sanitize == "redzone":
-        raise MemplanError(
-            'sanitize="redzone" reads its patterns in every step, which cannot be recorded',
-            hint='use sanitize="poison"',
-        )
-    return CudaRecorder(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +62,7 @@ class CudaGraphProgram:
         self._whole = whole
         self._inputs = [self._memory(traced.bindings[i].value) for i in program.inputs]
         self._tangents = [self._memory(b.value) for b in traced.bound(Source.TANGENT)]
+        program.arena.uses.of((*self._inputs, *self._tangents))
         self._live = [
             x for k in traced.kernels if isinstance(k, KernelCall) for x in k.kwargs.values() if isinstance(x, Live)
         ]

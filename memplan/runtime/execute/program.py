@@ -21,7 +21,7 @@ from memplan.runtime.copies.copies import Copy
 from memplan.runtime.debug.hooks import Hook, observing
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Callback, Sanitizers
 from memplan.runtime.execute.trial import run_trial
-from memplan.runtime.kernels.callables import bytes_of_numbers
+from memplan.runtime.kernels.callables import bytes_of_numbers, tensors_among
 from memplan.runtime.kernels.fused_updates import fuse_updates
 from memplan.runtime.kernels.kernel_selection import BoundOp
 from memplan.runtime.kernels.pool_placement import Placer, placing
@@ -152,6 +152,7 @@ def build_program(
         given = _static_tensors(traced, kept, tensors, layout)
         plan, bound = run_trial(traced, plan, layout, given, tensors, transfers=transfers)
     bound = tuple(transfers.get(i, b) for i, b in enumerate(bound))  # each program has copies of its own
+    arena.uses.of(tensors_among(b.args for b in bound))
     plan = replace(plan, numbers=bytes_of_numbers((b.args for b in bound), traced.device))
     static = _static_tensors(traced, {**_in_arena(graph, plan, arena), **kept}, tensors, layout)  # allocates the arena
     namespace = Namespace({f"v{index}": tensor for index, tensor in static.items()})

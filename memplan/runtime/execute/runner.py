@@ -21,9 +21,10 @@ from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Sanitizers, make_poi
 from memplan.runtime.execute.added_gradients import AddedGradients
 from memplan.runtime.execute.arena_gradients import ArenaGradients
 from memplan.runtime.execute.autograd_step import run_owning, run_planned
-from memplan.runtime.execute.cuda_graphs import CudaGraphProgram, Recorder
+from memplan.runtime.execute.cuda_graphs import CudaGraphProgram
 from memplan.runtime.execute.owned_gradients import OwnedGradients
 from memplan.runtime.execute.program import Functions, build_program
+from memplan.runtime.execute.recorders import Recorder
 from memplan.runtime.execute.repeated_step import reason_against
 from memplan.runtime.guards.input_guards import InputGuards, items_getter
 from memplan.runtime.guards.module_guards import ModuleGuards

@@ -58,9 +58,13 @@ def scalars_as_tensors(kernel: KernelCall, graph: Graph, made: dict[Any, torch.T
 
 def bytes_of_numbers(arguments: Iterable[Any], device: torch.device) -> int:
     """Return the bytes of the tensors among the arguments of calls that are in the memory of `device`, each once."""
-    leaves = (leaf for leaf in pytree.tree_leaves(list(arguments)) if isinstance(leaf, torch.Tensor))
-    kept = {leaf.data_ptr(): leaf.untyped_storage().nbytes() for leaf in leaves if leaf.device.type == device.type}
-    return sum(kept.values())
+    leaves = (leaf for leaf in tensors_among(arguments) if leaf.device.type == device.type)
+    return sum({leaf.data_ptr(): leaf.untyped_storage().nbytes() for leaf in leaves}.values())
+
+
+def tensors_among(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among the arguments of calls."""
+    return [leaf for leaf in pytree.tree_leaves(list(arguments)) if isinstance(leaf, torch.Tensor)]
 
 
 def fast_bindings(kernel: KernelCall) -> tuple[Function, ...]:

@@ -24,7 +24,7 @@ from memplan.runtime.copies.copies import Copies
 from memplan.runtime.copies.copy_streams import StreamCopies
 from memplan.runtime.copies.copy_threads import ThreadCopies
 from memplan.runtime.memory.arena_ownership import ArenaOwnership
-from memplan.runtime.memory.stream_ordering import make_stream_ordering
+from memplan.runtime.memory.stream_ordering import StreamUses, make_stream_ordering
 
 
 class Memory:
@@ -63,7 +63,8 @@ class Memory:
 class Arena(Memory):
     """The memory of a step. Programs that share it run one at a time (`ownership`) and share its copies to the host.
 
-    `collectives`: those that a step has started on it and not waited for.
+    `collectives`: those that a step has started on it and not waited for. `uses`: of its bytes by streams, and of what
+    programs keep beside it.
     `others`: further devices on which the same steps run.
     """
 
@@ -71,9 +72,9 @@ class Arena(Memory):
         super().__init__(nbytes, device)
         self.copies, self.collectives = make_copies(self.device, *others), StartedCollectives()
         weakref.finalize(self, self.copies.close)  # before its bytes are freed
-        used_by = partial(_keep_for, (self._allocated,))
+        self.uses = StreamUses(self._allocated)
         drain = partial(_drain, self.copies, self.collectives)
-        self.ownership = ArenaOwnership(drain, make_stream_ordering(self.device, used_by=used_by))
+        self.ownership = ArenaOwnership(drain, make_stream_ordering(self.device, used_by=self.uses.by))
         self._host = Memory(0, torch.device("cpu"))
 
     def host(self, nbytes: int) -> Memory:
@@ -136,17 +137,6 @@ class NewArenas:
         return arena
 
 
-def _keep_for(allocations: Sequence[Sequence[torch.Tensor]], stream: torch.Stream) -> None:
-    """Keep the bytes of an arena, once it is freed, until what a stream has launched by then is complete.
-
-    torch's allocator gives freed bytes away at once on the stream on which they were allocated, and knows of no other.
-    """
-    for allocated in allocations:
-        for made in allocated:
-            if made.device == stream.device:
-                made.record_stream(stream)
-
-
 def make_copies(*devices: torch.device) -> Copies:
     """Return the copies between an arena on `devices` and the host. A thread or stream starts with the first copy."""
     return StreamCopies(*devices) if is_accelerator(devices[0]) else ThreadCopies()
@@ -158,9 +148,9 @@ class Arenas(Arena):
     def __init__(self, sections: Sequence[DeviceArena]) -> None:
         super().__init__(0, *(torch.device(section.device) for section in sections))
         self._memories = tuple(Memory(section.size, torch.device(section.device)) for section in sections)
-        used_by = partial(_keep_for, tuple(memory._allocated for memory in self._memories))
+        self.uses = StreamUses(*(memory._allocated for memory in self._memories))
         devices = dict.fromkeys(memory.device for memory in self._memories)
-        self.ownership.order_streams = make_stream_ordering(*devices, used_by=used_by)
+        self.ownership.order_streams = make_stream_ordering(*devices, used_by=self.uses.by)
         self._sections = tuple(sections)
         self._owner: Arena | None = (
             None  # of a view: the arena that it was made from, which closes the copies when freed

@@ -6,7 +6,9 @@ after the work of the last step, on whatever stream that ran.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 import torch
 
@@ -50,6 +52,39 @@ class StreamOrdering:
             current.wait_stream(self._last)
         self._last = current
         self._used_by(current)
+
+
+class StreamUses:
+    """Keeps bytes, once they are freed, until what streams had launched by then is complete.
+
+    torch's allocator gives freed bytes away at once on the stream on which they were allocated, and knows of no other.
+    `allocations` are lists of tensors, which may still grow.
+    """
+
+    def __init__(self, *allocations: Sequence[torch.Tensor]) -> None:
+        self._allocations = allocations
+        self._beside: list[weakref.ref[torch.Tensor]] = []
+        self._last: dict[torch.device, torch.Stream] = {}
+
+    def by(self, stream: torch.Stream) -> None:
+        """Note that a stream uses all bytes from now on."""
+        self._last[stream.device] = stream
+        self._beside = [ref for ref in self._beside if ref() is not None]
+        beside = (ref() for ref in self._beside)
+        self._note(stream, chain(*self._allocations, (t for t in beside if t is not None)))
+
+    def of(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that the steps also use these tensors, as long as somebody else keeps them."""
+        made = [t for t in tensors if is_accelerator(t.device)]
+        self._beside += map(weakref.ref, made)
+        for stream in self._last.values():
+            self._note(stream, made)
+
+    @staticmethod
+    def _note(stream: torch.Stream, tensors: Iterable[torch.Tensor]) -> None:
+        for made in tensors:
+            if made.device == stream.device:
+                made.record_stream(stream)
 
 
 def _nothing() -> None:
