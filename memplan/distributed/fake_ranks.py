@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
+from memplan.distributed.local import is_distributed
 from memplan.distributed.parallelism import fsdp_modules, reducer_of
 from memplan.errors import UnsupportedCall, UnsupportedGraph
 
@@ -58,7 +59,7 @@ def divided(model: nn.Module) -> nn.Module:
     Raises:
         UnsupportedGraph: A parameter has no rows.
     """
-    if fsdp_modules(model) or reducer_of(model) is not None:
+    if fsdp_modules(model) or reducer_of(model) is not None or any(map(is_distributed, model.parameters())):
         return model
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

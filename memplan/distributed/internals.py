@@ -46,6 +46,7 @@ OF_PARAMETER = (
     "_orig_size",
     "_sharded_local_tensor",
     "_module_info",
+    "_unsharded_dtensor_spec",
 )
 OF_REDUCER = (
     "process_group",

@@ -27,6 +27,17 @@ def local_tensor(tensor: Any) -> Any:
     return tensor._local_tensor.detach().requires_grad_(tensor.requires_grad)
 
 
+def placed_like(part: torch.Tensor, spec: Any) -> Any:
+    """Return a DTensor of which this rank has a part; `spec` says where torch has placed it, as of another such one."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    known = spec.tensor_meta
+    meta = TensorMeta(shape=known.shape, stride=known.stride, dtype=part.dtype)
+    made = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    return DTensor(part, made, requires_grad=False)  # type: ignore[call-arg]
+
+
 class LocalTensors:
     """A view of a dict of tensors that gives this rank's part of each DTensor: `holder[key]` as `local_tensor` does."""
 
@@ -36,6 +47,10 @@ class LocalTensors:
     def __getitem__(self, key: str) -> Any:
         """Return this rank's part of a tensor of the dict."""
         return local_tensor(self.holder[key])
+
+    def attached(self, key: str) -> Any:
+        """Return this rank's part as autograd knows it: its gradient becomes a part of the DTensor's."""
+        return self.holder[key].to_local()
 
 
 Slot = dict[str, Any] | LocalTensors

@@ -23,6 +23,7 @@ from memplan.errors import CollectiveFailed
 
 _SCHEMAS = {
     "gather_parameter": "Tensor shard, int ranks, str group",
+    "all_gather": "Tensor x, int ranks, str group",
     "reduce_scatter": "Tensor whole, str how, int ranks, str group",
     "all_reduce": "Tensor x, str how, str group",
     "broadcast": "Tensor x, int source, str group",
@@ -203,6 +204,7 @@ def _complete(name: str) -> Callable[..., torch.Tensor]:
 
 _BEGIN: dict[str, Callable[..., Any]] = {
     "gather_parameter": _gather_parameter,
+    "all_gather": _gather_parameter,
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
@@ -214,6 +216,7 @@ def _define() -> dict[str, Callable[..., torch.Tensor]]:
     run = {name: _complete(name) for name in _BEGIN}
     like: dict[str, Callable[..., torch.Tensor]] = {
         "gather_parameter": _like_gather_parameter,
+        "all_gather": _like_gather_parameter,
         "reduce_scatter": _like_reduce_scatter,
         "all_reduce": _like_all_reduce,
         "broadcast": _like_broadcast,

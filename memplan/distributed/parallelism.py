@@ -1,4 +1,4 @@
-"""Reads what `fully_shard` and `DistributedDataParallel` have made of a model into plain values.
+"""Reads what `fully_shard`, `parallelize_module` and `DistributedDataParallel` have made of a model into plain values.
 
 Nothing of torch's objects is changed, and none of their hooks is called: a compiled step does what they say by
 collectives of its own. What it cannot do is refused (`refusals.py`).
@@ -14,11 +14,11 @@ import torch
 from torch import distributed, nn
 
 from memplan.distributed.internals import OF_REDUCER, internal, require_attributes, require_state
-from memplan.distributed.local import is_distributed
 from memplan.distributed.ops import process_group
+from memplan.distributed.placed import PlacedParameter, group_of_all, group_of_placed, placed_parameters
 from memplan.distributed.refusals import (
+    require_alone,
     require_group,
-    require_known,
     require_one_group,
     require_parameter,
     require_reducer,
@@ -78,19 +78,22 @@ class Replicas:
 class Parallelism:
     """The division of the parameters of a model among ranks, or their copies on each of them.
 
-    `shards` are by the name of the parameter, each name of tied ones. `replicas` is None for a model without
-    `DistributedDataParallel`. `device` is that of the parameters.
+    `shards` are by the name of the parameter, each name of tied ones, and so are those that are `placed` by tensor
+    parallelism (some of them both: `fully_shard` divides a rank's part again). `replicas` is None for a model without
+    `DistributedDataParallel`. `device` is that of the parameters. `group` is the name of the process group of all ranks
+    that train the model together.
     """
 
     shards: Mapping[str, Shard]
+    placed: Mapping[str, PlacedParameter]
     replicas: Replicas | None
     device: torch.device
+    group: str
 
     @property
-    def group(self) -> str:
-        """The name of the process group."""
-        found = {s.group for s in self.shards.values()} | ({self.replicas.group} if self.replicas else set())
-        return next(iter(sorted(found)))
+    def divides(self) -> bool:
+        """Whether ranks have other parts of some parameters than others."""
+        return bool(self.shards or self.placed)
 
     @property
     def lines(self) -> list[str]:
@@ -101,6 +104,7 @@ class Parallelism:
             f"reduced as {s.reduced} by {s.how}, divided by {s.before} before and {s.after} after"
             for name, s in self.shards.items()
         ]
+        found += [one.line for one in self.placed.values()]
         if self.replicas is not None:
             found += [f"copied parameter {name}" for name in sorted(self.replicas.parameters)]
             found.append(f"buckets of {self.replicas.bucket_bytes} bytes, {self.replicas.first_bucket_bytes} at first")
@@ -125,15 +129,21 @@ def parallelism_of(model: nn.Module) -> Parallelism | None:
     sharded = fsdp_parameters(model)
     freed = _freed_after_forward(model)
     shards = {name: shard for param in sharded for name, shard in _shards(param, names, reshards=id(param) in freed)}
-    require_known(name for name, p in model.named_parameters() if is_distributed(p) and name not in shards)
+    placed = placed_parameters(model, dict(_inner(sharded, names)))
     replicas = _replicas(model)
-    if not shards and replicas is None:
+    if not shards and not placed and replicas is None:
         return None
+    groups = [next(iter(some.values())).group for some in (shards, placed) if some]
+    ranks = [distributed.get_process_group_ranks(process_group(name)) for name in groups]
     if shards:
-        ranks = {one.name: distributed.get_process_group_ranks(process_group(one.group)) for one in shards.values()}
-        require_one_group(ranks)
+        require_one_group(
+            {one.name: distributed.get_process_group_ranks(process_group(one.group)) for one in shards.values()}
+        )
+    if placed:
+        require_alone(ranks, replicated=replicas is not None)
     device = torch.device(sharded[0].device) if sharded else next(model.parameters()).device
-    return Parallelism(shards=shards, replicas=replicas, device=device)
+    group = replicas.group if replicas is not None else groups[0] if len(groups) == 1 else group_of_all()
+    return Parallelism(shards=shards, placed=placed, replicas=replicas, device=device, group=group)
 
 
 def group_of_ranks(model: nn.Module) -> str | None:
@@ -143,13 +153,16 @@ def group_of_ranks(model: nn.Module) -> str | None:
     reducer = reducer_of(model)
     if reducer is not None:
         return str(reducer.process_group.group_name)
+    divided, twice = "", False
     for module in fsdp_modules(model):
         state: Any = module._get_fsdp_state()  # type: ignore[operator]
         for group in getattr(state, "_fsdp_param_groups", ()):
             found = getattr(getattr(group, "mesh_info", None), "shard_process_group", None)
-            if found is not None:
-                return str(found.group_name)
-    return None
+            divided = divided or ("" if found is None else str(found.group_name))
+            twice = twice or any(getattr(param, "is_dtensor", False) for param in getattr(group, "fsdp_params", ()))
+    if not divided:
+        return group_of_placed(model)
+    return group_of_all() if twice else divided
 
 
 def fsdp_modules(model: nn.Module) -> list[nn.Module]:
@@ -194,6 +207,14 @@ def _names(model: nn.Module) -> Iterator[tuple[int, list[str]]]:
     for name, p in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(p), []).append(name)
     yield from found.items()
+
+
+def _inner(params: list[Any], names: Mapping[int, list[str]]) -> Iterator[tuple[str, tuple[Any, torch.Size] | None]]:
+    """Yield each name of the parameters that `fully_shard` has divided, and how they were placed before (None: not)."""
+    for param in params:
+        spec = param._unsharded_dtensor_spec if param.is_dtensor else None
+        for name in names[id(param.sharded_param)]:
+            yield name, None if spec is None else (spec, param._orig_size)
 
 
 def _freed_after_forward(model: nn.Module) -> set[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import distributed, nn
 
 from memplan.distributed.internals import internal
 from memplan.errors import UnsupportedGraph
@@ -54,20 +54,65 @@ def _gathers(value: object) -> bool:
 def require_parameter(param: Any) -> None:
     """Raise `UnsupportedGraph` for a parameter that is not divided by rows, or has a layout of its own."""
     where = param._param_fqn or param._module_info.param_name
-    if param.is_dtensor:
-        what = "is a DTensor already that fully_shard divides again (tensor parallelism with FSDP)"
-        _refuse(where, what, "use one of them alone")
+    if param.mesh_info.is_spmd_mesh:
+        what = "is a DTensor over all dimensions of the mesh (dp_mesh_dims)"
+        _refuse(where, what, "place it on one dimension (mesh['tp']), and call fully_shard with mesh['dp']")
     if param.fsdp_placement.dim != 0:
         _refuse(where, f"is divided along dimension {param.fsdp_placement.dim}", "leave shard_placement_fn out")
     if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
         _refuse(where, "gathers itself in a form of its own (fsdp_pre_all_gather)", "use a plain parameter")
 
 
-def require_known(others: Iterable[str]) -> None:
-    """Raise `UnsupportedGraph` for a DTensor that `fully_shard` has not made; `others` are the names of such."""
-    for name in others:
-        what = "is a DTensor that fully_shard has not made (tensor parallelism), which cannot be planned yet"
-        _refuse(name, what, "use fully_shard alone, or train without memplan")
+def require_placed(name: str, spec: Any) -> None:
+    """Raise `UnsupportedGraph` for a DTensor that is not divided, or copied, over a mesh of one dimension."""
+    if len(spec.placements) != 1:
+        what = f"is a DTensor over a mesh of {len(spec.placements)} dimensions that fully_shard has not made"
+        _refuse(name, what, "place it on one dimension of the mesh (mesh['tp'])")
+    placement = spec.placements[0]
+    if not placement.is_replicate() and type(placement).__name__ != "Shard":
+        _refuse(name, f"is a DTensor that is placed as {placement}", "place it as Shard(...) or Replicate()")
+
+
+def require_plain_buffers(names: Iterable[str]) -> None:
+    """Raise `UnsupportedGraph` for the first of the names of buffers that are DTensors."""
+    for name in names:
+        what = "is a buffer that is divided or copied among ranks as a DTensor"
+        _refuse(name, what, "keep buffers as plain tensors, and convert them in forward")
+
+
+def require_one_mesh(groups: Mapping[str, str]) -> None:
+    """Raise `UnsupportedGraph` unless all parameters (by name) are placed on the ranks of one process group."""
+    first = next(iter(groups.values()), "")
+    for name, group in groups.items():
+        if group != first:
+            what = "is placed on other ranks than the parameters before it"
+            _refuse(name, what, "pass the same mesh to each parallelize_module")
+
+
+def require_even(name: str, size: int, ranks: int) -> None:
+    """Raise `UnsupportedGraph` unless all ranks have parts of one size of a parameter that is divided again.
+
+    Ranks with smaller parts would gather and reduce other shapes than the ranks that they are compared with.
+    """
+    if size % ranks:
+        what = f"is divided by fully_shard, and by tensor parallelism before, which divides {size} among {ranks} ranks"
+        _refuse(name, what, f"make that size a multiple of {ranks}")
+
+
+def require_alone(groups: Sequence[Sequence[int]], *, replicated: bool) -> None:
+    """Raise `UnsupportedGraph` for tensor parallelism with DDP, or with FSDP2 on a part of all ranks.
+
+    `groups`: the ranks that parameters are placed on, and those that `fully_shard` divides them among.
+    """
+    if replicated:
+        what = "wraps a model of which parameters are DTensors (tensor parallelism)"
+        _refuse(_DDP, what, "use fully_shard over the other dimension of the mesh")
+    size = 1
+    for ranks in groups:
+        size *= len(ranks)
+    if len(groups) > 1 and size != distributed.get_world_size():
+        what = f"is divided among {size} ranks by fully_shard and tensor parallelism, and there are "
+        _refuse("the model", f"{what}{distributed.get_world_size()}", "make one mesh of two dimensions of all ranks")
 
 
 def require_reducer(model: nn.Module, reducer: Any) -> None:

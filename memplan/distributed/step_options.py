@@ -23,7 +23,7 @@ def require_options(options: Any, *, replicated: bool) -> None:
     if options.on_mismatch in _EAGERLY:
         what = "a step by torch alone runs other collectives than a compiled one, for which other ranks would wait"
         _refuse(what, f"on_mismatch={options.on_mismatch!r}", 'leave on_mismatch out, or pass "error"')
-    if options.allow_unsynchronized:
+    if getattr(options, "allow_unsynchronized", False):
         what = "the model is trained by all ranks together, and a compiled step does that too"
         hint = "leave it out, or pass the module that DistributedDataParallel wraps"
         _refuse(what, "allow_unsynchronized=True", hint)
@@ -41,9 +41,23 @@ def require_options(options: Any, *, replicated: bool) -> None:
         _refuse(what, f"accumulate={options.accumulate}", "use fully_shard, or pass the batches as one")
 
 
+def require_call_options(options: Any) -> None:
+    """Raise `UnsupportedCall` for options of `memplan.compile` that a model of several ranks cannot have."""
+    require_options(options, replicated=False)
+    if options.kernels != "aten":
+        hint = "leave kernels out, or compile the blocks within by torch.compile"
+        _refuse("a model of several ranks runs the kernels of eager", f"kernels={options.kernels!r}", hint)
+    if options.dynamic_shapes is not None:
+        what = "a plan of several ranks is for one shape"
+        _refuse(what, "dynamic_shapes", "leave it out: other shapes are planned when they come")
+    if options.gradients not in ("auto", "safe"):
+        what = "gradients of a model of several ranks are returned to autograd, as gradients='safe' does"
+        _refuse(what, f"gradients={options.gradients!r}", "leave gradients out")
+
+
 def option_lines(options: Any) -> list[str]:
     """Return the options that decide a plan, a line each; functions have other addresses on each rank."""
-    values = {name: getattr(options, name) for name in (*_SAME, *_SAME_TOO, *_SAME_OF_STEPS)}
+    values = {name: getattr(options, name) for name in (*_SAME, *_SAME_TOO, *_SAME_OF_STEPS) if hasattr(options, name)}
     return [f"{name}={value!r}" for name, value in values.items() if not callable(value)]
 
 

@@ -1,5 +1,7 @@
 """A copy of a model that is divided among ranks, as if it were on one: without torch's hooks, with whole parameters.
 
+A parameter that tensor parallelism has placed stays a DTensor, with the whole of this rank's part.
+
 The copy is for tracing. Its parameters are on the meta device where they are divided; all else is the model's own.
 """
 
@@ -13,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.distributed.internals import internal
+from memplan.distributed.local import placed_like
 from memplan.distributed.parallelism import (
     Parallelism,
     fsdp_modules,
@@ -48,6 +51,8 @@ def whole_copy(model: nn.Module, parallelism: Parallelism) -> nn.Module:
     made: dict[int, Any] = {}  # by the identity of what it stands for
     for param in fsdp_parameters(model):
         whole = torch.empty(param._orig_size, dtype=gathered_dtype(param), device="meta")
+        if param.is_dtensor:
+            whole = placed_like(whole, param._unsharded_dtensor_spec)
         made[id(param.sharded_param)] = nn.Parameter(whole, requires_grad=param.sharded_param.requires_grad)
     reducer = reducer_of(model)
     classes: dict[int, type[nn.Module]] = {}

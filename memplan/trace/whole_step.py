@@ -62,7 +62,7 @@ class CapturedLoss:
 
     def record_or_none(self) -> RecordedUpdate | None:
         """Return what `record` does; None for an update that cannot be traced, with a warning in the log."""
-        if self.parallelism is not None and self.parallelism.shards:
+        if self.parallelism is not None and self.parallelism.divides:
             why = "its parameters are divided among ranks"
             _log.warning("%s: its step() runs by itself after the planned forward and backward: %s", self._by, why)
             return None

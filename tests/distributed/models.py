@@ -41,6 +41,43 @@ class SmallGpt(nn.Module):
         return logits
 
 
+class _GatedBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.each = width // heads
+        self.one, self.two = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one(x)
+        q, k, v = (f(y).unflatten(-1, (-1, self.each)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(-2))
+        y = self.two(x)
+        added: torch.Tensor = self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+        return x + added
+
+
+class SmallLlama(nn.Module):
+    """A Llama of a few blocks, with a linear layer for each part of its attention. Returns the logits."""
+
+    def __init__(self, *, vocabulary: int = 64, width: int = 32, heads: int = 4, blocks: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(_GatedBlock(width, heads) for _ in range(blocks))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
 class SmallConvolutions(nn.Module):
     """Convolutions with batch norm and a residual. Returns the logits of five classes."""
 

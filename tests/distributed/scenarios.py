@@ -84,10 +84,10 @@ def differences(one: nn.Module, two: nn.Module, optimizers: tuple[Any, Any]) -> 
     """Return the names of parameters, buffers and optimizer state of which this rank has other bytes."""
     pairs = zip(one.state_dict(keep_vars=True).items(), two.state_dict(keep_vars=True).items(), strict=True)
     found = [name for (name, a), (_, b) in pairs if not torch.equal(local_tensor(a), local_tensor(b))]
-    ours, theirs = (list(o.state.values()) for o in optimizers)
-    assert len(ours) == len(theirs)
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        found += [f"state {i} {key}" for key in b if not torch.equal(local_tensor(a[key]), local_tensor(b[key]))]
+    assert len(optimizers[0].state) == len(optimizers[1].state)
+    for (name, p), q in zip(one.named_parameters(), two.parameters(), strict=True):
+        a, b = optimizers[0].state[p], optimizers[1].state[q]
+        found += [f"{key} of {name}" for key in b if not torch.equal(local_tensor(a[key]), local_tensor(b[key]))]
     return found
 
 

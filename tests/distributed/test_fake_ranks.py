@@ -230,11 +230,52 @@ def _over_other_ranks() -> nn.Module:
     return model
 
 
-def _by_columns() -> nn.Module:
+def _placed(**how: Any) -> Any:
+    """A layer whose rows are placed on both ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    return parallelize_module(nn.Sequential(nn.Linear(10, 2)), init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return parallelize_module(nn.Sequential(nn.Linear(10, 2)), mesh, {"0": ColwiseParallel(**how)})
+
+
+def _placed_by(*placements: Any, buffer: bool = False) -> nn.Module:
+    """A layer whose weight, or a buffer, is a DTensor placed in this way."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    model = nn.Sequential(nn.Linear(10, 2))
+    mesh = init_device_mesh("cpu", (1,) * (len(placements) - 1) + (2,))
+    made = DTensor.from_local(torch.ones(2, 10), mesh, placements, run_check=False)
+    if buffer:
+        model[0].register_buffer("extra", made)
+    else:
+        model[0].weight = nn.Parameter(made)
+    return model
+
+
+def _placed_on_several() -> nn.Module:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = nn.Sequential(nn.Linear(10, 2), nn.Linear(2, 2))
+    parallelize_module(model[0], DeviceMesh("cpu", [0, 1]), ColwiseParallel())
+    return parallelize_module(model[1], DeviceMesh("cpu", [0]), ColwiseParallel()) and model
+
+
+def _unevenly_placed() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    return fully_shard(parallelize_module(nn.Linear(10, 3), mesh["tp"], ColwiseParallel()), mesh=mesh["dp"])
+
+
+def _placement(name: str) -> Any:
+    from torch.distributed import tensor
+
+    return getattr(tensor, name)(*([0] if name == "Shard" else []))
 
 
 def _sharded(change: Callable[[Any], object] = lambda _: None, **options: Any) -> Any:
@@ -256,7 +297,12 @@ def _sharded(change: Callable[[Any], object] = lambda _: None, **options: Any) -
         (lambda: _sharded(_register), "has a method that gathers its parameters"),
         (_over_other_ranks, r"divided among the ranks \[0\], and others among \[0, 1\]"),
         (lambda: _sharded(shard_placement_fn=lambda _: _columns()), "is divided along dimension 1"),
-        (_by_columns, r"0\.weight: is a DTensor that fully_shard has not made"),
+        (lambda: _placed_by(_placement("Replicate"), _placement("Shard")), "over a mesh of 2 dimensions"),
+        (lambda: _placed_by(_placement("Partial")), r"0\.weight: is a DTensor that is placed as P"),
+        (lambda: _placed_by(_placement("Replicate"), buffer=True), r"0\.extra: is a buffer"),
+        (_placed_on_several, r"1\.weight: is placed on other ranks"),
+        (_unevenly_placed, "which divides 3 among 2 ranks"),
+        (lambda: _placed(use_local_output=False), "a result is a DTensor"),
     ],
 )
 def test_what_a_step_cannot_do_as_torch_does_is_refused(ranks: None, make: Callable[[], nn.Module], words: str) -> None:

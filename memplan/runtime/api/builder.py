@@ -41,14 +41,22 @@ class Builder:
     `options` are those of the next program: the budget of a given plan and measured costs are written into them.
     `arena` is the arena that all programs share, one at a time; the first program allocates it. If a later one needs
     more, a larger arena replaces it, and `again` makes the earlier programs anew there. With a `coordinator`, which
-    places programs in its own arena, each program begins in an arena of its own. `make_room` is called with the options
+    places programs in its own arena, each program begins in an arena of its own. `together`: the model is one that
+    several ranks run together. `make_room` is called with the options
     and the plan of a program before an arena is allocated for it.
     """
 
     def __init__(
-        self, model: nn.Module, options: CompileOptions, hooks: Hooks, coordinator: ArenaCoordinator | None = None
+        self,
+        model: nn.Module,
+        options: CompileOptions,
+        hooks: Hooks,
+        coordinator: ArenaCoordinator | None = None,
+        *,
+        together: bool = False,
     ) -> None:
-        require_traceable(model)
+        if not together:
+            require_traceable(model)
         self.make_room: Callable[[CompileOptions, Plan], None] = _nothing_beside
         self.model, self.hooks, self.coordinator = model, hooks, coordinator
         self.module_guards = ModuleGuards(model)

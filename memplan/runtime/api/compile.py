@@ -12,11 +12,13 @@ from memplan.core.arguments import arguments_of
 from memplan.core.choices import Checkpoint, Gradients, Kernels, Layout, OnMismatch, Prefer, Sanitize
 from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
+from memplan.distributed.parallelism import parallelism_of
 from memplan.errors import UnsupportedGraph
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Budget, Costs, Device, DynamicShapes
 from memplan.runtime.api.compiled_graphs import several_graphs
 from memplan.runtime.api.compiled_module import CompiledModule
+from memplan.runtime.api.divided_module import DividedModule
 from memplan.runtime.api.kernel_choice import with_chosen_kernels
 from memplan.runtime.options import CompileOptions, device_for, given_plan
 from memplan.schedule import Policy as SchedulePolicy
@@ -186,6 +188,9 @@ def compile(
         bucketing=bucketing,
         prefer=prefer,
     )
+    parallelism = parallelism_of(model) if isinstance(model, nn.Module) else None
+    if parallelism is not None:
+        return DividedModule(model, args, kwargs, parallelism=parallelism, options=options, train=train, given=given)
     if options.kernels == "auto":
         options = with_chosen_kernels(model, args, kwargs, options=options, train=train, given=given)
     try:

@@ -29,7 +29,7 @@ class SeveralGraphs:
     events of all graphs.
     """
 
-    def __init__(self, model: nn.Module, options: CompileOptions, hooks: Hooks) -> None:
+    def __init__(self, model: nn.Module, options: RunOptions, hooks: Hooks) -> None:
         shared = {f.name: getattr(options, f.name) for f in fields(RunOptions) if f.name not in _OF_ONE_GRAPH}
         gradients = "owned" if options.gradients == "owned" else "safe"
         self.backend = Backend(**{**shared, "gradients": gradients})
@@ -63,7 +63,7 @@ class SeveralGraphs:
             require_room(options, plan, self.backend.arena_size)
 
 
-def can_be_several(refused: UnsupportedGraph, options: CompileOptions) -> bool:
+def can_be_several(refused: UnsupportedGraph, options: RunOptions) -> bool:
     """Return whether several graphs can hold what one cannot, and all options hold for several graphs too."""
     if not breaks(refused):
         return False

@@ -96,9 +96,9 @@ class StepBuilder:
         first = not self.plans
         options = self.options
         loss = capture_loss(self._loss, self._optimizer, batch, kwargs, device=options.device, kernels=options.kernels)
-        shards = loss.parallelism is not None and bool(loss.parallelism.shards)
+        divided = loss.parallelism is not None and loss.parallelism.divides
         # The norm of all gradients takes the parts of all ranks: torch's own clipping and step() know that.
-        fused = is_fused(self._optimizer) and not (shards and self.options.clip_grad_norm is not None)
+        fused = is_fused(self._optimizer) and not (divided and self.options.clip_grad_norm is not None)
         if not fused:
             self._require_plain()
         if first:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memplan.core.collectives import is_collective
 from memplan.core.graph import Phase
 from memplan.devices.generators import generators_of
 from memplan.errors import StaleActivationsError
@@ -105,6 +106,8 @@ def reason_against(traced: TracedGraph, order: Sequence[int], *, recorded: bool)
     if any(b.source is Source.INPUT for b in bound):
         return "it changes an input in place"
     graph = traced.graph
+    if any(is_collective(op.target) for op in graph.ops):
+        return "it has collectives, in which the other ranks would not take part"
     tainted = {graph.values[b.value].storage for b in bound}
     for i in order:
         op, kernel = graph.ops[i], traced.kernels[i]

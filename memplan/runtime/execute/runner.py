@@ -242,7 +242,12 @@ class Runner:
                 self.arena_gradients.require_unset(self.wanted(current))
             wanted = [leaves[i] for i in self._wanted_inputs] if self._wanted_inputs else ()
             if self.owned is None:
-                fresh = run_planned(self, inputs, current, *self.wanted(current), *wanted, *self._anchors)
+                parameters = (
+                    self.parameter_guards.attached(self._wanted_parameters)
+                    if self.parameter_guards.distributed
+                    else self.wanted(current)
+                )
+                fresh = run_planned(self, inputs, current, *parameters, *wanted, *self._anchors)
             else:
                 fresh = run_owning(self, inputs, current, self.owned.anchor, *wanted)
         else:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memplan.distributed.local import LocalTensors
 from memplan.errors import InputMismatch
 from memplan.runtime.guards.layout_guards import LayoutGuards
 from memplan.runtime.guards.module_guards import COMPILE_AGAIN, ModuleGuards
@@ -22,7 +23,8 @@ _data_ptr = torch.Tensor.data_ptr
 class ParameterGuards:
     """The parameters, buffers and state of a traced step, looked up in the module on every call.
 
-    A slot is a dict of a module and a key in it, so that replaced parameters are found too.
+    A slot is a dict of a module and a key in it, so that replaced parameters are found too. `distributed`: some tensors
+    are this rank's parts of DTensors.
     """
 
     def __init__(self, module_guards: ModuleGuards, traced: TracedGraph) -> None:
@@ -46,12 +48,18 @@ class ParameterGuards:
         slots = [self._module_guards.slot(b) for b in self._held]
         self._holders, self._keys = [holder for holder, _ in slots], [key for _, key in slots]
         self._version = self._module_guards.version
+        self.distributed = any(isinstance(holder, LocalTensors) for holder in self._holders)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the current tensors, in the order of `bindings`."""
         if self._version != self._module_guards.version:
             self._look()
         return list(map(getitem, self._holders, self._keys))
+
+    def attached(self, positions: Sequence[int]) -> list[torch.Tensor]:
+        """Return some of the current tensors as autograd knows them; parts of DTensors are connected to these."""
+        found = [(self._holders[i], self._keys[i]) for i in positions]
+        return [h.attached(key) if isinstance(h, LocalTensors) else h[key] for h, key in found]
 
     def look(self) -> tuple[list[torch.Tensor], bool]:
         """Return the current tensors, and whether all are certain to have the stored address and layout.

@@ -24,6 +24,7 @@ from torch import fx, nn
 from torch._dynamo.convert_frame import get_traced_fn
 from torch.utils import _pytree as pytree
 
+from memplan.distributed.local import is_distributed, local_tensor, placed_like
 from memplan.distributed.structure import copy_structure
 from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.origins import clean_module_path
@@ -228,9 +229,12 @@ def with_fake_tensors(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(t: torch.Tensor) -> torch.Tensor:
-        """Return a fake tensor laid out like `t`."""
+        """Return a fake tensor laid out like `t`; of a DTensor, one whose part of this rank is fake."""
+        part = local_tensor(t)
         with mode:
-            new = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device or t.device)
+            new = torch.empty_strided(part.shape, part.stride(), dtype=t.dtype, device=device or t.device)
+        if is_distributed(t):
+            new = placed_like(new, t._spec)  # type: ignore[attr-defined]
         if isinstance(t, nn.Parameter):
             new = nn.Parameter(new, requires_grad=t.requires_grad)
         else:

@@ -78,13 +78,15 @@ def capture(
     device: torch.device | None = None,
     decompositions: Decompositions | None = None,
     sharing: bool = False,
+    settle: Callable[[Any], None] | None = None,
 ) -> Captured:
     """Trace `model(*args, **kwargs)`, with its backward if `train`. Raises `UnsupportedGraph`.
 
     The model may hold real, fake or meta parameters; meta ones are traced as if they were on the CPU. `by_dynamo`: the
     model is one of dynamo's own graphs, which is read as it is and may have no backward. `device`: trace as if the
     model and its inputs were there. `decompositions`: those of a compiler that will generate the kernels (None: the
-    ops are eager's, and so are the layouts of their results). `sharing`: as in `with_fake_tensors`.
+    ops are eager's, and so are the layouts of their results). `sharing`: as in `with_fake_tensors`. `settle` is
+    called with AOTAutograd's result before its graph is read.
     """
     require_traceable(model)
     flat, in_spec = pytree.tree_flatten((args, kwargs))
@@ -98,6 +100,8 @@ def capture(
         prepare(stack, traced, train=train)
         front_ends = (identity,) if by_dynamo else (export,) if is_patched(traced) else (dynamo, export)
         joint = _capture_joint(stack, traced, args, kwargs, front_ends, decompositions=decompositions)
+    if settle is not None:
+        settle(joint)
     as_eager = decompositions is None
     return captured(model, joint, in_spec, inputs, train=train and not by_dynamo, as_eager=as_eager)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from memplan.trace.passes.aliasing import is_fixed
@@ -28,4 +29,5 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def overlapping_tangents(graph: fx.Graph) -> bool:
     """Return whether a joint graph takes a gradient whose elements share bytes: it could not hold all gradients."""
     tangents = (value(n) for n in graph.find_nodes(op="placeholder") if n.meta["desc"].is_tangent())
-    return any(is_fixed(t) and may_overlap(t.shape, t.stride()) for t in tangents)
+    tensors = [t for t in tangents if isinstance(t, torch.Tensor)]  # the gradient of a DTensor has its mesh too
+    return any(is_fixed(t) and may_overlap(t.shape, t.stride()) for t in tensors)

@@ -1,0 +1,143 @@
+"""`DividedModule`, which `memplan.compile` returns for a model that is divided among ranks, or copied to them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from memplan.core.plan import Plan
+from memplan.distributed.agreement import Agreement
+from memplan.distributed.parallel_guards import ParallelGuards
+from memplan.distributed.parallelism import Parallelism
+from memplan.distributed.step_options import batch_lines, option_lines, require_call_options
+from memplan.distributed.step_ranks import StepRanks
+from memplan.errors import InputMismatch, UnsupportedCall
+from memplan.runtime.api.builder import Builder
+from memplan.runtime.api.select import MAX_PROGRAMS, Selector, TooManyPrograms
+from memplan.runtime.api.shared_module import SharedModule
+from memplan.runtime.debug.hooks import Hooks
+from memplan.runtime.execute.runner import Runner
+from memplan.runtime.guards import transforms
+from memplan.runtime.options import CompileOptions
+
+_log = logging.getLogger("memplan")
+
+
+class DividedModule(SharedModule):
+    """One rank's part of a model that several ranks run together, in one planned arena. `memplan.compile` makes it.
+
+    It is called like the model of `fully_shard`, `parallelize_module` or `DistributedDataParallel`, whose hooks it does
+    not call: their collectives are in its plans. After a backward, the parameters have the gradients that they have
+    under torch: a DTensor of this rank's part, or the average over the ranks.
+
+    Attributes:
+        plan: The plan of calls like the example.
+        hooks: The hooks that are called with the events of its steps.
+
+    Example:
+        ```python
+        compiled = memplan.compile(fully_shard(model), inputs)
+        compiled(inputs).square().mean().backward()
+        optimizer.step()
+        ```
+    """
+
+    hooks: Hooks
+    plan: Plan
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        parallelism: Parallelism,
+        options: CompileOptions,
+        train: bool | None = None,
+        given: Plan | None = None,
+    ) -> None:
+        """Compile the model for the example inputs, together with the other ranks."""
+        super().__init__(model)
+        with Agreement(parallelism.group) as ranks:
+            require_call_options(options)
+            hooks = Hooks()
+            builder = Builder(model, replace(options, gradients="safe"), hooks, together=True)
+            guards = ParallelGuards(model)
+            main = builder.build(args, kwargs, model.training if train is None else train, given)
+            lines = [f"{key} {version}" for key, version in sorted(main.plan.versions.items())]
+            lines += [*option_lines(options), f"plan {'new' if given is None else 'given'}"]
+            lines += batch_lines((args, kwargs)) if options.has_budget else []
+            name = ranks.compare([*lines, *parallelism.lines, *_collectives(main)])
+        together = StepRanks(parallelism.group)
+        together.begin(name, [_collectives(main)])
+        # without nn.Module.__setattr__: the model may have a submodule of any name
+        self.__dict__.update(hooks=hooks, plan=main.plan, _builder=builder, _selector=Selector(builder, main))
+        self.__dict__.update(_guards=guards, _together=together, _known=[_collectives(main)])
+        self.__dict__["_replans"] = options.on_mismatch == "replan"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step of this rank, with the arguments of the model, while the other ranks run theirs.
+
+        Args:
+            args: The positional arguments: this rank's part of the batch.
+            kwargs: The keyword arguments.
+
+        Returns:
+            What the model returns.
+
+        Raises:
+            InputMismatch: With `on_mismatch="error"`, the call, or the model, differs from what was compiled.
+            UnsupportedCall: There are as many programs as are kept, or torch's modules have options that are not
+                followed.
+            StaleActivationsError: An earlier call waits for its backward.
+            CollectiveFailed: Another rank has failed, or left the others.
+
+        Example:
+            ```python
+            compiled(inputs).sum().backward()
+            ```
+        """
+        transforms.refuse((args, kwargs), self)
+        with self._together:
+            self._guards.check()
+            runner, leaves = self._program(args, kwargs)
+            current = runner.current()
+            self._agree(runner)
+            return runner(leaves, current, training=runner.traced.training)
+
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
+        """Return the program of a call, and the leaves that it takes."""
+        selector: Selector = self._selector
+        try:
+            return selector.select(args, kwargs)
+        except InputMismatch as differs:
+            if not self._replans:
+                raise
+            try:
+                return selector.replan(args, kwargs, differs)
+            except TooManyPrograms:
+                what = f"{differs.what}, and {MAX_PROGRAMS} programs exist already"
+                hint = "pad or bucket inputs to a few shapes; a call of several ranks does not run eagerly"
+                raise UnsupportedCall(what, where=differs.where, hint=hint, see="ranks-refused") from differs
+
+    def _agree(self, runner: Runner) -> None:
+        """Let the ranks agree on a program that runs for the first time, unless its collectives are known."""
+        found = _collectives(runner)
+        if found not in self._known:
+            self._together.agree(found, [*self._known, found])
+            self._known.append(found)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedCall(
+            "a compiled model of several ranks is bound to its process group, and cannot be copied or pickled",
+            hint="save its state_dict, or copy the model, and compile the copy on all ranks",
+            see="ranks-refused",
+        )
+
+
+def _collectives(runner: Runner) -> tuple[str, ...]:
+    """Return the collectives of a program, a line each."""
+    return tuple(c.line for c in runner.plan.collectives)
