@@ -7,6 +7,10 @@ order rotates from round to round, and a ratio is the median of the ratios of si
 outside, by memory events and by the tensors that live between steps. Budgets are shares of the peak of Inductor, and of
 the one that torch's knob (`activation_memory_budget`) reaches at .5. Only contenders whose first call is reported start
 from empty caches.
+
+`--whole` measures whole training steps with AdamW: the compiled forward and backward with torch's fused update, and
+with the optimizer's `step()` compiled by Inductor, beside memplan's step. Numbers are then the loss and the parameters
+of the first update.
 """
 
 from __future__ import annotations
@@ -92,7 +96,8 @@ def eager(model: nn.Module, inputs: tuple[Any, ...], budget: int | None) -> Call
     return model
 
 
-Reference = Literal["inductor", "eager", "inductor-knob"]
+Reference = Literal["inductor", "eager", "inductor-knob", "inductor, fused AdamW", "eager, fused AdamW"]
+Update = Literal["fused", "compiled", "planned"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +105,9 @@ class Contender:
     """A way to compile.
 
     `against` has the numbers that its own are compared with. Its budget is `share` times the peak of `of`. `knob`:
-    torch's knob is at `KNOB`. `cold`: it starts from empty caches, so that its first call is comparable.
+    torch's knob is at `KNOB`. `cold`: it starts from empty caches, so that its first call is comparable. `update`: what
+    updates the parameters (torch's fused kernels, a compiled `step()`, or memplan's plan of the whole step); None:
+    nothing does.
     """
 
     compile: Compile
@@ -109,6 +116,7 @@ class Contender:
     of: str = "inductor-knob"
     knob: bool = False
     cold: bool = False
+    update: Update | None = None
 
 
 _fused = partial(planned, kernels="inductor", policy="recompute")  # the CPU's host copies are in its own memory
@@ -127,6 +135,26 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
         "memplan-inductor tighter": Contender(compile=_fused, against="inductor", share=TIGHTER),
         "partitioner at the knob's": Contender(compile=partitioned, against="inductor", share=1.0),
         "partitioner tighter": Contender(compile=partitioned, against="inductor", share=TIGHTER),
+    }
+)
+
+WHOLE: Mapping[str, Contender] = MappingProxyType(
+    {
+        "inductor, compiled AdamW": Contender(compile=inductor, against="inductor, fused AdamW", update="compiled"),
+        "inductor, fused AdamW": Contender(compile=inductor, against="inductor, fused AdamW", update="fused"),
+        "eager, fused AdamW": Contender(compile=eager, against="eager, fused AdamW", update="fused"),
+        "memplan's step": Contender(compile=eager, against="eager, fused AdamW", update="planned"),
+        "memplan's step, inductor": Contender(compile=_fused, against="inductor, fused AdamW", update="planned"),
+        **{
+            f"memplan's step, inductor {share:.3g}": Contender(
+                compile=_fused,
+                against="inductor, fused AdamW",
+                share=share,
+                of="inductor, compiled AdamW",
+                update="planned",
+            )
+            for share in SHARES
+        },
     }
 )
 
@@ -152,12 +180,13 @@ class Running:
         self.process.join()
 
 
-def rows_of(model: str, size: str, rounds: int) -> list[Row]:
-    """Return the rows of one model, all contenders measured in turns."""
+def rows_of(model: str, size: str, rounds: int, *, whole: bool = False) -> list[Row]:
+    """Return the rows of one model, all contenders measured in turns; `whole`: those of whole training steps."""
+    contenders = WHOLE if whole else CONTENDERS
     ready: dict[str, Running] = {}
     failed: dict[str, str] = {}
     try:
-        for name, contender in CONTENDERS.items():
+        for name, contender in contenders.items():
             print(f"{model} {name} ...", file=sys.stderr, flush=True)
             base = ready.get(contender.of)
             if contender.share is not None and base is None:
@@ -170,7 +199,8 @@ def rows_of(model: str, size: str, rounds: int) -> list[Row]:
             else:
                 ready[name] = started
         seconds = _in_turns(ready, rounds)
-        return [_row(model, name, ready, seconds, failed) for name in CONTENDERS]
+        base = "inductor, compiled AdamW" if whole else "inductor"
+        return [_row(model, name, ready, seconds, failed, base=base) for name in contenders]
     finally:
         for one in ready.values():
             one.end()
@@ -197,7 +227,7 @@ def _take_turns(turns: Connection, name: str, model: str, size: str, budget: int
     """Compile and warm up a contender, send its figures, and then run a step whenever one is asked for."""
     torch.set_num_threads(1)
     try:
-        step, measured = _ready(CONTENDERS[name], model, size, budget)
+        step, measured = _ready({**CONTENDERS, **WHOLE}[name], model, size, budget)
     except (memplan.MemplanError, TypeError) as error:  # an option that this version does not have is a TypeError
         turns.send(str(error).splitlines()[0][:160])
         return
@@ -217,18 +247,27 @@ def _ready(contender: Contender, model: str, size: Any, budget: int | None) -> t
             stack.enter_context(torch._functorch.config.patch(activation_memory_budget=KNOB))
         if contender.cold:
             stack.enter_context(fresh_cache())
+        initial = [tensor.detach().numpy().copy() for tensor in (*own.parameters(), *own.buffers())]
+        optimizer = torch.optim.AdamW(own.parameters(), lr=1e-3, fused=contender.update != "compiled")
         started = time.perf_counter()
-        step = _step(contender.compile(own, inputs, budget), own, inputs)
+        if contender.update is None:
+            step = _step(contender.compile(own, inputs, budget), own, inputs)
+        else:
+            step = _whole_step(contender, own, inputs, budget, optimizer)
         step.run()
         first = time.perf_counter() - started
         for _ in range(WARM_UP):
             step.run()
         step.clear()
         peak = live_bytes() - before + peak_growth(step)
+    if contender.update is not None:
+        _restore(own, optimizer, initial)
     torch.manual_seed(7)
     loss = step.run()
     assert isinstance(loss, Tensor)
-    numbers = (loss, *(p.grad for p in own.parameters() if p.grad is not None))
+    numbers: tuple[Tensor, ...] = (loss, *(p.grad for p in own.parameters() if p.grad is not None))
+    if contender.update is not None:
+        numbers = (loss, *own.parameters())
     found = tuple(one.detach().clone().numpy() for one in numbers)
     step.clear()
     return step, Measured(first=first if contender.cold else None, peak=peak, numbers=found)
@@ -249,6 +288,45 @@ def _step(call: Callable[..., Any], module: nn.Module, inputs: tuple[Any, ...]) 
     return Step(run=run, clear=clear, plan=getattr(call, "plan", None))
 
 
+def _whole_step(
+    contender: Contender,
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    budget: int | None,
+    optimizer: torch.optim.Optimizer,
+) -> Step:
+    """Return the step with the update of an optimizer."""
+    if contender.update == "planned":
+        options = {"kernels": "inductor", "policy": "recompute"} if contender.compile is _fused else {}
+        planned: Any = memplan.compile_step(module, optimizer, _itself, inputs, budget=budget, **options)
+        return Step(run=lambda: planned(*inputs), clear=module.zero_grad, plan=planned.plan)
+    call = contender.compile(module, inputs, budget)
+    update: Callable[[], object] = torch.compile(optimizer.step) if contender.update == "compiled" else optimizer.step
+
+    def run() -> object:
+        loss = call(*inputs)
+        loss.backward()
+        update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Step(run=run, clear=module.zero_grad)
+
+
+def _itself(loss: Tensor) -> Tensor:
+    return loss
+
+
+def _restore(module: nn.Module, optimizer: torch.optim.Optimizer, initial: Sequence[Any]) -> None:
+    """Set parameters, buffers and the optimizer's state to what they were before the first update."""
+    with torch.no_grad():
+        for tensor, value in zip((*module.parameters(), *module.buffers()), initial, strict=True):
+            tensor.copy_(torch.from_numpy(value))
+        for state in optimizer.state.values():
+            for entry in state.values():
+                entry.zero_()
+
+
 def _in_turns(ready: Mapping[str, Running], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each contender in each round."""
     names, found = list(ready), {name: list[float]() for name in ready}
@@ -265,22 +343,24 @@ def _row(
     ready: Mapping[str, Running],
     seconds: Mapping[str, Sequence[float]],
     failed: Mapping[str, str],
+    *,
+    base: str,
 ) -> Row:
-    """Return the row of one contender."""
+    """Return the row of one contender, relative to that of the name `base`."""
     if name not in ready:
         return {**dict.fromkeys(COLUMNS), "model": model, "contender": name, "failed": failed[name]}
-    contender, one, base = CONTENDERS[name], ready[name].measured, ready["inductor"].measured
+    contender, one, other = {**CONTENDERS, **WHOLE}[name], ready[name].measured, ready[base].measured
     budget = ready[name].budget
     return {
         "model": model,
         "contender": name,
         "ms": statistics.median(seconds[name]) * 1e3,
-        "speed": statistics.median(a / b for a, b in zip(seconds["inductor"], seconds[name], strict=True)),
+        "speed": statistics.median(a / b for a, b in zip(seconds[base], seconds[name], strict=True)),
         "peak_mb": one.peak / 1e6,
-        "peak_ratio": one.peak / base.peak,
+        "peak_ratio": one.peak / other.peak,
         "budget_mb": None if budget is None else budget / 1e6,
         "share": None if contender.share is None else f"{contender.share:.3g} of {contender.of}'s peak",
-        "first": one.first / base.first if one.first and base.first else None,
+        "first": one.first / other.first if one.first and other.first else None,
         "bits": _bits(one.numbers, ready[contender.against].measured.numbers, contender.against),
         "failed": None,
     }
@@ -297,7 +377,7 @@ def _bits(one: Sequence[Any], other: Sequence[Any], against: str) -> str:
 def _table(rows: Sequence[Row], output: str, options: argparse.Namespace) -> Table:
     return Table(
         name=output,
-        title=f"Fused kernels, {options.size} models, cpu",
+        title=f"Fused kernels{', whole steps' if options.whole else ''}, {options.size} models, cpu",
         columns=COLUMNS,
         rows=rows,
         settings={"size": options.size, "rounds": options.rounds, "threads": 1},
@@ -306,18 +386,24 @@ def _table(rows: Sequence[Row], output: str, options: argparse.Namespace) -> Tab
             " it, by memory events. MB = 10^6 bytes.",
             f"The knob is activation_memory_budget={KNOB}; tighter is {TIGHTER:.0%} of the peak that it reaches.",
             f"Command: python -m benchmarks.fused --models {','.join(options.models)} --size {options.size} "
-            f"--rounds {options.rounds}",
+            f"--rounds {options.rounds}{' --whole' if options.whole else ''}",
         ),
     )
 
 
+def _settings(options: argparse.Namespace) -> str:
+    """Return what kept rows must have been measured with."""
+    what = "whole steps, " if options.whole else ""
+    return f"{what}{options.size}, {options.rounds} rounds, torch {torch.__version__}"
+
+
 def _batches(options: argparse.Namespace) -> Iterator[list[Row]]:
     """Yield the rows of each model; those that a run before has kept are not measured again."""
-    lines = ResumableLines(options.keep, lambda: f"{options.size}, {options.rounds} rounds, torch {torch.__version__}")
+    lines = ResumableLines(options.keep, lambda: _settings(options))
     known = {rows[0]["model"]: rows for rows in map(json.loads, lines.known)}
     for model in options.models:
         if model not in known:
-            known[model] = rows_of(model, options.size, options.rounds)
+            known[model] = rows_of(model, options.size, options.rounds, whole=options.whole)
             lines.add(json.dumps(known[model]))
         yield known[model]
 
@@ -327,6 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("fused", __doc__.splitlines()[0], list(MODELS), ["gpt2", "llama", "bert", "vit", "resnet"])
     parser.add_argument("--size", choices=["nano", "medium"], default="medium")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--whole", action="store_true", help="measure whole training steps")
     parser.add_argument("--keep", type=Path, help="a file that keeps each model's rows: a run that was ended goes on")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -106,7 +106,7 @@ def test_fused_kernels_are_compared_and_rows_are_kept(tmp_path: Path, monkeypatc
     assert fused._bits(other, measured.numbers, "eager") == "1.0e+00 off eager's"
     asked: list[str] = []
 
-    def rows_of(model: str, size: str, rounds: int) -> list[Row]:
+    def rows_of(model: str, size: str, rounds: int, *, whole: bool) -> list[Row]:
         asked.append(model)
         return [{**dict.fromkeys(fused.COLUMNS), "model": model}]
 
@@ -114,6 +114,14 @@ def test_fused_kernels_are_compared_and_rows_are_kept(tmp_path: Path, monkeypatc
     arguments = ["--models", "mlp,vit", "--keep", str(tmp_path / "kept"), "--directory", str(tmp_path)]
     assert [fused.main(arguments), fused.main(arguments)] == [0, 0]
     assert asked == ["mlp", "vit"]
+
+
+def test_whole_steps_of_one_kind_of_kernels_have_the_same_numbers() -> None:
+    found = [
+        fused._ready(fused.WHOLE[name], "mlp", "nano", None)[1] for name in ("eager, fused AdamW", "memplan's step")
+    ]
+    assert fused._bits(found[1].numbers, found[0].numbers, "eager") == "eager's"
+    assert found[1].peak < found[0].peak
 
 
 def test_what_fits_predicts_is_what_training_takes() -> None:

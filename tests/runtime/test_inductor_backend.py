@@ -97,6 +97,34 @@ def test_a_model_with_graph_breaks_compiles_to_several_graphs_of_generated_kerne
     assert any(op.target.startswith("inductor.cpp_fused_") for op in compiled.plan.graph.ops)
 
 
+def test_a_whole_step_with_graph_breaks_has_the_bits_of_torch_compile_and_the_optimizer() -> None:
+    model = _model()
+    twin = copy.deepcopy(model)
+    own, other = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, twin))
+    step = memplan.compile_step(model, own, lambda loss: loss, _batch(), kernels="inductor")
+    ours = _seeded(step, 3)
+    torch._dynamo.reset()
+
+    def call(batch: torch.Tensor) -> torch.Tensor:
+        other.zero_grad()
+        loss: torch.Tensor = reference(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        other.step()
+        return loss.detach()
+
+    reference: Any = torch.compile(twin, dynamic=False)
+    theirs = _seeded(call, 3)
+    assert _same([*ours, *model.parameters(), *model.buffers()], [*theirs, *twin.parameters(), *twin.buffers()])
+
+
+def _seeded(call: Callable[..., torch.Tensor], count: int) -> list[torch.Tensor]:
+    losses = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        losses.append(call(_batch()))
+    return losses
+
+
 def test_a_call_without_gradients_runs_generated_kernels() -> None:
     model = _model().eval()
     twin, backend = copy.deepcopy(model), memplan.Backend(kernels="inductor")
