@@ -72,15 +72,13 @@ def called(
 
 def compiled_alike() -> dict[str, Any]:
     """Train small models of FSDP2, DDP and tensor parallelism; then do what a compiled model refuses."""
-    smallest = {"arena_budget": "min", "policy": "recompute", "sanitize": "poison"}
+    smallest: dict[str, Any] = {"arena_budget": "min", "policy": "recompute", "sanitize": "poison"}
     placed = partial(tensor_parallelism.on_all_ranks, tensor_parallelism.of_mlp)
     alike = {
         "fsdp": called(mlp, sharded, vectors),
         "fsdp min": called(SmallConvolutions, sharded, images, **smallest),
         "ddp": called(SmallConvolutions, in_small_buckets, images),
-        "placed": called(
-            tensor_parallelism.mlp, placed, tensor_parallelism.same_vectors, tensor_parallelism.adamw
-        ),
+        "placed": called(tensor_parallelism.mlp, placed, tensor_parallelism.same_vectors, tensor_parallelism.adamw),
     }
     return {"alike": alike, "refused": refused()}
 
