@@ -350,7 +350,34 @@ def _columns() -> Any:
     return Shard(-1)
 
 
-def test_a_divided_model_is_no_model_for_compile(ranks: None) -> None:
-    with pytest.raises(UnsupportedGraph, match=r"is sharded \(FSDP\)"):
-        memplan.compile(_sharded(), vectors(0, 0))
+def test_a_divided_model_can_be_planned_and_compiled(ranks: None) -> None:
     assert len(memplan.plan(_sharded(), vectors(0, 0)).collectives) == 4
+    assert len(memplan.compile(_sharded(), vectors(0, 0)).plan.collectives) == 4
+    placed = _placed(output_layouts=_placement("Replicate"))
+    assert [c.kind for c in memplan.plan(placed, vectors(0, 0), ranks=2).collectives] == ["all_gather"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kernels": "inductor"}, "runs the kernels of eager"),
+        ({"gradients": "owned"}, "are returned to autograd"),
+        ({"on_mismatch": "eager"}, "a step by torch alone runs other collectives"),
+        ({"dynamic_shapes": ({0: torch.export.Dim("rows", max=8)},)}, "a plan of several ranks is for one shape"),
+    ],
+)
+def test_options_of_calls_that_ranks_cannot_have_are_refused(ranks: None, options: Any, words: str) -> None:
+    with pytest.raises(UnsupportedCall, match=words) as error:
+        memplan.compile(_sharded(), vectors(0, 0), **options)
+    assert error.value.see == "ranks-refused"
+
+
+def test_a_compiled_model_of_ranks_has_few_programs(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never runs as torch alone would, for which the other ranks would have to do the same."""
+    monkeypatch.setattr("memplan.runtime.api.select.MAX_PROGRAMS", 2)
+    compiled = memplan.compile(_sharded(), vectors(0, 0))
+    with torch.no_grad():
+        compiled(vectors(0, 0))
+    with pytest.raises(UnsupportedCall, match="programs exist already") as error:
+        compiled(vectors(0, 0, rows=3))
+    assert error.value.see == "ranks-refused"
