@@ -102,7 +102,8 @@ def live_bytes() -> int:
     """Return the bytes of all storages of live tensors on the CPU; bytes that several storages share count once.
 
     These are parameters, buffers and inputs, and whatever a contender keeps between steps, as its arena. Tensors are
-    found by Python's garbage collector, so those that only C++ refers to are not seen.
+    found by Python's garbage collector, so those that only C++ refers to are not seen. Storages that do not own their
+    bytes (views of an arena by address, numpy's arrays) do not count: the arena may have been freed.
     """
     gc.collect()
     spans = []
@@ -111,7 +112,7 @@ def live_bytes() -> int:
             continue
         with suppress(NotImplementedError, RuntimeError):  # a wrapper without a storage of its own
             storage = found.untyped_storage()
-            if storage.device.type == "cpu" and storage.data_ptr():
+            if storage.device.type == "cpu" and storage.data_ptr() and storage.resizable():
                 spans.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     return covered(spans)
 

@@ -7,4 +7,9 @@ from __future__ import annotations
 
 import os
 
+from hypothesis import settings
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("memplan", deadline=None)  # no test depends on how busy its machine is
+settings.load_profile("memplan")

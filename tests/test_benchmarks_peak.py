@@ -19,6 +19,7 @@ from benchmarks.peak_contenders import Step
 from benchmarks.peak_measure import RETURN_MEMORY, covered, live_bytes, peak_growth
 from benchmarks.results import Row
 from benchmarks.zoo import EXTRAS
+from memplan.runtime.memory.arena import Arena
 
 MIB = 1 << 20
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 says so of any profile
@@ -81,6 +82,16 @@ def test_live_bytes_count_storages_once_and_views_not_at_all() -> None:
     assert live_bytes() - before == MIB
     del whole, pieces, within
     assert live_bytes() == before
+
+
+def test_live_bytes_do_not_count_views_by_address_of_an_arena_that_was_freed() -> None:
+    before = live_bytes()
+    arena = Arena(MIB, torch.device("cpu"))
+    view = torch.empty(0, dtype=torch.uint8).set_(arena.storage(0, MIB))
+    assert live_bytes() - before == MIB
+    arena.release()
+    assert live_bytes() == before
+    assert len(view) == MIB
 
 
 def test_spans_that_overlap_count_once() -> None:

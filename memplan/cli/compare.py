@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memplan.report.sections import Section
 
 TARGET = "plan.json, FILE.py:FACTORY or package.module:FACTORY."
+_SNAPSHOTS = (".pickle", ".pkl")
 
 
 class TextFormat(enum.StrEnum):
@@ -30,9 +31,7 @@ class TextFormat(enum.StrEnum):
 
 
 def diff(
-    before: Annotated[
-        str, typer.Argument(metavar="BEFORE", help=f"{TARGET[:-1]}; or a snapshot.pickle of CUDA's allocator.")
-    ],
+    before: Annotated[str, typer.Argument(metavar="BEFORE", help=f"{TARGET[:-1]}; or what was recorded, see below.")],
     after: Annotated[str, typer.Argument(metavar="AFTER", help=TARGET)],
     *,
     html: Annotated[
@@ -50,15 +49,18 @@ def diff(
 
     Buffers are matched by module, op and kind, so that plans of two versions of a model can be compared.
 
-    A file of torch.cuda.memory._dump_snapshot, in place of BEFORE, shows what was really allocated beside AFTER.
+    A recording in place of BEFORE shows what was really allocated beside AFTER: snapshot.pickle of
+    torch.cuda.memory._dump_snapshot, or of torch.profiler a memory timeline (.json, .json.gz, .raw.json.gz) or a
+    chrome trace with memory (.json, .json.gz).
     """
+    from memplan.analysis.profiled import is_profile
     from memplan.cli.outputs import require_outputs, require_source_url
 
     require_outputs({"--html": html}, before, after)
     require_source_url(source_url, html)
-    if before.endswith((".pickle", ".pkl")):
+    if before.endswith(_SNAPSHOTS) or is_profile(before):
         if html is not None:
-            what = "a snapshot has no plan that could be drawn"
+            what = "a recording has no plan that could be drawn"
             raise InvalidOutput(what, where="--html", hint="compare two plans, or give --format markdown")
         _allocated(before, after, form)
         return
@@ -87,13 +89,14 @@ def _page(path: Path, before: Plan, after: Plan, source_url: str | None) -> None
     write_atomic(path, text)
 
 
-def _allocated(snapshot: str, target: str, form: TextFormat) -> None:
-    """Print what a snapshot shows beside a plan."""
+def _allocated(recording: str, target: str, form: TextFormat) -> None:
+    """Print what a recording shows beside a plan."""
     from memplan.analysis.allocated import read_snapshot
+    from memplan.analysis.profiled import read_profile
     from memplan.cli.source import obtain
     from memplan.report.allocated_form import allocated_json, allocated_sections, allocated_title
 
-    found = read_snapshot(snapshot)
+    found = read_snapshot(recording) if recording.endswith(_SNAPSHOTS) else read_profile(recording)
     plan = obtain(target)
     title, sections = allocated_title(found, plan), allocated_sections(found, plan)
     print_sections(form, title, sections, lambda: allocated_json(found, plan))

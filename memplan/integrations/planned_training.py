@@ -72,6 +72,11 @@ class PlannedTraining:
         """The plan of each graph that has run so far; those of one graph are for the shapes that it has seen."""
         return tuple(plan for graph in self.backend.graphs for plan in graph.plans)
 
+    @property
+    def largest(self) -> Plan:
+        """The plan with the largest total. Raises `ValueError` while nothing has run."""
+        return max(self.plans, key=lambda plan: plan.total)
+
     def figures(self) -> dict[str, float]:
         """Return what a trainer logs: the bytes of all arenas, the largest total of a graph (bytes), and the graphs."""
         plans = self.plans
@@ -97,7 +102,7 @@ class PlannedTraining:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 plan.save(self._folder / f"graph-{i}.json")
         if self._folder is not None:
-            write_atomic(self._folder / PAGE, max(plans, key=lambda plan: plan.total).to_html())
+            write_atomic(self._folder / PAGE, self.largest.to_html())
         return figures
 
 

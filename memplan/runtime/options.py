@@ -193,6 +193,7 @@ class StepOptions(RunOptions):
     clip_grad_norm: float | None = None
     accumulate: int = 1
     on_mismatch: OnMismatch = "replan"
+    fullgraph: bool = False
     cuda_graph: bool = False
     allow_unsynchronized: bool = False
     measurable: ClassVar[bool] = True
@@ -206,14 +207,8 @@ class StepOptions(RunOptions):
             hint = "pass the maximal norm, a number of at least 0, or None"
             raise MemplanError(f"clip_grad_norm={norm!r}", hint=hint)
         RunOptions.__post_init__(self)
-        if self.kernels != "aten":
-            raise UnsupportedCall(
-                f"a whole training step does not run kernels={self.kernels!r} yet",
-                where="kernels",
-                hint="use memplan.compile(model, inputs, kernels=...) beside the optimizer",
-                see="inductor-options",
-            )
         require_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
+        require_choice("fullgraph", self.fullgraph, (True, False))
         if self.measures:
             require_measurable(cuda_graph=self.cuda_graph)
         if self.cuda_graph:

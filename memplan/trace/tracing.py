@@ -202,8 +202,16 @@ def trace_graph(
     in_place: bool = True,
     gradients_in_arena: bool = False,
     copy_gradients: bool = False,
+    kernels: Kernels = "aten",
 ) -> TracedGraph:
     """Trace a graph that dynamo made from a part of a model, wrapped as a module that holds its parameters."""
+    if kernels == "inductor":
+        with quiet():
+            from memplan.trace.fused.step import trace_fused_graph  # imports Inductor
+
+        return trace_fused_graph(
+            module, inputs, train=train, gradients_in_arena=gradients_in_arena, copy_gradients=copy_gradients
+        )
     captured = capture(module, inputs, {}, train=train, by_dynamo=True)
     name = type(module).__name__
     _warn(captured, name)

@@ -16,9 +16,12 @@ import torch
 from torch import nn
 
 from memplan.core.arguments import arguments_of
+from memplan.core.choices import Kernels
+from memplan.core.timed import timed
 from memplan.distributed.parallelism import Parallelism, parallelism_of
-from memplan.errors import UnsupportedGraph
+from memplan.errors import UnsupportedCall, UnsupportedGraph
 from memplan.trace.capture.joint_graph import Captured
+from memplan.trace.capture.quiet import quiet
 from memplan.trace.graph.offload_target import Target
 from memplan.trace.optimizer.numbers import Untraceable
 from memplan.trace.optimizer.optimizers import require_supported
@@ -26,10 +29,11 @@ from memplan.trace.optimizer.record import record_update
 from memplan.trace.optimizer.recorded_update import RecordedUpdate
 from memplan.trace.optimizer.updates import Accumulate, append_updates, updated_parameters
 from memplan.trace.passes.rewrite import value
-from memplan.trace.tracing import CapturedStep, captured_for
+from memplan.trace.tracing import CapturedCall, CapturedStep, captured_for
 
 if TYPE_CHECKING:
     from memplan.planning.options import Device
+    from memplan.trace.fused.step import GeneratedStep
 
 _log = logging.getLogger("memplan")
 
@@ -40,6 +44,7 @@ class CapturedLoss:
 
     `captured` is the graph; `model` returns the loss; `target` is as in `CapturedStep`. `updated`: the names of the
     optimizer's parameters that have a gradient. `parallelism`: how the model is divided among ranks; None: it is not.
+    `generated`: the code that Inductor generated for the graph; None: the kernels are eager's.
     """
 
     captured: Captured
@@ -48,6 +53,7 @@ class CapturedLoss:
     target: Target | None
     updated: tuple[str, ...]
     parallelism: Parallelism | None = None
+    generated: GeneratedStep | None = None
 
     def record(self) -> RecordedUpdate:
         """Return what the optimizer's next `step()` does. The errors are those of `record_update`."""
@@ -78,7 +84,7 @@ class CapturedLoss:
         clip_grad_norm: float | None,
         rates_in_memory: bool = False,
         in_place: bool = True,
-    ) -> CapturedStep:
+    ) -> CapturedCall:
         """Return the step with an update; the arguments are those of `append_updates`, `in_place` as in `trace`."""
         update = partial(
             append_updates,
@@ -90,6 +96,10 @@ class CapturedLoss:
             device=None if self.target is None else self.target.device,
             recorded=recorded,
         )
+        if self.generated is not None:
+            from memplan.trace.fused.step import FusedWholeStep
+
+            return FusedWholeStep(generated=self.generated, update=update)
         return CapturedStep(
             captured=self.captured,
             model=type(self.model).__name__,
@@ -106,6 +116,7 @@ def capture_loss(
     example_kwargs: dict[str, Any] | None = None,
     *,
     device: Device | None = None,
+    kernels: Kernels = "aten",
 ) -> CapturedLoss:
     """Return forward and backward of a model that returns its loss, one number, captured.
 
@@ -115,13 +126,26 @@ def capture_loss(
         example_inputs: The positional arguments.
         example_kwargs: The keyword arguments.
         device: As in `trace`.
+        kernels: What computes the loss and its gradients ("inductor": kernels that Inductor generates).
 
     Raises:
         UnsupportedGraph: The model or the loss cannot be traced, or no update can have an option of the optimizer.
+        UnsupportedDevice: Inductor cannot generate kernels here, or for this version of torch memplan cannot run them.
+        UnsupportedCall: The model is divided among ranks, and `kernels` are Inductor's.
     """
     require_supported(optimizer)
-    captured, target = captured_for(device, model, *arguments_of(example_inputs, example_kwargs), train=True)
+    args, kwargs = arguments_of(example_inputs, example_kwargs)
+    made: GeneratedStep | None = None
+    if kernels == "inductor":
+        captured, target = _decomposed(model, args, kwargs), None
+    else:
+        captured, target = captured_for(device, model, args, kwargs, train=True)
     _require_one_number(captured)
+    if kernels == "inductor":
+        from memplan.trace.fused.step import generated
+
+        with timed(f"generating kernels of {type(model).__name__}"):
+            made = generated(captured, type(model).__name__)
     updated = tuple(updated_parameters(captured.graph_module.graph, model, optimizer))
     return CapturedLoss(
         captured=captured,
@@ -130,7 +154,24 @@ def capture_loss(
         target=target,
         updated=updated,
         parallelism=parallelism_of(model),
+        generated=made,
     )
+
+
+def _decomposed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    """Return forward and backward of a model, captured for Inductor's kernels."""
+    if parallelism_of(model) is not None:
+        raise UnsupportedCall(
+            "kernels='inductor' does not run a model that is divided among ranks yet",
+            where="kernels",
+            hint='take kernels="aten", the default',
+            see="inductor-options",
+        )
+    with quiet():
+        from memplan.trace.fused.step import capture_decomposed  # imports Inductor
+
+    with timed(f"tracing {type(model).__name__}"):
+        return capture_decomposed(model, args, kwargs, train=True)
 
 
 def _require_one_number(captured: Captured) -> None:

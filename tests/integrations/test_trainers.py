@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812  (torch's own convention)
 import memplan
 from benchmarks.program_run import load_torchvision
 from memplan.errors import UnknownName
+from memplan.integrations.loggers import PAGE
 
 load_torchvision()
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -21,7 +23,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.fil
 # -- transformers ------------------------------------------------------------------------------------------
 
 
-def _trained(folder: Path, how: str) -> tuple[Any, Any, nn.Module]:
+def _trained(folder: Path, how: str, report_to: Sequence[str] = ()) -> tuple[Any, Any, nn.Module]:
     """A Trainer after three steps and an evaluation, the callback if there is one, and the model."""
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
@@ -31,14 +33,14 @@ def _trained(folder: Path, how: str) -> tuple[Any, Any, nn.Module]:
     data = [{"input_ids": torch.randint(50, (8,)), "labels": i % 2, "unused": i} for i in range(12)]
     arguments = TrainingArguments(
         str(folder), max_steps=3, per_device_train_batch_size=4, per_device_eval_batch_size=4, use_cpu=True,
-        report_to=[], logging_steps=1, disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False,
+        report_to=list(report_to), logging_steps=1, disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False,
     )  # fmt: skip
     callback = None
     model: Any = net
     if how == "callback":
         from memplan.integrations.transformers import MemplanCallback
 
-        callback = MemplanCallback(save_plans=folder / "plans")
+        callback = MemplanCallback(save_plans=folder / "plans", loggers=None if report_to else [folder / "logs"])
     if how == "compile":
         ids = torch.zeros(4, 8, dtype=torch.long)
         model = memplan.compile(net, {"input_ids": ids, "labels": ids[:, 0]}, on_mismatch="replan")
@@ -62,6 +64,20 @@ def test_the_trainer_of_transformers_trains_and_evaluates_as_without(tmp_path: P
         assert entry == {**callback.figures, "step": 1}
         assert callback.figures["memplan/arena_bytes"] > 0
         assert memplan.load(tmp_path / how / "plans" / "graph-0.json").total == callback.plans[0].total
+        assert (tmp_path / how / "logs" / PAGE).read_text() == (tmp_path / how / "plans" / "largest.html").read_text()
+
+
+def test_tensorboard_of_the_trainer_of_transformers_gets_scalars_and_the_page(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="pip install 'memplan[programs]'")
+    tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    _, callback, _ = _trained(tmp_path, "callback", report_to=["tensorboard"])
+    (run,) = (tmp_path / "runs").iterdir()
+    shown = tensorboard.EventAccumulator(str(run))
+    shown.Reload()
+    for tag, value in callback.figures.items():
+        assert [(event.step, event.value) for event in shown.Scalars(tag)] == [(1, value)]
+    assert "train/loss" in shown.Tags()["scalars"]
+    assert (run / PAGE).exists()
 
 
 def test_the_closed_list_of_backends_of_accelerate_is_what_the_guide_says(tmp_path: Path) -> None:
@@ -74,7 +90,9 @@ def test_the_closed_list_of_backends_of_accelerate_is_what_the_guide_says(tmp_pa
 # -- Lightning ---------------------------------------------------------------------------------------------
 
 
-def _fitted(modules: list[str] | None, *, compiles: bool, inner: bool) -> tuple[Any, Any, list[Any]]:
+def _fitted(
+    modules: list[str] | None, *, compiles: bool, inner: bool, folder: Path | None = None
+) -> tuple[Any, Any, list[Any]]:
     """A LightningModule after an epoch, the callback if there is one, and what its logger was given."""
     import lightning.pytorch as pl
     from lightning.pytorch.loggers.logger import DummyLogger
@@ -97,6 +115,8 @@ def _fitted(modules: list[str] | None, *, compiles: bool, inner: bool) -> tuple[
             return torch.optim.Adam(self.parameters(), lr=1e-2)
 
     class Logger(DummyLogger):  # type: ignore[misc]
+        log_dir = None if folder is None else str(folder / "logs")
+
         def log_metrics(self, *args: Any, **kwargs: Any) -> None:
             logged.append((args, kwargs))
 
@@ -106,7 +126,7 @@ def _fitted(modules: list[str] | None, *, compiles: bool, inner: bool) -> tuple[
     if compiles:
         from memplan.integrations.lightning import MemplanCallback
 
-        callback = MemplanCallback(modules)
+        callback = MemplanCallback(modules, save_plans=None if folder is None else folder / "plans")
     module, data = Lit(), torch.utils.data.TensorDataset(torch.randn(14, 8), torch.randint(4, (14,)))
     trainer = pl.Trainer(
         max_epochs=1, logger=Logger(), enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu",
@@ -117,13 +137,14 @@ def _fitted(modules: list[str] | None, *, compiles: bool, inner: bool) -> tuple[
 
 
 @pytest.mark.parametrize(("modules", "inner"), [(None, False), (None, True), (["net"], True), ([""], False)])
-def test_lightning_trains_as_without(modules: list[str] | None, inner: bool) -> None:
+def test_lightning_trains_as_without(modules: list[str] | None, inner: bool, tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="pip install 'memplan[programs]'")
-    module, callback, logged = _fitted(modules, compiles=True, inner=inner)
+    module, callback, logged = _fitted(modules, compiles=True, inner=inner, folder=tmp_path)
     expected, _, _ = _fitted(modules, compiles=False, inner=inner)
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), expected.parameters(), strict=True))
     assert callback.figures["memplan/graphs"] >= 1
     assert ((callback.figures,), {"step": 1}) in logged
+    assert (tmp_path / "logs" / PAGE).read_text() == (tmp_path / "plans" / "largest.html").read_text()
 
 
 def test_a_name_that_is_no_submodule_is_refused() -> None:

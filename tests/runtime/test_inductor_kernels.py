@@ -300,14 +300,9 @@ def test_options_that_generated_kernels_do_not_have_are_refused(options: Any) ->
     assert refused.value.see == "inductor-options"
 
 
-def test_unknown_kernels_and_the_backend_are_refused() -> None:
+def test_unknown_kernels_are_refused() -> None:
     with pytest.raises(MemplanError, match="kernels='triton'"):
         memplan.plan(Block(), _tokens(), kernels="triton")  # type: ignore[call-overload]
-    with pytest.raises(UnsupportedCall, match=r"kernels=.inductor. yet"):
-        memplan.Backend(kernels="inductor")
-    model = Block()
-    with pytest.raises(UnsupportedCall, match=r"a whole training step does not run kernels=.inductor. yet"):
-        memplan.compile_step(model, torch.optim.SGD(model.parameters()), lambda out: out, _tokens(), kernels="inductor")
 
 
 def test_a_step_of_generated_kernels_has_no_other_variant(block: tuple[Block, memplan.Plan]) -> None:

@@ -16,10 +16,11 @@ from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
 from memplan.distributed.agreement import Agreement
 from memplan.distributed.parallelism import group_of_ranks
-from memplan.errors import MemplanError
+from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Budget, Costs, Device
 from memplan.runtime.api.compiled_step import CompiledStep
+from memplan.runtime.api.compiled_step_graphs import step_of_graphs
 from memplan.runtime.api.loss_module import LossModule
 from memplan.runtime.api.step_builder import StepBuilder
 from memplan.runtime.guards.ranks import require_no_reducer
@@ -58,6 +59,7 @@ def compile_step(
     in_place: bool = True,
     sanitize: Sanitize | None = None,
     on_mismatch: OnMismatch = "replan",
+    fullgraph: bool = False,
     cuda_graph: bool = False,
     device: Device | None = None,
     allow_unsynchronized: bool = False,
@@ -86,11 +88,15 @@ def compile_step(
             does after k times `(loss_fn(...) / k).backward()`; each call returns its loss undivided. The sums of
             gradients persist between calls; they are outside the arena and count as optimizer state.
         plan: A saved plan, or its path, of this very step, to run instead of making one; without `accumulate`.
-        kernels: "aten" runs the kernels of eager. "inductor", as in `memplan.compile`, is not supported yet.
+        kernels: "aten" runs the kernels of eager. "inductor" runs the fused kernels that Inductor generates for forward
+            and backward, with the bits of `torch.compile`; the update is computed by the same kernels as with "aten".
         on_mismatch: What happens if a batch, the model's mode or the optimizer's groups differ from what was planned:
             "replan" makes another plan (up to 8, in one arena; calls beyond run eagerly, with a warning), "error"
             raises, "eager" runs the step eagerly, and "passive" also offloads saved activations on demand to keep
             the budget.
+        fullgraph: Raise `UnsupportedGraph` for a step that one graph cannot hold. By default, and without a budget, its
+            forward and backward are then compiled as several graphs, as by `memplan.compile`, the optimizer's own
+            `step()` runs after them, and the log says why.
         cuda_graph: Record the whole step as one CUDA graph at the first call, and replay it. Learning rates are then
             read from memory (float32) and may change at every step; if another hyperparameter changes, the step is
             recorded again.
@@ -104,7 +110,8 @@ def compile_step(
         The compiled step: `step(*batch, **kwargs)` returns the loss, detached.
 
     Raises:
-        UnsupportedGraph: The step cannot be traced as one graph, or the optimizer needs a closure.
+        UnsupportedGraph: The step cannot be traced as one graph, and `fullgraph` or an option needs one, or graph
+            breaks would not help; or the optimizer needs a closure.
         UnsupportedCall: There are hooks on parameters or on the optimizer's step, which a compiled step would not call,
             or inputs that require gradients, which it would not compute. A call raises for hooks that are added later.
         BudgetInfeasible: No plan keeps the budget; the error names the smallest one that can be kept.
@@ -151,6 +158,7 @@ def compile_step(
             clip_grad_norm=clip_grad_norm,
             accumulate=accumulate,
             on_mismatch=on_mismatch,
+            fullgraph=fullgraph,
             cuda_graph=cuda_graph,
             allow_unsynchronized=allow_unsynchronized,
         )
@@ -163,7 +171,12 @@ def compile_step(
         if not allow_unsynchronized:
             require_no_reducer(model)
         builder = StepBuilder(loss, optimizer, options)
-        main = builder.build(batch, kwargs, given)
+        try:
+            main = builder.build(batch, kwargs, given)
+        except UnsupportedGraph as refused:
+            if given is not None or fullgraph:
+                raise
+            return step_of_graphs(refused, loss, optimizer, options, batch=batch, kwargs=kwargs)
         name = ranks.compare(builder.agreed_lines((batch, kwargs), main, given))
         builder.begin(name, main)
         return CompiledStep(builder, main, eager=partial(eager_step, clip_grad_norm=clip_grad_norm))

@@ -36,8 +36,8 @@ def several_graphs(
     """Return the model compiled as several graphs, and log why one graph could not hold it.
 
     Raises `refused`, the error of the model as one graph, where graph breaks would not help or an option needs one
-    graph: a given plan, `kernels`, `device`, `dynamic_shapes`, `cuda_graph`, `divide`, `compress`, measured costs, and
-    gradients in the arena or added in place.
+    graph: a given plan, `kernels="auto"`, `device`, `dynamic_shapes`, `cuda_graph`, `divide`, `compress`, measured
+    costs, and gradients in the arena or added in place.
     """
     if given is not None or not can_be_several(refused, options):
         raise refused
@@ -105,7 +105,7 @@ class CompiledGraphs(CompiledModule):
         if torch.compiler.is_compiling() and in_this_thread():
             return self._original(*args, **kwargs)
         if self._options.on_mismatch == "error":
-            _require_same(self._example, kind_of_call(args, kwargs))
+            require_same(self._example, kind_of_call(args, kwargs))
         without_gradients = torch.no_grad() if self._train is False else contextlib.nullcontext()
         with without_gradients:
             return self._graphs(*args, **kwargs)
@@ -132,7 +132,7 @@ class CompiledGraphs(CompiledModule):
         return _remade, (self._original, self._example, {"options": self._options, "train": self._train}, modes)
 
 
-def _require_same(example: CallKind, call: CallKind) -> None:
+def require_same(example: CallKind, call: CallKind) -> None:
     """Raise `InputMismatch` unless a call is like the example, for `on_mismatch="error"`."""
     if example != call:
         pairs = zip(example[1], call[1], strict=False)

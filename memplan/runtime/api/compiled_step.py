@@ -65,7 +65,6 @@ class CompiledStep(MeasuredStep):
         ```
     """
 
-    plan: Plan
     hooks: Hooks
 
     def __init__(
@@ -91,7 +90,7 @@ class CompiledStep(MeasuredStep):
         self._measurements = next((g.measurements for g in self._guides if g.runner is updating), [])
         self._attached: list[Runner] = []
         self._attach()
-        self.plan = updating.plan
+        self._plan = updating.plan
         self._tangents: dict[Any, torch.Tensor] = {}
 
     def __call__(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
@@ -163,13 +162,18 @@ class CompiledStep(MeasuredStep):
             run, found = plan.update(guards, partial(self._build_update, plan), begins=plan is self._last)
             program, alone = found.program, found.alone
             if plan is self._main:
-                self.plan = program.runner.plan
+                self._plan = program.runner.plan
         self._last = plan
         runner = program.runner
         current = runner.checked(leaves)
         guards.synchronize(program.counted)
         self._builder.agree(plan, program)
         return _Ready(runner, run, leaves, current, alone)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that it runs."""
+        return self._plan
 
     @property
     def _updating(self) -> Runner:
@@ -290,7 +294,7 @@ class CompiledStep(MeasuredStep):
         self.hooks.attach(new)
         self._attached.append(new)
         if self.plan is runner.plan:
-            self.plan = new.plan
+            self._plan = new.plan
         return replace(ready, runner=new, current=new.checked(ready.leaves))
 
     def _tangent(self, runner: Runner) -> torch.Tensor:

@@ -19,7 +19,7 @@ from memplan.trace.capture.refusals import breaks
 
 _MAX_RECOMPILES = 64  # of one function of the model, beyond which dynamo runs it eagerly
 # options that `Backend` does not take
-_OF_ONE_GRAPH = ("gradients", "device", "kernels", "divide", "compress", "dynamic_shapes")
+_OF_ONE_GRAPH = ("gradients", "device", "divide", "compress", "dynamic_shapes")
 
 
 class SeveralGraphs:
@@ -29,7 +29,7 @@ class SeveralGraphs:
     events of all graphs.
     """
 
-    def __init__(self, model: nn.Module, options: CompileOptions, hooks: Hooks) -> None:
+    def __init__(self, model: nn.Module, options: RunOptions, hooks: Hooks) -> None:
         shared = {f.name: getattr(options, f.name) for f in fields(RunOptions) if f.name not in _OF_ONE_GRAPH}
         gradients = "owned" if options.gradients == "owned" else "safe"
         self.backend = Backend(**{**shared, "gradients": gradients})
@@ -63,10 +63,10 @@ class SeveralGraphs:
             require_room(options, plan, self.backend.arena_size)
 
 
-def can_be_several(refused: UnsupportedGraph, options: CompileOptions) -> bool:
+def can_be_several(refused: UnsupportedGraph, options: RunOptions) -> bool:
     """Return whether several graphs can hold what one cannot, and all options hold for several graphs too."""
     if not breaks(refused):
         return False
     plain = {f.name: f.default for f in fields(CompileOptions) if f.name in (*_OF_ONE_GRAPH[1:], "cuda_graph")}
     held = all(getattr(options, name) == default for name, default in plain.items())
-    return held and not options.measures and options.gradients not in ("arena", "added")
+    return held and not options.measures and options.kernels != "auto" and options.gradients not in ("arena", "added")

@@ -40,7 +40,7 @@ from memplan.runtime.memory.arena import Arena, NewArenas, arena_for_all
 from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.options import StepOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
-from memplan.trace import CapturedStep, capture_loss
+from memplan.trace import CapturedCall, capture_loss
 from memplan.trace.optimizer.optimizers import is_fused
 from memplan.trace.optimizer.updates import Accumulate
 from memplan.trace.traced import TracedGraph
@@ -94,7 +94,8 @@ class StepBuilder:
         _require_no_gradients((batch, kwargs))
         require_real(self._loss, batch, kwargs)
         first = not self.plans
-        loss = capture_loss(self._loss, self._optimizer, batch, kwargs, device=self.options.device)
+        options = self.options
+        loss = capture_loss(self._loss, self._optimizer, batch, kwargs, device=options.device, kernels=options.kernels)
         divided = loss.parallelism is not None and loss.parallelism.divides
         # The norm of all gradients takes the parts of all ranks: torch's own clipping and step() know that.
         fused = is_fused(self._optimizer) and not (divided and self.options.clip_grad_norm is not None)
@@ -152,8 +153,8 @@ class StepBuilder:
             return [] if alone else [Accumulate.UPDATE]
         return [Accumulate.KEEP if alone else None]
 
-    def _step(self, loss: Any, kind: Accumulate | None, run: UpdateRun | None) -> CapturedStep:
-        made: CapturedStep = loss.step(
+    def _step(self, loss: Any, kind: Accumulate | None, run: UpdateRun | None) -> CapturedCall:
+        made: CapturedCall = loss.step(
             kind,
             None if run is None else run.recorded,
             clip_grad_norm=self.options.clip_grad_norm,
@@ -173,7 +174,7 @@ class StepBuilder:
                 see="optimizer",
             )
 
-    def _assemble(self, steps: Sequence[tuple[TracedGraph, CapturedStep]], given: Plan | None) -> _Made:
+    def _assemble(self, steps: Sequence[tuple[TracedGraph, CapturedCall]], given: Plan | None) -> _Made:
         """Return a program for each step, in the arena or in a larger one that replaces it."""
         options, traced = self.options, [t for t, _ in steps]
         if not options.allow_unsynchronized:
@@ -276,7 +277,7 @@ class StepBuilder:
         old.release()
 
     def _planned(
-        self, step: tuple[TracedGraph, CapturedStep | None], given: Plan | None, known: Measured | None
+        self, step: tuple[TracedGraph, CapturedCall | None], given: Plan | None, known: Measured | None
     ) -> _Planned:
         """Return the variant of a step that is planned, its plan, and the policy to measure if steps are measured."""
         options, room = self.options, self._room

@@ -41,8 +41,8 @@ class Backend:
             as "safe". "safe": each backward returns gradients of their own to autograd. "owned": each backward assigns
             the `.grad` of its graph's parameters itself, with the limits that `memplan.compile` names.
         options: The options of `memplan.compile` that decide how a step is planned and checked: `budget`,
-            `arena_budget`, `host_budget`, `pinned_budget`, `reserve`, `policy`, `costs`, `checkpoint`, `schedule`,
-            `solver`, `layout`, `time_limit`, `in_place`, `sanitize`.
+            `arena_budget`, `host_budget`, `pinned_budget`, `reserve`, `policy`, `costs`, `checkpoint`, `kernels`,
+            `schedule`, `solver`, `layout`, `time_limit`, `in_place`, `sanitize`.
 
     Attributes:
         hooks: The hooks that are called with the events of all graphs.
@@ -70,13 +70,6 @@ class Backend:
             hint = "use memplan.compile(model, inputs, device=...), which copies to a device"
             raise MemplanError(
                 "graphs of torch.compile run on the device of their tensors", where="device", hint=hint, see="backend"
-            )
-        if options.get("kernels", "aten") != "aten":
-            raise UnsupportedCall(
-                f"torch.compile's graphs do not run kernels={options['kernels']!r} yet",
-                where="kernels",
-                hint="use memplan.compile(model, inputs, kernels=...), for a model that is one graph",
-                see="inductor-options",
             )
         for name in ("divide", "compress"):
             if options.get(name):

@@ -275,6 +275,7 @@ def _trace(module: GraphModuleWithParams, rest: Sequence[Any], options: RunOptio
             in_place=options.in_place,
             gradients_in_arena=options.gradients_in_arena,
             copy_gradients=options.gradients_copied,
+            kernels=options.kernels,
         )
 
 

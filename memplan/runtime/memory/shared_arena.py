@@ -18,17 +18,16 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from memplan.core.plan import Plan
-from memplan.core.problem import Buffer, Interval, Problem
 from memplan.errors import InputMismatch, StaleActivationsError
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import ArenaOwnership, InFlight, LeftGradients
-from memplan.solvers import solve
+from memplan.runtime.memory.joint_placement import InstanceEvent, completed_events, joint_plans
 
 _MAX_LAYOUTS = 8  # of one instance: a program whose order never repeats keeps its last layout
 _MAX_EVENTS = 1024  # in one step
@@ -56,15 +55,6 @@ class ArenaUser(Protocol):
 
     def move(self, plan: Plan, arena: ArenaPart) -> None:
         """Run from now on at the offsets of `plan` in `arena`. It is called while it is not in flight."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class InstanceEvent:
-    """A forward (or backward) of an instance, and the other instances (by id) that were in flight then."""
-
-    instance: ArenaUser
-    backward: bool
-    in_flight: frozenset[int]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -309,7 +299,7 @@ class ArenaCoordinator:
             again = conflicts and all(instance.layouts < _MAX_LAYOUTS for instance in instances)
             if (homeless or again) and len({instance.arena.device for instance in instances}) == 1:
                 with torch.inference_mode(False):
-                    self._lay_out(instances, _completed(events))
+                    self._lay_out(instances, completed_events(events))
             if any(e.backward for e in events):
                 self._needs.append(max(instance.placed.arena_size for instance in instances))
                 self._shrink(instances)
@@ -370,7 +360,7 @@ class ArenaCoordinator:
             return
         if self._prepare is not None and not alone:
             self._prepare(instances, timeline)
-        plans = [instances[0].plan] if alone else _jointly(instances, events)
+        plans = [instances[0].plan] if alone else joint_plans(instances, events)
         shared = self._make_room(plans[0].arena_size, instances)
         in_flight: dict[tuple[int, bool], frozenset[int]] = {}
         for e in events:
@@ -435,70 +425,6 @@ def _move(instance: ArenaUser, plan: Plan, arena: ArenaPart) -> bool:
     return True
 
 
-def _completed(events: list[InstanceEvent]) -> list[InstanceEvent]:
-    """Append the backwards that were skipped (of an infinite loss, say), in the order in which they would run."""
-    came = {id(e.instance) for e in events if e.backward}
-    missing = list(
-        dict.fromkeys(e.instance for e in events if id(e.instance) not in came and _has_backward(e.instance))
-    )
-    added = [
-        InstanceEvent(instance, True, frozenset(id(earlier) for earlier in missing[:i]))
-        for i, instance in reversed(list(enumerate(missing)))
-    ]
-    return events + added
-
-
-def _has_backward(instance: ArenaUser) -> bool:
-    return len(instance.plan.graph.ops) > instance.plan.graph.forward_ops
-
-
-def _jointly(instances: Sequence[ArenaUser], events: Sequence[InstanceEvent]) -> list[Plan]:
-    """Return a plan for each instance, with offsets at which all of them can be in flight as in these events.
-
-    The buffers of an instance that ran several times are alive from the first time to the last.
-    """
-    first: dict[tuple[int, bool], int] = {}
-    last: dict[tuple[int, bool], int] = {}
-    end = 0
-    for event in events:
-        key = id(event.instance), event.backward
-        first.setdefault(key, end)
-        last[key] = end
-        forward = event.instance.plan.graph.forward_ops
-        end += len(event.instance.plan.graph.ops) - forward if event.backward else forward
-    buffers = [b for i, instance in enumerate(instances) for b in _shifted(instance, i, first, last)]
-    solution = solve(Problem(buffers=tuple(buffers)))
-    plans = []
-    for i, instance in enumerate(instances):
-        offsets = {b.id: solution.offsets[_name(i, b)] for b in instance.plan.problem.buffers}
-        placed = replace(instance.plan.solution, offsets=offsets, arena_size=solution.arena_size)
-        plans.append(replace(instance.plan, solution=placed))
-    return plans
-
-
-def _shifted(
-    instance: ArenaUser, number: int, first: dict[tuple[int, bool], int], last: dict[tuple[int, bool], int]
-) -> list[Buffer]:
-    """Return the buffers of an instance, with live intervals in steps of the whole training step."""
-    split, forward, backward = instance.plan.graph.forward_ops, (id(instance), False), (id(instance), True)
-
-    def at(step: int, starts: dict[tuple[int, bool], int], *, late: bool) -> int:
-        if late:  # without a backward, nothing is alive there
-            return starts.get(backward, 0) + step - split
-        return starts.get(forward, 0) + step
-
-    moved = [
-        (
-            b,
-            Interval(
-                at(b.live.start, first, late=b.live.start >= split), at(b.live.end, last, late=b.live.end > split)
-            ),
-        )
-        for b in instance.plan.problem.buffers
-    ]
-    return [replace(b, id=_name(number, b), live=live, gaps=()) for b, live in moved if not live.is_empty]
-
-
 def part_of(arena: Arena, ownership: ObservedOwnership) -> ArenaPart:
     """Return the same memory with an ownership of its own."""
     ownership.share_with(arena.ownership)
@@ -511,7 +437,3 @@ def part_of(arena: Arena, ownership: ObservedOwnership) -> ArenaPart:
 
 def _nothing() -> None:
     """Does nothing: it stands in until the ownership joins an arena."""
-
-
-def _name(number: int, buffer: Buffer) -> str:
-    return f"{number}.{buffer.id}"

@@ -61,8 +61,9 @@ def fused_graph(
     model: str,
     needs: Mapping[Any, frozenset[int]],
     *,
-    gradients_in_arena: bool,
-    copy_gradients: bool,
+    gradients_in_arena: bool = False,
+    copy_gradients: bool = False,
+    whole: bool = False,
 ) -> TracedGraph:
     """Return the step.
 
@@ -73,9 +74,10 @@ def fused_graph(
         needs: As in `Results`, by descriptor.
         gradients_in_arena: Parameters' gradients stay in the arena to the end of the step.
         copy_gradients: Each gradient of a parameter is copied out of the arena as soon as it is complete.
+        whole: The step uses its gradients itself: they are planned, and not for the caller.
     """
     return _Builder(captured, halves, model, needs).build(
-        gradients_in_arena=gradients_in_arena, copy_gradients=copy_gradients
+        gradients_in_arena=gradients_in_arena, copy_gradients=copy_gradients, whole=whole
     )
 
 
@@ -95,12 +97,12 @@ class _Builder:
         self.value_of: dict[Any, int] = {}
         self.names: Counter[str] = Counter()
 
-    def build(self, *, gradients_in_arena: bool, copy_gradients: bool) -> TracedGraph:
+    def build(self, *, gradients_in_arena: bool, copy_gradients: bool, whole: bool) -> TracedGraph:
         """Return the traced graph."""
         pieces = self._returned_pieces()
-        pieces = self._with_own_bytes(pieces, copy_gradients=copy_gradients)
+        pieces = self._with_own_bytes(pieces, copy_gradients=copy_gradients, whole=whole)
         self._bind()
-        owned = self._owned(pieces, gradients_in_arena=gradients_in_arena)
+        owned = self._owned(pieces, gradients_in_arena=gradients_in_arena, whole=whole)
         self._make_storages(owned)
         ops, kernels = [], []
         for step in self.steps:
@@ -117,8 +119,11 @@ class _Builder:
         found = list(self.halves.forward.outputs[: self.halves.returned])
         return found + ([] if backward is None else list(backward.outputs))
 
-    def _with_own_bytes(self, pieces: list[Any], *, copy_gradients: bool) -> list[Any]:
-        """Return the outputs with copies of those that share bytes with something else that outlives the step."""
+    def _with_own_bytes(self, pieces: list[Any], *, copy_gradients: bool, whole: bool) -> list[Any]:
+        """Return the outputs with copies of those that share bytes with something else that outlives the step.
+
+        Gradients of a `whole` step do not, unless they are in bytes that the step is given.
+        """
         _, _, descs = returned_by(self.graph)
         tangents = {n.meta["desc"].output for n in self.graph.find_nodes(op="placeholder") if _is_tangent(n)}
         found, taken = list(pieces), set[Block]()
@@ -132,7 +137,7 @@ class _Builder:
         for i, (piece, desc) in enumerate(zip(pieces, descs, strict=True)):
             if isinstance(piece, BlockView) and isinstance(desc, GradAOTOutput):
                 early = copy_gradients and isinstance(desc.grad_of, ParamAOTInput)
-                if early or piece.block.given or piece.block in lasting:
+                if early or piece.block.given or (piece.block in lasting and not whole):
                     found[i] = self._copied(piece, Phase.BACKWARD, early=early)
                 lasting.add(found[i].block)
         return found
@@ -151,7 +156,7 @@ class _Builder:
         self.steps.insert(at, _Step(phase=phase, source=piece, target=made))
         return made
 
-    def _owned(self, pieces: Sequence[Any], *, gradients_in_arena: bool) -> dict[Block, StorageKind]:
+    def _owned(self, pieces: Sequence[Any], *, gradients_in_arena: bool, whole: bool) -> dict[Block, StorageKind]:
         """Return the blocks that the caller holds after the step."""
         _, _, descs = returned_by(self.graph)
         returns = {p.block for s in self.steps if s.run is not None for p in s.run.results.values()}
@@ -161,7 +166,7 @@ class _Builder:
                 continue
             gradient = isinstance(desc, GradAOTOutput)
             of_parameter = gradient and isinstance(desc.grad_of, ParamAOTInput)
-            if of_parameter and gradients_in_arena and piece.block not in returns:
+            if (gradient and whole) or (of_parameter and gradients_in_arena and piece.block not in returns):
                 continue
             owned.setdefault(piece.block, StorageKind.GRADIENT if gradient else StorageKind.OUTPUT)
         return owned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,11 @@ from memplan.core.division import Division
 from memplan.errors import UnsupportedProblem
 from memplan.trace.capture.joint_graph import Captured, capture
 from memplan.trace.capture.quiet import quiet
-from memplan.trace.fused.code_generation import generate
+from memplan.trace.fused.code_generation import Halves, generate
 from memplan.trace.fused.environment import require_inductor
 from memplan.trace.fused.fused_graph import fused_graph
+from memplan.trace.fused.refusals import refused
+from memplan.trace.fused.updates import with_updates
 from memplan.trace.passes.own_outputs import returned_by, tangents_needed, write_back_mutations
 from memplan.trace.passes.rewrite import copy_of
 
@@ -50,13 +53,89 @@ def capture_fused(
         UnsupportedGraph: The model cannot be traced as one graph.
         UnsupportedDevice: Inductor cannot generate kernels here, or for this version of torch memplan cannot run them.
     """
-    require_inductor()
     args, kwargs = arguments_of(example_inputs, example_kwargs)
     train = bool(getattr(model, "training", True)) if train is None else train
-    captured = capture(model, args, kwargs, train=train, decompositions=select_decomp_table())
+    captured = capture_decomposed(model, args, kwargs, train=train)
     return FusedStep(
         captured=captured, model=model, gradients_in_arena=gradients_in_arena, copy_gradients=copy_gradients
     )
+
+
+def capture_decomposed(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool, by_dynamo: bool = False
+) -> Captured:
+    """Return one step of `model`, captured with Inductor's decompositions; `by_dynamo` is as in `capture`.
+
+    The errors are those of `capture_fused`.
+    """
+    require_inductor()
+    table = select_decomp_table()
+    return capture(model, args, kwargs, train=train, by_dynamo=by_dynamo, decompositions=table)
+
+
+def trace_fused_graph(
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    *,
+    train: bool,
+    gradients_in_arena: bool = False,
+    copy_gradients: bool = False,
+) -> TracedGraph:
+    """Trace a graph that dynamo made from a part of a model; the arguments are those of `trace_graph`."""
+    captured = capture_decomposed(module, inputs, {}, train=train, by_dynamo=True)
+    step = FusedStep(
+        captured=captured, model=module, gradients_in_arena=gradients_in_arena, copy_gradients=copy_gradients
+    )
+    step.warn()
+    return step.retrace()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedStep:
+    """A captured step with the code that Inductor generated for it.
+
+    `captured` has the joint graph with write-backs; `model` is the model's name, and `needs` is as in `Results`, by
+    descriptor.
+    """
+
+    captured: Captured
+    halves: Halves
+    model: str
+    needs: Mapping[Any, frozenset[int]]
+
+
+def generated(captured: Captured, model: str) -> GeneratedStep:
+    """Return a captured step with Inductor's code, whose kernels are compiled unless they are in Inductor's cache.
+
+    Raises `UnsupportedGraph` if Inductor cannot compile the graph, or memplan cannot plan the code.
+    """
+    joint = _copy(captured.graph_module)
+    needs = tangents_needed(joint.graph)
+    write_back_mutations(joint.graph, captured.alias_of)
+    _, _, descs = returned_by(joint.graph)
+    compiled = _copy(joint)
+    placeholders = _without_numbers(compiled.graph)
+    static = [i for i, n in enumerate(placeholders) if isinstance(n.meta["desc"], (ParamAOTInput, BufferAOTInput))]
+    with quiet():
+        halves = generate(
+            compiled,
+            model,
+            returned=sum(d is not None and not isinstance(d, GradAOTOutput) for d in descs),
+            static=static,
+            training=captured.training,
+        )
+    return GeneratedStep(captured=replace(captured, graph_module=joint), halves=halves, model=model, needs=needs)
+
+
+def _without_numbers(graph: fx.Graph) -> Sequence[fx.Node]:
+    """Erase inputs that are plain numbers, which tracing has taken for constants, and return the others."""
+    for node in graph.find_nodes(op="placeholder"):
+        if "val" not in node.meta and not node.users:
+            graph.erase_node(node)
+    left = graph.find_nodes(op="placeholder")
+    if any("val" not in node.meta for node in left):
+        raise refused("a number among its inputs")
+    return left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,32 +154,51 @@ class FusedStep:
 
     def retrace(self, *, division: Division | None = None, compress: str = "") -> TracedGraph:
         """Return the step with Inductor's kernels, which are compiled unless they are in Inductor's cache."""
-        if division is not None or compress:
-            what = "ops of generated kernels cannot be divided, nor what they save be compressed"
-            raise UnsupportedProblem(what, where="divide" if division else "compress", hint='take kernels="aten"')
-        captured = self.captured
-        joint = _copy(captured.graph_module)
-        needs = tangents_needed(joint.graph)
-        write_back_mutations(joint.graph, captured.alias_of)
-        _, _, descs = returned_by(joint.graph)
-        placeholders = joint.graph.find_nodes(op="placeholder")
-        static = [i for i, n in enumerate(placeholders) if isinstance(n.meta["desc"], (ParamAOTInput, BufferAOTInput))]
-        with quiet():
-            halves = generate(
-                _copy(joint),
-                type(self.model).__name__,
-                returned=sum(d is not None and not isinstance(d, GradAOTOutput) for d in descs),
-                static=static,
-                training=captured.training,
-            )
+        _require_plain(division, compress)
+        made = generated(self.captured, type(self.model).__name__)
         return fused_graph(
-            replace(captured, graph_module=joint),
-            halves,
-            type(self.model).__name__,
-            needs,
+            made.captured,
+            made.halves,
+            made.model,
+            made.needs,
             gradients_in_arena=self.gradients_in_arena,
             copy_gradients=self.copy_gradients,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedWholeStep:
+    """A captured training step, whose kernels Inductor generates: the `Retracer` of a step with an optimizer's update.
+
+    `update` replaces the gradients that a graph returns by ops of the update.
+    """
+
+    generated: GeneratedStep
+    update: Callable[[fx.Graph], None]
+
+    @property
+    def captured(self) -> Captured:
+        """The graph that was captured."""
+        return self.generated.captured
+
+    def warn(self) -> None:
+        """Log what the step computes unlike eager."""
+        for warning in self.captured.warnings:
+            _log.warning("%s: %s", self.generated.model, warning)
+
+    def retrace(self, *, division: Division | None = None, compress: str = "") -> TracedGraph:
+        """Return the step with Inductor's kernels, and torch's kernels for the update."""
+        _require_plain(division, compress)
+        made = self.generated
+        step = fused_graph(made.captured, made.halves, made.model, made.needs, whole=True)
+        return with_updates(step, made.captured, self.update)
+
+
+def _require_plain(division: Division | None, compress: str) -> None:
+    """Raise `UnsupportedProblem` for a variant of a step that generated kernels cannot have."""
+    if division is not None or compress:
+        what = "ops of generated kernels cannot be divided, nor what they save be compressed"
+        raise UnsupportedProblem(what, where="divide" if division else "compress", hint='take kernels="aten"')
 
 
 def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:

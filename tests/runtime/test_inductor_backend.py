@@ -1,0 +1,115 @@
+"""`torch.compile` with `memplan.Backend(kernels="inductor")`: the bits of Inductor, graph by graph, in one arena."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.errors import UnsupportedCall
+
+# torch's own compilation, which is the reference, imports modules of torch that warn
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+class Breaking(nn.Module):
+    """Two graphs with dropout, between which Python looks at a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mid, self.down = nn.Linear(16, 48), nn.Linear(48, 48), nn.Linear(48, 4)
+        self.norm = nn.BatchNorm1d(48)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(nn.functional.gelu(self.mid(self.norm(self.up(x)).tanh())))
+        hidden = hidden * 2 if hidden.sum() > 1e9 else hidden * 3
+        found: torch.Tensor = self.drop(self.down(hidden).sigmoid())
+        return found.square().mean()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return Breaking()
+
+
+def _batch(rows: int = 10) -> torch.Tensor:
+    return torch.linspace(-1, 1, rows * 16).view(rows, 16)
+
+
+def _steps(call: Callable[..., Any], model: nn.Module, *batches: torch.Tensor) -> list[torch.Tensor]:
+    """The losses, gradients and buffers of one step for each batch."""
+    found = []
+    for seed, batch in enumerate(batches):
+        model.zero_grad()
+        torch.manual_seed(seed)
+        loss = call(batch)
+        loss.backward()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found += [loss.detach().clone(), *gradients, *(b.clone() for b in model.buffers())]
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[torch.Tensor]:
+    """What `torch.compile` computes for three batches, of which the last has other rows."""
+    torch._dynamo.reset()
+    model = _model()
+    found = _steps(torch.compile(model, dynamic=False), model, _batch(), _batch(), _batch(12))
+    torch._dynamo.reset()
+    return found
+
+
+def _same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("options", [{"sanitize": "poison"}, {"budget": "min"}])
+def test_graphs_have_the_bits_of_torch_compile_in_one_arena(options: Any, expected: list[torch.Tensor]) -> None:
+    model, backend = _model(), memplan.Backend(kernels="inductor", **options)
+    compiled: Any = torch.compile(model, backend=backend)
+    assert _same(_steps(compiled, model, _batch(), _batch(), _batch(12)), expected)
+    one, two = (graph.instances[0].plan for graph in backend.graphs[:2])
+    assert all(any(op.target.startswith("inductor.cpp_fused_") for op in p.graph.ops) for p in (one, two))
+    backend.place()
+    assert backend.arena_size <= sum(graph.instances[-1].plan.arena_size for graph in backend.graphs)
+
+
+def test_a_model_with_graph_breaks_compiles_to_several_graphs_of_generated_kernels(
+    expected: list[torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = _model()
+    compiled = memplan.compile(model, _batch(), kernels="inductor")
+    assert "is planned as several graphs" in caplog.text
+    assert _same(_steps(compiled, model, _batch(), _batch(), _batch(12)), expected)
+    assert any(op.target.startswith("inductor.cpp_fused_") for op in compiled.plan.graph.ops)
+
+
+def test_a_call_without_gradients_runs_generated_kernels() -> None:
+    model = _model().eval()
+    twin, backend = copy.deepcopy(model), memplan.Backend(kernels="inductor")
+    compiled: Any = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        found = compiled(_batch())
+        torch._dynamo.reset()
+        assert torch.equal(found, torch.compile(twin)(_batch()))
+    assert not any(op.phase.value == "backward" for graph in backend.graphs for p in graph.plans for op in p.graph.ops)
+
+
+@pytest.mark.parametrize("options", [{"kernels": "auto"}, {"kernels": "inductor", "checkpoint": "plan"}])
+def test_what_graphs_of_generated_kernels_do_not_have_is_refused(options: Any) -> None:
+    with pytest.raises(UnsupportedCall) as refused:
+        memplan.Backend(**options)
+    assert refused.value.see == "inductor-options"

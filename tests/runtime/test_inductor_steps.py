@@ -1,0 +1,203 @@
+"""`compile_step(kernels="inductor")`: the bits of `torch.compile` and the optimizer, in one arena with the updates."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from benchmarks.zoo import ZOO
+from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, UnsupportedCall
+from memplan.runtime import CompiledStep
+
+# torch's own compilation, which is the reference, imports modules of torch that warn
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Dropping(nn.Module):
+    """A network with dropout and a buffer that the forward changes, which returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(16, 48), nn.BatchNorm1d(48), nn.Linear(48, 4)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(self.drop(nn.functional.gelu(self.norm(self.up(x)))))
+        return found.square().mean()
+
+
+def _itself(loss: torch.Tensor) -> torch.Tensor:
+    return loss
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+def _dropping() -> tuple[nn.Module, tuple[Any, ...]]:
+    return Dropping(), (torch.linspace(-1, 1, 160).view(10, 16),)
+
+
+class Deep(nn.Module):
+    """Ten layers, whose weights need more than what the backward keeps; it returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x))
+        return x.square().mean()
+
+
+def _deep() -> tuple[nn.Module, tuple[Any, ...]]:
+    torch.manual_seed(0)
+    return Deep(), (torch.linspace(-1, 1, 128).view(4, 32),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, an optimizer and the options of a step. `targets`: how the targets of its updates begin."""
+
+    model: Callable[[], tuple[nn.Module, tuple[Any, ...]]]
+    optimizer: Make = _adamw
+    options: dict[str, Any] = field(default_factory=dict)
+    targets: str = "aten._fused_adamw_"
+
+
+CASES = {
+    "mlp": Case(model=lambda: ZOO["mlp"]("nano"), options={"sanitize": "poison"}),
+    "gpt2 in the smallest budget": Case(model=lambda: ZOO["gpt2"]("nano"), options={"budget": "min"}),
+    "dropout, momentum": Case(
+        model=_dropping,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+        options={"sanitize": "poison"},
+        targets="aten._fused_sgd_",
+    ),
+    "dropout, traced update": Case(
+        model=_dropping,
+        optimizer=lambda p: torch.optim.Adagrad(p, lr=0.1),
+        options={"accumulate": 2, "clip_grad_norm": 0.05},
+        targets="aten.addcmul_",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _updates(call: Callable[..., Any], model: nn.Module, optimizer: Any, batch: Any, case: Case) -> list[torch.Tensor]:
+    """The losses of four updates by torch's compiled forward and backward and the optimizer's own step."""
+    count, norm = case.options.get("accumulate", 1), case.options.get("clip_grad_norm")
+    losses = []
+    for number in range(4 * count):
+        torch.manual_seed(number)
+        loss = call(*batch)
+        (loss / count if count > 1 else loss).backward()
+        losses.append(loss.detach())
+        if number % count == count - 1:
+            if norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def _seeded(step: CompiledStep, batch: tuple[Any, ...], count: int) -> list[torch.Tensor]:
+    losses = []
+    for number in range(count):
+        torch.manual_seed(number)
+        losses.append(step(*batch))
+    return losses
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_updates_are_bitwise_those_of_torch_compile_and_the_optimizer(name: str) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    model, batch = case.model()
+    twin = copy.deepcopy(model)
+    ours, theirs = case.optimizer(model.parameters()), case.optimizer(twin.parameters())
+    step = memplan.compile_step(model, ours, _itself, batch, kernels="inductor", on_mismatch="error", **case.options)
+    expected = _updates(torch.compile(twin, dynamic=False), twin, theirs, batch, case)
+    losses = _seeded(step, batch, len(expected))
+    assert all(torch.equal(one, two) for one, two in zip(losses, expected, strict=True))
+    held = zip((*model.named_parameters(), *model.named_buffers()), (*twin.parameters(), *twin.buffers()), strict=True)
+    assert [key for (key, one), two in held if not torch.equal(one, two)] == []
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert p.grad is None
+        for key, value in theirs.state[q].items():
+            assert ours.state[p][key] is value or torch.equal(torch.as_tensor(ours.state[p][key]), value), key
+    targets = [op.target for op in step.plan.graph.ops]
+    assert any(target.startswith("inductor.cpp_fused_") for target in targets)
+    assert any(target.startswith(case.targets) for target in targets)
+
+
+def test_a_gradient_dies_at_its_update_and_the_budget_counts_the_optimizers_state(tmp_path: Path) -> None:
+    model, batch = _deep()
+
+    def made(own: nn.Module, **options: Any) -> CompiledStep:
+        return memplan.compile_step(own, _adamw(own.parameters()), _itself, batch, kernels="inductor", **options)
+
+    step = made(model)
+    apart = memplan.plan(model, batch, kernels="inductor")
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert step.plan.arena_size < apart.arena_size - gradients // 2, "all gradients are in the arena together"
+    state = 2 * gradients
+    assert step.plan.total >= step.plan.arena_size + state
+    limit = step.plan.total - step.plan.arena_size // 4
+    twin = copy.deepcopy(model)
+    small = made(twin, budget=limit)
+    assert small.plan.total <= limit
+    with pytest.raises(BudgetInfeasible):
+        made(twin, budget=state)
+    path = tmp_path / "plan.json"
+    small.plan.save(path)
+    third = copy.deepcopy(model)
+    loaded = made(third, plan=path)
+    assert loaded.plan.graph.fingerprint == small.plan.graph.fingerprint
+    assert all(torch.equal(*pair) for pair in zip(*(_seeded(one, batch, 2) for one in (small, loaded)), strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(twin.parameters(), third.parameters(), strict=True))
+    with pytest.raises(PlanMismatch):
+        memplan.compile_step(third, _adamw(third.parameters()), _itself, batch, plan=path)
+
+
+def test_gradients_that_no_update_takes_are_not_computed() -> None:
+    torch.manual_seed(0)
+    model, batch = ZOO["mlp"]("nano")
+    last = list(model.parameters())[-2:]
+    before = [p.clone() for p in model.parameters()]
+    steps = [
+        memplan.compile_step(model, _adamw(of), _itself, batch, kernels="inductor") for of in (model.parameters(), last)
+    ]
+    assert len(steps[1].plan.graph.ops) < len(steps[0].plan.graph.ops) - len(before) + len(last)
+    steps[1](*batch)
+    changed = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+    assert changed == [False] * (len(before) - 2) + [True, True]
+
+
+@pytest.mark.parametrize(
+    "options", [{"divide": True}, {"compress": "bits"}, {"device": "cpu"}, {"checkpoint": "plan"}, {"kernels": "auto"}]
+)
+def test_what_a_step_of_generated_kernels_does_not_have_is_refused(options: Any) -> None:
+    model, batch = _dropping()
+    with pytest.raises(UnsupportedCall) as refused:
+        memplan.compile_step(model, _adamw(model.parameters()), _itself, batch, **{"kernels": "inductor", **options})
+    assert refused.value.see == "inductor-options"
+    with pytest.raises(MemplanError, match="kernels='triton'"):
+        memplan.compile_step(model, _adamw(model.parameters()), _itself, batch, kernels="triton")  # type: ignore[arg-type]
