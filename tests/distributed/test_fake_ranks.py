@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -67,6 +68,17 @@ def test_a_plan_of_many_ranks_is_that_of_two_with_smaller_parts() -> None:
     assert "15 gathers of parameters and 15 other collectives" in lines
     assert many.report().exchanged is not None
     assert alone.report().exchanged is None
+
+
+def test_what_a_model_holds_is_neither_copied_nor_changed() -> None:
+    """A lock cannot be copied; `fully_shard` changes classes and hooks of what it divides."""
+    model = nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8))
+    model.lock, before = threading.Lock(), model[1].running_mean  # type: ignore[assignment]
+    plan = memplan.plan(model, vectors(0, 0), ranks=4)
+    assert [c.kind for c in plan.collectives].count("gather_parameter") >= 4
+    assert type(model) is nn.Sequential
+    assert not model._forward_pre_hooks
+    assert model[1].running_mean is before
 
 
 def test_a_budget_gathers_again_and_repeats_nothing_else() -> None:
