@@ -6,7 +6,6 @@ The plan is that of rank 0, whose parts are the largest.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import distributed, nn
 
 from memplan.distributed.local import is_distributed
 from memplan.distributed.parallelism import fsdp_modules, reducer_of
+from memplan.distributed.structure import copy_structure
 from memplan.errors import UnsupportedCall, UnsupportedGraph
 
 
@@ -68,12 +68,12 @@ def divided(model: nn.Module) -> nn.Module:
     if scalar is not None:
         hint = "give it one dimension, of one element"
         raise UnsupportedGraph(scalar, "is a number, which has no rows to divide among ranks", hint, see="fake-ranks")
-    memo: dict[int, Any] = {id(b): b for b in model.buffers()}
+    parts: dict[int, Any] = {}
     device = "cpu"
     for p in model.parameters():
         device = device if p.is_meta else p.device.type
-        memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad)
-    made = copy.deepcopy(model, memo)
+        parts[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad)
+    made = copy_structure(model, parts)
     buffers = [(module, dict(module._buffers)) for module in made.modules()]
     fully_shard(made, mesh=init_device_mesh(device, (distributed.get_world_size(),)))
     for module, before in buffers:

@@ -35,7 +35,7 @@ def placed_like(part: torch.Tensor, spec: Any) -> Any:
     known = spec.tensor_meta
     meta = TensorMeta(shape=known.shape, stride=known.stride, dtype=part.dtype)
     made = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
-    return DTensor(part, made, requires_grad=False)  # type: ignore[call-arg]
+    return DTensor(part, made, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 class LocalTensors:

@@ -133,7 +133,7 @@ def parallelism_of(model: nn.Module) -> Parallelism | None:
     replicas = _replicas(model)
     if not shards and not placed and replicas is None:
         return None
-    groups = [next(iter(some.values())).group for some in (shards, placed) if some]
+    groups = [next(iter({one.group: None for one in some})) for some in (shards.values(), placed.values()) if some]
     ranks = [distributed.get_process_group_ranks(process_group(name)) for name in groups]
     if shards:
         require_one_group(

@@ -90,9 +90,9 @@ def group_of_all() -> str:
 
 
 def _start(size: int, group: Any) -> int:
-    """Return the first of this rank's elements of a dimension that torch has divided: all parts but the last are alike."""
+    """Return the first of this rank's elements of a dimension that torch has divided into parts of one size."""
     each = -(-size // group.size())
-    return min(size, each * distributed.get_rank(group))
+    return min(size, int(each * distributed.get_rank(group)))
 
 
 def _specs(model: nn.Module, inner: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

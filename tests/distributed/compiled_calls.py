@@ -72,7 +72,7 @@ def called(
 
 def compiled_alike() -> dict[str, Any]:
     """Train small models of FSDP2, DDP and tensor parallelism; then do what a compiled model refuses."""
-    smallest = {"arena_budget": "min", "policy": "recompute", "sanitize": "poison"}
+    smallest: dict[str, Any] = {"arena_budget": "min", "policy": "recompute", "sanitize": "poison"}
     placed = partial(tensor_parallelism.on_all_ranks, tensor_parallelism.of_mlp)
     alike = {
         "fsdp": called(mlp, sharded, vectors),

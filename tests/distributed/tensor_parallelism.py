@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -31,7 +32,7 @@ def on_all_ranks(place: Place, model: nn.Module) -> nn.Module:
     return place(model, init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tp",)))
 
 
-def in_two_dimensions(place: Place, model: Any) -> nn.Module:
+def in_two_dimensions(place: Place, model: Any) -> Any:
     """Return the model with its parameters placed on pairs of ranks, and divided by rows among the pairs."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     place(model, mesh["tp"])
@@ -40,28 +41,30 @@ def in_two_dimensions(place: Place, model: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh["dp"])
 
 
-def by_columns_and_rows(model: Any, mesh: DeviceMesh) -> nn.Module:
+def by_columns_and_rows(model: Any, mesh: DeviceMesh) -> Any:
     """Return a small Llama with its linear layers and its vocabulary divided; norms are on each rank."""
-    outside = {
+    outside: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),
     }
     parallelize_module(model, mesh, outside)
-    inside = {name: ColwiseParallel() for name in _COLUMNS} | {name: RowwiseParallel() for name in _ROWS}
+    inside: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in _COLUMNS} | {
+        name: RowwiseParallel() for name in _ROWS
+    }
     for block in model.blocks:
         parallelize_module(block, mesh, inside)
     return model
 
 
-def by_sequence(model: Any, mesh: DeviceMesh) -> nn.Module:
+def by_sequence(model: Any, mesh: DeviceMesh) -> Any:
     """Return a small Llama whose norms are applied to a part of the sequence on each rank: sequence parallelism."""
-    outside = {
+    outside: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
     parallelize_module(model, mesh, outside)
-    inside = {name: ColwiseParallel(input_layouts=Shard(1)) for name in _COLUMNS}
+    inside: dict[str, ParallelStyle] = {name: ColwiseParallel(input_layouts=Shard(1)) for name in _COLUMNS}
     inside |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in _ROWS}
     inside |= {name: SequenceParallel() for name in ("one", "two")}
     for block in model.blocks:
@@ -69,7 +72,7 @@ def by_sequence(model: Any, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def mlp() -> nn.Module:
+def mlp() -> nn.Sequential:
     """Return layers of 10, 6 and 8: the three rows of a rank are uneven for two others."""
     return nn.Sequential(nn.Linear(10, 6), nn.Tanh(), nn.Linear(6, 8))
 
@@ -81,7 +84,7 @@ def of_mlp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def rows_between(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Return five layers with the rows of a batch divided among ranks for the norm in between."""
-    how = {
+    how: dict[str, ParallelStyle] = {
         "0": ColwiseParallel(),
         "2": RowwiseParallel(output_layouts=Shard(0)),
         "3": SequenceParallel(sequence_dim=0),
@@ -126,7 +129,7 @@ def placed_on_two() -> dict[str, Any]:
     """Train small models on two ranks by torch's tensor parallelism and by compiled steps."""
     small = partial(SmallLlama, blocks=1, vocabulary=63)
     placed = partial(on_all_ranks, of_mlp)
-    smallest = {"arena_budget": "min", "policy": "recompute", "sanitize": "poison"}
+    smallest: dict[str, Any] = {"arena_budget": "min", "policy": "recompute", "sanitize": "poison"}
     return {
         "mlp": compared(mlp, placed, same_vectors, adamw),
         "clipped": compared(mlp, placed, same_vectors, rmsprop, clipped=0.01),
@@ -139,7 +142,7 @@ def placed_on_two() -> dict[str, Any]:
 def placed_on_four() -> dict[str, Any]:
     """Train a small model on four ranks, in two dimensions, by torch and by compiled steps."""
     divided = partial(in_two_dimensions, rows_between)
-    smallest = {"arena_budget": "min", "policy": "recompute", "sanitize": "poison"}
+    smallest: dict[str, Any] = {"arena_budget": "min", "policy": "recompute", "sanitize": "poison"}
     return {
         "whole": compared(mlp_with_norm, divided, vectors_of_pairs, adamw),
         "min": compared(mlp_with_norm, divided, vectors_of_pairs, adamw, **smallest),

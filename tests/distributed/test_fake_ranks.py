@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -67,6 +68,17 @@ def test_a_plan_of_many_ranks_is_that_of_two_with_smaller_parts() -> None:
     assert "15 gathers of parameters and 15 other collectives" in lines
     assert many.report().exchanged is not None
     assert alone.report().exchanged is None
+
+
+def test_what_a_model_holds_is_neither_copied_nor_changed() -> None:
+    """A lock cannot be copied; `fully_shard` changes classes and hooks of what it divides."""
+    model = nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8))
+    model.lock, before = threading.Lock(), model[1].running_mean  # type: ignore[assignment]
+    plan = memplan.plan(model, vectors(0, 0), ranks=4)
+    assert [c.kind for c in plan.collectives].count("gather_parameter") >= 4
+    assert type(model) is nn.Sequential
+    assert not model._forward_pre_hooks
+    assert model[1].running_mean is before
 
 
 def test_a_budget_gathers_again_and_repeats_nothing_else() -> None:
@@ -350,7 +362,34 @@ def _columns() -> Any:
     return Shard(-1)
 
 
-def test_a_divided_model_is_no_model_for_compile(ranks: None) -> None:
-    with pytest.raises(UnsupportedGraph, match=r"is sharded \(FSDP\)"):
-        memplan.compile(_sharded(), vectors(0, 0))
+def test_a_divided_model_can_be_planned_and_compiled(ranks: None) -> None:
     assert len(memplan.plan(_sharded(), vectors(0, 0)).collectives) == 4
+    assert len(memplan.compile(_sharded(), vectors(0, 0)).plan.collectives) == 4
+    placed = _placed(output_layouts=_placement("Replicate"))
+    assert [c.kind for c in memplan.plan(placed, vectors(0, 0), ranks=2).collectives] == ["all_gather"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kernels": "inductor"}, "runs the kernels of eager"),
+        ({"gradients": "owned"}, "are returned to autograd"),
+        ({"on_mismatch": "eager"}, "a step by torch alone runs other collectives"),
+        ({"dynamic_shapes": ({0: torch.export.Dim("rows", max=8)},)}, "a plan of several ranks is for one shape"),
+    ],
+)
+def test_options_of_calls_that_ranks_cannot_have_are_refused(ranks: None, options: Any, words: str) -> None:
+    with pytest.raises(UnsupportedCall, match=words) as error:
+        memplan.compile(_sharded(), vectors(0, 0), **options)
+    assert error.value.see == "ranks-refused"
+
+
+def test_a_compiled_model_of_ranks_has_few_programs(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never runs as torch alone would, for which the other ranks would have to do the same."""
+    monkeypatch.setattr("memplan.runtime.api.select.MAX_PROGRAMS", 2)
+    compiled = memplan.compile(_sharded(), vectors(0, 0))
+    with torch.no_grad():
+        compiled(vectors(0, 0))
+    with pytest.raises(UnsupportedCall, match="programs exist already") as error:
+        compiled(vectors(0, 0, rows=3))
+    assert error.value.see == "ranks-refused"

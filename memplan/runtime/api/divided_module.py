@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,8 @@ from memplan.distributed.step_options import batch_lines, option_lines, require_
 from memplan.distributed.step_ranks import StepRanks
 from memplan.errors import InputMismatch, UnsupportedCall
 from memplan.runtime.api.builder import Builder
+from memplan.runtime.api.compilation import Compilation
+from memplan.runtime.api.compiled_module import CompiledModule
 from memplan.runtime.api.select import MAX_PROGRAMS, Selector, TooManyPrograms
 from memplan.runtime.api.shared_module import SharedModule
 from memplan.runtime.debug.hooks import Hooks
@@ -23,19 +24,13 @@ from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.options import CompileOptions
 
-_log = logging.getLogger("memplan")
 
-
-class DividedModule(SharedModule):
+class DividedModule(CompiledModule):
     """One rank's part of a model that several ranks run together, in one planned arena. `memplan.compile` makes it.
 
     It is called like the model of `fully_shard`, `parallelize_module` or `DistributedDataParallel`, whose hooks it does
     not call: their collectives are in its plans. After a backward, the parameters have the gradients that they have
     under torch: a DTensor of this rank's part, or the average over the ranks.
-
-    Attributes:
-        plan: The plan of calls like the example.
-        hooks: The hooks that are called with the events of its steps.
 
     Example:
         ```python
@@ -45,8 +40,9 @@ class DividedModule(SharedModule):
         ```
     """
 
-    hooks: Hooks
-    plan: Plan
+    _guards: ParallelGuards
+    _together: StepRanks
+    _known: list[tuple[str, ...]]
 
     def __init__(
         self,
@@ -60,11 +56,12 @@ class DividedModule(SharedModule):
         given: Plan | None = None,
     ) -> None:
         """Compile the model for the example inputs, together with the other ranks."""
-        super().__init__(model)
+        SharedModule.__init__(self, model)
         with Agreement(parallelism.group) as ranks:
             require_call_options(options)
             hooks = Hooks()
-            builder = Builder(model, replace(options, gradients="safe"), hooks, together=True)
+            options = replace(options, gradients="safe")
+            builder = Builder(model, options, hooks, together=True)
             guards = ParallelGuards(model)
             main = builder.build(args, kwargs, model.training if train is None else train, given)
             lines = [f"{key} {version}" for key, version in sorted(main.plan.versions.items())]
@@ -74,9 +71,17 @@ class DividedModule(SharedModule):
         together = StepRanks(parallelism.group)
         together.begin(name, [_collectives(main)])
         # without nn.Module.__setattr__: the model may have a submodule of any name
-        self.__dict__.update(hooks=hooks, plan=main.plan, _builder=builder, _selector=Selector(builder, main))
+        made = Compilation(
+            options=options,
+            given=given,
+            builder=builder,
+            selector=Selector(builder, main),
+            plan=main.plan,
+            backward_on_demand=False,
+        )
+        self.__dict__.update(hooks=hooks, passive=None, _options=options, _train=train, _pending=None, _copied=None)
         self.__dict__.update(_guards=guards, _together=together, _known=[_collectives(main)])
-        self.__dict__["_replans"] = options.on_mismatch == "replan"
+        self._use(made)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step of this rank, with the arguments of the model, while the other ranks run theirs.
@@ -110,11 +115,11 @@ class DividedModule(SharedModule):
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
         """Return the program of a call, and the leaves that it takes."""
-        selector: Selector = self._selector
+        selector = self._selector
         try:
             return selector.select(args, kwargs)
         except InputMismatch as differs:
-            if not self._replans:
+            if self._options.on_mismatch != "replan":
                 raise
             try:
                 return selector.replan(args, kwargs, differs)

@@ -1,8 +1,8 @@
 """Makes a graph that was traced with DTensors one of this rank's parts, and its collectives ops of a plan.
 
-AOTAutograd gives each DTensor two inputs, the part and the mesh, and writes torch's functional collectives between the
-ops that compute with parts: one op that starts a collective, and one that waits for it. They become one op, which a plan
-may divide again. A gradient that torch's optimizer would sum over the ranks is summed as soon as it is complete.
+AOTAutograd gives each DTensor two inputs, the part and the mesh, and writes torch's functional collectives between
+the ops that compute with parts: one op that starts a collective, and one that waits for it. They become one op, which a
+plan may divide again. A gradient that torch's optimizer would sum over the ranks is summed as soon as it is complete.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Captures a model that is divided among ranks, or copied to them, with its collectives.
 
 The model is traced as if it were on one rank, from a copy without torch's hooks, on fake tensors; the collectives are
-then added to the graph, beside those that tensor parallelism has there. A parameter is gathered once and its gradient reduced once, however often the model reads it.
+then added to the graph, beside those that tensor parallelism has there. A parameter is gathered once and its gradient
+reduced once, however often the model reads it.
 """
 
 from __future__ import annotations
