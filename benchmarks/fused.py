@@ -297,7 +297,7 @@ def _whole_step(
 ) -> Step:
     """Return the step with the update of an optimizer."""
     if contender.update == "planned":
-        options = {"kernels": "inductor", "policy": "recompute"} if contender.compile is _fused else {}
+        options: dict[str, Any] = {"kernels": "inductor", "policy": "recompute"} if contender.compile is _fused else {}
         planned: Any = memplan.compile_step(module, optimizer, _itself, inputs, budget=budget, **options)
         return Step(run=lambda: planned(*inputs), clear=module.zero_grad, plan=planned.plan)
     call = contender.compile(module, inputs, budget)
