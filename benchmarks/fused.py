@@ -199,8 +199,8 @@ def rows_of(model: str, size: str, rounds: int, *, whole: bool = False) -> list[
             else:
                 ready[name] = started
         seconds = _in_turns(ready, rounds)
-        base = "inductor, compiled AdamW" if whole else "inductor"
-        return [_row(model, name, ready, seconds, failed, base=base) for name in contenders]
+        against = "inductor, compiled AdamW" if whole else "inductor"
+        return [_row(model, name, ready, seconds, failed, base=against) for name in contenders]
     finally:
         for one in ready.values():
             one.end()
