@@ -13,7 +13,7 @@ from torch import nn
 import memplan
 from memplan.distributed.local import local_tensor
 from tests.distributed import tensor_parallelism
-from tests.distributed.models import SmallConvolutions, energy, images, vectors
+from tests.distributed.models import SmallConvolutions, SmallGpt, energy, images, tokens, vectors
 from tests.distributed.scenarios import Batch, adamw, differences, in_small_buckets, mlp, raised, rank, sharded
 
 _Outcome = tuple[list[float], list[list[Any]]]
@@ -70,6 +70,32 @@ def called(
     }
 
 
+def by_the_backend(wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
+    """Train a model by torch alone and by `torch.compile` with memplan's backend; return in what they differ."""
+    models, optimizers, found = [], [], []
+    backend = memplan.Backend(sanitize="poison")
+    for planned in (False, True):
+        torch.manual_seed(0)
+        models.append(wrap(SmallGpt(blocks=1)))
+        optimizers.append(adamw(models[-1]))
+        call = torch.compile(models[-1], backend=backend) if planned else models[-1]
+        found.append(trained(models[-1], call, optimizers[-1], tokens))
+    return {
+        "different": [
+            *([] if found[0] == found[1] else ["losses or gradients"]),
+            *differences(models[1], models[0], (optimizers[1], optimizers[0])),
+        ],
+        "graphs": len(backend.graphs),
+    }
+
+
+def refused_by_the_backend() -> list[str]:
+    """Return what the backend raises for a model of tensor parallelism."""
+    placed = tensor_parallelism.on_all_ranks(tensor_parallelism.of_mlp, tensor_parallelism.mlp())
+    call = torch.compile(placed, backend=memplan.Backend())
+    return raised(lambda: call(tensor_parallelism.same_vectors(rank(), 0)))
+
+
 def compiled_alike() -> dict[str, Any]:
     """Train small models of FSDP2, DDP and tensor parallelism; then do what a compiled model refuses."""
     smallest: dict[str, Any] = {"arena_budget": "min", "policy": "recompute", "sanitize": "poison"}
@@ -80,7 +106,8 @@ def compiled_alike() -> dict[str, Any]:
         "ddp": called(SmallConvolutions, in_small_buckets, images),
         "placed": called(tensor_parallelism.mlp, placed, tensor_parallelism.same_vectors, tensor_parallelism.adamw),
     }
-    return {"alike": alike, "refused": refused()}
+    backends = {"fsdp": by_the_backend(sharded), "ddp": by_the_backend(nn.parallel.DistributedDataParallel)}
+    return {"alike": alike, "refused": refused(), "backends": backends, "placed": refused_by_the_backend()}
 
 
 def refused() -> dict[str, list[str]]:

@@ -24,7 +24,8 @@ def refuse_unfinished(graph: fx.Graph) -> None:
             if overload.namespace in _COLLECTIVES:
                 what = f"a collective ({overload}), whose result arrives later: memplan cannot plan it yet"
                 hint = (
-                    "keep collectives outside of what is planned: call them in a function under "
+                    "compile a model of parallelize_module or fully_shard by memplan.compile or compile_step, which "
+                    "plan its collectives; keep others outside of what is planned: call them in a function under "
                     "@torch.compiler.disable that waits for the result (wait_tensor), and use "
                     'torch.compile(model, backend="memplan")'
                 )
