@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import statistics
 import sys
@@ -39,7 +38,7 @@ from benchmarks.arguments import parser_of
 from benchmarks.peak_contenders import Step
 from benchmarks.peak_measure import MODELS, WARM_UP, live_bytes, peak_growth
 from benchmarks.results import Row, Table, collect
-from benchmarks.resumable import ResumableLines
+from benchmarks.resumable import kept_rows
 
 KNOB = 0.5
 TIGHTER = 0.85  # of the peak that the knob reaches
@@ -397,15 +396,10 @@ def _settings(options: argparse.Namespace) -> str:
     return f"{what}{options.size}, {options.rounds} rounds, torch {torch.__version__}"
 
 
-def _batches(options: argparse.Namespace) -> Iterator[list[Row]]:
-    """Yield the rows of each model; those that a run before has kept are not measured again."""
-    lines = ResumableLines(options.keep, lambda: _settings(options))
-    known = {rows[0]["model"]: rows for rows in map(json.loads, lines.known)}
-    for model in options.models:
-        if model not in known:
-            known[model] = rows_of(model, options.size, options.rounds, whole=options.whole)
-            lines.add(json.dumps(known[model]))
-        yield known[model]
+def _batches(options: argparse.Namespace) -> Iterator[Sequence[Row]]:
+    """Yield the rows of each model."""
+    measure = partial(rows_of, size=options.size, rounds=options.rounds, whole=options.whole)
+    return kept_rows(options.models, options.keep, lambda: _settings(options), measure)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

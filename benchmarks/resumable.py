@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+
+from benchmarks.results import Row
 
 
 class ResumableLines:
@@ -32,6 +34,19 @@ class ResumableLines:
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as out:
                 out.write(line + "\n")
+
+
+def kept_rows(
+    models: Iterable[str], file: Path | None, settings: Callable[[], str], measure: Callable[[str], Sequence[Row]]
+) -> Iterator[Sequence[Row]]:
+    """Yield the rows of each model; those that a run before has kept in the file are not measured again."""
+    lines = ResumableLines(file, settings)
+    known = dict(map(json.loads, lines.known))
+    for model in models:
+        if model not in known:
+            known[model] = measure(model)
+            lines.add(json.dumps([model, known[model]]))
+        yield known[model]
 
 
 def fingerprint_of(root: Path, files: Iterable[Path]) -> str:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -24,6 +25,7 @@ from benchmarks.arguments import names, parser_of
 from benchmarks.contenders import CONTENDERS, Step
 from benchmarks.cuda_memory import cuda_memory
 from benchmarks.results import Cell, Row, Table, collect
+from benchmarks.resumable import kept_rows
 from benchmarks.zoo import ZOO, Example, Size
 
 WARM_UP = 3  # steps: the first ones compile, fill caches and settle allocators
@@ -68,9 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write the table; returns the exit status."""
     options = _parse(arguments)
     torch.set_num_threads(options.threads)
-    return collect(
-        (_rows(name, options) for name in options.models), partial(_table, options=options), options.directory
-    )
+    rows = kept_rows(options.models, options.keep, lambda: _settings(options), partial(_rows, options=options))
+    return collect(rows, partial(_table, options=options), options.directory)
+
+
+def _settings(options: argparse.Namespace) -> str:
+    """Return what kept rows must have been measured with."""
+    where = torch.cuda.get_device_name() if options.device == "cuda" else options.device
+    what = (options.size, options.rounds, options.threads, *options.contenders, *options.fit, options.capacity)
+    return f"{where}, torch {torch.__version__}, {' '.join(map(str, what))}"
 
 
 def _rows(name: str, options: argparse.Namespace) -> list[dict[str, Cell]]:
@@ -231,6 +239,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--fit", type=names(list(CONTENDERS)), default=[],
         help="contenders whose largest batch is looked for (cuda)",
     )  # fmt: skip
+    parser.add_argument("--keep", type=Path, help="a file that keeps each model's rows: a run that was ended goes on")
     return parser.parse_args(arguments)
 
 

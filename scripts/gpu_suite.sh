@@ -2,8 +2,9 @@
 # Everything that needs a CUDA device, the most telling first: what is there, the tests, then benchmarks.
 #   scripts/gpu_suite.sh [--device cpu] [STEP...]      STEPs: doctor tests nano step medium fit (all, in this order)
 # Each step writes as it goes, so that one that is cut off leaves what it had: into RESULTS (benchmarks/results), for
-# committing (runtime-cuda-*.json and .md). The tests end within LIMIT (480) seconds, and gpu-checks.json says what ran, what
-# did not, and with which versions (scripts/gpu_checks.py). --device cpu goes through the same steps without a GPU.
+# committing (runtime-cuda-*.json and .md). A benchmark that is run again goes on where it was (.runtime-*.lines there). The
+# tests end within LIMIT (480) seconds, and gpu-checks.json says what ran, what did not, and with which versions
+# (scripts/gpu_checks.py). --device cpu goes through the same steps without a GPU.
 #
 # Keeps the torch of PYTHON (python3; 2.11 or newer). Packages that are missing are installed from the folder WHEELS
 # if that is set, without the network. To fill it (about 35 MB for Python 3.12 where transformers, numba, pytest,
@@ -50,7 +51,7 @@ benchmark() {  # name, size, contenders, more options
     [[ "$device" == cuda ]] || contenders="$(tr , '\n' <<<"$contenders" | grep -v graph | paste -sd,)"
     "$python" -m benchmarks.runtime --device "$device" --size "$size" --models "${MODELS:-all}" \
         --rounds "${ROUNDS:-10}" --contenders "$contenders" --directory "$results" \
-        --output "runtime-$device-$name" "$@" || failed="$failed $name"
+        --output "runtime-$device-$name" --keep "$results/.runtime-$device-$name.lines" "$@" || failed="$failed $name"
 }
 for step in $steps; do
     echo "== $step ($(date -u +%H:%M:%S))" >&2

@@ -55,10 +55,19 @@ def test_bytes_written_are_direct_returned_or_copied() -> None:
     assert sum(float(str(shares[key])) for key in ("direct", "returned", "copied")) == pytest.approx(100)
 
 
-def test_the_command_line_writes_a_table(tmp_path: Path) -> None:
-    assert main(["--models", "mlp", "--rounds", "2", "--threads", "1", "--directory", str(tmp_path)]) == 0
+def test_the_command_line_writes_a_table_and_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--rounds", "2", "--threads", "1", "--directory", str(tmp_path), "--keep", str(tmp_path / "lines")]
+    assert main(["--models", "mlp", *options]) == 0
     assert set(ZOO) >= {"mlp"}
-    assert (tmp_path / "runtime.md").read_text().startswith("# Runtime")
+    table = (tmp_path / "runtime.md").read_text()
+    assert table.startswith("# Runtime")
+    monkeypatch.setattr("benchmarks.runtime.measure", None)  # another measurement would fail
+    assert main(["--models", "mlp", *options]) == 0
+    assert (tmp_path / "runtime.md").read_text() == table
+    with pytest.raises(SystemExit, match="made by other sources"):
+        main(["--models", "mlp", *options, "--rounds", "3"])
 
 
 def test_guided_steps_and_policies_are_compared(tmp_path: Path) -> None:
