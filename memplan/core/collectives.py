@@ -44,6 +44,14 @@ class Collective:
         return may_run_again(f"{NAMESPACE}.{self.kind}.default")
 
     @property
+    def sent(self) -> int:
+        """The bytes that go over the link of a rank for it, each way, of many ranks: the whole of what is divided.
+
+        A sum that all ranks get is divided among them first, and gathered then.
+        """
+        return 2 * self.nbytes if self.kind == "all_reduce" else self.nbytes
+
+    @property
     def early(self) -> bool:
         """Whether it is started before its result is needed, and waited for later."""
         return self.waited > self.step
@@ -73,7 +81,7 @@ def may_run_again(target: str) -> bool:
 def collectives_of(graph: Graph, order: Sequence[int]) -> tuple[Collective, ...]:
     """Return the collectives of a graph in the order in which they run."""
     known: set[str] = set()
-    waits = _waits(graph, order)
+    waits = waited_for(graph, order)
     found = []
     for step, index in enumerate(order):
         op = graph.ops[index]
@@ -112,6 +120,19 @@ def wait_for(op: Op) -> Op:
     )
 
 
+def waited_for(graph: Graph, order: Sequence[int]) -> dict[int, int]:
+    """Return the step at which each collective is waited for, by the step that starts it."""
+    started: dict[tuple[int, int], int] = {}
+    found: dict[int, int] = {}
+    for step, index in enumerate(order):
+        op = graph.ops[index]
+        if op.starts:
+            started[op.reads[0], op.writes[0]] = step
+        elif op.target == WAIT and op.reads in started:
+            found[started.pop((op.reads[0], op.reads[1]))] = step
+    return found
+
+
 def in_one_piece(graph: Graph, order: Sequence[int]) -> Iterator[int]:
     """Yield the ops of an order without the waits for collectives.
 
@@ -126,16 +147,3 @@ def in_one_piece(graph: Graph, order: Sequence[int]) -> Iterator[int]:
             yield from (started.pop(op.reads),) if op.reads in started else ()
         else:
             yield index
-
-
-def _waits(graph: Graph, order: Sequence[int]) -> dict[int, int]:
-    """Return the step at which each collective is waited for, by the step that starts it."""
-    started: dict[tuple[int, int], int] = {}
-    found: dict[int, int] = {}
-    for step, index in enumerate(order):
-        op = graph.ops[index]
-        if op.starts:
-            started[op.reads[0], op.writes[0]] = step
-        elif op.target == WAIT and op.reads in started:
-            found[started.pop((op.reads[0], op.reads[1]))] = step
-    return found

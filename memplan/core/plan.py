@@ -25,11 +25,13 @@ from memplan.core.schedule import Schedule, is_proven_again
 from memplan.core.totals import (
     beside_results,
     functional_transient,
+    gathered_profile,
     outside_bytes,
     outside_profile,
     page_locked_bytes,
     released_bytes,
     transient_on,
+    transient_profile,
 )
 from memplan.core.units import format_bytes
 
@@ -173,6 +175,11 @@ class Plan:
         """The collectives of a step in the order in which every rank runs them; gathers that a budget repeats too."""
         return collectives_of(self.graph, self.schedule.order)
 
+    @cached_property
+    def gathered(self) -> tuple[int, ...]:
+        """Bytes at each step of parameters that this rank has gathered from the others, and not given up again."""
+        return gathered_profile(self.graph, self.schedule.order)
+
     @property
     def host_size(self) -> int:
         """Bytes of the host arena, which holds the offloaded copies."""
@@ -212,8 +219,8 @@ class Plan:
         "fallbacks" are results of kernels without a true `out=` variant; "temporaries" are other bytes that kernels
         allocate while they run (0 until `compile` has measured them).
         """
-        g = self.graph
-        intermediate = released_bytes(g, self.schedule.order)
+        g, order = self.graph, self.schedule.order
+        intermediate = released_bytes(g, order)
         return MappingProxyType(
             {
                 "parameters": g.bytes_of(StorageKind.PARAMETER),
@@ -228,7 +235,7 @@ class Plan:
                 **({"numbers": self.numbers} if self.numbers else {}),
                 **({"intermediate": intermediate} if intermediate else {}),
                 "fallbacks": max(functional_transient(g), default=0),
-                "temporaries": max(beside_results(g, self.transient), default=0),
+                "temporaries": max(transient_profile(g, order, beside_results(g, self.transient)), default=0),
             }
         )
 

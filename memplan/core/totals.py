@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from memplan.core.collectives import may_run_again, waited_for
 from memplan.core.graph import Graph, Op, StorageKind
 from memplan.core.schedule import live_bytes, storage_intervals
 
@@ -47,8 +48,10 @@ def outside_profile(graph: Graph, order: tuple[int, ...], transient: Sequence[in
     """Return the bytes allocated outside the arena at each step: the caller's results so far, intermediate results
     that are not in the arena, and transient bytes.
 
-    `transient` are the bytes that each op (by index) allocates outside the arena only while it runs.
+    `transient` are the bytes that each op (by index) allocates outside the arena only while it runs; a collective that
+    is started runs until it is waited for.
     """
+    beside = transient_profile(graph, order, transient)
     change = [0] * (len(order) + 1)
     for index, live in storage_intervals(graph, order).items():
         storage = graph.storages[index]
@@ -56,10 +59,26 @@ def outside_profile(graph: Graph, order: tuple[int, ...], transient: Sequence[in
             change[live.start] += storage.nbytes
             change[live.end] -= storage.nbytes  # what the caller keeps is alive to the end
     kept, profile = 0, []
-    for step, op in enumerate(order):
+    for step, nbytes in enumerate(beside):
         kept += change[step]
-        profile.append(kept + transient[op])
+        profile.append(kept + nbytes)
     return tuple(profile)
+
+
+def transient_profile(graph: Graph, order: tuple[int, ...], transient: Sequence[int]) -> list[int]:
+    """Return the transient bytes at each step: those of its op, and of collectives that run beside it."""
+    found = [transient[op] for op in order]
+    for start, wait in waited_for(graph, order).items():
+        for step in range(start + 1, wait + 1):
+            found[step] += transient[order[start]]
+    return found
+
+
+def gathered_profile(graph: Graph, order: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the bytes at each step of parameters that are gathered from all ranks and not given up again."""
+    wholes = {s for op in graph.ops if may_run_again(op.target) for s in graph.written(op)}
+    only = tuple(replace(s, planned=i in wholes) for i, s in enumerate(graph.storages))
+    return tuple(live_bytes(replace(graph, storages=only), order))
 
 
 def outside_bytes(graph: Graph, order: tuple[int, ...], transient: Sequence[int], *, away: bool = False) -> int:

@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 
 from memplan.core.collectives import NAMESPACE
 from memplan.distributed.ended import AGAIN, reason_of, require_going_on, timeout_of
+from memplan.distributed.gloo import ReduceScatter, copied_bytes, is_gloo
 from memplan.errors import CollectiveFailed
 
 _SCHEMAS = {
@@ -87,6 +88,11 @@ def group_of(target: OpOverload, args: tuple[Any, ...]) -> str:
     return str(args[-1]) if target.namespace == NAMESPACE else ""
 
 
+def bytes_beside(target: str, group: str, *, read: int, written: int) -> int:
+    """Return the bytes that a collective takes beside those that it reads and writes, from its start to its wait."""
+    return copied_bytes(target.split(".")[1], process_group(group), read=read, written=written)
+
+
 @contextlib.contextmanager
 def updating() -> Iterator[None]:
     """Say in the error of a collective that fails within that some parameters may be updated, and others not."""
@@ -104,8 +110,11 @@ def _gather_parameter(shard: torch.Tensor, ranks: int, group: str, *, out: torch
 
 
 def _reduce_scatter(whole: torch.Tensor, how: str, ranks: int, group: str, *, out: torch.Tensor, later: bool) -> Any:
+    found = process_group(group)
+    if later and is_gloo(found) and whole.device.type == "cpu":
+        return ReduceScatter(out, whole, _reduction(how), found)
     run = _named("reduce_scatter_single", "reduce_scatter_tensor")
-    return run(out, whole, op=_reduction(how), group=process_group(group), async_op=later)
+    return run(out, whole, op=_reduction(how), group=found, async_op=later)
 
 
 def _all_reduce(x: torch.Tensor, how: str, group: str, *, out: torch.Tensor, later: bool) -> Any:
@@ -127,7 +136,7 @@ def _wait(name: str, work: Any) -> None:
     group = process_group(name)
     if work is None:  # torch has waited, or this rank is alone
         return
-    if distributed.get_backend(group) != "gloo":
+    if not is_gloo(group):
         work.wait()
         return
     until = time.monotonic() + timeout_of(group) + 1  # gloo's own error comes first
@@ -195,8 +204,7 @@ def _complete(name: str) -> Callable[..., torch.Tensor]:
     def collective(*args: Any, out: torch.Tensor) -> torch.Tensor:
         group = args[-1]
         with _raising(name, group):
-            later = distributed.get_backend(process_group(group)) == "gloo"
-            _wait(group, begin(*args, out=out, later=later))
+            _wait(group, begin(*args, out=out, later=is_gloo(process_group(group))))
         return out
 
     return collective

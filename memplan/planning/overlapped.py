@@ -56,7 +56,9 @@ def with_overlap(base: ScheduledGraph, plan: Plan, options: PlanOptions, costs: 
             solution = solved(found.problem, options)
             if solution.arena_size <= limit:
                 made = _placed(plan, step, found, schedule, solution)
-                return _recorded(made, found.sources, costs, base_seconds)
+                if _keeps_total(made, plan):
+                    return _recorded(made, found.sources, costs, base_seconds)
+                continue
             over.append(min(live, found.problem.max_live) - (solution.arena_size - limit))
         if not over:
             break
@@ -101,6 +103,12 @@ def _placed(plan: Plan, before: StepOrder, found: StepOrder, schedule: Schedule,
         return made
     beside = dict(zip(before.sources, (plan.temporaries[i] for i in plan.schedule.order), strict=True))
     return replace(made, temporaries=tuple(beside.get(source, 0) if source >= 0 else 0 for source in found.sources))
+
+
+def _keeps_total(made: Plan, before: Plan) -> bool:
+    """Return whether a plan keeps the budget of the plan before, with what is allocated beside the arena."""
+    budget = None if before.eviction is None else before.eviction.budget
+    return budget is None or made.on_device <= max(budget, before.on_device)
 
 
 def _recorded(plan: Plan, sources: tuple[int, ...], costs: CostModel, base_seconds: float) -> Plan:

@@ -41,6 +41,16 @@ class SmallGpt(nn.Module):
         return logits
 
 
+class EvenGpt(SmallGpt):
+    """A GPT-2 whose parameters 64 ranks divide evenly. Returns a loss."""
+
+    def __init__(self) -> None:
+        super().__init__(width=64, blocks=1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return energy(super().forward(tokens))
+
+
 class _GatedBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate as running_sums
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 import memplan
+from benchmarks.peak_measure import live_bytes, memory_events
 from memplan.distributed.local import local_tensor
-from tests.distributed.models import SmallConvolutions, SmallGpt, energy, images, tokens, vectors
+from tests.distributed.models import EvenGpt, SmallConvolutions, SmallGpt, SmallLlama, energy, images, tokens, vectors
 
 STEPS = 4
 checkpoint: Any = importlib.import_module("torch.distributed.checkpoint")
@@ -105,24 +107,31 @@ def compared(
 
     `clipped`: the norm to which gradients are clipped. `accumulate`: the batches for each update.
     """
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(wrap(make()))
-    theirs, ours = models
-    optimizers = optimizer(ours), optimizer(theirs)
-    expected = eager(theirs, optimizers[1], batch, clipped=clipped, accumulate=accumulate)
+    torch.manual_seed(0)
+    theirs = wrap(make())
+    reference = optimizer(theirs)
+    expected = eager(theirs, reference, batch, clipped=clipped, accumulate=accumulate)
+    before = live_bytes()
+    torch.manual_seed(0)
+    ours = wrap(make())
+    optimizers = optimizer(ours), reference
     how = {"clip_grad_norm": clipped, "accumulate": accumulate, **options}
-    step = memplan.compile_step(ours, optimizers[0], energy, batch(rank(), 0), **how)
+    example = batch(rank(), 0)  # which a step keeps
+    step = memplan.compile_step(ours, optimizers[0], energy, example, **how)
     if "sanitize" in options:
         step.hooks.add(_late_for_collectives)
     losses = [step(batch(rank(), i)).item() for i in range(STEPS)]
     plan = step.plan
+    different = [
+        *([] if losses == expected else [f"losses {losses} {expected}"]),
+        *differences(ours, theirs, optimizers),
+    ]
+    alone = (
+        optimizer is adamw and accumulate == 1 and "sanitize" not in options
+    )  # one program, and no update of torch's
     return {
-        "different": [
-            *([] if losses == expected else [f"losses {losses} {expected}"]),
-            *differences(ours, theirs, optimizers),
-        ],
+        "different": different,
+        "unplanned": unplanned_bytes(step, example, before) if alone else 0,
         "arena": plan.arena_size,
         "collectives": dict(Counter(c.kind for c in plan.collectives)),
         "lines": [c.line for c in plan.collectives],
@@ -131,13 +140,25 @@ def compared(
     }
 
 
+def unplanned_bytes(step: Any, batch: torch.Tensor, before: int) -> int:
+    """Return by how many bytes a step exceeds its plan's total, by torch's memory events; negative if it does not.
+
+    `before`: the bytes of tensors that were alive before its model was made.
+    """
+    standing = live_bytes() - before
+    for _ in range(2):  # the first one shows the profiler what lives from step to step
+        events = memory_events(lambda: step(batch))
+    grown = max(running_sums(event.nbytes for event in events))
+    return int(standing + grown - step.plan.total)
+
+
 def trained_alike(folder: str) -> dict[str, Any]:
     """Train in many ways by torch and by compiled steps: FSDP2, DDP, budgets, other optimizers, casts.
 
     `folder`: where a checkpoint is saved.
     """
     halves = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    small = partial(SmallGpt, blocks=1)
+    small, llama = partial(SmallGpt, blocks=1), partial(SmallLlama, blocks=1)
     cases = {
         "fsdp gpt": compared(small, sharded, tokens),
         "fsdp min": compared(small, sharded, tokens, arena_budget="min", policy="recompute", sanitize="poison"),
@@ -147,7 +168,8 @@ def trained_alike(folder: str) -> dict[str, Any]:
         "fsdp bfloat16": compared(mlp, partial(sharded, mp_policy=halves), vectors, sanitize="poison"),
         "fsdp clipped": compared(mlp, sharded, vectors, adagrad, clipped=0.01),
         "fsdp accumulated": compared(mlp, sharded, vectors, accumulate=2),
-        "fsdp batch norm": compared(SmallConvolutions, sharded, images),
+        "fsdp batch norm": compared(SmallConvolutions, sharded, images, arena_budget=0.8, policy="recompute"),
+        "fsdp llama": compared(llama, sharded, tokens, arena_budget=0.5, policy="recompute"),
         "ddp tied": compared(partial(SmallGpt, blocks=0), DistributedDataParallel, tokens, adagrad, clipped=0.01),
         "ddp convolutions": compared(SmallConvolutions, in_small_buckets, images),
         "ddp min": compared(SmallConvolutions, in_small_buckets, images, arena_budget="min", policy="recompute"),
@@ -157,10 +179,26 @@ def trained_alike(folder: str) -> dict[str, Any]:
         "between": between_steps(),
         "buffers": buffers_of_the_first_rank(),
         "pipeline": stages_of_a_pipeline(),
+        "planned": plan_of_two(),
         "saved": saved_after_training(folder),
         "too early": [read_too_early(waits=waits) for waits in (True, False)],
         "shapes": other_shapes_under_a_budget(),
     }
+
+
+def plan_of_two() -> list[list[Any]]:
+    """Return the shape of a plan of this rank."""
+    return shape_of(memplan.plan(sharded(EvenGpt()), tokens(0, 0)), 2)
+
+
+def shape_of(plan: memplan.Plan, ranks: int) -> list[list[Any]]:
+    """Return the ops of a plan, and its collectives as they run, with the shape of what is divided among `ranks`.
+
+    How ops are ordered depends on the bytes of a rank's parts.
+    """
+    ops = sorted([op.name, op.target] for op in plan.graph.ops)
+    divided = [(c, ranks if c.kind == "reduce_scatter" else 1) for c in plan.collectives]
+    return [*ops, *([c.name, c.shape[0] * n, *c.shape[1:]] for c, n in divided)]
 
 
 def read_too_early(*, waits: bool) -> list[bool]:
@@ -254,7 +292,22 @@ def loaded_by_four(folder: str) -> dict[str, Any]:
     step = memplan.compile_step(models[0], optimizers[0], energy, vectors(rank(), 0))
     losses = [step(vectors(rank(), i)).item() for i in range(2)]
     different = differences(models[0], models[1], (optimizers[0], optimizers[1]))
-    return {"loaded": loaded, "different": [*different, *([] if losses == expected else ["losses"])]}
+    return {
+        "loaded": loaded,
+        "different": [*different, *([] if losses == expected else ["losses"])],
+        "killed": after_a_rank_was_killed(models[0], step),
+    }
+
+
+def after_a_rank_was_killed(model: nn.Module, step: Any) -> list[Any]:
+    """Kill the last rank between two steps; return what the others then raise, and whether it changed nothing."""
+    before = [local_tensor(p).clone() for p in model.parameters()]
+    distributed.barrier()
+    if rank() == distributed.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = raised(lambda: step(vectors(rank(), 2)))
+    same = all(torch.equal(local_tensor(p), old) for p, old in zip(model.parameters(), before, strict=True))
+    return [*found, same]
 
 
 def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
@@ -348,10 +401,10 @@ def ranks_that_differ() -> dict[str, Any]:
     found["rows under a budget"] = raised(lambda: compiled(rows=rows, arena_budget=1.0))
     found["model"] = raised(lambda: compiled(model=lambda: nn.Linear(10, 18 if odd else 16)))
     found["plan on one rank"] = raised(lambda: compiled(plan=plan if odd else None))
-    version = PLANNING.__version__
-    PLANNING.__version__ = "0.0" if odd else version
+    versions = PLANNING.versions
+    PLANNING.versions = lambda: versions() | ({"torch": "2.12.0"} if odd else {})
     found["version"] = raised(compiled)
-    PLANNING.__version__ = version
+    PLANNING.versions = versions
     found["one fails"] = raised(lambda: compiled(solver="none such" if odd else "auto"))
     model, _, step = compiled(rows=rows)  # batches of other sizes are no difference without a budget
     theirs = sharded(with_seed(mlp))

@@ -21,6 +21,8 @@ from memplan.distributed.fake_ranks import fake_ranks
 from memplan.errors import InvalidCosts, InvalidPlan, InvalidShapes, UnsupportedCall, UnsupportedGraph
 from memplan.evict.costs import DEVICES, LINKS, cost_model
 from memplan.report.lines import waiting_lines
+from memplan.report.picture import picture_of_plan
+from memplan.report.trace_events import trace_events
 from tests.distributed.models import SmallGpt, energy, tokens, vectors
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
@@ -66,8 +68,27 @@ def test_a_plan_of_many_ranks_is_that_of_two_with_smaller_parts() -> None:
     assert not distributed.is_initialized()
     lines = "\n".join(waiting_lines(many.report()))
     assert "15 gathers of parameters and 15 other collectives" in lines
-    assert many.report().exchanged is not None
     assert alone.report().exchanged is None
+    assert not any(alone.gathered)
+
+
+def test_a_report_has_the_bytes_of_one_rank() -> None:
+    """Over its link, and of gathered parameters at each step."""
+    plan = _whole(16)
+    exchanged = plan.report().exchanged
+    assert exchanged is not None
+    whole = _whole(None).outside["parameters"]
+    assert exchanged.sent == 2 * whole, "each parameter is gathered once, and its gradient reduced once"
+    assert (exchanged.gathered, exchanged.gathered_step) == (
+        max(plan.gathered),
+        plan.gathered.index(exchanged.gathered),
+    )
+    largest = max(c.nbytes for c in plan.collectives)
+    assert largest <= exchanged.gathered <= whole
+    assert plan.gathered[plan.collectives[0].step] == plan.collectives[0].nbytes
+    counters = [e for e in trace_events(picture_of_plan(plan))["traceEvents"] if e["name"] == "gathered bytes"]
+    assert [e["args"]["bytes"] for e in counters] == list(plan.gathered)
+    assert replace(plan.collectives[0], kind="all_reduce").sent == 2 * plan.collectives[0].nbytes
 
 
 def test_what_a_model_holds_is_neither_copied_nor_changed() -> None:

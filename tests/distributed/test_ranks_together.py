@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 from torch import distributed
 
+import memplan
+from memplan.distributed.fake_ranks import fake_ranks
 from tests.distributed import scenarios
 from tests.distributed.launcher import launch
+from tests.distributed.models import EvenGpt, tokens
+
+_MESH = 8  # bytes of the numbers of two ranks, in each mesh
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -19,6 +24,10 @@ def test_two_ranks_train_as_torch_alone_does(tmp_path: Path) -> None:
     ranks = launch("trained_alike", str(tmp_path))
     for found in ranks.results:
         assert {case: one["different"] for case, one in found["alike"].items() if one["different"]} == {}
+    # A mesh holds the numbers of its ranks; the second rank's parts are padded to the first one's.
+    unplanned = {case: one["unplanned"] for case, one in ranks.results[0]["alike"].items()}
+    assert {case: over for case, over in unplanned.items() if over > _MESH} == {}, "gloo's copies are in the total"
+    assert min(unplanned.values()) < 0, "it is an upper bound where collectives run beside ops"
     first, second = ([(c, one["lines"]) for c, one in found["alike"].items()] for found in ranks.results)
     assert first == second, "all ranks run the same collectives in the same order"
     alike = ranks.results[0]["alike"]
@@ -27,12 +36,15 @@ def test_two_ranks_train_as_torch_alone_does(tmp_path: Path) -> None:
     assert alike["fsdp min"]["again"] > alike["fsdp gpt"]["again"]
     assert alike["fsdp min"]["arena"] < alike["fsdp gpt"]["arena"] * 0.7
     assert alike["fsdp min"]["arena"] < alike["fsdp half"]["arena"] < alike["fsdp gpt"]["arena"]
-    assert min(alike[case]["early"] for case in ("fsdp min", "fsdp half", "fsdp bfloat16", "ddp min")) > 0
+    assert min(alike[case]["early"] for case in ("fsdp min", "fsdp half", "fsdp llama", "fsdp bfloat16", "ddp min")) > 0
     assert alike["fsdp one by one"]["early"] == 0
     assert ranks.results[0]["too early"][1] != [True, True], "rank 0 did not wait for rank 1, which was late"
     assert alike["ddp tied"]["collectives"] == {"all_reduce": 1}
     assert alike["ddp convolutions"]["collectives"] == {"broadcast": 6, "all_reduce": 2}, "buckets of 1 KiB"
     _require_loaded_elsewhere(ranks.results[0]["saved"], str(tmp_path))
+    with fake_ranks(64):
+        many = scenarios.shape_of(memplan.plan(scenarios.sharded(EvenGpt()), tokens(0, 0)), 64)
+    assert many == ranks.results[0]["planned"], "64 ranks that are not there have the plan of two, but for their parts"
     for found in ranks.results:
         assert found["saved"] == ranks.results[0]["saved"]
         assert found["pipeline"] == [True, True], "GPipe and 1F1B"
@@ -64,10 +76,15 @@ def _require_loaded_elsewhere(saved: dict[str, list[float]], folder: str) -> Non
         warnings.simplefilter("ignore")  # torch's, of a process without ranks
         scenarios.load_checkpoint(model, optimizer, folder)
     assert scenarios.whole_values(model, optimizer) == saved
-    ranks = launch("loaded_by_four", folder, ranks=4)
-    for found in ranks.results:
+    ranks = launch("loaded_by_four", folder, ranks=4, fails=True)
+    assert ranks.statuses == [0, 0, 0, -9], ranks.text
+    for found in ranks.results[:3]:
         assert found["loaded"] == saved
         assert found["different"] == []
+        kind, what, unchanged = found["killed"]
+        assert kind == "CollectiveFailed"
+        assert "parameters may be updated" not in what
+        assert unchanged
 
 
 def test_ranks_that_differ_raise_together_and_a_dead_rank_is_an_error() -> None:
@@ -77,7 +94,7 @@ def test_ranks_that_differ_raise_together_and_a_dead_rank_is_an_error() -> None:
         "rows under a budget": "input 0: torch.float32 (4, 10)', rank 1 has 'input 0: torch.float32 (6, 10)'",
         "model": "(float32 16x10)', rank 1 has 'program 0: gather_parameter gather_model_weight (float32 18x10)'",
         "plan on one rank": "rank 0 has 'plan new', rank 1 has 'plan given'",
-        "version": "rank 1 has 'memplan 0.0'",
+        "version": "rank 1 has 'torch 2.12.0'",
     }
     for case, expected in words.items():
         for kind, what in (mine[case], theirs[case]):

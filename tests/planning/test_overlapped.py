@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import memplan
-from memplan.core.collectives import WAIT, Collective
+from memplan.core.collectives import GATHER, WAIT, Collective
 from memplan.core.evictions import EvictionPlan, check_record
 from memplan.core.graph import Graph, Op, Phase, StorageKind
 from memplan.core.happens_before import follow, require_no_races
@@ -180,6 +180,36 @@ def test_what_is_in_flight_is_in_the_arena_until_its_wait() -> None:
             assert live.end > gather.waited
 
 
+def test_what_a_collective_takes_beside_the_arena_is_counted_until_its_wait() -> None:
+    plan = _early(_step(), room=8 * SIZE)
+    nothing = replace(plan, temporaries=(0,) * len(plan.graph.ops))
+    counted = replace(plan, temporaries=_copies(plan.graph))
+    gathers = _gathers(plan)
+    flying = [sum(SIZE for g in gathers if g.step <= step <= g.waited) for step in range(len(plan.graph.ops))]
+    pairs = zip(counted.outside_profile, nothing.outside_profile, strict=True)
+    assert [one - other for one, other in pairs] == flying
+    assert counted.outside["temporaries"] == max(flying) > SIZE
+    assert nothing.total < counted.total <= nothing.total + max(flying)
+
+
+def test_a_budget_of_the_total_is_kept_with_what_is_under_way() -> None:
+    """The arena has room for gathers that start early, and what is beside it has not."""
+    step = _step()
+    plain = make_plan(step)
+    plain = replace(plain, temporaries=_copies(plain.graph), eviction=_record(plain, plain.arena_size + 8 * SIZE))
+    assert plain.eviction is not None
+    free = with_overlap(step, plain, PlanOptions(), COSTS)
+    limit = plain.total
+    within = with_overlap(step, replace(plain, eviction=replace(plain.eviction, budget=limit)), PlanOptions(), COSTS)
+    assert any(g.early for g in _gathers(free))
+    assert free.total > limit >= within.total
+
+
+def _copies(graph: Graph) -> tuple[int, ...]:
+    """The bytes beside the arena where each gather copies its result."""
+    return tuple(SIZE if op.target == GATHER else 0 for op in graph.ops)
+
+
 def test_a_buffer_that_is_released_before_its_wait_is_refused() -> None:
     plan = _early(_step(cast=True))
     gather = next(g for g in _gathers(plan) if g.early)
@@ -194,8 +224,11 @@ def test_a_buffer_that_is_released_before_its_wait_is_refused() -> None:
         b for b in plan.problem.buffers if gather.step < b.live.start <= gather.waited and b.id != source and b.size
     )
     offsets = {**plan.solution.offsets, other.id: plan.solution.offsets[source]}
+    moved = replace(plan, solution=replace(plan.solution, offsets=offsets))
     with pytest.raises(InvalidSolution, match="are both alive"):
-        check_consistency(replace(plan, solution=replace(plan.solution, offsets=offsets)))
+        check_consistency(moved)
+    with pytest.raises(InvalidPlan, match="in any order"):
+        require_no_races(moved)
 
 
 def test_without_its_wait_a_gather_races() -> None:
@@ -220,6 +253,8 @@ def test_two_gathers_of_a_group_keep_their_order() -> None:
     order[one], order[two] = order[two], order[one]
     with pytest.raises(InvalidPlan, match="which it needs"):
         require_legal(plan.graph, tuple(order))
+    with pytest.raises(InvalidPlan):
+        check_consistency(replace(plan, schedule=replace(plan.schedule, order=tuple(order))))
     ops = list(plan.graph.ops)
     ops[order[one]] = replace(ops[order[one]], group="other")
     others = replace(plan.graph, ops=tuple(ops))

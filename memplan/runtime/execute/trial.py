@@ -7,6 +7,7 @@ generators is restored.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,9 +16,10 @@ from functools import partial
 import torch
 
 from memplan.core.collectives import is_collective
-from memplan.core.graph import Graph, StorageKind, Value
+from memplan.core.graph import Graph, Op, StorageKind, Value
 from memplan.core.plan import Plan
 from memplan.devices.generators import forked
+from memplan.distributed.ops import bytes_beside
 from memplan.errors import UnsupportedGraph
 from memplan.runtime.codegen.step_ir import Layout, refs
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm, KernelSelector, generated_op, materialise
@@ -122,8 +124,18 @@ def _measure(
             new = layout.fresh_storages.intersection(graph.written(op)) - seen
             adopted = sum(graph.storages[s].nbytes for s in new)
         seen.update(graph.touched(op))
-        found[index] = max(peak - adopted, 0)
+        found[index] = _bytes_of_collective(graph, op) if is_collective(op.target) else max(peak - adopted, 0)
     return tuple(found)
+
+
+def _bytes_of_collective(graph: Graph, op: Op) -> int:
+    """Return the bytes that a collective, which is not run, takes beside those that it reads and writes."""
+    read, written = (sum(_nbytes(graph.values[v]) for v in values) for values in (op.reads, op.writes))
+    return bytes_beside(op.target, op.group, read=read, written=written) if op.group else 0
+
+
+def _nbytes(value: Value) -> int:
+    return math.prod(value.shape) * dtype_of(value).itemsize
 
 
 def _nothing() -> None:
