@@ -40,6 +40,7 @@ CASES: tuple[tuple[int, str, str], ...] = (
     (1, "0.6", "auto"),
     (64, "8GiB", "recompute"),
     (1, "min", "recompute"),
+    (64, "8GiB", "auto"),
 )
 
 
@@ -75,6 +76,7 @@ COLUMNS: Mapping[str, str] = MappingProxyType(
         "ops": "ops of the plan",
         "total": "predicted total, GiB",
         "slower": "predicted time, % more",
+        "gathers": "gathers a step",
         "status": "placement",
     }
 )
@@ -141,6 +143,7 @@ def plan(model: str, ranks: int, budget: str, policy: str) -> dict[str, Any]:
     return {
         "ops": len(made.graph.ops),
         "total": made.total / 2**30,
+        "gathers": sum(c.gathers for c in made.collectives) or None,
         "slower": 100 * (kept.seconds / kept.base_seconds - 1) if kept else 0.0,
         "status": made.solution.status.name.lower(),
     }

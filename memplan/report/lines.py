@@ -118,9 +118,12 @@ def waiting_lines(report: Report) -> tuple[str, ...]:
         x = report.exchanged
         again = f" ({x.again} of them again)" if x.again else ""
         lines.append(
-            f"this rank runs {x.gathers} gathers of parameters{again} and {x.others} other collectives, of tensors of "
-            f"{format_bytes(x.nbytes)} together; buffers of the library that runs them (NCCL) are not known"
+            f"this rank runs {x.gathers} gathers of parameters{again} and {x.others} other collectives, which take "
+            f"{format_bytes(x.sent)} over its link each way; buffers of the library that runs them (NCCL) are not known"
         )
+        if x.gathered:
+            most = f"{format_bytes(x.gathered)}, at step {x.gathered_step}"
+            lines.append(f"gathered parameters hold at most {most}")
     return tuple(lines)
 
 

@@ -79,7 +79,8 @@ class PictureCopy:
 class Picture:
     """The content of a picture; sizes are bytes.
 
-    `profile` are pairs of (step, live bytes from it on); `ops` is the op of each step, empty without a graph; the
+    `profile` are pairs of (step, live bytes from it on), `gathered` of (step, bytes of parameters that this rank has
+    gathered from the others), empty for a step of one rank; `ops` is the op of each step, empty without a graph; the
     backward begins at step `backward_from`. `figures` are (label, size, remark).
     """
 
@@ -96,6 +97,7 @@ class Picture:
     notes: tuple[str, ...] = ()
     arrows: tuple[Arrow, ...] = ()
     copies: tuple[PictureCopy, ...] = ()
+    gathered: tuple[tuple[int, int], ...] = ()
 
 
 def picture_of_plan(plan: Plan) -> Picture:
@@ -123,6 +125,7 @@ def picture_of_plan(plan: Plan) -> Picture:
         notes=(verdict(report), *(lever.text for lever in report.advice)),
         arrows=_arrows(plan),
         copies=tuple(_copies(plan)),
+        gathered=tuple(enumerate(plan.gathered)) if plan.collectives else (),
     )
 
 

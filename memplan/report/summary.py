@@ -118,13 +118,16 @@ class Exchanged:
     """The collectives of a step of one rank, each counted as often as it runs.
 
     `gathers` are those of parameters, `again` the gathers that repeat an earlier one, `others` all other collectives,
-    and `nbytes` the bytes of the largest tensor of each, together.
+    and `sent` the bytes that go over the link of this rank, each way. At step `gathered_step` it holds the most bytes
+    of gathered parameters, `gathered`; `Plan.gathered` has those of each step.
     """
 
     gathers: int
     again: int
     others: int
-    nbytes: int
+    sent: int
+    gathered: int
+    gathered_step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -290,11 +293,14 @@ def _exchanged(plan: Plan) -> Exchanged | None:
     if not plan.collectives:
         return None
     gathers = [c for c in plan.collectives if c.gathers]
+    most = max(plan.gathered)
     return Exchanged(
         gathers=len(gathers),
         again=sum(c.again for c in gathers),
         others=len(plan.collectives) - len(gathers),
-        nbytes=sum(c.nbytes for c in plan.collectives),
+        sent=sum(c.sent for c in plan.collectives),
+        gathered=most,
+        gathered_step=plan.gathered.index(most),
     )
 
 

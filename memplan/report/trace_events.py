@@ -17,8 +17,9 @@ _OPS, _BUFFERS, _COPIES = 1, 2, 3
 def trace_events(picture: Picture) -> dict[str, Any]:
     """Return the content of the trace's JSON.
 
-    Ops are on one track, live bytes are a counter, every buffer is a slice of its lifetime. Copies between device and
-    host have tracks of their own, and last from their start to the end of the step's wait.
+    Ops are on one track, live bytes are a counter (gathered parameters another), every buffer is a slice of its
+    lifetime. Copies between device and host have tracks of their own, and last from their start to the end of the
+    step's wait.
     """
     return {
         "displayTimeUnit": "ns",
@@ -48,8 +49,9 @@ def _ops(picture: Picture) -> Iterator[dict[str, Any]]:
 
 
 def _live(picture: Picture) -> Iterator[dict[str, Any]]:
-    for step, live in picture.profile:
-        yield {"ph": "C", "name": "live bytes", "pid": _OPS, "tid": 0, "ts": step, "args": {"bytes": live}}
+    for name, profile in (("live bytes", picture.profile), ("gathered bytes", picture.gathered)):
+        for step, nbytes in profile:
+            yield {"ph": "C", "name": name, "pid": _OPS, "tid": 0, "ts": step, "args": {"bytes": nbytes}}
 
 
 def _buffers(picture: Picture) -> Iterator[dict[str, Any]]:
