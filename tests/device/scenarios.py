@@ -29,7 +29,7 @@ from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible
 from memplan.planning.options import PlanOptions
 from memplan.runtime.copies.copies import Direction
-from memplan.runtime.copies.copy_streams import StreamCopy
+from memplan.runtime.copies.copy_streams import StreamCopies, StreamCopy
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.memory import stream_ordering
 from memplan.trace import plan_traced, trace
@@ -134,6 +134,11 @@ def resident(device: LateDevice) -> dict[str, Any]:
         step()
         found[f"copies that block the host, {where}"] = device.copies_waited - before
         found["wrong"] += [f"{where} {order}" for order in wrong_orders(device, step, expected)]
+    settle = StreamCopies.settle
+    StreamCopies.settle = lambda self: None  # type: ignore[method-assign]
+    compiled = memplan.compile(model, args, device=HERE)
+    StreamCopies.settle = settle  # type: ignore[method-assign]
+    found["seen without settling"] = wrong_orders(device, training(model, compiled, args), expected, ORDERS[:2])
     return found
 
 

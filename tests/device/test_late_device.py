@@ -41,7 +41,9 @@ def test_every_order_of_queued_work_gives_the_bits_of_eager(library: Path, name:
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert not found.pop("wrong", [])
     assert found.pop("tasks") > 80
-    if name == "resident":  # two inputs and the gradient of the loss, which the caller allocated, in each of two steps
+    if name == "resident":
+        assert found.pop("seen without settling"), "results must be there when the caller gets them"
+        # Two inputs and the gradient of the loss, which the caller allocated, in each of two steps:
         assert {found[key] for key in found} == {6}, "results on the host are pinned"
     if name == "captured":
         assert all(number > 20 for number in found.values()), "kernels were recorded, and have a pool"

@@ -259,6 +259,29 @@ def test_large_fallbacks_are_recorded_in_place() -> None:
     assert graphed._recording.placer.pools  # type: ignore[attr-defined]
 
 
+def test_large_fallbacks_need_no_more_than_a_plain_capture() -> None:
+    """Torch's own recording of the same step keeps all of its results, and gradients, in its pool."""
+    torch.manual_seed(0)
+    model, x = Wide().cuda(), torch.randn(2048, 2048, device="cuda")
+    other = copy.deepcopy(model)
+    recorded = compile(model, x, cuda_graph=True)
+    loss_of(recorded, x, seed=0)
+    gradients = sum(p.nbytes for p in model.parameters())
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            other(x).backward()
+    torch.cuda.synchronize()
+    other.zero_grad()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    plain = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(plain):
+        other(x).backward()
+    assert recorded.pool_bytes + recorded.plan.arena_size + gradients <= torch.cuda.memory_reserved() - before
+
+
 def test_recordings_keep_their_workspaces() -> None:
     """Torch's cuBLAS workspaces may be cleared by anybody who records, and their memory be unmapped."""
     model, args = _example("gpt2")
