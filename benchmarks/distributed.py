@@ -35,10 +35,10 @@ COLUMNS = {
 }
 NOTES = (
     "Peak: the bytes of all live tensors of rank 0 before the step (parts of parameters, optimizer state, batch,"
-    " arena), and by how much one step exceeds them, by the profiler's memory events. MB = 10^6 bytes. gloo's"
-    " reduce-scatter copies its input: that is in the peaks, and in no plan. Eager DDP's buckets, as large as the"
-    " parameters (5.3 MB), are held by C++ and not seen. Equal losses are equal bits of the whole"
-    " training so far.",
+    " arena), and by how much one step exceeds them, by the profiler's memory events. MB = 10^6 bytes. What gloo copies"
+    " (of what is reduced and of what is gathered) is in the peaks, and in the totals from each start to its wait; its"
+    " threads free eager's copies late. Eager DDP's buckets, as large as the parameters (5.3 MB), are held by C++ and"
+    " not seen. Equal losses are equal bits of the whole training so far.",
     "FSDPMemTracker: the peak that torch's own estimator says of the same eager step, which runs for it. Its"
     " counterpart is the plan's total, which nothing has to run for.",
     "No times: gloo on one machine says nothing of a network. benchmarks/overlap.py has predicted ones.",
