@@ -34,12 +34,15 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
 import memplan
-from benchmarks.arguments import parser_of
+from benchmarks.arguments import names, parser_of
+from benchmarks.fused_models import OUTSIDE
 from benchmarks.peak_contenders import Step
-from benchmarks.peak_measure import MODELS, WARM_UP, live_bytes, peak_growth
+from benchmarks.peak_measure import MODELS as ZOO
+from benchmarks.peak_measure import WARM_UP, live_bytes, peak_growth
 from benchmarks.results import Row, Table, collect
 from benchmarks.resumable import kept_rows
 
+MODELS = MappingProxyType({**ZOO, **OUTSIDE})
 KNOB = 0.5
 TIGHTER = 0.85  # of the peak that the knob reaches
 SHARES = (0.85, 0.725)  # of Inductor's peak
@@ -62,12 +65,13 @@ COLUMNS = {
 class Measured:
     """The figures of a contender that is ready: seconds of the first call, peak in bytes, loss and gradients.
 
-    `first` is None where caches were full already.
+    `first` is None where caches were full already. `layouts`: convolutions may have layouts of Inductor's choice.
     """
 
     first: float | None
     peak: int
     numbers: tuple[Any, ...]
+    layouts: bool = True
 
 
 Compile = Callable[[nn.Module, tuple[Any, ...], int | None], Callable[..., Any]]
@@ -76,6 +80,12 @@ Compile = Callable[[nn.Module, tuple[Any, ...], int | None], Callable[..., Any]]
 def inductor(model: nn.Module, inputs: tuple[Any, ...], budget: int | None) -> Callable[..., Any]:
     """`torch.compile`."""
     return torch.compile(model, fullgraph=True, dynamic=False)
+
+
+def without_layouts(model: nn.Module, inputs: tuple[Any, ...], budget: int | None) -> Callable[..., Any]:
+    """`torch.compile` with convolutions in the layout of their inputs."""
+    options: Any = {"layout_optimization": False}
+    return torch.compile(model, fullgraph=True, dynamic=False, options=options)
 
 
 def partitioned(model: nn.Module, inputs: tuple[Any, ...], budget: int | None) -> Callable[..., Any]:
@@ -95,7 +105,10 @@ def eager(model: nn.Module, inputs: tuple[Any, ...], budget: int | None) -> Call
     return model
 
 
-Reference = Literal["inductor", "eager", "inductor-knob", "inductor, fused AdamW", "eager, fused AdamW"]
+FLAT: Literal["inductor without layouts"] = "inductor without layouts"
+Reference = Literal[
+    "inductor", "inductor without layouts", "eager", "inductor-knob", "inductor, fused AdamW", "eager, fused AdamW"
+]
 Update = Literal["fused", "compiled", "planned"]
 
 
@@ -123,6 +136,7 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
     {
         "eager": Contender(compile=eager, against="eager"),
         "inductor": Contender(compile=inductor, against="inductor", cold=True),
+        FLAT: Contender(compile=without_layouts, against=FLAT),
         "memplan-inductor": Contender(compile=_fused, against="inductor", cold=True),
         "inductor-knob": Contender(compile=inductor, against="inductor", knob=True),
         "memplan": Contender(compile=planned, against="eager"),
@@ -179,9 +193,15 @@ class Running:
         self.process.join()
 
 
-def rows_of(model: str, size: str, rounds: int, *, whole: bool = False) -> list[Row]:
-    """Return the rows of one model, all contenders measured in turns; `whole`: those of whole training steps."""
-    contenders = WHOLE if whole else CONTENDERS
+def rows_of(
+    model: str, size: str, rounds: int, *, whole: bool = False, chosen: Sequence[str] | None = None
+) -> list[Row]:
+    """Return the rows of one model, all contenders measured in turns.
+
+    `whole`: those of whole training steps. `chosen`: the contenders to measure; None: all.
+    """
+    known = WHOLE if whole else CONTENDERS
+    contenders = known if chosen is None else {name: known[name] for name in known if name in chosen}
     ready: dict[str, Running] = {}
     failed: dict[str, str] = {}
     try:
@@ -246,7 +266,8 @@ def _ready(contender: Contender, model: str, size: Any, budget: int | None) -> t
             stack.enter_context(torch._functorch.config.patch(activation_memory_budget=KNOB))
         if contender.cold:
             stack.enter_context(fresh_cache())
-        initial = [tensor.detach().numpy().copy() for tensor in (*own.parameters(), *own.buffers())]
+        # copied first: a tensor that is shown as an array is taken for bytes that torch does not own
+        initial = [tensor.detach().clone().numpy() for tensor in (*own.parameters(), *own.buffers())]
         optimizer = torch.optim.AdamW(own.parameters(), lr=1e-3, fused=contender.update != "compiled")
         started = time.perf_counter()
         if contender.update is None:
@@ -269,7 +290,9 @@ def _ready(contender: Contender, model: str, size: Any, budget: int | None) -> t
         numbers = (loss, *own.parameters())
     found = tuple(one.detach().clone().numpy() for one in numbers)
     step.clear()
-    return step, Measured(first=first if contender.cold else None, peak=peak, numbers=found)
+    code = getattr(step.plan, "code", None)
+    layouts = code is None or code.layouts
+    return step, Measured(first=first if contender.cold else None, peak=peak, numbers=found, layouts=layouts)
 
 
 def _step(call: Callable[..., Any], module: nn.Module, inputs: tuple[Any, ...]) -> Step:
@@ -350,6 +373,7 @@ def _row(
         return {**dict.fromkeys(COLUMNS), "model": model, "contender": name, "failed": failed[name]}
     contender, one, other = {**CONTENDERS, **WHOLE}[name], ready[name].measured, ready[base].measured
     budget = ready[name].budget
+    against = contender.against if one.layouts or FLAT not in ready else FLAT
     return {
         "model": model,
         "contender": name,
@@ -360,7 +384,7 @@ def _row(
         "budget_mb": None if budget is None else budget / 1e6,
         "share": None if contender.share is None else f"{contender.share:.3g} of {contender.of}'s peak",
         "first": one.first / other.first if one.first and other.first else None,
-        "bits": _bits(one.numbers, ready[contender.against].measured.numbers, contender.against),
+        "bits": _bits(one.numbers, ready[against].measured.numbers, against),
         "failed": None,
     }
 
@@ -393,12 +417,15 @@ def _table(rows: Sequence[Row], output: str, options: argparse.Namespace) -> Tab
 def _settings(options: argparse.Namespace) -> str:
     """Return what kept rows must have been measured with."""
     what = "whole steps, " if options.whole else ""
+    if options.contenders and not options.whole:
+        what = f"{','.join(options.contenders)}, "
     return f"{what}{options.size}, {options.rounds} rounds, torch {torch.__version__}"
 
 
 def _batches(options: argparse.Namespace) -> Iterator[Sequence[Row]]:
     """Yield the rows of each model."""
-    measure = partial(rows_of, size=options.size, rounds=options.rounds, whole=options.whole)
+    chosen = None if options.whole else options.contenders
+    measure = partial(rows_of, size=options.size, rounds=options.rounds, whole=options.whole, chosen=chosen)
     return kept_rows(options.models, options.keep, lambda: _settings(options), measure)
 
 
@@ -407,6 +434,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("fused", __doc__.splitlines()[0], list(MODELS), ["gpt2", "llama", "bert", "vit", "resnet"])
     parser.add_argument("--size", choices=["nano", "medium"], default="medium")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--contenders", type=names(list(CONTENDERS)), help="comma-separated; none named: all")
     parser.add_argument("--whole", action="store_true", help="measure whole training steps")
     parser.add_argument("--keep", type=Path, help="a file that keeps each model's rows: a run that was ended goes on")
     options = parser.parse_args(arguments)

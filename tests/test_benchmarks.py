@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import adaptive, first_call, fits, fused
+from benchmarks import adaptive, first_call, fits, fused, fused_first_call
 from benchmarks.contenders import CONTENDERS
 from benchmarks.cuda_memory import MOST, largest
 from benchmarks.direct import count, graph_of, row
+from benchmarks.fused_models import OUTSIDE
 from benchmarks.results import Row
 from benchmarks.runtime import main, measure
 from benchmarks.step_memory import row as step_memory_row
@@ -109,20 +110,41 @@ def test_first_steps_are_timed_in_processes_of_their_own(tmp_path: Path) -> None
 def test_fused_kernels_are_compared_and_rows_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, measured = fused._ready(fused.CONTENDERS["memplan"], "mlp", "nano", None)
     assert step.plan is not None
-    assert measured.peak >= step.plan.arena_size > 0
+    assert measured.peak >= step.plan.arena_size + step.plan.outside["parameters"] > step.plan.arena_size > 0
     assert fused._bits(measured.numbers, measured.numbers, "eager") == "eager's"
     other = (measured.numbers[0] + 1, *measured.numbers[1:])
     assert fused._bits(other, measured.numbers, "eager") == "1.0e+00 off eager's"
     asked: list[str] = []
 
-    def rows_of(model: str, size: str, rounds: int, *, whole: bool) -> list[Row]:
+    def rows_of(model: str, size: str, rounds: int, *, whole: bool, chosen: list[str] | None) -> list[Row]:
+        assert chosen == ["inductor"]
         asked.append(model)
         return [{**dict.fromkeys(fused.COLUMNS), "model": model}]
 
     monkeypatch.setattr(fused, "rows_of", rows_of)
     arguments = ["--models", "mlp,vit", "--keep", str(tmp_path / "kept"), "--directory", str(tmp_path)]
+    arguments += ["--contenders", "inductor"]
     assert [fused.main(arguments), fused.main(arguments)] == [0, 0]
     assert asked == ["mlp", "vit"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_models_outside_the_zoo_are_the_same_each_time(name: str) -> None:
+    (one, inputs), (two, _) = OUTSIDE[name](), OUTSIDE[name]()
+    assert torch.equal(one.eval()(*inputs), two.eval()(*inputs))
+
+
+def test_first_steps_are_compared_in_the_same_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([(8.0, 16.0), (2.0, 2.0), (10.0, 12.0), (3.0, 5.0)])
+    monkeypatch.setattr(fused_first_call, "_measured", lambda *_: next(seconds))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unchanged after the test")
+    rows = fused_first_call.rows_of("mlp", "nano")
+    assert [(row["contender"], row["process"], row["wall_ratio"], row["cpu_ratio"]) for row in rows] == [
+        ("inductor", "first", 1, 1),
+        ("inductor", "second", 1, 1),
+        ("memplan-inductor", "first", 1.25, 0.75),
+        ("memplan-inductor", "second", 1.5, 2.5),
+    ]
 
 
 def test_whole_steps_of_one_kind_of_kernels_have_the_same_numbers() -> None:

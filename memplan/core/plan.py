@@ -14,6 +14,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from memplan.core.code_options import CodeOptions
 from memplan.core.collectives import Collective, collectives_of
 from memplan.core.compressed_storages import compressions_of
 from memplan.core.division import Division
@@ -91,6 +92,7 @@ class Plan:
         numbers: bytes of the Python numbers that kernels take as tensors, which stay between training steps: known when
             the plan was compiled, 0 before; `total` has them.
         kernels: which kernels `kernels="auto"` has chosen, and why; "" where there was no choice.
+        code: how the kernels were generated, if a compiler did and not as it does by itself; else None.
 
     Example:
         >>> plan = memplan.plan(model, example_inputs)
@@ -114,6 +116,7 @@ class Plan:
     sections: tuple[GraphSection, ...] = ()
     numbers: int = 0
     kernels: str = ""
+    code: CodeOptions | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))

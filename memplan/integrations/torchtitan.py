@@ -26,9 +26,9 @@ from memplan.evict.policies.partition import kept_for_backward, partition
 from memplan.evict.workload import Workload
 from memplan.evict.workload_limits import floor
 from memplan.integrations.fx_step import FxStep, fx_step
-from memplan.integrations.inductor.tags import clear_tags, is_collective, tag_saved
 from memplan.planning.fit import make_workload
 from memplan.planning.options import Budget, Costs, read_budget, read_size
+from memplan.trace.passes.saved_nodes import clear_tags, is_collective, tag_saved
 from memplan.trace.planning import device_costs
 
 NAME = "memplan"

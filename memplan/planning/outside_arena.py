@@ -104,6 +104,7 @@ def _without(plan: Plan, chosen: Sequence[_Candidate], options: PlanOptions) -> 
         temporaries=tuple(temporaries),
         division=plan.division,
         compress=plan.compress,
+        code=plan.code,
         numbers=plan.numbers,
     )
 

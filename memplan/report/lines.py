@@ -131,6 +131,7 @@ def budget_lines(report: Report) -> tuple[str, ...]:
     """Return which kernels were chosen, how ops are divided, how a budget is kept, and its predicted cost in time."""
     k, d = report.kept, report.division
     how_it_runs = [f"kernels: {report.kernels}"] if report.kernels else []
+    how_it_runs += [f"Inductor's code: {report.code}"] if report.code else []
     if d is not None:
         same = "equal up to rounding" if d.sums else "the same bits"
         how_it_runs.append(f"ops whose rows are independent run in {d.blocks} blocks of rows: {same}")

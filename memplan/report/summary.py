@@ -151,7 +151,8 @@ class Report:
     none); `accumulated` the bytes of gradients that are kept from step to step (part of the optimizer's state). `kept`
     is how a budget is kept (None: there is none), whose recomputes and copies the order's figures include. `exchanged`
     are the collectives (None: there are no other ranks). `division` is how ops were divided by rows (None: they were
-    not), `kernels` which kernels were chosen and why ("": there was no choice). `peak` is None when nothing is planned.
+    not), `kernels` which kernels were chosen and why ("": there was no choice), `code` how Inductor generated them ("":
+    as it does by itself). `peak` is None when nothing is planned.
     `advice` are ways to save memory, each with the most that it saves.
     """
 
@@ -185,6 +186,7 @@ class Report:
     exchanged: Exchanged | None
     division: Division | None
     kernels: str
+    code: str
     outside: Outside
     outside_total: int
     total: int
@@ -246,6 +248,7 @@ def make_report(plan: Plan) -> Report:
         exchanged=_exchanged(plan),
         division=plan.division,
         kernels=plan.kernels,
+        code=str(plan.code or ""),
         outside=outside,
         outside_total=outside.total,
         total=plan.total,

@@ -101,7 +101,7 @@ class RunOptions(PlanOptions):
         `transient`: as in `plan_step`.
         """
         if given is not None:
-            variant = retraced(traced, retracer, given.division, given.compress)
+            variant = retraced(traced, retracer, given.division, given.compress, given.code)
             variant = outside_as_in(variant, given, gradients=self.gradients == "auto")
             return variant, self.require_fit(variant, given)
         return plan_step(traced, retracer, self, redzone=self.redzone(traced.device), room=room, transient=transient)

@@ -23,7 +23,7 @@ from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.schedule import order as order_of
 from memplan.schedule.group_updates import gather
-from memplan.trace.chunking.chunk_search import gain_of_dividing, variants_to_plan
+from memplan.trace.chunking.chunk_search import gain_of_dividing, in_bytes, variants_to_plan
 from memplan.trace.optimizer.update_groups import small_updates
 from memplan.trace.retracer import Retracer, retraced
 from memplan.trace.traced import TracedGraph
@@ -91,14 +91,16 @@ def plan_step(
         UnsupportedProblem: `options` ask for another variant, and there is no retracer.
     """
     alignment = alignment_of(traced.device)
-    traced = retraced(traced, retracer, traced.division, options.compression)
+    if options.kernels == "inductor" and retracer is not None and traced.code is None:
+        return _plan_generated(traced, retracer, options, redzone=redzone, room=room, transient=transient)
+    traced = retraced(traced, retracer, traced.division, options.compression, traced.code)
     variants, within = variants_to_plan(traced, retracer, options, alignment)
     failed: BudgetInfeasible | None = None
     for variant in variants:
         try:
             with timed(f"planning {len(variant.graph.ops):,} ops of {variant.model}"):
                 made = _plan_variant(variant, within, redzone=redzone, room=room, transient=transient)
-            return variant, replace(made, division=variant.division, compress=variant.compress)
+            return variant, replace(made, division=variant.division, compress=variant.compress, code=variant.code)
         except BudgetInfeasible as error:
             failed = error
     assert failed is not None
@@ -106,6 +108,34 @@ def plan_step(
         gain = gain_of_dividing(traced, retracer, alignment)
         failed.hint = "; ".join(filter(None, (failed.hint, gain)))
     raise failed
+
+
+def _plan_generated(
+    traced: TracedGraph,
+    retracer: Retracer,
+    options: PlanOptions,
+    *,
+    redzone: int,
+    room: int,
+    transient: Sequence[int] | None,
+) -> tuple[TracedGraph, Plan]:
+    """Return the variant of a step whose generated code is best, and its plan."""
+    from memplan.trace.code_search import fastest_code, smallest_code  # imports the search and its compiler
+
+    limited = options.budget is not None or options.arena_budget is not None
+    within = in_bytes(options, traced, alignment_of(traced.device)) if limited else options
+
+    def make(variant: TracedGraph) -> Plan:
+        """Return the plan of a variant."""
+        with timed(f"planning {len(variant.graph.ops):,} ops of {variant.model}"):
+            return _plan_variant(variant, within, redzone=redzone, room=room, transient=transient)
+
+    if limited:
+        costs = cost_model(options.costs or device_costs(traced.device))
+        found = fastest_code(traced, retracer, make, within, costs)
+    else:
+        found = smallest_code(traced, retracer, make)
+    return found.traced, replace(found.plan, code=found.traced.code)
 
 
 def _plan_variant(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from memplan.core.code_options import CodeOptions
 from memplan.core.division import Division
 from memplan.errors import UnsupportedProblem
 from memplan.trace.traced import TracedGraph
@@ -16,23 +17,32 @@ class Retracer(Protocol):
     argument; where they get None, the step is planned as it was traced.
     """
 
-    def retrace(self, *, division: Division | None = None, compress: str = "") -> TracedGraph:
+    def retrace(
+        self, *, division: Division | None = None, compress: str = "", code: CodeOptions | None = None
+    ) -> TracedGraph:
         """Return one variant of the step.
 
         Args:
             division: How chains of rows are divided into blocks; None: not at all.
             compress: How saved activations are compressed ("bits", "int8"); "": not at all.
+            code: How a compiler generates the kernels; None: as it does by itself.
         """
 
 
-def retraced(traced: TracedGraph, retracer: Retracer | None, division: Division | None, compress: str) -> TracedGraph:
+def retraced(
+    traced: TracedGraph,
+    retracer: Retracer | None,
+    division: Division | None,
+    compress: str,
+    code: CodeOptions | None = None,
+) -> TracedGraph:
     """Return this variant of a step: `traced` itself if that is the one, else what `retracer` makes.
 
     Raises `UnsupportedProblem` if that needs a retracer and there is none.
     """
-    if (division, compress) == (traced.division, traced.compress):
+    if (division, compress, code) == (traced.division, traced.compress, traced.code):
         return traced
     if retracer is None:
-        where = "divide" if division != traced.division else "compress"
+        where = "divide" if division != traced.division else "compress" if compress != traced.compress else "plan"
         raise UnsupportedProblem("this step cannot be traced again", where=where, hint=f"leave out {where}=")
-    return retracer.retrace(division=division, compress=compress)
+    return retracer.retrace(division=division, compress=compress, code=code)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 
+from memplan.core.code_options import CodeOptions
 from memplan.core.division import Division
 from memplan.core.graph import Graph
 from memplan.trace.capture.python_values import Reading
@@ -62,21 +63,44 @@ class Computed:
     example: float
 
 
+class CompiledLater(Protocol):
+    """A kernel that has been generated, and is compiled when a program needs it."""
+
+    def start(self) -> None:
+        """Begin to compile it, beside the caller."""
+
+    def compiled(self) -> Callable[..., Any]:
+        """Return the function that runs it, when it is compiled."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class GeneratedKernel:
     """A kernel that a compiler generated, or that its code calls, in place of an ATen op.
 
     It writes into its arguments and returns no tensor that is used. `name` is the target of its ops, and has a digest
-    of its `source`, if it was generated. `draws`: it draws random numbers.
+    of its `source`, if it was generated. `function` runs it; None: `later` has it. `draws`: it draws random numbers.
     """
 
     name: str
-    function: Callable[..., Any]
+    function: Callable[..., Any] | None
+    later: CompiledLater | None = None
     source: str = field(default="", repr=False)
     draws: bool = False
 
     def __str__(self) -> str:
         return self.name
+
+    def start(self) -> None:
+        """Begin to compile it, unless it is compiled."""
+        if self.later is not None:
+            self.later.start()
+
+    def ready(self) -> Callable[..., Any]:
+        """Return the function that runs it, when it is compiled."""
+        if self.function is not None:
+            return self.function
+        assert self.later is not None
+        return self.later.compiled()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +235,7 @@ class TracedGraph:
     if the step was traced under it. `readings`: the Python values that are constants of the step. `device`: where all
     planned storages are. `runs_on`: the names of the devices in plans where everything else is on the host and the plan
     copies it; empty otherwise. `division`: how chains of rows were divided, with `over` settled. `compress`: how saved
-    activations are compressed.
+    activations are compressed. `code`: how its kernels were generated, as in `Plan`.
     """
 
     model: str
@@ -229,6 +253,7 @@ class TracedGraph:
     runs_on: tuple[str, ...] = ()
     division: Division | None = None
     compress: str = ""
+    code: CodeOptions | None = None
 
     def bound(self, source: Source) -> tuple[Binding, ...]:
         """Return the bindings of one source, in order."""

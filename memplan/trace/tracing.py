@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from memplan.core.arguments import arguments_of
 from memplan.core.choices import Kernels
+from memplan.core.code_options import CodeOptions
 from memplan.core.division import Division, compression_of
 from memplan.core.in_place import with_inplace_candidates
 from memplan.core.timed import timed
@@ -171,8 +172,10 @@ class CapturedStep:
         """Log what the step computes unlike eager."""
         _warn(self.captured, self.model)
 
-    def retrace(self, *, division: Division | None = None, compress: str = "") -> TracedGraph:
-        """Return the step, traced from a copy of its graph; see `Retracer`."""
+    def retrace(
+        self, *, division: Division | None = None, compress: str = "", code: CodeOptions | None = None
+    ) -> TracedGraph:
+        """Return the step, traced from a copy of its graph; see `Retracer`. Nothing generates its kernels (`code`)."""
         copied = fx.GraphModule(self.captured.graph_module, copy_of(self.captured.graph_module.graph))
         traced = trace_captured(
             replace(self.captured, graph_module=copied),

@@ -20,7 +20,7 @@ from benchmarks.peak_measure import live_bytes, peak_growth
 from benchmarks.zoo import ZOO
 from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedGraph
 from memplan.integrations.inductor.partitioner import BudgetPartitioner
-from memplan.integrations.inductor.tags import TAG
+from memplan.trace.passes.saved_nodes import TAG
 from tests.models import Counted
 
 TIMES = 16  # the batch of a nano model, so that activations weigh more than gradients

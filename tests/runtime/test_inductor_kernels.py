@@ -107,7 +107,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[CompiledModule, nn.Mo
     twin = copy.deepcopy(model)
     compiled = memplan.compile(model, inputs(), kernels="inductor", on_mismatch="error")
     torch._dynamo.reset()
-    yield compiled, twin, torch.compile(twin), inputs()
+    yield compiled, twin, torch.compile(twin, options=_as_in(compiled.plan)), inputs()
     torch._dynamo.reset()
 
 
@@ -116,6 +116,11 @@ def block() -> tuple[Block, memplan.Plan]:
     torch.manual_seed(0)
     model = Block()
     return model, memplan.plan(model, _tokens(), kernels="inductor", gradients="safe")
+
+
+def _as_in(plan: memplan.Plan) -> dict[str, Any]:
+    """The options with which torch compiles convolutions in the layouts that a plan has them in."""
+    return {} if plan.code is None else {"layout_optimization": plan.code.layouts}
 
 
 def _step(model: Any, x: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
@@ -284,7 +289,8 @@ def test_inference_and_calls_of_other_shapes_have_torch_compiles_bits() -> None:
     model = Convolutions().eval()
     compiled = memplan.compile(model, _images(), kernels="inductor", train=False)
     torch._dynamo.reset()
-    reference = torch.compile(copy.deepcopy(model), dynamic=False)
+    options = _as_in(compiled.plan)
+    reference = torch.compile(copy.deepcopy(model), dynamic=False, options=options)
     with torch.no_grad():
         for x in (_images(), _images()[:1]):
             assert torch.equal(compiled(x), reference(x))

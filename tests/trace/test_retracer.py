@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from memplan.core.code_options import CodeOptions
 from memplan.core.division import Division
 from memplan.errors import UnsupportedProblem
 from memplan.planning.options import PlanOptions
@@ -32,7 +33,10 @@ class Counting:
         self.captured = capture_call(Classifier(), (torch.randn(16, 8), torch.randint(0, 32, (16,))), train=True)
         self.asked: list[tuple[Division | None, str]] = []
 
-    def retrace(self, *, division: Division | None = None, compress: str = "") -> TracedGraph:
+    def retrace(
+        self, *, division: Division | None = None, compress: str = "", code: CodeOptions | None = None
+    ) -> TracedGraph:
+        assert code is None
         self.asked.append((division, compress))
         return self.captured.retrace(division=division, compress=compress)
 

@@ -20,7 +20,6 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput
-from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -34,7 +33,6 @@ from memplan.integrations.inductor.kernel_graph import KernelStep, kernel_step
 from memplan.integrations.inductor.lowering import LoweredStep, lower_step
 from memplan.integrations.inductor.raised import through_dynamo
 from memplan.integrations.inductor.step_bytes import GivenTensor, StepBytes, step_bytes
-from memplan.integrations.inductor.tags import tag_saved
 from memplan.integrations.inductor.temporaries import Temporaries
 from memplan.integrations.inductor.wrapper_lines import read_wrapper
 from memplan.planning.fit import make_workload
@@ -42,6 +40,7 @@ from memplan.planning.options import Budget, Costs, read_budget, read_size
 from memplan.trace.capture.quiet import quiet
 from memplan.trace.passes.old_values import require_new_values, save_old_values
 from memplan.trace.passes.rewrite import storage_key
+from memplan.trace.passes.saved_nodes import one_of_each, tag_saved
 from memplan.trace.planning import device_costs
 from memplan.version import __version__
 
@@ -218,9 +217,7 @@ class _Joint:
         """Return the partition that saves these nodes (None: the one that torch chooses), lowered."""
         with quiet():
             copied = fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
-        copied.graph.eliminate_dead_code()
-        if functorch_config.cse:  # as the partitioner does: what the backward would compute twice is one node
-            copied.graph = fx_graph_cse(copied.graph)
+        one_of_each(copied)
         if saved is None:
             save_old_values(copied.graph)
         else:

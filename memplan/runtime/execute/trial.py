@@ -78,6 +78,9 @@ def _select_kernels(
     copied: frozenset[int],
 ) -> tuple[BoundOp, ...]:
     bound = dict(transfers)
+    for kernel in traced.kernels:
+        if isinstance(kernel, GeneratedCall):
+            kernel.kernel.start()  # all of them, beside each other
     for index in plan.schedule.order:
         kernel = traced.kernels[index]
         if isinstance(kernel, KernelCall):

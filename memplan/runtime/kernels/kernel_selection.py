@@ -280,7 +280,7 @@ class KernelSelector:
 
 def generated_op(call: GeneratedCall) -> BoundOp:
     """Return the bound op of a kernel that a compiler generated."""
-    bound = BoundOp(form=CallForm.IN_PLACE, function=call.kernel.function, args=call.args, kwargs=call.kwargs, outs=())
+    bound = BoundOp(form=CallForm.IN_PLACE, function=call.kernel.ready(), args=call.args, kwargs=call.kwargs, outs=())
     return bound if call.state is None else _drawing_again(bound, call.state)
 
 

@@ -39,7 +39,7 @@ def variants_to_plan(
     variants = (traced, *_divisions(traced, retracer, allowed, alignment))
     if "min" in (options.budget, options.arena_budget):
         return (min(variants, key=lambda variant: _floor(variant, alignment)),), options
-    asked = _in_bytes(options, traced, alignment)
+    asked = in_bytes(options, traced, alignment)
     fitting = tuple(variant for variant in variants if _may_fit(variant, asked, alignment))
     return fitting or variants[-1:], asked
 
@@ -67,7 +67,7 @@ def _divisions(
         yield step
 
 
-def _in_bytes(options: PlanOptions, traced: TracedGraph, alignment: int) -> PlanOptions:
+def in_bytes(options: PlanOptions, traced: TracedGraph, alignment: int) -> PlanOptions:
     """Return the options with budgets in bytes; shares are those of the undivided step."""
     from memplan.planning.byte_limits import budgets_in_bytes
 

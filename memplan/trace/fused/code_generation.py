@@ -8,39 +8,44 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import count_calls
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._inductor import compile_fx, config
 from torch._inductor.virtualized import V
 
+from memplan.core.code_options import CodeOptions
 from memplan.errors import UnsupportedGraph
+from memplan.trace.fused.kept_code import keep, key_of, known_code
 from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, Replay, extent, piece_of
 from memplan.trace.fused.refusals import inductors_errors, refused
 from memplan.trace.fused.wrapper import recording
 from memplan.trace.fused.written import WrittenCode
 from memplan.trace.passes.old_values import require_new_values, save_old_values
 from memplan.trace.passes.rewrite import fake_mode_of, storage_key
+from memplan.trace.passes.saved_nodes import one_of_each, tag_saved
 
-# What a user may have set and the recorded code cannot have. Inductor's cache of whole graphs is off, because what
-# comes out of it was not written by a wrapper; its caches of compiled kernels, which take the time, are on.
+# What a user may have set and the recorded code cannot have.
 _SETTINGS: dict[str, Any] = {
     "cpp_wrapper": False,
     "fx_wrapper": False,
     "freezing": False,
-    "fx_graph_cache": False,
-    "fx_graph_remote_cache": False,
     "graph_partition": False,
     "memory_planning": False,
     "profile_bandwidth": False,
     "triton.cudagraphs": False,
 }
+
+# Inductor's cache of whole graphs is off, because what comes out of it was not written by a wrapper: `kept_code.py`
+# keeps what was. The caches of compiled kernels are on.
+_WRITTEN_HERE = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +75,9 @@ class Halves:
     returned: int
 
 
-def generate(joint: fx.GraphModule, model: str, *, returned: int, static: Sequence[int], training: bool) -> Halves:
+def generate(
+    joint: fx.GraphModule, model: str, *, returned: int, static: Sequence[int], training: bool, code: CodeOptions
+) -> Halves:
     """Return the code of a joint graph, which is changed.
 
     Args:
@@ -79,6 +86,7 @@ def generate(joint: fx.GraphModule, model: str, *, returned: int, static: Sequen
         returned: The number of outputs of the forward.
         static: The inputs, by position, that stay from step to step.
         training: The graph contains a backward.
+        code: How to partition it, and to generate its kernels.
 
     Raises:
         UnsupportedGraph: Inductor cannot compile the graph, or memplan cannot plan the code.
@@ -86,32 +94,42 @@ def generate(joint: fx.GraphModule, model: str, *, returned: int, static: Sequen
     placeholders = joint.graph.find_nodes(op="placeholder")
     mode = fake_mode_of(joint.graph)
     given = _given(placeholders)
-    with _compiling(mode):
+    with _compiling(mode, code):
         if not training:
-            forward = _forward(joint, model, given, returned, inference=True)
+            forward = _forward(joint, model, given, returned, code, inference=True)
             return Halves(forward=forward, backward=None, given=given, returned=returned)
-        first, second = _partition(joint, model, returned, static)
+        first, second = _partition(joint, model, returned, static, code)
         saved = _names_of_outputs(first)[returned:]
-        forward = _forward(first, model, given, returned, inference=False)
+        forward = _forward(first, model, given, returned, code, inference=False)
         pairs = zip(saved, forward.outputs[returned:], strict=True)
         found = {name: view for name, view in pairs if name is not None and isinstance(view, BlockView)}
-        backward = _backward(second, model, {**given, **found})
+        for name, view in found.items():
+            view.block.node = name
+        backward = _backward(second, model, {**given, **found}, code)
     return Halves(forward=forward, backward=backward, given=given, returned=returned)
 
 
 def _partition(
-    joint: fx.GraphModule, model: str, returned: int, static: Sequence[int]
+    joint: fx.GraphModule, model: str, returned: int, static: Sequence[int], code: CodeOptions
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return the graphs of forward and backward, as Inductor would partition them but for what is read too late."""
+    """Return the graphs of forward and backward.
+
+    Without options they are partitioned as by Inductor, but for what is read too late.
+    """
     placeholders = joint.graph.find_nodes(op="placeholder")
     primals = [n.meta.get("val") for n in placeholders if not _is_tangent(n)]
     tangents = [n.meta.get("val") for n in placeholders if _is_tangent(n)]
 
     def keeping_old_values(gm: fx.GraphModule, inputs: Sequence[object], **options: Any) -> Any:
         """Partition a graph, on which Inductor's own passes have run, so that no value is read that has changed."""
-        save_old_values(gm.graph)
-        own = config.custom_partitioner_fn
-        return (own or min_cut_rematerialization_partition)(gm, inputs, compiler="inductor", **options)
+        own = config.custom_partitioner_fn or min_cut_rematerialization_partition
+        if code.saved is None:
+            save_old_values(gm.graph)
+        else:
+            own = min_cut_rematerialization_partition
+            one_of_each(gm)
+            tag_saved(gm.graph, frozenset(code.saved))
+        return own(gm, inputs, compiler="inductor", **options)
 
     with inductors_errors(model):
         first, second = compile_fx.partition_fn(
@@ -122,16 +140,31 @@ def _partition(
             static_lifetime_input_indices=list(static),
         )
     require_new_values(joint.graph, first.graph, second.graph)
+    _require_drawn_once(first.graph, second.graph)
     return first, second
 
 
+def _require_drawn_once(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Raise `UnsupportedGraph` if the backward draws random numbers that the forward has drawn."""
+    names = {node.name for node in forward.nodes}
+    for node in backward.nodes:
+        if node.name in names and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise refused(f"a partition that draws {node.name} twice")
+
+
 def _forward(
-    graph: fx.GraphModule, model: str, given: Mapping[str, BlockView], returned: int, *, inference: bool
+    graph: fx.GraphModule,
+    model: str,
+    given: Mapping[str, BlockView],
+    returned: int,
+    options: CodeOptions,
+    *,
+    inference: bool,
 ) -> Half:
     """Generate the forward."""
     names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
     values = _values_of(graph)
-    with inductors_errors(model), _recorded(values) as (code, inner):
+    with inductors_errors(model), _recorded(values, options) as (code, inner):
         compile_fx.compile_fx_forward(
             graph,
             values,
@@ -144,7 +177,7 @@ def _forward(
     return _half(code, [given.get(name) for name in names], label="")
 
 
-def _backward(graph: fx.GraphModule, model: str, known: Mapping[str, BlockView]) -> Half:
+def _backward(graph: fx.GraphModule, model: str, known: Mapping[str, BlockView], options: CodeOptions) -> Half:
     """Generate the backward for the strides that the saved tensors have in the generated forward."""
     names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
     values = _values_of(graph)
@@ -154,7 +187,7 @@ def _backward(graph: fx.GraphModule, model: str, known: Mapping[str, BlockView])
             values[i] = value.as_strided(value.size(), view.strides)
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         graph = copy.deepcopy(graph)
-    with inductors_errors(model), _recorded(values) as (code, inner):
+    with inductors_errors(model), _recorded(values, options) as (code, inner):
         extra = compile_fx.create_compiler_config_extra(graph)
         compile_fx.compile_fx_backward(graph, values, compiler_config_extra=extra, inner_compile=inner)
     return _half(code, [known.get(name) for name in names], label="backward_")
@@ -169,34 +202,45 @@ def _half(code: WrittenCode, inputs: Sequence[BlockView | None], label: str) -> 
 
 
 @contextlib.contextmanager
-def _recorded(values: Sequence[Any]) -> Iterator[tuple[WrittenCode, Any]]:
+def _recorded(values: Sequence[Any], options: CodeOptions) -> Iterator[tuple[WrittenCode, Any]]:
     """Record the code of the one graph that is compiled inside by the second result, an `inner_compile`."""
     devices = {str(v.device) for v in values if isinstance(v, torch.Tensor)}
     if devices - {"cpu"}:
         raise refused(f"tensors on {', '.join(sorted(devices))}")
-    with recording("cpu") as code:
+    with recording("cpu", options.group_bytes) as code:
 
-        def inner(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        def inner(graph: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
             """Compile one graph, and keep the globals of its code. Inductor writes none for a graph without ops."""
             if not count_calls(graph.graph):
                 code.inputs = tuple(n.name for n in graph.graph.find_nodes(op="placeholder"))
                 code.outputs = tuple(map(str, _outputs_of(graph)))
                 return graph.forward
-            made = compile_fx.compile_fx_inner(graph, inputs, **options)
+            key = key_of(graph, inputs, settings, options)
+            known = known_code(key)
+            if known is not None:
+                for field in fields(known):
+                    setattr(code, field.name, getattr(known, field.name))
+                return graph.forward
+            with config.patch(_WRITTEN_HERE):
+                made = compile_fx.compile_fx_inner(graph, inputs, **settings)
             run = getattr(made, "current_callable", None)
             if run is None or not hasattr(run, "__globals__"):
                 raise refused("no function of its own")
             code.namespace = run.__globals__
+            keep(key, code)
             return made
 
         yield code, inner
 
 
 @contextlib.contextmanager
-def _compiling(mode: Any) -> Iterator[None]:
+def _compiling(mode: Any, code: CodeOptions) -> Iterator[None]:
     """The contexts in which AOTAutograd calls Inductor."""
+    settings = _SETTINGS if code.layouts else {**_SETTINGS, "layout_optimization": False}
+    knob = {} if code.knob == 1.0 else {"activation_memory_budget": code.knob}
     with (
-        config.patch(_SETTINGS),
+        config.patch(settings),
+        functorch_config.patch(knob),
         torch.no_grad(),
         torch._C._DisableAutocast(),
         V.set_fake_mode(mode),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch._inductor import config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
@@ -31,3 +32,13 @@ def require_inductor() -> None:
             hint=f"install g++ or clang, or name one in the environment variable CXX, {_ATEN}",
             see="inductor-compiler",
         ) from error
+
+
+def chooses_layouts() -> bool:
+    """Return whether Inductor chooses the layouts of convolutions, and its user does not insist on that."""
+    return bool(config.layout_optimization) and not config.force_layout_optimization
+
+
+def partitions_freely() -> bool:
+    """Return whether Inductor's user has set no partitioner."""
+    return config.custom_partitioner_fn is None

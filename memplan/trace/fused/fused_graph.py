@@ -18,9 +18,11 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTInput
 from torch._ops import OpOverload
 
+from memplan.core.code_options import CodeOptions
 from memplan.core.graph import GIVEN, Graph, Op, Origin, Phase, Storage, StorageKind, Value
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.fused.code_generation import Half, Halves
+from memplan.trace.fused.deferred import DeferredKernel
 from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, extent
 from memplan.trace.fused.refusals import refused
 from memplan.trace.graph.build import KIND_OF, binding_of
@@ -61,6 +63,7 @@ def fused_graph(
     model: str,
     needs: Mapping[Any, frozenset[int]],
     *,
+    code: CodeOptions | None,
     gradients_in_arena: bool = False,
     copy_gradients: bool = False,
     whole: bool = False,
@@ -72,13 +75,15 @@ def fused_graph(
         halves: The code that was generated for the copy.
         model: The name of the model.
         needs: As in `Results`, by descriptor.
+        code: How the code was generated; None: as Inductor does it by itself.
         gradients_in_arena: Parameters' gradients stay in the arena to the end of the step.
         copy_gradients: Each gradient of a parameter is copied out of the arena as soon as it is complete.
         whole: The step uses its gradients itself: they are planned, and not for the caller.
     """
-    return _Builder(captured, halves, model, needs).build(
+    made = _Builder(captured, halves, model, needs).build(
         gradients_in_arena=gradients_in_arena, copy_gradients=copy_gradients, whole=whole
     )
+    return replace(made, code=code)
 
 
 class _Builder:
@@ -234,7 +239,7 @@ class _Builder:
     ) -> None:
         self.storage_of[block] = len(self.storages)
         nbytes = block.nbytes if nbytes is None else nbytes
-        device = str(block.device)
+        device, origin = str(block.device), replace(origin, node=block.node or origin.node)
         self.storages.append(
             Storage(name=block.name, nbytes=nbytes, device=device, kind=kind, planned=planned, origin=origin)
         )
@@ -381,7 +386,9 @@ def _generated(run: KernelRun) -> GeneratedKernel:
     elif name.startswith(_EXTERN):
         name = f"aten.{name.removeprefix(_EXTERN)}.out"
     drawing = draws(run.function, run.args, run.kwargs) if isinstance(run.function, OpOverload) else not run.known
-    return GeneratedKernel(name=name, function=run.function, source=run.source, draws=drawing)
+    later = run.function if isinstance(run.function, DeferredKernel) else None
+    function = None if later is not None else run.function
+    return GeneratedKernel(name=name, function=function, later=later, source=run.source, draws=drawing)
 
 
 def _in_order(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -32,8 +32,8 @@ _PLAIN = (
 class Block:
     """The bytes behind one or more of Inductor's buffers, which share them in place or as views.
 
-    `given`: the step's caller or model owns them. `constant`: the tensor, if the generated code holds it. `touched`: a
-    kernel has used them already.
+    `given`: the step's caller or model owns them. `constant`: the tensor, if the generated code holds it. `node`: the
+    node of the graph that they hold, "" if none is known. `touched`: a kernel has used them already.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Block:
     nbytes: int
     given: bool = False
     constant: torch.Tensor | None = None
+    node: str = ""
     touched: bool = False
 
 
@@ -176,7 +177,8 @@ class Replay(MutableMapping[str, Any]):
     def _new_block(self, name: str, spec: TensorSpec) -> Block:
         if spec.device.type != "cpu":
             raise refused(f"a buffer on {spec.device}")
-        return Block(name=f"{self._label}{name}", device=spec.device, nbytes=spec.nbytes)
+        node = self._code.nodes.get(name, "")
+        return Block(name=f"{self._label}{name}", device=spec.device, nbytes=spec.nbytes, node=node)
 
     def _finished(self, line: KernelLine, call: _Call) -> KernelRun:
         """Return a call with what it reads and writes, once all of its results are known."""

@@ -12,7 +12,9 @@ from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOu
 from torch._inductor.decomposition import select_decomp_table
 
 from memplan.core.arguments import arguments_of
+from memplan.core.code_options import CodeOptions
 from memplan.core.division import Division
+from memplan.core.timed import timed
 from memplan.errors import UnsupportedProblem
 from memplan.trace.capture.joint_graph import Captured, capture
 from memplan.trace.capture.quiet import quiet
@@ -95,19 +97,21 @@ class GeneratedStep:
     """A captured step with the code that Inductor generated for it.
 
     `captured` has the joint graph with write-backs; `model` is the model's name, and `needs` is as in `Results`, by
-    descriptor.
+    descriptor. `code`: how the code was generated; None: as Inductor does it by itself.
     """
 
     captured: Captured
     halves: Halves
     model: str
     needs: Mapping[Any, frozenset[int]]
+    code: CodeOptions | None
 
 
-def generated(captured: Captured, model: str) -> GeneratedStep:
-    """Return a captured step with Inductor's code, whose kernels are compiled unless they are in Inductor's cache.
+def generated(captured: Captured, model: str, code: CodeOptions | None = None) -> GeneratedStep:
+    """Return a captured step with Inductor's code, whose kernels are compiled when a program needs them.
 
-    Raises `UnsupportedGraph` if Inductor cannot compile the graph, or memplan cannot plan the code.
+    `code`: how to generate it; None: as Inductor does by itself. Raises `UnsupportedGraph` if Inductor cannot compile
+    the graph, or memplan cannot plan the code.
     """
     joint = _copy(captured.graph_module)
     needs = tangents_needed(joint.graph)
@@ -123,8 +127,11 @@ def generated(captured: Captured, model: str) -> GeneratedStep:
             returned=sum(d is not None and not isinstance(d, GradAOTOutput) for d in descs),
             static=static,
             training=captured.training,
+            code=code or CodeOptions(),
         )
-    return GeneratedStep(captured=replace(captured, graph_module=joint), halves=halves, model=model, needs=needs)
+    return GeneratedStep(
+        captured=replace(captured, graph_module=joint), halves=halves, model=model, needs=needs, code=code
+    )
 
 
 def _without_numbers(graph: fx.Graph) -> Sequence[fx.Node]:
@@ -152,15 +159,19 @@ class FusedStep:
         for warning in self.captured.warnings:
             _log.warning("%s: %s", type(self.model).__name__, warning)
 
-    def retrace(self, *, division: Division | None = None, compress: str = "") -> TracedGraph:
-        """Return the step with Inductor's kernels, which are compiled unless they are in Inductor's cache."""
+    def retrace(
+        self, *, division: Division | None = None, compress: str = "", code: CodeOptions | None = None
+    ) -> TracedGraph:
+        """Return the step with Inductor's kernels, which are compiled when a program needs them."""
         _require_plain(division, compress)
-        made = generated(self.captured, type(self.model).__name__)
+        with timed(f"generating kernels of {type(self.model).__name__}"):
+            made = generated(self.captured, type(self.model).__name__, code)
         return fused_graph(
             made.captured,
             made.halves,
             made.model,
             made.needs,
+            code=made.code,
             gradients_in_arena=self.gradients_in_arena,
             copy_gradients=self.copy_gradients,
         )
@@ -170,9 +181,11 @@ class FusedStep:
 class FusedWholeStep:
     """A captured training step, whose kernels Inductor generates: the `Retracer` of a step with an optimizer's update.
 
-    `update` replaces the gradients that a graph returns by ops of the update.
+    `generated` has the code that Inductor generates for `original` by itself. `update` replaces the gradients that a
+    graph returns by ops of the update.
     """
 
+    original: Captured
     generated: GeneratedStep
     update: Callable[[fx.Graph], None]
 
@@ -186,11 +199,13 @@ class FusedWholeStep:
         for warning in self.captured.warnings:
             _log.warning("%s: %s", self.generated.model, warning)
 
-    def retrace(self, *, division: Division | None = None, compress: str = "") -> TracedGraph:
+    def retrace(
+        self, *, division: Division | None = None, compress: str = "", code: CodeOptions | None = None
+    ) -> TracedGraph:
         """Return the step with Inductor's kernels, and torch's kernels for the update."""
         _require_plain(division, compress)
-        made = self.generated
-        step = fused_graph(made.captured, made.halves, made.model, made.needs, whole=True)
+        made = self.generated if code is None else generated(self.original, self.generated.model, code)
+        step = fused_graph(made.captured, made.halves, made.model, made.needs, code=code, whole=True)
         return with_updates(step, made.captured, self.update)
 
 

@@ -26,6 +26,8 @@ from torch._inductor.virtualized import V
 
 from memplan.core.graph import Origin
 from memplan.trace.capture.origins import origin_of
+from memplan.trace.fused.deferred import DeferringCompile
+from memplan.trace.fused.groups import bounded
 from memplan.trace.fused.refusals import refused
 from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode, WrittenLine
 
@@ -33,13 +35,14 @@ _current = threading.local()  # .code: what the compilation of this thread write
 
 
 @contextlib.contextmanager
-def recording(device_type: str) -> Iterator[WrittenCode]:
-    """Record the code of the one graph that this thread compiles inside."""
+def recording(device_type: str, group_bytes: int | None = None) -> Iterator[WrittenCode]:
+    """Record the code of the one graph that this thread compiles inside. `group_bytes` is as in `CodeOptions`."""
     common.init_backend_registration()
     with compile_lock:
         own = common.device_codegens[device_type]
+        scheduling = bounded(own.scheduling, group_bytes)
         common.register_backend_for_device(
-            device_type, own.scheduling, RecordingWrapper, own.cpp_wrapper_codegen, own.fx_wrapper_codegen
+            device_type, scheduling, RecordingWrapper, own.cpp_wrapper_codegen, own.fx_wrapper_codegen
         )
         _current.code = code = WrittenCode()
         try:
@@ -71,6 +74,13 @@ class RecordingWrapper(PythonWrapperCodegen):
         recorder: Any = RecordingWrapper
         return cast("PythonWrapperCodegen", recorder())
 
+    def write_header(self) -> None:
+        """Write the header, with which kernels are compiled later."""
+        super().write_header()
+        if getattr(_current, "code", None) is not None:
+            self.header.writeline(f"from {DeferringCompile.__module__} import DeferringCompile")
+            self.header.writeline("async_compile = DeferringCompile()")
+
     def run_wrapper_ir_passes(self, is_inference: bool) -> None:
         """Settle the lines, and record them."""
         code: WrittenCode | None = getattr(_current, "code", None)
@@ -84,6 +94,9 @@ class RecordingWrapper(PythonWrapperCodegen):
             spec = _spec_of(buffer)
             if spec is not None:
                 code.specs[name] = spec
+                node = buffer.get_origin_node()
+                if node is not None:
+                    code.nodes[name] = node.name
         self.lines = [_RecordedLine(line, code) for line in self.lines]  # type: ignore[misc]
 
     def get_output_refs(self) -> list[str]:  # type: ignore[override]

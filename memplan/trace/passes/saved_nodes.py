@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import get_default_op_list
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
@@ -19,6 +21,13 @@ from memplan.trace.passes.old_values import readers_of_old_values
 
 TAG = "recompute"
 _COLLECTIVES = ("_c10d_functional", "c10d")
+
+
+def one_of_each(module: fx.GraphModule) -> None:
+    """Make what a joint graph computes twice one node, as torch's partitioner does before it chooses what to save."""
+    module.graph.eliminate_dead_code()
+    if functorch_config.cse:
+        module.graph = fx_graph_cse(module.graph)
 
 
 def tag_saved(

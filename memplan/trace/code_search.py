@@ -1,0 +1,206 @@
+"""Chooses how a compiler generates the kernels of a step: the variants of the code that are planned.
+
+Code is generated anew for each variant, and nothing is compiled until one is taken. Without a budget the variant that
+needs the fewest bytes is taken, with a budget the fastest one that keeps it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from memplan.core.code_options import CodeOptions
+from memplan.core.graph import Graph
+from memplan.core.plan import Plan
+from memplan.core.schedule import live_bytes
+from memplan.core.totals import functional_transient, outside_bytes
+from memplan.core.units import format_bytes
+from memplan.devices.kinds import alignment_of
+from memplan.errors import BudgetInfeasible, UnsupportedGraph
+from memplan.evict.costs import CostModel
+from memplan.evict.policies.partition import kept_for_backward, partition
+from memplan.evict.workload import Workload
+from memplan.planning.fit import make_workload
+from memplan.planning.options import PlanOptions
+from memplan.trace.retracer import Retracer
+from memplan.trace.traced import TracedGraph
+
+_log = logging.getLogger("memplan")
+_WORTH = 0.999  # times the bytes of the best variant so far: another one has to need less than this
+_ALIKE = 1.005  # times the seconds of a step that nothing is evicted from: no variant is looked for below this
+_AIMS = (1.0, 1.08)  # times the budget of the arena: partitions for less, and the rest by the plan itself
+_KNOBS = (0.5,)  # of torch's partitioner
+_GROUPS = 32  # a kernel of several loops touches at most one part in so many of what is live at once
+_LEAST = 4096  # bytes that such a kernel may touch in any case
+
+Make = Callable[[TracedGraph], Plan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A variant of a step, and its plan."""
+
+    traced: TracedGraph
+    plan: Plan
+
+
+def smallest_code(traced: TracedGraph, retracer: Retracer, make: Make) -> Planned:
+    """Return the variant of a step without a budget that needs the fewest bytes.
+
+    Only models with convolutions have others: the compiler copies their weights into other layouts, all at once.
+
+    Args:
+        traced: The step with the code that is generated without options.
+        retracer: Generates other code.
+        make: Plans a variant.
+    """
+    best = Planned(traced=traced, plan=make(traced))
+    if not _convolves(traced.graph):
+        return best
+    best = _smaller(best, retracer, make, replace(_code(best), layouts=False))
+    if not _largest_is_generated(best.traced.graph):
+        return best
+    return _smaller(best, retracer, make, replace(_code(best), group_bytes=_group_bytes(best.plan.max_live)))
+
+
+def fastest_code(
+    traced: TracedGraph, retracer: Retracer, make: Make, options: PlanOptions, costs: CostModel
+) -> Planned:
+    """Return the variant of a step that keeps its budgets at the least cost, by the cost model.
+
+    A budget of "min" takes the variant that needs the fewest bytes.
+
+    Args:
+        traced: The step with the code that is generated without options.
+        retracer: Generates other code.
+        make: Plans a variant, within the budgets.
+        options: Those of the plan; its budgets are in bytes.
+        costs: The cost model.
+
+    Raises:
+        BudgetInfeasible: No variant keeps the budgets; of all errors, the one with the smallest budget that can be
+            kept.
+    """
+    found: list[Planned] = []
+    failed: list[BudgetInfeasible] = []
+    minimal = "min" in (options.budget, options.arena_budget)
+    graphs: list[TracedGraph] = []
+    for variant in _variants(traced, retracer, options, costs, graphs):
+        graphs.append(variant)
+        try:
+            found.append(Planned(traced=variant, plan=make(variant)))
+        except BudgetInfeasible as error:
+            failed.append(error)
+            continue
+        if not minimal and _seconds(found[-1].plan) <= _ALIKE * _base_seconds(found[0].plan):
+            break
+    if not found:
+        raise min(failed, key=lambda error: error.smallest)
+    best = min(found, key=lambda one: (one.plan.on_device if minimal else _seconds(one.plan), one.plan.on_device))
+    _log.info("of %d variants of Inductor's code: %s", len(graphs), best.traced.code or "its own")
+    return best
+
+
+def _variants(
+    traced: TracedGraph, retracer: Retracer, options: PlanOptions, costs: CostModel, seen: list[TracedGraph]
+) -> Iterator[TracedGraph]:
+    """Yield the variants to plan; `seen` are those that were yielded."""
+    yield traced
+    groups = CodeOptions(group_bytes=_group_bytes(_most_live(traced.graph)))
+    yield from _generated(retracer, groups)
+    if _convolves(traced.graph):
+        yield from _generated(retracer, replace(groups, layouts=False))
+    if not traced.training or "min" in (options.budget, options.arena_budget) or not _partitions_freely():
+        return
+    best = seen[-1]
+    for aim in _AIMS:
+        saved = _saved(best, options, costs, aim)
+        if saved is not None:
+            yield from _generated(retracer, replace(best.code or CodeOptions(), saved=saved))
+    for knob in _KNOBS:
+        yield from _generated(retracer, replace(best.code or CodeOptions(), knob=knob))
+
+
+def _generated(retracer: Retracer, code: CodeOptions) -> Iterator[TracedGraph]:
+    """Yield the step with other code, unless the compiler, or memplan, refuses that variant."""
+    try:
+        yield retracer.retrace(code=code)
+    except UnsupportedGraph as refused:
+        _log.info("Inductor's code (%s) is left out: %s", code, refused.summary)
+
+
+def _smaller(best: Planned, retracer: Retracer, make: Make, code: CodeOptions) -> Planned:
+    """Return the variant with other code if it needs fewer bytes than the best one so far, else that one."""
+    for variant in _generated(retracer, code):
+        plan = make(variant)
+        if plan.on_device < _WORTH * best.plan.on_device:
+            before, after = format_bytes(best.plan.on_device), format_bytes(plan.on_device)
+            _log.info("%s: Inductor's code (%s) needs %s instead of %s", plan.model, code, after, before)
+            return Planned(traced=variant, plan=plan)
+    return best
+
+
+def _saved(traced: TracedGraph, options: PlanOptions, costs: CostModel, aim: float) -> tuple[str, ...] | None:
+    """Return what the forward should save so that the step keeps `aim` times its budget; None for nothing new."""
+    graph = traced.graph
+    workload = make_workload(graph, tuple(range(len(graph.ops))), costs, alignment_of(traced.device))
+    try:
+        events = partition(workload.within(int(aim * _arena_limit(graph, workload, options))))
+    except BudgetInfeasible:
+        return None
+    kept = kept_for_backward(workload, events)
+    if set(kept) == set(kept_for_backward(workload, workload.plain)):
+        return None
+    return tuple(sorted({graph.storages[s].origin.node for s in kept} - {""}))
+
+
+def _arena_limit(graph: Graph, workload: Workload, options: PlanOptions) -> int:
+    """Return the bytes that budgets in bytes leave for the arena, beside what is known to be outside."""
+    outside = outside_bytes(graph, workload.sources, functional_transient(graph)) + options.reserved
+    pairs = ((options.budget, outside), (options.arena_budget, 0))
+    return max(min(limit - other for limit, other in pairs if isinstance(limit, int)), 0)
+
+
+def _code(planned: Planned) -> CodeOptions:
+    return planned.traced.code or CodeOptions()
+
+
+def _convolves(graph: Graph) -> bool:
+    """Return whether convolutions are called whose layout the compiler chose."""
+    if not any("convolution" in op.target for op in graph.ops):
+        return False
+    from memplan.trace.fused.environment import chooses_layouts  # imports Inductor, which is loaded by now
+
+    return chooses_layouts()
+
+
+def _partitions_freely() -> bool:
+    """Return whether the user has left the choice of a partition to others."""
+    from memplan.trace.fused.environment import partitions_freely  # imports Inductor, which is loaded by now
+
+    return partitions_freely()
+
+
+def _largest_is_generated(graph: Graph) -> bool:
+    """Return whether the op that touches the most bytes is a generated kernel, which may consist of several loops."""
+    largest = max(graph.ops, key=lambda op: sum(graph.storages[s].nbytes for s in set(graph.touched(op))))
+    return largest.target.startswith("inductor.")
+
+
+def _group_bytes(live: int) -> int:
+    return max(live // _GROUPS, _LEAST)
+
+
+def _most_live(graph: Graph) -> int:
+    return max(live_bytes(graph, tuple(range(len(graph.ops)))), default=0)
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.eviction is not None
+    return plan.eviction.seconds
+
+
+def _base_seconds(plan: Plan) -> float:
+    assert plan.eviction is not None
+    return plan.eviction.base_seconds

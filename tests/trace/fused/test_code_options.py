@@ -1,0 +1,166 @@
+"""Variants of Inductor's code: bounded groups of loops, layouts, partitions; and which of them planning takes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.core.code_options import CodeOptions
+from memplan.errors import BudgetInfeasible, InvalidPlan, UnsupportedGraph
+from memplan.planning.options import PlanOptions
+from memplan.report.lines import budget_lines
+from memplan.trace import capture_call, code_search
+from memplan.trace.fused.deferred import DeferredKernel
+from memplan.trace.traced import GeneratedCall, TracedGraph
+
+# torch's own compilation, which is the reference, imports modules of torch that warn
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+class Loops(nn.Module):
+    """Loops that have nothing to do with each other, which Inductor writes into one kernel."""
+
+    def forward(self, *given: torch.Tensor) -> Any:
+        return tuple(x.sin() + i for i, x in enumerate(given))
+
+
+class Images(nn.Module):
+    """Convolutions whose weights need more than their images do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(8, 32, 3, padding=1), nn.Conv2d(32, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen: torch.Tensor = self.two(self.one(x).relu())
+        return seen.square().mean()
+
+
+class Wide(nn.Module):
+    """Layers whose activations are cheap to compute again, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + self.drop(nn.functional.gelu(layer(x)).tanh())
+        return x.square().mean()
+
+
+def _kernels(traced: TracedGraph) -> list[GeneratedCall]:
+    return [k for k in traced.kernels if isinstance(k, GeneratedCall) and k.kernel.source]
+
+
+def test_groups_of_loops_are_bounded_and_keep_their_bits() -> None:
+    given = tuple(torch.linspace(0, 1, n) for n in (8, 12, 2000, 3000))
+    captured = capture_call(Loops(), given, kernels="inductor", train=False)
+    whole = captured.retrace()
+    parts = captured.retrace(code=CodeOptions(group_bytes=1024))
+    assert (len(_kernels(whole)), len(_kernels(parts))) == (1, 3)  # the two small loops stay together
+    assert parts.code == CodeOptions(group_bytes=1024)
+    plan = memplan.plan(Loops(), given, kernels="inductor", train=False)
+    made = replace(plan_of(parts), code=parts.code)
+    compiled = memplan.compile(Loops(), given, kernels="inductor", train=False, plan=made)
+    assert len(compiled.plan.graph.ops) == len(plan.graph.ops) + 2
+    expected = memplan.compile(Loops(), given, kernels="inductor", train=False)(*given)
+    assert all(map(torch.equal, compiled(*given), expected))
+
+
+def plan_of(traced: TracedGraph) -> memplan.Plan:
+    from memplan.trace.planning import plan_traced
+
+    return plan_traced(traced, PlanOptions(kernels="inductor"))
+
+
+def test_nothing_is_compiled_before_a_program_needs_it() -> None:
+    traced = capture_call(Loops(), (torch.ones(4),), kernels="inductor", train=False).retrace()
+    (call,) = _kernels(traced)
+    later = call.kernel.later
+    assert isinstance(later, DeferredKernel)
+    assert later._result is None
+    x, out = torch.ones(4), torch.zeros(4)
+    call.kernel.ready()(x, out)
+    assert call.kernel.ready() is call.kernel.ready()
+    assert torch.equal(out, torch.ones(4).sin())
+
+
+def test_a_kernel_that_the_compiler_refuses_is_an_error_in_words() -> None:
+    with pytest.raises(UnsupportedGraph, match="CppCompileError") as refused:
+        DeferredKernel(["float*"], "this is no C++").compiled()
+    assert refused.value.see == "inductor-refuses"
+
+
+def test_convolutions_keep_their_layout_where_that_needs_less() -> None:
+    torch.manual_seed(0)
+    model, x = Images(), torch.randn(1, 8, 4, 4)
+    twin = copy.deepcopy(model)
+    compiled = memplan.compile(model, x, kernels="inductor")
+    assert compiled.plan.code is not None
+    assert not compiled.plan.code.layouts
+    assert "Inductor's code: without layout_optimization" in budget_lines(compiled.plan.report())
+    own = plan_of(capture_call(model, x, kernels="inductor").retrace())
+    assert compiled.plan.on_device < own.on_device
+    torch._dynamo.reset()
+    reference = torch.compile(twin, options={"layout_optimization": False})
+    for call, module in ((compiled, model), (reference, twin)):
+        call(x).backward()
+        assert module.one.weight.grad is not None
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
+    torch._dynamo.reset()
+
+
+def test_who_forces_layouts_gets_them() -> None:
+    from torch._inductor import config
+
+    with config.patch(force_layout_optimization=True):
+        plan = memplan.plan(Images(), torch.randn(1, 8, 4, 4), kernels="inductor")
+    assert plan.code is None or plan.code.layouts
+
+
+def test_a_budget_takes_the_fastest_variant_and_a_saved_plan_runs_it_again(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Wide(), torch.randn(256, 16)
+    free = memplan.plan(model, x, kernels="inductor")
+    budget = int(free.total - 0.4 * free.arena_size)
+    plan = memplan.plan(model, x, kernels="inductor", budget=budget, policy="recompute")
+    assert plan.on_device <= budget
+    assert plan.code is not None
+    assert plan.code.saved is not None or plan.code.knob != 1.0
+    plan.save(tmp_path / "plan.json")
+    compiled = memplan.compile(model, x, kernels="inductor", plan=tmp_path / "plan.json")
+    assert compiled.plan.code == plan.code
+    twin = copy.deepcopy(model)
+    reference = memplan.compile(twin, x, kernels="inductor")
+    for call in (compiled, reference):
+        torch.manual_seed(3)
+        call(x).backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)  # the same masks of dropout
+
+
+def test_a_partition_that_would_draw_twice_is_left_out() -> None:
+    captured = capture_call(Wide(), torch.randn(8, 16), kernels="inductor")
+    with pytest.raises(UnsupportedGraph, match="draws inductor_seeds_default twice"):
+        captured.retrace(code=CodeOptions(knob=0.0))
+    assert list(code_search._generated(captured, CodeOptions(knob=0.0))) == []
+
+
+def test_a_budget_that_no_variant_keeps_names_the_smallest() -> None:
+    with pytest.raises(BudgetInfeasible) as refused:
+        memplan.plan(Wide(), torch.randn(64, 16), kernels="inductor", budget=1 << 10)
+    assert refused.value.smallest > 1 << 10
+
+
+@pytest.mark.parametrize("wrong", [{"group_bytes": 0}, {"knob": 2.0}])
+def test_options_out_of_range_are_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidPlan):
+        CodeOptions(**wrong)

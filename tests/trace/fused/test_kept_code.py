@@ -1,0 +1,99 @@
+"""Recorded code is kept beside Inductor's cache, and read instead of written again where nothing has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import compile_fx, config
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.utils import fresh_cache
+
+import memplan
+from memplan.core.code_options import CodeOptions
+from memplan.trace import capture_call
+
+
+class Small(nn.Module):
+    """A product, elementwise ops, and an attention kernel that returns new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x).tanh()
+        return nn.functional.scaled_dot_product_attention(y, y, y).square().mean()
+
+
+def _x() -> torch.Tensor:
+    return torch.linspace(0, 1, 2 * 2 * 4 * 8).view(2, 2, 4, 8)
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The graphs whose code Inductor writes, with an empty cache."""
+    graphs: list[Any] = []
+    own = compile_fx.compile_fx_inner
+
+    def counted(graph: Any, inputs: Any, **options: Any) -> Any:
+        graphs.append(graph)
+        return own(graph, inputs, **options)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", counted)
+    with fresh_cache():
+        yield graphs
+
+
+def _files() -> list[Path]:
+    return [path for path in (Path(cache_dir()) / "memplan").rglob("*") if path.is_file()]
+
+
+def test_code_is_written_once_and_the_plan_is_the_same(written: list[Any]) -> None:
+    torch.manual_seed(0)
+    model = Small()
+    first = memplan.plan(model, _x(), kernels="inductor")
+    assert len(written) == len(_files()) == 2
+    again = memplan.plan(model, _x(), kernels="inductor")
+    assert len(written) == 2
+    assert again.graph == first.graph
+    assert again.arena_size == first.arena_size
+    compiled = memplan.compile(model, _x(), kernels="inductor")
+    assert len(written) == 2
+    compiled(_x()).backward()
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    with config.patch(fx_graph_cache=False):
+        memplan.compile(model, _x(), kernels="inductor")(_x()).backward()
+    assert len(written) == 4
+    assert all(torch.equal(one, p.grad) for one, p in zip(found, model.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+def test_other_options_settings_and_source_lines_have_code_of_their_own(written: list[Any]) -> None:
+    captured = capture_call(Small(), _x(), kernels="inductor", train=False)
+    captured.retrace()
+    captured.retrace(code=CodeOptions(group_bytes=4096))
+    with config.patch({"cpp.simdlen": 0}):
+        captured.retrace()
+    for node in captured.captured.graph_module.graph.nodes:
+        node.meta["stack_trace"] = 'File "other.py", line 3, in forward\n    x.tanh()'
+    moved = captured.retrace()
+    assert len(written) == len(_files()) == 4
+    assert any("other.py:3" in op.origin.source for op in moved.graph.ops)
+    captured.retrace()
+    assert len(written) == 4
+
+
+def test_a_damaged_file_is_written_again(written: list[Any]) -> None:
+    captured = capture_call(Small(), _x(), kernels="inductor", train=False)
+    first = captured.retrace()
+    (file,) = _files()
+    for content in (b"", b"no pickle", file.read_bytes()[:-9]):
+        before = len(written)
+        file.write_bytes(content)
+        assert captured.retrace().graph == first.graph
+        assert len(written) == before + 1
