@@ -63,9 +63,7 @@ MODELS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
 
 
 @pytest.mark.parametrize(("make", "shape"), MODELS)
-def test_eager_allocates_what_is_predicted(
-    make: Callable[[], nn.Module], shape: tuple[int, ...]
-) -> None:
+def test_eager_allocates_what_is_predicted(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     model, x = make(), torch.randn(shape)
     state, before = torch.get_rng_state(), {name: t.clone() for name, t in model.state_dict().items()}
     found = eager_step(model, (x,), {}, train=True, scratch=KernelScratch())
