@@ -90,8 +90,13 @@ def read_snapshot(path: str | os.PathLike[str]) -> Allocated:
     try:
         return _peak_of(data, where)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        what = f"is no snapshot: {type(error).__name__}: {error}"[:300]
+        what = f"is no snapshot: {told(error)}"[:300]
         raise UnreadableFile(what, where=where, hint=_HINT) from error
+
+
+def told(error: Exception) -> str:
+    """Return what was found wrong with data in a file, in words."""
+    return f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
 
 
 def _peak_of(data: Any, where: str) -> Allocated:

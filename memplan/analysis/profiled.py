@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from memplan.analysis.allocated import LIBRARIES, Allocated, count, replayed
+from memplan.analysis.allocated import LIBRARIES, Allocated, count, replayed, told
 from memplan.core.units import format_bytes
 from memplan.errors import UnreadableFile
 
@@ -70,7 +70,7 @@ def read_profile(path: str | os.PathLike[str]) -> Allocated:
         is_timeline = len(data) == 2 and data[1] and isinstance(data[1][0], list)
         return _of_timeline(data, where) if is_timeline else _of_changes(data, where)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        what = f"is no recording of memory: {type(error).__name__}: {error}"[:300]
+        what = f"is no recording of memory: {told(error)}"[:300]
         raise UnreadableFile(what, where=where, hint=_HINT) from error
 
 

@@ -24,7 +24,7 @@ def fits(
         str, typer.Option("--device", metavar="NAME|SIZE", help="h100, h200, a100, a100-40gb, l4, cpu, or 24GiB.")
     ],
     batch: Annotated[
-        int | None, typer.Option("--batch", metavar="N", help="Samples of a step; default: the example's.")
+        int | None, typer.Option("--batch", min=1, metavar="N", help="Samples of a step; default: the example's.")
     ] = None,
     optimizer: Annotated[
         str, typer.Option("--optimizer", metavar="NAME", help="A class of torch.optim, or none.")

@@ -58,8 +58,8 @@ def need_of(plan: Plan, *, state: int, temporaries: int) -> Need:
         inputs=graph.bytes_of(StorageKind.INPUT, StorageKind.TANGENT),
         arena=plan.arena_size,
         gradients=sum(graph.storages[s].nbytes for s in graph.gradients_in_arena),
-        during=max(plan.outside_profile, default=0),
-        kept=plan.outside["gradients"] + plan.outside["outputs"],
+        during=max(plan.outside_profile, default=0) + plan.numbers,
+        kept=plan.outside["gradients"] + plan.outside["outputs"] + plan.numbers,
         temporaries=temporaries,
     )
 
@@ -95,6 +95,7 @@ class Fits:
             fewest that the model takes), None if unknown.
         seconds: The predicted seconds of forward and backward; None without the costs of the device.
         remedies: What was tried where the step does not fit.
+        unmeasured: Kernels of this machine whose own memory could not be measured, and is not counted.
         plan: The plan of the step without a budget.
 
     Example:
@@ -113,6 +114,7 @@ class Fits:
     largest_batch: int | None
     seconds: float | None
     remedies: tuple[Remedy, ...] = ()
+    unmeasured: int = 0
     plan: Plan = field(compare=False)
 
     @property

@@ -57,8 +57,12 @@ def _lines(answer: Fits) -> Iterator[str]:
         long = answer.seconds >= 1
         time = f"{answer.seconds:,.2f} s" if long else f"{answer.seconds * 1e3:.3g} ms"
         yield f"{what} by the roofline of {answer.capacity.costs or 'the costs given'}: {time}"
-    where = "this machine's" if answer.capacity.is_host else "the CPU's; what an accelerator's allocate is not known"
-    yield f"kernels were traced as {where}"
+    if not answer.capacity.is_host:
+        yield "kernels were traced as the CPU's; what an accelerator's allocate is not known"
+    elif answer.unmeasured:
+        yield f"kernels are this machine's; what {answer.unmeasured} of them allocate for themselves is not known"
+    else:
+        yield "kernels are this machine's; what they allocate for themselves was measured, on zeros"
 
 
 def _remedy(remedy: Remedy) -> str:

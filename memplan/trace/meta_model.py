@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,13 +25,18 @@ def meta_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         made = torch.empty_like(t, device="meta", dtype=_as(t, dtype))
         return nn.Parameter(made, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else made
 
-    memo: dict[int, Any] = {id(t): meta(t) for t in (*model.parameters(), *model.buffers())}
     try:
-        return copy.deepcopy(model, memo)
+        return copied_with(model, meta)
     except Exception as error:
         what = f"cannot be copied to another type: {type(error).__name__}: {error}".splitlines()[0]
         hint = "pass a function from a batch size to (model, inputs) that makes it in that type"
         raise InvalidModel(what, where=type(model).__name__, hint=hint) from error
+
+
+def copied_with(model: nn.Module, made: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Return a copy of a model with `made(t)` in place of each parameter and buffer; what is shared stays shared."""
+    memo: dict[int, Any] = {id(t): made(t) for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, memo)
 
 
 def meta_inputs(inputs: Any, *, batch: int | None = None, dtype: torch.dtype | None = None) -> Any:

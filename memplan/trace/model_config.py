@@ -150,7 +150,8 @@ def _config(data: Mapping[str, Any], where: str, architecture: str | None) -> tu
     try:
         config = AutoConfig.for_model(data["model_type"], **values)
     except Exception as error:
-        what = f"transformers {transformers.__version__} does not take it: {error}".splitlines()[0][:300]
+        reason = str(error).partition(" Should contain one of")[0]  # the names of all models follow
+        what = f"transformers {transformers.__version__} does not take it: {reason}".splitlines()[0][:300]
         raise InvalidModel(what, where=where, hint="update transformers, or write a factory") from error
     named = data.get("architectures") or [None]
     name = architecture or (named[0] if isinstance(named, list) else None)

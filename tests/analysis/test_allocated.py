@@ -80,6 +80,7 @@ class Hostile:
         (b"\x80\x02\x82\x01.", "is no snapshot"),
         (b"Pname\n.", "outside of the file"),
         ([1, 2], "is no snapshot"),
+        ({"a": [1]}, "it has no 'segments'"),
         ({"segments": []}, "no segment and no event"),
         ({"segments": [segment((-8, "active_allocated"))]}, "no number of bytes"),
         ({"segments": [segment((True, "inactive"))]}, "no number of bytes"),

@@ -71,6 +71,7 @@ def test_a_configuration(run: Run) -> None:
         (("--hf", "net.py", "--device", "h100"), "is not JSON"),
         (("net.py:net", "--device", "h100", "--optimizer", "Adman"), "torch.optim has no"),
         (("net.py:net", "--device", "h100", "--costs", "abacus"), "abacus"),
+        (("net.py:any_batch", "--device", "h100", "--batch", "0"), "--batch"),
     ],
 )
 def test_bad_input(run: Run, arguments: tuple[str, ...], what: str) -> None:

@@ -293,6 +293,18 @@ def test_the_tree_is_walked_through_by_keys(sample: Page) -> None:
     assert sample.run("return window.memplan.report.look.module") == "h.0"
 
 
+def test_the_only_module_is_open_and_long_names_break_after_dots(page: Page, tmp_path: Path) -> None:
+    origins = ("model.attention", "model.mlp", "")
+    live = Interval(0, 2)
+    buffers = tuple(Buffer(id=f"b{i}", size=64, live=live, kind="activation", origin=o) for i, o in enumerate(origins))
+    problem = Problem(buffers=buffers)
+    open_html(page, tmp_path, picture_html(picture_of(problem, solve(problem, solver="naive"), "one.csv")))
+    names = page.run("return [...document.querySelectorAll('#tree .name')].map(n => n.textContent)")
+    assert names == ["model", "attention", "mlp", "no module"]
+    cells = page.run("return [...document.querySelectorAll('#rows td.wrap')].map(td => td.innerHTML)")
+    assert cells == ["model.<wbr>attention", "model.<wbr>mlp", ""]
+
+
 def test_a_question_mark_shows_the_keys(sample: Page) -> None:
     assert not sample.run("return document.getElementById('keys').open")
     sample.press("?")

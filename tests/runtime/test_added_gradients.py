@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import memplan
 from benchmarks.zoo import ZOO
 from memplan.core.choices import Gradients
+from memplan.devices.measure import peak_bytes
 from memplan.errors import StaleActivationsError
 from memplan.runtime import CompiledModule, compile
 from memplan.runtime.execute import added_gradients
 from memplan.runtime.execute.added_gradients import AddedGradients
-from memplan.runtime.memory.measure import peak_bytes
 
 WAYS = ("auto", "added", "safe")
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.devices.measure import quiet_kineto
 from memplan.errors import BudgetInfeasible
 from memplan.runtime import measured_budget
 from memplan.runtime.api import step_builder
 from memplan.runtime.dynamo.backend import Backend
-from memplan.runtime.memory.measure import quiet_kineto
 from memplan.runtime.memory.shared_arena import release_arenas
 
 WIDTH, ROWS = 64, 2048

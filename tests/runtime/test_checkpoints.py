@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import memplan
 from memplan.core.evictions import RNG_STATE_BYTES, SAVE_RNG
+from memplan.devices.measure import peak_bytes
 from memplan.errors import BudgetInfeasible, UnsupportedGraph
 from memplan.evict.costs import DEVICES
 from memplan.evict.events import Events
@@ -23,7 +24,6 @@ from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.checkpoint import checkpoint as checkpoint_policy
 from memplan.evict.workload import Workload
 from memplan.planning.fit import make_workload
-from memplan.runtime.memory.measure import peak_bytes
 from memplan.schedule import order
 from memplan.trace import capture_call, plan, trace
 

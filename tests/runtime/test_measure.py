@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memplan.runtime.memory.measure import peak_bytes
+from memplan.devices.measure import peak_bytes
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,9 @@ from torch import nn
 import memplan
 from benchmarks.zoo import ZOO
 from memplan.core.graph import Graph
+from memplan.devices.measure import quiet_kineto
 from memplan.runtime.kernels import stand_ins
 from memplan.runtime.memory.arena import Arena, Memory
-from memplan.runtime.memory.measure import quiet_kineto
 
 _TRACING = 8192  # bytes: small tensors that dynamo and AOTAutograd make
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
 from benchmarks.zoo import ZOO
-from memplan.runtime.memory.measure import peak_bytes
+from memplan.devices.measure import peak_bytes
 from tests.runtime.budgets import QUICK
 
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ from torch import nn
 from benchmarks.peak_measure import covered, live_bytes
 from benchmarks.zoo import ZOO
 from memplan.core.evictions import TRANSFERS
+from memplan.devices.measure import quiet_kineto
 from memplan.runtime import CompiledModule, compile_step
 from memplan.runtime import compile as memplan_compile
-from memplan.runtime.memory.measure import quiet_kineto
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
 
 _TANGENT = 4  # bytes: the gradient of a float32 loss, which autograd itself makes

@@ -10,9 +10,9 @@ from torch import nn
 
 import memplan
 from memplan.core.plan import Plan
+from memplan.devices.measure import quiet_kineto
 from memplan.errors import BudgetInfeasible, MemplanError
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.memory.measure import quiet_kineto
 from memplan.trace.traced import Source
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
 

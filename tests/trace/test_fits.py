@@ -14,7 +14,7 @@ import memplan
 from memplan.errors import InvalidModel, InvalidSize, UnsupportedCall, UnsupportedDevice
 from memplan.trace.meta_model import batch_of, meta_inputs, meta_model
 from memplan.trace.optimizer.update_bytes import update_bytes
-from memplan.trace.planning import plan_traced
+from memplan.trace.planning import plan_step
 
 WIDTH = 256
 
@@ -84,9 +84,10 @@ def test_parts_are_those_of_the_plan_and_of_the_optimizer() -> None:
     weights = sum(p.nbytes for p in model.parameters())
     assert answer
     assert 0 <= answer.need.parameters - (weights + WIDTH * 4) < 64  # and the constants of the mean
-    assert answer.need.state == 2 * weights
+    assert answer.need.state == 2 * weights + 4 * len(list(model.parameters()))  # and each one's number of steps
     assert answer.need.arena == plan.arena_size
-    assert answer.need.fixed + answer.need.arena + answer.need.during == plan.total + 2 * weights
+    numbers = answer.plan.numbers
+    assert answer.need.fixed + answer.need.arena + answer.need.during == plan.total + answer.need.state + numbers
     assert answer.total == answer.need.total == answer.need.fixed + answer.need.arena + answer.need.beside
     assert (answer.batch, answer.optimizer, answer.dtypes, answer.largest_batch) == (64, "AdamW", ("float32",), None)
     assert "AdamW" in str(answer)
@@ -96,7 +97,7 @@ def test_parts_are_those_of_the_plan_and_of_the_optimizer() -> None:
     assert not memplan.fits(model, x, device=whole - 1, slack=0, search=False)
     plain = memplan.fits(model, x, device="cpu", optimizer="none", search=False, allowance="1MiB")
     assert plain.need.state == plain.need.temporaries == 0
-    assert plain.total == plan.total + (1 << 20)
+    assert plain.total == plan.total + numbers + (1 << 20)
     forward = memplan.fits(model, x, device="cpu", train=False, search=False)
     assert (forward.train, forward.need.state) == (False, 0)
 
@@ -204,11 +205,11 @@ def test_inputs_without_a_common_batch_are_said() -> None:
 def test_on_the_host_nothing_is_offloaded_to_make_a_step_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 
-    def planned(traced: Any, options: Any) -> Any:
-        made.append((options, plan_traced(traced, options)))
+    def planned(traced: Any, retracer: Any, options: Any, **known: Any) -> Any:
+        made.append((options, plan_step(traced, retracer, options, **known)))
         return made[-1][1]
 
-    monkeypatch.setattr("memplan.trace.fits.plan_traced", planned)
+    monkeypatch.setattr("memplan.trace.step_question.plan_step", planned)
     model, example = (
         nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))),
         torch.empty(512, 32),
@@ -217,7 +218,7 @@ def test_on_the_host_nothing_is_offloaded_to_make_a_step_fit(monkeypatch: pytest
     monkeypatch.setattr("memplan.planning.capacity._physical", lambda: int(whole * 0.9))
     answer = memplan.fits(model, example, device="cpu", allowance=0, slack=0)
     budget = next(r for r in answer.remedies if r.how == "budget")
-    plan = next(plan for options, plan in made if options.has_budget)
+    plan = next(plan for options, (_, plan) in made if options.has_budget)
     assert plan.host_size == 0
     assert budget.fits
     assert 'policy="recompute"' in budget.text

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memplan.runtime.memory.measure import peak_bytes
+from memplan.devices.measure import peak_bytes
 
 _NEVER_RUN = ("_c10d_functional", "c10d")  # collectives, which wait for other processes
 

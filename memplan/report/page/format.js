@@ -31,9 +31,18 @@ function ticks(from, to, count, factors) {
   return found;
 }
 
+// Write a dotted name whose lines break after dots.
+function dotted(node, name) {
+  name.split(/(?<=\.)/).forEach((part, k) => {
+    if (k) node.append(document.createElement("wbr"));
+    node.append(part);
+  });
+}
+
 function add(parent, tag, text, cls) {
   const node = document.createElement(tag);
-  if (text !== undefined) node.textContent = text;
+  if (cls === "wrap" && text) dotted(node, text);
+  else if (text !== undefined) node.textContent = text;
   if (cls) node.className = cls;
   parent.append(node);
   return node;

@@ -207,6 +207,7 @@ class Painting extends View {
     g.stroke();
     g.setLineDash([]);
     if (name) {
+      if (x + 4 + g.measureText(name).width > g.canvas.clientWidth - RIGHT) side = "right";
       g.fillStyle = stroke;
       g.textAlign = side;
       g.textBaseline = "top";

@@ -44,6 +44,7 @@ class Tree {
     const inner = [...node.inner.values()].sort(
       (a, b) => b.bytes - a.bytes || a.name.localeCompare(b.name, "en", { numeric: true }),
     );
+    const named = inner.filter(child => child.path !== "").length;
     for (const child of inner) {
       const item = add(parent, "li"),
         row = add(item, "div", undefined, "node");
@@ -72,7 +73,7 @@ class Tree {
           e.stopPropagation();
           found.open(row.getAttribute("aria-expanded") !== "true");
         };
-        if (inner.length === 1 && depth < 4) found.open(true);
+        if (named === 1 && depth < 4) found.open(true);
       }
       row.onclick = () => this.choose(child.path);
       this.rows.push(found);

@@ -19,13 +19,13 @@ from memplan.core.collectives import is_collective
 from memplan.core.graph import Graph, Op, StorageKind, Value
 from memplan.core.plan import Plan
 from memplan.devices.generators import forked
+from memplan.devices.measure import peak_bytes
 from memplan.distributed.ops import bytes_beside
 from memplan.errors import UnsupportedGraph
 from memplan.runtime.codegen.step_ir import Layout, refs
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm, KernelSelector, generated_op, materialise
 from memplan.runtime.kernels.stand_ins import select_on_stand_ins
 from memplan.runtime.memory.arena import dtype_of, offset_within, view_of
-from memplan.runtime.memory.measure import peak_bytes
 from memplan.trace.traced import GeneratedCall, KernelCall, Source, TracedGraph
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from memplan.core.graph import Graph
-from memplan.runtime.memory.arena import dtype_of
+from memplan.trace.number_operands import number_operand
 from memplan.trace.traced import KernelCall
 
 Function = Callable[..., Any]
@@ -21,7 +21,6 @@ _METHODS = {
 _FUNCTIONS = {
     *("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_foreach_add_", "_foreach_zero_", "index_select", "arange"),
 }
-_ARITHMETIC = ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_")
 
 
 def in_place_function(kernel: KernelCall) -> Function:
@@ -43,16 +42,12 @@ def scalars_as_tensors(kernel: KernelCall, graph: Graph, made: dict[Any, torch.T
 
     `made`: the tensors of earlier calls, to be used again for the same numbers; nothing writes to them.
     """
+    key = number_operand(kernel, graph)
+    if key is None:
+        return kernel.args
     args = kernel.args
-    if kernel.target._opname not in _ARITHMETIC or kernel.target._overloadname != "Tensor":
-        return args
-    result = graph.values[kernel.outs[0] if kernel.outs and kernel.outs[0] is not None else args[0].value]
-    kinds = {"float32": (int, float), "float64": (int, float), "int64": (int,)}
-    if type(args[1]) not in kinds.get(result.dtype, ()):
-        return args
-    key = repr(args[1]), result.dtype  # 0.0 and -0.0 are equal, and not the same
     if key not in made:
-        made[key] = torch.tensor(args[1], dtype=dtype_of(result))
+        made[key] = torch.tensor(args[1], dtype=getattr(torch, key[1]))
     return args[0], made[key], *args[2:]
 
 

@@ -20,12 +20,12 @@ import torch
 from memplan.core.problem import Buffer, Problem, Solution
 from memplan.core.units import format_bytes
 from memplan.devices.kinds import alignment_of
+from memplan.devices.measure import quiet_kineto
 from memplan.errors import MemplanError, UnsupportedCall
 from memplan.recording.allocator import Allocator, cuda_backing
 from memplan.recording.tape import Tape, TapeEvent, lives, make_tape, solve_lanes
 from memplan.report.text_diagrams import partition_table
 from memplan.runtime.kernels.pool_placement import cuda_runtime
-from memplan.runtime.memory.measure import quiet_kineto
 from memplan.solvers import Solver, solve
 
 _SHOWN = 10  # buffers at the peak that a report lists

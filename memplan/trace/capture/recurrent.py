@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.errors import UnsupportedGraph
 from memplan.trace.passes.aliasing import is_fixed
@@ -100,17 +101,28 @@ def size_workspaces(graph: fx.Graph) -> None:
             raise UnsupportedGraph(
                 "the model", reason, "leave out dynamic_shapes and compile for each shape", see="lstm-shapes"
             )
-        nbytes = _workspace_bytes(*shapes, x.dtype, tuple(node.args[7:]))
+        nbytes = workspace_bytes(*shapes, x.dtype, tuple(node.args[7:]))
         with fake_mode_of(graph):
             workspace = torch.empty(nbytes, dtype=torch.uint8)
         correct_results(node, (*value(node)[:_WORKSPACE], workspace))
 
 
 @lru_cache(maxsize=256)
-def _workspace_bytes(
+def workspace_bytes(
     x: tuple[int, ...], weight: tuple[int, ...], recurrent: tuple[int, ...], dtype: torch.dtype, how: tuple[Any, ...]
 ) -> int:
-    """Return the size of the workspace in bytes, by running the kernel on zeros."""
+    """Return the size of the workspace in bytes, by running the kernel on zeros.
+
+    `how`: the arguments of the op that follow the tensors.
+    """
+    with _disable_current_modes():
+        return _workspace_of_zeros(x, weight, recurrent, dtype, how)
+
+
+def _workspace_of_zeros(
+    x: tuple[int, ...], weight: tuple[int, ...], recurrent: tuple[int, ...], dtype: torch.dtype, how: tuple[Any, ...]
+) -> int:
+    """Return the bytes of the workspace that the kernel saves for zeros."""
     shapes = x, weight, recurrent, weight[:1], weight[:1], (x[1], recurrent[1]), (x[1], recurrent[1])
     given = [torch.zeros(shape, dtype=dtype, device="cpu") for shape in shapes]
     # As at run time: the workspace exists only with gradients, and autocast would make it half precision.

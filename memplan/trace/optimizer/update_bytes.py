@@ -5,21 +5,19 @@ The optimizer's own code runs, so every optimizer of `torch.optim`, and others, 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memplan.errors import InvalidModel
+from memplan.trace.allocations import Allocations, storage_of
 
 Parameters = Iterable[torch.nn.Parameter]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 NONE = "none"
-_NUMBERS = {torch.bool: True}  # what a number that the update reads is taken for; other types: 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +32,9 @@ class UpdateBytes:
     temporaries: int
 
 
-def update_bytes(optimizer: str | MakeOptimizer, parameters: Parameters, *, foreach: bool) -> UpdateBytes:
+def update_bytes(
+    optimizer: str | MakeOptimizer, parameters: Parameters, *, foreach: bool, counters: bool = False
+) -> UpdateBytes:
     """Return what an optimizer needs for parameters that require gradients.
 
     Args:
@@ -42,6 +42,7 @@ def update_bytes(optimizer: str | MakeOptimizer, parameters: Parameters, *, fore
         parameters: The parameters, of any device.
         foreach: Update all parameters together where the class can and nothing else is asked for, as torch does on
             accelerators.
+        counters: Count what the optimizer keeps on the host, such as the number of steps of each parameter, too.
 
     Raises:
         InvalidModel: There is no such optimizer, or it cannot update these parameters.
@@ -54,14 +55,16 @@ def update_bytes(optimizer: str | MakeOptimizer, parameters: Parameters, *, fore
         for group in made.param_groups:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True
-    counted = _Allocations(storage_of(p)[0] for one in own for p in (one, one.grad) if p is not None)
+    counted = Allocations(storage_of(p)[0] for one in own for p in (one, one.grad) if p is not None)
     try:
         with counted, torch.no_grad():
             made.step()
     except Exception as error:
         raise _failed(made, error) from error
-    state = _bytes_of(made.state.values())
-    return UpdateBytes(name=type(made).__name__, state=state, temporaries=max(counted.peak - state, 0))
+    state = _bytes_of(made.state.values(), counters=False)
+    temporaries = max(counted.peak - state, 0)
+    kept = _bytes_of(made.state.values(), counters=True) if counters else state
+    return UpdateBytes(name=type(made).__name__, state=kept, temporaries=temporaries)
 
 
 def _with_gradient(p: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -103,48 +106,7 @@ def _failed(optimizer: Any, error: Exception) -> InvalidModel:
     return InvalidModel(f"{name} cannot update these parameters: {first}", where="optimizer", hint=hint)
 
 
-def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the identity of a tensor's storage, and its bytes."""
-    storage = tensor.untyped_storage()
-    return storage._cdata, storage.nbytes()
-
-
-def _bytes_of(states: Iterable[Mapping[str, Any]]) -> int:
-    """Return the bytes of the tensors in the state; counters that stay on the host do not count."""
-    leaves = (leaf for state in states for leaf in tree_leaves(dict(state)))
-    return sum(dict(storage_of(x) for x in leaves if isinstance(x, torch.Tensor) and x.is_meta).values())
-
-
-class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages on the meta device that are made and alive while it is on; `peak` is the most.
-
-    A number that is read from a tensor is 1: meta tensors have none.
-    """
-
-    def __init__(self, known: Iterable[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._known = set(known)
-        self._live = 0
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an op, and count its new results."""
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return _NUMBERS.get(args[0].dtype, 1.0 if args[0].dtype.is_floating_point else 1)
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.is_meta:
-                self._count(leaf)
-        return out
-
-    def _count(self, tensor: torch.Tensor) -> None:
-        key, nbytes = storage_of(tensor)
-        if key not in self._known:
-            self._known.add(key)
-            self._live += nbytes
-            self.peak = max(self.peak, self._live)
-            weakref.finalize(tensor.untyped_storage(), self._freed, key, nbytes)
-
-    def _freed(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
-        self._live -= nbytes
+def _bytes_of(states: Iterable[Mapping[str, Any]], *, counters: bool) -> int:
+    """Return the bytes of the tensors in the state, with or without the counters that stay on the host."""
+    leaves = (leaf for state in states for leaf in tree_leaves(dict(state)) if isinstance(leaf, torch.Tensor))
+    return sum(dict(storage_of(leaf) for leaf in leaves if counters or leaf.is_meta).values())

@@ -1,0 +1,175 @@
+"""Measures what kernels of this machine's CPU allocate for themselves: each kind of call runs once, on zeros.
+
+A trace shows an op's results, and not the memory in which its kernel reorders operands or gathers sums. Only kernels
+are run that are known to take some, and none whose tensors are larger than `MOST`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from memplan.core.graph import Graph
+from memplan.core.totals import functional_transient
+from memplan.devices.measure import peak_bytes
+from memplan.trace.traced import KernelCall, Ref
+
+MOST = 1 << 30  # bytes of the tensors of a call that is run
+_CPU = torch.device("cpu")
+_NAMES = (
+    "convolution",
+    "convolution_backward",
+    "mkldnn_rnn_layer",
+    "mkldnn_rnn_layer_backward",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "native_layer_norm",
+    "native_layer_norm_backward",
+    "native_group_norm",
+    "native_group_norm_backward",
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "native_batch_norm_backward",
+)
+_MEASURED = frozenset(f"aten::{name}" for name in _NAMES)
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """The size, strides and type of a tensor, which are all that decides what a kernel allocates."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def span(self) -> int:
+        """The elements from the first of the tensor to its last."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+
+    def zeros(self) -> torch.Tensor:
+        """Return such a tensor."""
+        return torch.zeros(self.span, dtype=self.dtype).as_strided(self.shape, self.strides)
+
+
+_KNOWN = (Like, bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a kernel: its op, and its arguments, with a `Like` for each tensor."""
+
+    target: OpOverload
+    leaves: tuple[Any, ...]
+    spec: Any
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its tensors."""
+        return sum(leaf.span * leaf.dtype.itemsize for leaf in self.leaves if isinstance(leaf, Like))
+
+
+def call_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any], like: Callable[[Any], Any]) -> Call | None:
+    """Return the call of a kernel that takes memory for itself; None for any other, and where a tensor is empty.
+
+    `like` returns the `Like` of what stands for a tensor among the arguments, and anything else as it is.
+    """
+    if not isinstance(target, OpOverload) or target._schema.name not in _MEASURED:
+        return None
+    leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+    found = tuple(map(like, leaves))
+    runs = all(isinstance(leaf, _KNOWN) and not (isinstance(leaf, Like) and 0 in leaf.shape) for leaf in found)
+    return Call(target, found, spec) if runs else None
+
+
+def like_tensor(leaf: Any) -> Any:
+    """Return the `Like` of a tensor, and anything else as it is."""
+    return Like(tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+
+@dataclass(slots=True)
+class KernelScratch:
+    """Knows what kernels allocate beside their results; equal calls are run once.
+
+    `unknown` are calls that were not run, because their tensors are too large or they refuse zeros: they count as 0.
+    """
+
+    unknown: set[Call] = field(default_factory=set)
+    _known: dict[Call, int] = field(default_factory=dict)
+
+    def measure(self, calls: Iterable[Call]) -> None:
+        """Run those of the calls that are not known yet."""
+        new = [call for call in dict.fromkeys(calls) if call not in self._known]
+        self._known.update(dict.fromkeys(new, 0))
+        measured = not torch.autograd.profiler._is_profiler_enabled  # it would end a session of the user
+        runs = [_Run(call) for call in new if measured and call.nbytes <= MOST]
+        thunks = [step for run in runs for step in (run.prepare, run.run, run.free)]
+        if thunks:
+            with _disable_current_modes(), torch.no_grad():
+                peaks = peak_bytes(thunks, _CPU)[1::3]
+            self._known.update({run.call: max(peak - run.made, 0) for run, peak in zip(runs, peaks, strict=True)})
+        self.unknown.update(set(new) - {run.call for run in runs if not run.refused})
+
+    def of(self, call: Call) -> int:
+        """Return the bytes that a measured call allocates beside its results."""
+        return self._known[call]
+
+    def of_graph(self, graph: Graph, kernels: Sequence[Any]) -> tuple[int, ...]:
+        """Return the transient bytes of each op of a traced graph: fresh results that are copied, and scratch."""
+        calls = [_call_of_op(graph, kernel) if isinstance(kernel, KernelCall) else None for kernel in kernels]
+        self.measure(call for call in calls if call is not None)
+        scratch = (0 if call is None else self.of(call) for call in calls)
+        return tuple(a + b for a, b in zip(functional_transient(graph), scratch, strict=True))
+
+
+def _call_of_op(graph: Graph, kernel: KernelCall) -> Call | None:
+    """Return the call of an op; None for one whose kernel takes no memory for itself."""
+
+    def like(leaf: Any) -> Any:
+        """Return the `Like` of the value that a leaf refers to."""
+        if not isinstance(leaf, Ref):
+            return leaf
+        value = graph.values[leaf.value]
+        return Like(value.shape, value.strides, getattr(torch, value.dtype))
+
+    return call_of(kernel.target, kernel.args, kernel.kwargs, like)
+
+
+@dataclass(slots=True)
+class _Run:
+    """A call on zeros; `made` are the bytes of its results in memory of their own."""
+
+    call: Call
+    made: int = 0
+    refused: bool = False
+    _given: Any = None
+    _results: Any = None
+
+    def prepare(self) -> None:
+        """Make the arguments."""
+        leaves = [leaf.zeros() if isinstance(leaf, Like) else leaf for leaf in self.call.leaves]
+        self._given = tree_unflatten(leaves, self.call.spec)
+
+    def run(self) -> None:
+        """Call the kernel."""
+        args, kwargs = self._given
+        try:
+            self._results = self.call.target(*args, **kwargs)
+        except RuntimeError:
+            self.refused = True
+
+    def free(self) -> None:
+        """Note the bytes of the results, and free all."""
+        given = {t.untyped_storage()._cdata for t in tree_leaves(self._given) if isinstance(t, torch.Tensor)}
+        results = (t for t in tree_leaves(self._results) if isinstance(t, torch.Tensor))
+        own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in results}
+        self.made = sum(nbytes for key, nbytes in own.items() if key not in given)
+        self._given = self._results = None
