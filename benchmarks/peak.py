@@ -4,21 +4,25 @@
 
 Each figure is taken from outside (`benchmarks.peak_measure`), in a process of its own, on the CPU with one thread:
 by memory events, and, in another process, by the growth of the resident set. Below the table stand the geometric means
-over the models, and each promise of memplan that a measurement breaks.
+over the models, and each promise of memplan that a measurement breaks. `--keep all` goes on with the table that is
+there, and `--keep others` measures the rows anew that are asked for.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import geometric_mean
+from types import MappingProxyType
 
 from benchmarks.arguments import names, parser_of
 from benchmarks.peak_contenders import CONTENDERS
@@ -26,7 +30,10 @@ from benchmarks.peak_measure import METHODS, MODELS, RETURN_MEMORY
 from benchmarks.results import Cell, Row, Table, collect
 
 REFERENCE = "eager"
-REFERENCES = (REFERENCE, "eager-step")  # what the rows after it are compared with
+STEP_REFERENCE = "eager-step"  # what whole steps are compared with
+NEVER_ABOVE: Mapping[str, str] = MappingProxyType(
+    {"memplan": REFERENCE, "memplan+checkpoint": "eager+checkpoint", "memplan-step": STEP_REFERENCE}
+)  # the contenders that promise to need no more than another
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 COLUMNS = {
     "model": "model",
@@ -44,6 +51,7 @@ COLUMNS = {
     "of_budget": "peak / budget",
     "how": "how blocks are checkpointed",
     "failed": "did not run",
+    "date": "measured on",
 }
 NOTES = (
     "Peak: the bytes of all tensors that are alive before the step (parameters, buffers, inputs, and what the contender"
@@ -75,20 +83,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seconds=options.limit,
         timed=not options.without_times,
     )
-    batches = (batch for model in options.models for batch in _batches(model, contenders, settings))
-    return collect(batches, partial(_table, output=options.output, settings=settings), options.directory)
+    kept = {} if options.keep == "none" else rows_in(options.directory / f"{_name(options.output, settings)}.json")
+    known = kept.keys() if options.keep == "all" else ()
+    wanted = [(m, c) for m in options.models for c in contenders if (m, c) not in known]
+    table = partial(_table, output=options.output, settings=settings, kept=kept)
+    return collect(_batches(wanted, kept, settings), table, options.directory)
 
 
-def _batches(model: str, contenders: Sequence[str], settings: Settings) -> Iterator[list[Row]]:
-    """Yield the row of each contender, beside eager's if that ran before."""
-    reference: Row = {}
-    for contender in contenders:
+def _batches(
+    wanted: Iterable[tuple[str, str]], kept: Mapping[tuple[str, str], Row], settings: Settings
+) -> Iterator[list[Row]]:
+    """Yield the row of each model and contender, beside eager's if that was measured before."""
+    eager = {key: _in_bytes(row) for key, row in kept.items() if key[1] in (REFERENCE, STEP_REFERENCE)}
+    for model, contender in wanted:
         print(f"{model} {contender} ...", file=sys.stderr, flush=True)
         measured = {"model": model, "contender": contender, **measure(model, contender, settings)}
         if not settings.timed:
             measured["ms"] = None
-        reference = measured if contender in REFERENCES else reference
-        yield [row_of(measured, reference)]
+        eager[model, contender] = measured
+        yield [row_of(measured, eager.get((model, reference_of(contender)), {}))]
+
+
+def reference_of(contender: str) -> str:
+    """Return the contender that another one is compared with."""
+    return STEP_REFERENCE if contender.endswith("-step") else REFERENCE
+
+
+def rows_in(file: Path) -> dict[tuple[str, str], Row]:
+    """Return the rows of a table that was written before, by model and contender; none without a file."""
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
+    return {(row["model"], row["contender"]): row for row in rows}
 
 
 def measure(model: str, contender: str, settings: Settings) -> dict[str, Cell]:
@@ -125,6 +149,7 @@ def row_of(measured: Row, reference: Row) -> dict[str, Cell]:
         "of_budget": _ratio(measured.get("peak"), measured.get("limit")),
         "how": measured.get("how"),
         "failed": measured.get("failed"),
+        "date": datetime.date.today().isoformat(),
         "above_eager": _ratio(unpadded, reference.get("peak")),
     }
 
@@ -133,35 +158,40 @@ def summary(rows: Iterable[Row]) -> list[str]:
     """Return geometric means over the models, and one line for each promise that a measurement breaks."""
     rows = list(rows)
     lines = []
-    for contender in dict.fromkeys(row["contender"] for row in rows):
+    for contender in dict.fromkeys(str(row["contender"]) for row in rows):
         ratios = [float(r) for row in rows if row["contender"] == contender and (r := row["ratio"]) is not None]
         resident = [
             float(r) for row in rows if row["contender"] == contender and (r := row["resident_ratio"]) is not None
         ]
-        if contender not in REFERENCES and ratios:
+        if contender not in (REFERENCE, STEP_REFERENCE) and ratios:
             means = f"{geometric_mean(ratios):.3f} by memory events"
             means += f", {geometric_mean(resident):.3f} by resident set" if resident else ""
             lines.append(
-                f"- {contender}: {means} ({min(ratios):.3f} to {max(ratios):.3f}), above eager for"
+                f"- {contender}: {means} ({min(ratios):.3f} to {max(ratios):.3f}), above {reference_of(contender)} for"
                 f" {sum(ratio > 1 for ratio in ratios)} of {len(ratios)}"
             )
-    broken = [f"- {row['model']}, {row['contender']}: {what}" for row in rows for what in violations(row)]
+    broken = [f"- {row['model']}, {row['contender']}: {what}" for row in rows for what in violations(row, rows)]
     return [
         *(["Geometric means of peak / eager's:", "", *lines] if lines else []),
         *(["", "Broken promises:", "", *broken] if broken else ["", "No promise is broken."]),
     ]
 
 
-def violations(row: Row) -> list[str]:
-    """Return what a row shows to be broken: peaks above memplan's total or budget, and by default above eager's."""
+def violations(row: Row, rows: Collection[Row]) -> list[str]:
+    """Return what a row shows to be broken: peaks above memplan's total or budget, and without a budget above eager's.
+
+    `rows`: those of the table, eager's among them.
+    """
     found = []
     for key, name in (("of_total", "its total"), ("of_budget", "its budget")):
         ratio = row[key]
         if isinstance(ratio, float) and ratio > 1:
             found.append(f"the peak is {ratio:.6f} of {name}")
-    ratio = row["above_eager"]
-    if row["contender"] in ("memplan", "memplan-step") and isinstance(ratio, float) and ratio > 1:
-        found.append(f"the peak, alignment apart, is {ratio:.3f} of eager's")
+    eager = {r["contender"]: r["ratio"] for r in rows if r["model"] == row["model"]}
+    name = NEVER_ABOVE.get(str(row["contender"]), "")
+    ratio = _ratio(row["above_eager"], eager.get(name))
+    if ratio is not None and ratio > 1:
+        found.append(f"the peak, alignment apart, is {ratio:.3f} of that of {name}")
     return found
 
 
@@ -187,16 +217,31 @@ def _apart(method: str, model: str, contender: str, settings: Settings) -> dict[
     return figures
 
 
-def _table(rows: Sequence[Row], output: str, settings: Settings) -> Table:
-    shown = {key: heading for key, heading in COLUMNS.items() if any(row[key] is not None for row in rows)}
+def _table(rows: Sequence[Row], output: str, settings: Settings, kept: Mapping[tuple[str, str], Row]) -> Table:
+    """Return the table of the rows, and of those kept that were not measured again, in the order of their names."""
+    found = {**kept, **{(str(row["model"]), str(row["contender"])): row for row in rows}}
+    models, contenders = list(MODELS), list(CONTENDERS)
+    rows = [found[key] for key in sorted(found, key=lambda key: (models.index(key[0]), contenders.index(key[1])))]
+    shown = {key: heading for key, heading in COLUMNS.items() if any(row.get(key) is not None for row in rows)}
     return Table(
-        name=f"{output}-{settings.size}" + ("-inference" if settings.mode == "inference" else ""),
+        name=_name(output, settings),
         title=f"Peak of a step, {settings.mode}, {settings.size} models, cpu",
         columns=shown,
         rows=rows,
         settings={"size": settings.size, "mode": settings.mode, "rounds": settings.rounds, "threads": 1},
-        notes=(*NOTES, "", *summary(rows)),
+        notes=(*NOTES[: 2 if settings.timed else 1], "", *summary(rows)),
     )
+
+
+def _name(output: str, settings: Settings) -> str:
+    """Return the name of the table's files."""
+    return f"{output}-{settings.size}" + ("-inference" if settings.mode == "inference" else "")
+
+
+def _in_bytes(row: Row) -> Row:
+    """Return what later rows are compared with of a row that was written before."""
+    peaks = {key: row.get(f"{key}_mb") for key in ("peak", "resident")}
+    return {"ms": row.get("ms"), **{key: None if mb is None else round(float(mb) * 1e6) for key, mb in peaks.items()}}
 
 
 def _ratio(one: Cell, other: Cell) -> float | None:
@@ -217,6 +262,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--contenders", type=names(list(CONTENDERS)), default=list(CONTENDERS),
         help=f"comma-separated, or all; ratios need {REFERENCE} first",
+    )  # fmt: skip
+    parser.add_argument(
+        "--keep", choices=["none", "all", "others"], default="none",
+        help="of the table that is there: all rows, and measure those that it lacks; or those not asked for",
     )  # fmt: skip
     return parser.parse_args(arguments)
 

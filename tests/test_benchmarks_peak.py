@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import peak
 from benchmarks.checkpointing import checkpoint_blocks
 from benchmarks.peak import main, row_of, summary
 from benchmarks.peak_contenders import Step
@@ -154,6 +155,49 @@ def test_broken_promises_are_named_below_the_table() -> None:
     assert [line.partition(": ")[2] for line in summary(rows) if line.startswith("- m,")] == [
         "the peak is 1.090909 of its total",
         "the peak is 1.200000 of its budget",
-        "the peak, alignment apart, is 1.100 of eager's",
+        "the peak, alignment apart, is 1.100 of that of eager",
     ]
     assert summary(rows[:2])[2].startswith("- memplan: 0.900 by memory events (0.900 to 0.900), above eager for 0 of 1")
+
+
+def test_checkpointed_models_and_whole_steps_are_held_against_their_own_kind_of_eager() -> None:
+    def row(contender: str, peak: int, reference: int) -> Row:
+        return row_of({"model": "m", "contender": contender, "peak": peak}, {"peak": reference})
+
+    rows = [
+        row("eager", 100, 100),
+        row("eager+checkpoint", 60, 100),
+        row("memplan+checkpoint", 70, 100),
+        row("eager-step", 200, 200),
+        row("memplan-step", 150, 200),
+        row("memplan-80-auto", 120, 100),  # nobody promised that a budget is below eager's peak
+    ]
+    assert [line for line in summary(rows) if line.startswith("- m,")] == [
+        "- m, memplan+checkpoint: the peak, alignment apart, is 1.167 of that of eager+checkpoint"
+    ]
+
+
+def test_a_table_is_continued_and_rows_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+    peaks = {"eager": 200, "memplan": 150}
+
+    def measure(model: str, contender: str, settings: object) -> Row:
+        asked.append((model, contender))
+        return {"peak": peaks[contender], "resident": peaks[contender]}
+
+    def run(*arguments: str) -> dict[str, float]:
+        asked.clear()
+        assert main(["--size", "nano", "--directory", str(tmp_path), *arguments]) == 0
+        rows = json.loads((tmp_path / "peak-nano.json").read_text())["rows"]
+        return {f"{row['model']} {row['contender']}": row["ratio"] for row in rows}
+
+    monkeypatch.setattr(peak, "measure", measure)
+    both = ["--contenders", "eager,memplan", "--keep", "all"]
+    run("--models", "gpt2", *both)
+    peaks["memplan"] = 100
+    found = run("--models", "gpt2,mlp", *both)
+    assert asked == [("mlp", "eager"), ("mlp", "memplan")]
+    assert found == {"mlp eager": 1, "mlp memplan": 0.5, "gpt2 eager": 1, "gpt2 memplan": 0.75}
+    found = run("--models", "gpt2", "--contenders", "memplan", "--keep", "others")
+    assert asked == [("gpt2", "memplan")]
+    assert found == {"mlp eager": 1, "mlp memplan": 0.5, "gpt2 eager": 1, "gpt2 memplan": 0.5}

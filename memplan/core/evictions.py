@@ -61,7 +61,8 @@ def evictions_of(graph: Graph, instances: Sequence[tuple[int, int]]) -> tuple[Ev
         using = [s for s in steps if instance not in graph.written(graph.ops[s])]
         if not using:
             continue  # discarded, or kept until the end without a use
-        if not graph.storages[base].planned and graph.ops[steps[0]].target != RELOAD:
+        kept = graph.storages[base].kind in (StorageKind.OUTPUT, StorageKind.GRADIENT)
+        if kept and not graph.storages[base].planned and graph.ops[steps[0]].target != RELOAD:
             previous[base] = instance
             continue  # made for the caller, who gets it on the host
         before = [s for s in touches.get(previous.get(base, base), ()) if s < steps[0]]
@@ -160,7 +161,7 @@ def _check_instances(graph: Graph, plan: EvictionPlan) -> None:
     for op, source in zip(graph.ops, plan.sources, strict=True):
         repeated = op.target in (RELOAD, RELOAD_WAIT) or source in seen
         new = [s for s in graph.touched(op) if s not in touched]
-        born += [s for s in new if storages[s].planned and (repeated or s in outside)]
+        born += [s for s in new if (storages[s].planned or s in graph.released) and (repeated or s in outside)]
         touched.update(new)
         seen |= {source} - {-1}
     lives: dict[int, int] = {}

@@ -75,8 +75,8 @@ def plan_partly_outside(
     Its `temporaries` are those that are expected where results in fresh memory are no longer copied.
 
     Args:
-        plan: A plan without evictions, with measured temporaries.
-        beside: The bytes that each op allocates while it runs, beside its results.
+        plan: A plan without evictions but those of activation checkpoints, with measured temporaries.
+        beside: The bytes that each op of the plan allocates while it runs, beside its results.
         limit: The largest total, in bytes.
         options: Those of the solver matter.
         gradients: Gradients of parameters may leave the arena; the caller keeps them to the end of the step.
@@ -99,8 +99,10 @@ def _without(plan: Plan, chosen: Sequence[_Candidate], options: PlanOptions) -> 
     graph = plan.graph.with_outside(frozenset().union(*(c.storages for c in chosen)))
     schedule = make_schedule(graph, order, plan.schedule.policy)
     made = make_plan(replace(ScheduledGraph.of(plan), graph=graph, schedule=schedule), options)
+    kept = plan.eviction
     return replace(
         made,
+        eviction=None if kept is None else replace(kept, arena_budget=made.arena_size),
         temporaries=tuple(temporaries),
         division=plan.division,
         compress=plan.compress,

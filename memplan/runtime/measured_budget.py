@@ -28,7 +28,7 @@ from memplan.trace.traced import KernelCall, TracedGraph
 
 _TRIES = 4
 _PRECISION = 1000  # the prediction of eager's peak is exact to about one part in so many
-_MOST_OVERHEAD = 0.1  # the predicted share of time that needing no more than eager may cost
+_MOST_OVERHEAD = 0.1  # the predicted share of the step's time that needing no more than eager may cost
 _log = logging.getLogger("memplan")
 
 
@@ -192,8 +192,9 @@ def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGra
     if plan.on_device <= limit or plan.redzone:
         return None
     found = None
-    if plan.eviction is None:
-        found = plan_partly_outside(plan, beside, limit, options, gradients=options.gradients == "auto")
+    if plan.eviction is None or plan.eviction.policy == "checkpoint":
+        here = beside_results(plan.graph, plan.transient)
+        found = plan_partly_outside(plan, here, limit, options, gradients=options.gradients == "auto")
     if found is not None and found.total <= limit:
         return outside_as_in(built.traced, found, gradients=True), found
     policy: str | Policy = options.policy
@@ -205,7 +206,8 @@ def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGra
         kept = cheaper.eviction
         if kept is None:
             return settled, cheaper
-        if kept.overhead <= _MOST_OVERHEAD:  # nobody asked for this budget
+        before = kept.base_seconds if plan.eviction is None else plan.eviction.seconds
+        if kept.seconds <= (1 + _MOST_OVERHEAD) * before:  # nobody asked for this budget
             return settled, replace(cheaper, eviction=replace(kept, budget=None, arena_budget=cheaper.arena_size))
     _log.info("%s: needs %s, and eager %s", plan.model, format_bytes((found or plan).on_device), format_bytes(limit))
     return None if found is None else (outside_as_in(built.traced, found, gradients=True), found)

@@ -199,6 +199,24 @@ def test_a_region_runs_again_once_and_what_a_layer_outside_saves_is_kept() -> No
     assert "aten.tanh.default" not in targets
 
 
+def test_what_regions_compute_alike_runs_again_in_each() -> None:
+    """A small result that two regions compute alike is not shared: it would make one run again for the other."""
+
+    class Conditioned(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            condition = self.head(x[:4])  # as the embedding of a time step, small
+            for block in self.blocks:
+                h = self.call(lambda h, c, b=block: b(h + nn.functional.silu(c).sum()), x, condition)
+                x = x + torch.tanh(h)
+            return x.square()
+
+    ops = plan(Conditioned(), _x()).graph.ops
+    again = [(op.checkpoint, op.target) for op in ops if "@" in op.name]
+    assert [target for _, target in again].count("aten.silu.default") == _BLOCKS
+    regions = [region for region, _ in again]
+    assert [r for i, r in enumerate(regions) if r != (regions[i - 1] if i else 0)] == sorted(set(regions), reverse=True)
+
+
 def test_blocks_that_share_their_parameters_and_are_traversed_twice() -> None:
     class Twice(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memplan.trace.passes.aliasing import has_effects, is_fixed, is_view, keys_of, span, tensors_of, written_in
 from memplan.trace.passes.fold import SMALL
 from memplan.trace.passes.own_outputs import is_backward, returned_by
-from memplan.trace.passes.rewrite import aten, fake_mode_of, replace_by, storage_key, value
+from memplan.trace.passes.rewrite import CHECKPOINT, aten, fake_mode_of, replace_by, storage_key, value
 
 _BY_ONE = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar}
 _COPIES = {aten.clone.default, aten._to_copy.default}
@@ -86,7 +86,10 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
 
 
 def _share(graph: fx.Graph, made: dict[int, int]) -> None:
-    """Replace repeated computations of a small result, within one phase of the step, by the first; views likewise."""
+    """Replace repeated computations of a small result, within one phase of the step, by the first; views likewise.
+
+    What an activation checkpoint drops stays apart: making the first again would make its whole region again.
+    """
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
@@ -97,7 +100,8 @@ def _share(graph: fx.Graph, made: dict[int, int]) -> None:
             continue
         small = keys_of(node) <= made.keys() and _size(node, made) <= SMALL and "empty" not in node.target._opname
         if small or is_view(node):
-            first = known.setdefault((is_backward(node), str((node.target, node.args, node.kwargs))), node)
+            dropped = 0 if is_view(node) else node.meta.get(CHECKPOINT, 0)
+            first = known.setdefault((is_backward(node), dropped, str((node.target, node.args, node.kwargs))), node)
             if first is not node:
                 replace_by(graph, node, first)
 
