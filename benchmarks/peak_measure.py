@@ -84,10 +84,34 @@ def events_of(profiler: profile) -> list[Event]:
         >>> [event.nbytes for event in events_of(profiler)]
         [64]
     """
+    found = (event for event in _recorded(profiler) if event.name() == "[memory]")
+    return sorted((Event(time_ns=e.start_ns(), nbytes=e.nbytes()) for e in found), key=lambda event: event.time_ns)
+
+
+def spans_of(profiler: profile, prefix: str) -> list[tuple[int, int]]:
+    """Return when the functions ran whose recorded names begin with `prefix`: start and end by the profiler's clock.
+
+    Args:
+        profiler: A profiler that has been stopped.
+        prefix: How the names begin, as `"Optimizer.step#"`.
+
+    Raises:
+        RuntimeError: The profiler recorded nothing.
+
+    Example:
+        >>> with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        ...     sum_ = torch.ones(2) + 1
+        >>> len(spans_of(profiler, "aten::add"))
+        1
+    """
+    found = (event for event in _recorded(profiler) if event.name().startswith(prefix))
+    return [(event.start_ns(), event.start_ns() + event.duration_ns()) for event in found]
+
+
+def _recorded(profiler: profile) -> Iterable[Any]:
     if profiler.profiler is None or profiler.profiler.kineto_results is None:
         raise RuntimeError("the profiler recorded nothing")
-    found: Iterable[Any] = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
-    return sorted((Event(time_ns=e.start_ns(), nbytes=e.nbytes()) for e in found), key=lambda event: event.time_ns)
+    return profiler.profiler.kineto_results.events()
 
 
 def peak_growth(step: Step) -> int:

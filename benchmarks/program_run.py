@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
 import memplan
-from benchmarks.peak_measure import events_of, live_bytes
+from benchmarks.peak_measure import events_of, live_bytes, spans_of
 
 WAYS = ("eager", "aot_eager", "backend", "compile", "compile_step")
 FUSED = "eager_fused"  # eager with torch's fused optimizers, whose bits `compile_step` has
@@ -62,6 +62,7 @@ class Run:
         results: Other results by name: of the evaluation, and the parameters and buffers of the models.
         backend: The backend of "backend".
         peak: The highest sum of bytes during one training step, and of what is alive before; None if none was measured.
+        passes_peak: The same, where no optimizer's own `step()` was running: of forward and backward.
         padding: Bytes that alignment adds in the plans of compiled models and steps.
     """
 
@@ -69,6 +70,7 @@ class Run:
     losses: list[Tensor] = field(default_factory=list)
     results: dict[str, Tensor] = field(default_factory=dict)
     peak: int | None = None
+    passes_peak: int | None = None
     backend: memplan.Backend = field(default_factory=memplan.Backend)
     _plans: list[Any] = field(default_factory=list)
     _step: int = 0
@@ -134,8 +136,12 @@ class Run:
         if self._profiler is None:
             return
         self._profiler.stop()
-        growth = max(accumulate(event.nbytes for event in events_of(self._profiler)), default=0)
-        self.peak, self._profiler = self._standing + max(growth, 0), None
+        events, updates = events_of(self._profiler), spans_of(self._profiler, "Optimizer.step#")
+        grown = [*zip(events, accumulate(event.nbytes for event in events), strict=True)]
+        passes = (n for event, n in grown if not any(low <= event.time_ns <= high for low, high in updates))
+        self.peak = self._standing + max((n for _, n in grown), default=0)
+        self.passes_peak = self._standing + max(passes, default=0)
+        self._profiler = None
 
     def loss(self, loss: Tensor) -> None:
         """Take the loss of a training step."""
@@ -210,6 +216,7 @@ def outcome_of(program: Program, way: str) -> dict[str, Any]:
         "losses": run.losses,
         "results": run.results,
         "peak": run.peak,
+        "passes_peak": run.passes_peak,
         "padding": run.padding,
         "compiled": way != "backend" or bool(run.backend.graphs),
         "seconds": time.perf_counter() - began,

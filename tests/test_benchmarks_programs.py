@@ -49,7 +49,7 @@ def test_no_program_of_the_table_is_wrong() -> None:
 
 
 def _outcome(loss: float, *, peak: int = 100, padding: int = 0) -> dict[str, Any]:
-    figures = {"peak": peak, "padding": padding, "seconds": 0.0}
+    figures = {"peak": peak, "passes_peak": peak - 20, "padding": padding, "seconds": 0.0}
     return {"losses": [torch.tensor(loss)], "results": {}, "compiled": True, **figures}
 
 
@@ -64,6 +64,7 @@ def test_a_way_is_judged_by_eager_and_then_by_aot_eager() -> None:
         Result.AS_AOT_EAGER, Result.BITWISE, Result.AS_AOT_EAGER, Result.WRONG,
     ]  # fmt: skip
     assert found["backend"].peak == pytest.approx(0.8)
+    assert found["backend"].passes_peak == pytest.approx(0.75)
     assert found["compile_step"].reason == "loss 0 differs by 0.5"
 
 
@@ -117,12 +118,29 @@ def test_the_peak_is_of_the_fourth_step_with_what_is_alive_before() -> None:
     assert kept.sum() == 500_000
 
 
+def test_the_peak_of_forward_and_backward_leaves_the_optimizers_temporaries_out() -> None:
+    def trains(run: Run) -> None:
+        net = nn.Linear(1000, 500)
+        optimizer = torch.optim.Adam(net.parameters(), foreach=True)
+        for _ in run.steps(range(5)):
+            net(torch.ones(1, 1000)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = outcome_of(Program(run=trains), "eager")
+    size = 4 * 1001 * 500
+    assert 4 * size <= found["passes_peak"] < 4.1 * size  # parameters, two states, gradients
+    assert found["peak"] >= 5 * size
+
+
 def test_a_record_goes_on_where_it_was(tmp_path: Path) -> None:
     file = tmp_path / "verdicts.jsonl"
     one = Verdict(program="a", way="compile", result=Result.REFUSED, reason="no | yes", peak=None)
     Record(file).add([one])
     assert Record(file).verdicts == {"a": [one]}
-    assert table_of([one]).rows == [{"program": "a", "compile": "refused: no \\| yes", "compile_peak": None}]
+    assert table_of([one]).rows == [
+        {"program": "a", "compile": "refused: no \\| yes", "compile_passes": None, "compile_peak": None}
+    ]
     file.write_text('{"sources": "other"}\n')
     with pytest.raises(SystemExit, match="made by other sources"):
         Record(file)

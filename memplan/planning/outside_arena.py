@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -67,7 +67,7 @@ class _Profile:
 
 
 def plan_partly_outside(
-    plan: Plan, beside: Sequence[int], limit: int, options: PlanOptions, *, gradients: bool
+    plan: Plan, beside: Sequence[int], limit: int, options: PlanOptions, *, gradients: bool, saved: bool = True
 ) -> Plan | None:
     """Return a plan in the same order with some storages outside, whose total is at most `limit`, or else the smallest
     that is found; None if none is smaller than `plan`.
@@ -80,10 +80,12 @@ def plan_partly_outside(
         limit: The largest total, in bytes.
         options: Those of the solver matter.
         gradients: Gradients of parameters may leave the arena; the caller keeps them to the end of the step.
+        saved: Activations that the backward needs may leave the arena.
     """
     best, aim = plan, limit
     for _ in range(_TRIES):
-        made = _without(plan, _chosen(plan, beside, aim, gradients=gradients), options)
+        candidates = _candidates(plan, beside, gradients=gradients, saved=saved)
+        made = _without(plan, _chosen(plan, candidates, aim), options)
         best = min(best, made, key=lambda p: p.total)
         if made.total <= limit:
             break
@@ -111,14 +113,13 @@ def _without(plan: Plan, chosen: Sequence[_Candidate], options: PlanOptions) -> 
     )
 
 
-def _chosen(plan: Plan, beside: Sequence[int], limit: int, *, gradients: bool) -> list[_Candidate]:
-    """Return what leaves the arena for a total of at most `limit`, or else for the smallest total on the way there.
+def _chosen(plan: Plan, candidates: Iterable[_Candidate], limit: int) -> list[_Candidate]:
+    """Return which candidates leave the arena for a total of at most `limit`, or else for the smallest one on the way.
 
     Storages leave one after another: of those alive where the arena is fullest, the one that raises the peak of what is
     outside the least, then the largest. Those that need not have left return, the largest first.
     """
-    profile, chosen = _Profile(plan), list[_Candidate]()
-    left = list(_candidates(plan, beside, gradients=gradients))
+    profile, chosen, left = _Profile(plan), list[_Candidate](), list(candidates)
     least, needed = profile.total, 0
     while least > limit and left:
         fullest = int(profile.inside.argmax())
@@ -143,8 +144,10 @@ def _chosen(plan: Plan, beside: Sequence[int], limit: int, *, gradients: bool) -
     return kept
 
 
-def _candidates(plan: Plan, beside: Sequence[int], *, gradients: bool) -> Iterator[_Candidate]:
-    """Yield what may leave the arena: intermediate results that live within one phase, and gradients of parameters."""
+def _candidates(plan: Plan, beside: Sequence[int], *, gradients: bool, saved: bool) -> Iterator[_Candidate]:
+    """Yield what may leave the arena: intermediate results (without `saved`, those that live within one phase), and
+    gradients of parameters.
+    """
     graph, order = plan.graph, plan.schedule.order
     members, values = defaultdict[int, set[int]](set), defaultdict[int, list[Value]](list)
     for value, where in zip(graph.values, plan.placed.values, strict=True):
@@ -156,7 +159,7 @@ def _candidates(plan: Plan, beside: Sequence[int], *, gradients: bool) -> Iterat
         name, nbytes = graph.storages[storage].name, graph.storages[storage].nbytes
         if name not in sizes or not _is_spanned(values[storage]):
             continue
-        within = live.end <= graph.forward_ops or live.start >= graph.forward_ops
+        within = saved or live.end <= graph.forward_ops or live.start >= graph.forward_ops
         inner = members[storage].isdisjoint(returned)
         if (inner and within) or (gradients and storage in graph.gradients_in_arena):
             first = order[live.start]

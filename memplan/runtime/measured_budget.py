@@ -194,7 +194,8 @@ def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGra
     found = None
     if plan.eviction is None or plan.eviction.policy == "checkpoint":
         here = beside_results(plan.graph, plan.transient)
-        found = plan_partly_outside(plan, here, limit, options, gradients=options.gradients == "auto")
+        gradients, saved = options.gradients == "auto", not options.recorded
+        found = plan_partly_outside(plan, here, limit, options, gradients=gradients, saved=saved)
     if found is not None and found.total <= limit:
         return outside_as_in(built.traced, found, gradients=True), found
     policy: str | Policy = options.policy

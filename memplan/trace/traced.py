@@ -255,6 +255,10 @@ class TracedGraph:
     compress: str = ""
     code: CodeOptions | None = None
 
+    def without_data(self) -> TracedGraph:
+        """Return the graph with tensors on the meta device in place of the example's."""
+        return replace(self, example_inputs=without_data(self.example_inputs))
+
     def bound(self, source: Source) -> tuple[Binding, ...]:
         """Return the bindings of one source, in order."""
         return tuple(b for b in self.bindings if b.source is source)
@@ -267,3 +271,13 @@ class TracedGraph:
     def opaque_count(self) -> int:
         """The number of opaque results, which go from kernel to kernel (see `OpaqueResult`)."""
         return 1 + max((n for k in self.kernels if isinstance(k, KernelCall) for _, n in k.opaque_results), default=-1)
+
+
+def without_data(leaves: Collection[Any]) -> tuple[Any, ...]:
+    """Return leaves with a tensor on the meta device in place of each tensor."""
+    return tuple(_meta(x) if isinstance(x, torch.Tensor) else x for x in leaves)
+
+
+def _meta(x: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return made.requires_grad_() if x.requires_grad else made

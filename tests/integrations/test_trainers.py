@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (torch's own convention)
+from torch.utils.checkpoint import checkpoint
 
 import memplan
 from benchmarks.program_run import load_torchvision
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.fil
 # -- transformers ------------------------------------------------------------------------------------------
 
 
-def _trained(folder: Path, how: str, report_to: Sequence[str] = ()) -> tuple[Any, Any, nn.Module]:
+def _trained(folder: Path, how: str, report_to: Sequence[str] = (), **options: Any) -> tuple[Any, Any, nn.Module]:
     """A Trainer after three steps and an evaluation, the callback if there is one, and the model."""
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
@@ -33,7 +34,8 @@ def _trained(folder: Path, how: str, report_to: Sequence[str] = ()) -> tuple[Any
     data = [{"input_ids": torch.randint(50, (8,)), "labels": i % 2, "unused": i} for i in range(12)]
     arguments = TrainingArguments(
         str(folder), max_steps=3, per_device_train_batch_size=4, per_device_eval_batch_size=4, use_cpu=True,
-        report_to=list(report_to), logging_steps=1, disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False,
+        report_to=list(report_to), logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False,
+        **{"save_strategy": "no", **options},
     )  # fmt: skip
     callback = None
     model: Any = net
@@ -48,6 +50,32 @@ def _trained(folder: Path, how: str, report_to: Sequence[str] = ()) -> tuple[Any
     trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks)
     trainer.train()
     return trainer, callback, net
+
+
+LOOPS: dict[str, dict[str, Any]] = {
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "checkpointing": {"gradient_checkpointing": True},
+    "clipping": {"max_grad_norm": 0.01},
+    "bf16": {"bf16": True},
+    "resume": {"save_strategy": "steps", "save_steps": 2},
+}
+
+
+@pytest.mark.parametrize("how", ["callback", "compile"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_loops_of_the_trainer_of_transformers(tmp_path: Path, loop: str, how: str) -> None:
+    pytest.importorskip("accelerate", reason="pip install 'memplan[programs]'")
+    logs, models = [], []
+    for h in (how, "eager"):
+        trainer, _, model = _trained(tmp_path / h, h, **LOOPS[loop])
+        if loop == "resume":
+            trainer.train(resume_from_checkpoint=str(tmp_path / h / "checkpoint-2"))
+        logs.append([(e["step"], e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e])
+        models.append(model)
+    assert logs[0] == logs[1]
+    assert len(logs[0]) >= 3
+    assert loop != "clipping" or logs[0][0][2] > 0.01, "nothing was clipped"
+    assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in models), strict=True))
 
 
 @pytest.mark.parametrize("how", ["callback", "compile"])
@@ -152,3 +180,82 @@ def test_a_name_that_is_no_submodule_is_refused() -> None:
     with pytest.raises(UnknownName, match="is no submodule") as caught:
         _fitted(["encoder"], compiles=True, inner=True)
     assert caught.value.hint == "its direct submodules are: net"
+
+
+FITS: dict[str, dict[str, Any]] = {
+    "accumulation": {"accumulate_grad_batches": 2},
+    "checkpointing": {},
+    "clipping": {"gradient_clip_val": 0.01},
+    "bf16": {"precision": "bf16-mixed"},
+    "resume": {},
+}
+
+
+class Blocks(nn.Module):
+    """Two blocks, each in an activation checkpoint if that is asked for."""
+
+    def __init__(self, *, checkpoints: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2))
+        self.checkpoints = checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x))
+        return x
+
+
+def _fit(loop: str, how: str, folder: Path) -> tuple[list[Tensor], nn.Module]:
+    """Fit for an epoch by Lightning, and for another from its checkpoint to resume; return losses and network."""
+    import lightning.pytorch as pl
+
+    torch.manual_seed(0)
+    net, data = Blocks(checkpoints=loop == "checkpointing"), torch.randn(14, 8)
+    called = memplan.compile(net, data[:4]) if how == "compile" else net
+    losses: list[Tensor] = []
+
+    class Lit(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = called
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            loss: Tensor = self.net(batch).square().mean()
+            losses.append(loss.detach().clone())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    callbacks: list[Any] = []
+    if how == "callback":
+        from memplan.integrations.lightning import MemplanCallback
+
+        callbacks.append(MemplanCallback())
+    module, loader = Lit(), torch.utils.data.DataLoader([*data], batch_size=4)  # type: ignore[arg-type,var-annotated]
+
+    def fit(epochs: int, **options: Any) -> Any:
+        trainer = pl.Trainer(
+            max_epochs=epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu",
+            enable_model_summary=False, callbacks=callbacks, **FITS[loop],
+        )  # fmt: skip
+        trainer.fit(module, loader, **options)
+        return trainer
+
+    first = fit(1)
+    if loop == "resume":
+        first.save_checkpoint(folder / f"{how}.ckpt")
+        with torch.no_grad():
+            net.get_parameter("blocks.0.0.weight").zero_()  # the checkpoint has it
+        fit(2, ckpt_path=str(folder / f"{how}.ckpt"))
+    return losses, net
+
+
+@pytest.mark.parametrize("how", ["callback", "compile"])
+@pytest.mark.parametrize("loop", FITS)
+def test_loops_of_lightning(tmp_path: Path, loop: str, how: str) -> None:
+    pytest.importorskip("lightning", reason="pip install 'memplan[programs]'")
+    (losses, net), (expected, eager) = (_fit(loop, h, tmp_path) for h in (how, "eager"))
+    assert len(losses) == len(expected) == (8 if loop == "resume" else 4)
+    assert all(map(torch.equal, losses, expected))
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), eager.parameters(), strict=True))

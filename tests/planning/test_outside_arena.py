@@ -29,9 +29,9 @@ def _plan(graph: Graph, temporaries: tuple[int, ...] = ()) -> Plan:
     return replace(make_plan(scheduled), temporaries=temporaries or (0,) * len(graph.ops))
 
 
-def _smaller(plan: Plan, limit: int, *, gradients: bool = False) -> Plan | None:
+def _smaller(plan: Plan, limit: int, *, gradients: bool = False, saved: bool = True) -> Plan | None:
     beside = beside_results(plan.graph, plan.transient)
-    return plan_partly_outside(plan, beside, limit, DEFAULTS, gradients=gradients)
+    return plan_partly_outside(plan, beside, limit, DEFAULTS, gradients=gradients, saved=saved)
 
 
 def _two_peaks(*, direct: bool = True, in_place: bool = False) -> Plan:
@@ -125,7 +125,27 @@ def test_gradients_leave_only_where_they_may(gradients: bool) -> None:
         assert found.outside["gradients"] == SIZE
         assert "intermediate" not in found.outside
     else:
-        assert found is None, "activations that the backward needs stay"
+        assert found is None, "the activation is alive when the most is needed beside the arena"
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_activations_that_the_backward_needs_leave_only_where_they_may(saved: bool) -> None:
+    b = GraphBuilder()
+    x = b.storage(StorageKind.INPUT, 64, planned=False)
+    large, small = (b.storage(StorageKind.ACTIVATION, n, planned=True) for n in (SIZE, 64))
+    gradient = b.storage(StorageKind.GRADIENT, 64, planned=False)
+    b.op(Phase.FORWARD, (x,), (small,))
+    b.op(Phase.FORWARD, (x,), (large,))
+    b.op(Phase.BACKWARD, (large, small), (small,))
+    b.op(Phase.BACKWARD, (small,), (gradient,))
+    plan = _plan(b.graph(gradients=(gradient,)), (0, 0, 0, SIZE))
+    found = _smaller(plan, 100, saved=saved)
+    if saved:
+        assert found is not None
+        assert found.total == _alive(found) == 64 + 64 + 64 + SIZE
+        assert found.outside["intermediate"] == SIZE
+    else:
+        assert found is None
 
 
 def test_intermediate_gradients_are_no_results() -> None:

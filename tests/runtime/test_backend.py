@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -440,3 +442,26 @@ def test_a_copy_of_what_was_compiled_is_compiled_by_a_backend_of_its_own() -> No
     (other,) = pickle.loads(pickle.dumps([backend]))
     assert (other._options, other.graphs) == (backend._options, ())
     assert other._options.gradients == "owned"
+
+
+def test_the_first_batch_is_not_kept() -> None:
+    """By one graph, by the copy of its program for a second call in flight, and by programs that share an arena."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    eager = copy.deepcopy(model)
+    backend = memplan.Backend()
+    compiled = torch.compile(model, backend=backend)
+    for calls in (1, 2, 2):
+        arrays = [torch.randn(6, 8).numpy() for _ in range(calls)]
+        batches, kept = [torch.from_numpy(array) for array in arrays], [weakref.ref(array) for array in arrays]
+        losses = [sum(call(x).square().sum() for x in batches) for call in (compiled, eager)]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+        grads = [[p.grad for p in net.parameters() if p.grad is not None] for net in (model, eager)]
+        assert len(grads[0]) == 4
+        assert all(map(torch.equal, *grads))
+        del grads, arrays, batches, losses, loss
+        gc.collect()
+        assert all(ref() is None for ref in kept), "something keeps the bytes of a batch"
+    assert max(len(graph.instances) for graph in backend.graphs) == 2

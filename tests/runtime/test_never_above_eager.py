@@ -34,6 +34,18 @@ class Peaks(nn.Module):
         return result
 
 
+class Saves(nn.Module):
+    """What the backward needs is alive when the arena is fullest, and dead when a convolution needs much for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.two(torch.relu(self.one(x))))
+        return nn.functional.max_pool2d(torch.tanh(x), 2).mean((2, 3))
+
+
 class Through(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Passes every op on: ops are then called from Python."""
 
@@ -176,6 +188,54 @@ def test_what_is_outside_is_freed_after_its_last_use() -> None:
     call = _inference(compiled, (x,))
     assert _measured(call) <= max(plan.outside_profile) < _measured(_inference(model, (x,)))
     assert torch.equal(call(), _inference(model, (x,))())
+
+
+def _saves(**options: Any) -> tuple[nn.Module, nn.Module, memplan.runtime.CompiledModule, torch.Tensor]:
+    torch.manual_seed(0)
+    model, x = Saves(), torch.randn(8, 1, 16, 16)
+    reference = copy.deepcopy(model)
+    compiled = memplan.compile(model, x, **options)
+    assert compiled._selector.main.program.left, "no activation that the backward needs is outside the arena"
+    return model, reference, compiled, x
+
+
+def _gradients(model: nn.Module, loss: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss.backward(**options)  # type: ignore[no-untyped-call]
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
+    return len(one) == len(two) > 0 and all(map(torch.equal, one, two))
+
+
+def test_what_the_backward_needs_may_be_outside_too() -> None:
+    model, reference, compiled, x = _saves()
+    eager = _measured(lambda: reference(x).sum().backward(), reference)
+    beside = _measured(lambda: compiled(x).sum().backward(), model)
+    assert beside <= max(compiled.plan.outside_profile) + 64  # the caller's sum, its gradient
+    assert beside + compiled.plan.arena_size <= eager + compiled.plan.padding
+    assert _same(_gradients(model, compiled(x).sum()), _gradients(reference, reference(x).sum()))
+
+
+@pytest.mark.parametrize("option", [{}, {"sanitize": "poison"}, {"gradients": "added"}])
+def test_what_is_left_to_the_backward_outside_is_that_of_its_own_forward(option: dict[str, Any]) -> None:
+    model, reference, compiled, x = _saves(**option)
+    expected = _gradients(reference, reference(x).square().sum())
+    compiled(-x)  # no backward follows
+    assert _same(_gradients(model, compiled(x).square().sum()), expected)
+    loss = compiled(x).square().sum()
+    assert _same(_gradients(model, loss, retain_graph=True), expected)
+    assert _same(_gradients(model, loss), expected), "the forward runs again"
+    with compiled.hooks.add(lambda event: None):
+        assert _same(_gradients(model, compiled(x).square().sum()), expected)
+    with Through():  # type: ignore[no-untyped-call]
+        assert _same(_gradients(model, compiled(x).square().sum()), expected)
+    model.zero_grad()
+    one, two = compiled(x), compiled(-x)  # several in flight
+    (one.square().sum() + 3 * two.sum()).backward()
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    assert _same(found, _gradients(reference, reference(x).square().sum() + 3 * reference(-x).sum()))
 
 
 @pytest.mark.parametrize("option", [{}, {"sanitize": "poison"}, {"sanitize": "redzone"}])

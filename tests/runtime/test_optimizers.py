@@ -321,8 +321,7 @@ def test_accumulation(name: str) -> None:
             theirs.zero_grad()
         assert torch.equal(step(*_batch(seed)), loss.detach())
     _require_same_state(ours, theirs)
-    for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-        assert torch.allclose(p, q, rtol=1e-5, atol=1e-7)
+    _require_same(*nets)
 
 
 def test_complex_parameters_are_updated() -> None:

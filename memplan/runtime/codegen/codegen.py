@@ -35,15 +35,25 @@ Callback = Callable[[], None]
 _MIN_CALLS = 3  # in a run: fewer calls take less time from Python than entering torch's interpreter
 
 
-class FunctionWriter:
-    """Generates one function: its arguments are dynamic values, its body calls ops, and it returns values."""
+_LEFT = "left_outside"  # global list: activations outside the arena between a forward and its backward
 
-    def __init__(self, name: str, layout: Layout, namespace: Namespace, arguments: Sequence[int]) -> None:
+
+class FunctionWriter:
+    """Generates one function: its arguments are dynamic values, its body calls ops, and it returns values.
+
+    `taken` are values that another function of the program has left: memory outside the arena that nobody else refers
+    to, so that it is freed after its last use.
+    """
+
+    def __init__(
+        self, name: str, layout: Layout, namespace: Namespace, arguments: Sequence[int], taken: Sequence[int] = ()
+    ) -> None:
         self.name = name
         self.layout = layout
         self.namespace = namespace
         self.arguments = arguments
-        self.known = set(arguments)
+        self.taken, self.left = taken, tuple[int, ...]()
+        self.known = {*arguments, *taken}
         self.views: list[View] = []  # views of arguments: they come first
         self.lines: list[Line] = []
         self.live: dict[str, str] = {}  # hyperparameters, read once per call
@@ -90,9 +100,10 @@ class FunctionWriter:
         """Add a call of `function()` here (sanitizers, hooks)."""
         self._add(CallbackLine(name=self.namespace.add("g", function)))
 
-    def finish(self, groups: Sequence[Sequence[int]]) -> Callable[..., Any]:
-        """Compile the function, which returns a tuple of values for each group."""
-        for group in groups:
+    def finish(self, groups: Sequence[Sequence[int]], *, left: Sequence[int] = ()) -> Callable[..., Any]:
+        """Compile the function, which returns a tuple of values for each group, and leaves `left` to another one."""
+        self.left = tuple(left)
+        for group in (*groups, left):
             for value in group:
                 self._use(value)
         fitting, self.indexed = separate_index_errors(self.lines, self._fitting())
@@ -100,8 +111,8 @@ class FunctionWriter:
 
     def _compiled(self, name: str, groups: Sequence[Sequence[int]], fitting: Sequence[bool]) -> Callable[..., Any]:
         parts = ["(" + "".join(f"{self._returned(value)}, " for value in group) + ")" for group in groups]
-        lines, native = self._written({value for group in groups for value in group}, fitting)
-        body = [f"{name} = {source}" for source, name in self.live.items()] + lines
+        lines, native = self._written({value for group in (*groups, self.left) for value in group}, fitting)
+        body = [f"{name} = {source}" for source, name in self.live.items()] + self._take() + lines
         body = _indented(f"with {self._dispatch_contexts()}:", body or ["pass"])
         arguments = ", ".join(f"v{a}" for a in self.arguments)
         if native:
@@ -114,6 +125,8 @@ class FunctionWriter:
             modes = self.namespace.add("k", torch._C._len_torch_dispatch_stack)
             python = self.namespace.add("k", _Python(self, f"{name}_in_python", groups))
             body = [*_indented(f"if {modes}():", [f"return {python}({arguments})"]), *body]
+        if self.left:
+            body.append(f"{_LEFT}.extend(({', '.join(f'v{value}' for value in self.left)},))")
         body.append(f"return {', '.join(parts) if parts else '()'}")
         return self.namespace.define("\n".join(_indented(f"def {name}({arguments}):", body)), name)
 
@@ -122,6 +135,14 @@ class FunctionWriter:
         if index not in self.layout.static:
             return f"v{index}"
         return f"{self.namespace.add('k', torch.Tensor.detach)}(v{index})"
+
+    def _take(self) -> list[str]:
+        """Return the lines that take what was left, or that drop what a forward without a backward has left."""
+        if not self.taken and not self.left:
+            return []
+        self.namespace.names.setdefault(_LEFT, [])
+        names = [f"{', '.join(f'v{value}' for value in self.taken)}, = {_LEFT}"] if self.taken else []
+        return [*names, f"{_LEFT}.clear()"]
 
     # -- values ------------------------------------------------------------------------------------------
 
@@ -156,7 +177,7 @@ class FunctionWriter:
         dead = self._last_lines()
         apart = [i in dead for i in range(-1, len(self.lines) - 1)]  # a run ends where memory is released
         runs = zip(fitting, accumulate(apart), self.lines, strict=True)
-        native, names, end = False, set[int](), 0
+        native, names, end = False, set(self.taken), 0
         for (fit, _), group in groupby(runs, key=itemgetter(0, 1)):
             run = [line for *_, line in group]
             end += len(run)
@@ -177,9 +198,10 @@ class FunctionWriter:
     def _last_lines(self) -> dict[int, set[int]]:
         """Return the storages to release, by the line (index) after which nothing uses them."""
         found: dict[int, int] = {}
+        released = self.layout.released - {self.layout.graph.values[value].storage for value in self.left}
         for i, line in enumerate(self.lines):
             for value in (*line.makes, *line.uses):
-                if (storage := self.layout.graph.values[value].storage) in self.layout.released:
+                if (storage := self.layout.graph.values[value].storage) in released:
                     found[storage] = i
         lines = defaultdict[int, set[int]](set)
         for storage, i in found.items():

@@ -107,7 +107,10 @@ def _first_program(
             )
 
         built = first_program(options, traced, None, assemble)
-    return built.traced, built.runner
+    if options.has_budget:  # a joint plan of all graphs may be tried on the example
+        return built.traced, built.runner
+    built.runner.forget_example()  # the first batch: nobody else may hold it
+    return built.traced.without_data(), built.runner
 
 
 class PlannedGraph:

@@ -39,6 +39,8 @@ class Program:
 
     `fresh` are results that the caller will own. `inputs` are the bindings (indices) that `forward` takes. `saved` are
     the values outside the arena that are saved for the backward: inputs, and outputs (`saved_outputs` says which).
+    `left` are activations outside the arena that the forward leaves to the backward, which frees them: no one else
+    refers to them.
     `used_in_backward` are the bindings whose bytes the backward reads. `host` holds offloaded bytes. `last` is called
     at the end of forward and backward.
     """
@@ -56,6 +58,7 @@ class Program:
     backward: Callable[..., Any] | None
     inputs: tuple[int, ...]
     saved: tuple[int, ...]
+    left: tuple[int, ...]
     saved_outputs: tuple[bool, ...]
     used_in_backward: frozenset[int]
     last: Callback | None
@@ -73,6 +76,7 @@ class Program:
             bound=self.bound,
             order=self.plan.schedule.order,
             saved=self.saved,
+            left=self.left,
             sanitizers=sanitizers if emit is None else observing(sanitizers, self.plan, emit),
             last=self.last,
             prefix="observed_",
@@ -91,6 +95,7 @@ class Program:
             bound=placing(self.bound, found, self.namespace.names, placer, copied=self.layout.static),
             order=self.plan.schedule.order,
             saved=self.saved,
+            left=self.left,
             sanitizers=self.sanitizers,
             last=self.last,
             prefix="placed_",
@@ -107,6 +112,7 @@ class Program:
             bound=bound,
             order=self.plan.schedule.order,
             saved=self.saved,
+            left=self.left,
             sanitizers=self.sanitizers,
             last=self.last,
             prefix="into_",
@@ -163,9 +169,11 @@ def build_program(
     gradient_bases = {layout.base_of.get(graph.values[v].storage, -1) for v in graph.gradients}
     fresh_bases = {layout.base_of[graph.values[v].storage] for v in traced.results.fresh}
     saved = tuple(sorted((touched_late | gradient_bases) & (dynamic_bases | fresh_bases)))
+    early = {s for i in order[:split] for s in graph.touched(graph.ops[i])}
+    left = tuple(sorted(touched_late & {layout.base_of[s] for s in early & layout.released}))
     last = arena.copies.settle if traced.runs_on else None  # results must have arrived before the caller gets them
     forward, backward = _functions(
-        traced, layout, namespace, bound=bound, order=order, saved=saved, sanitizers=sanitizers, last=last
+        traced, layout, namespace, bound=bound, order=order, saved=saved, left=left, sanitizers=sanitizers, last=last
     )
     return Program(
         traced=traced,
@@ -181,6 +189,7 @@ def build_program(
         backward=backward,
         inputs=inputs,
         saved=saved,
+        left=left,
         saved_outputs=tuple(graph.values[v].storage in layout.fresh_storages for v in saved),
         used_in_backward=_read_late(traced, order[split:]),
         last=last,
@@ -195,6 +204,7 @@ def _functions(
     bound: Sequence[BoundOp],
     order: Sequence[int],
     saved: Sequence[int],
+    left: Sequence[int],
     sanitizers: Sanitizers,
     last: Callback | None,
     prefix: str = "",
@@ -213,10 +223,10 @@ def _functions(
     backward = None
     if traced.training:
         tangents = [b.value for b in traced.bound(Source.TANGENT)]
-        writer = FunctionWriter(f"{prefix}backward", layout, namespace, [*saved, *tangents, *given])
+        writer = FunctionWriter(f"{prefix}backward", layout, namespace, [*saved, *tangents, *given], left)
         _write(writer, steps[split:], sanitizers, last)
         backward = writer.finish([graph.gradients])
-    return forward.finish([traced.results.fresh, saved]), backward
+    return forward.finish([traced.results.fresh, saved], left=left), backward
 
 
 def _layout(traced: TracedGraph) -> Layout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from operator import is_
 from typing import Any
@@ -53,12 +54,13 @@ class Runner:
         bound: tuple[BoundOp, ...] | None = None,
         hooks: Hooks | None = None,
         unused: bool = False,
+        input_guards: InputGuards | None = None,
     ) -> None:
         """Build the program of `plan` in `arena`.
 
         `gradients`: the option of that name. `recorder`: record and replay CUDA graphs; `whole`: one graph for the
         whole step. `bound`: as in `build_program`. `hooks`: the hooks that observe the steps. `unused`: no other
-        program runs in this arena, and it need not be locked.
+        program runs in this arena, and it need not be locked. `input_guards`: those of the same step.
         """
         self._module_guards, self._before_plan = module_guards, traced
         self._options: dict[str, Any] = {"sanitize": sanitize, "gradients": gradients, "whole": whole, "hooks": hooks}
@@ -71,7 +73,7 @@ class Runner:
         self._written_parameters = [
             j for j, i in enumerate(self.parameter_guards.bindings) if traced.bindings[i].written
         ]
-        self.input_guards = InputGuards(
+        self.input_guards = input_guards or InputGuards(
             traced, module_guards.called.forward, changes_model=bool(self._written_parameters)
         )
         self._store_written(self.parameter_guards.tensors())
@@ -81,7 +83,7 @@ class Runner:
         )
         tensors = dict(zip(self.parameter_guards.bindings, self.parameter_guards.tensors(), strict=True))
         for i, b in enumerate(traced.bindings):
-            if b.source is Source.INPUT:
+            if b.source is Source.INPUT and bound is None:
                 tensors[i] = traced.example_inputs[b.index].detach()
             elif b.tensor is not None:
                 tensors[i] = b.tensor
@@ -121,14 +123,26 @@ class Runner:
 
         `module_guards`: another module of the same graph, whose parameters it uses. `recorder`: as in `__init__`.
         """
-        guards = self._module_guards if module_guards is None else module_guards
         return Runner(
-            guards, self._before_plan, plan, arena, bound=self.program.bound, recorder=recorder, **self._options
+            self._module_guards if module_guards is None else module_guards,
+            self._before_plan,
+            plan,
+            arena,
+            bound=self.program.bound,
+            recorder=recorder,
+            input_guards=self.input_guards,
+            **self._options,
         )
 
     def replanned(self, plan: Plan, arena: Arena) -> Runner:
         """Return a program of the same step by another plan, which is tried first; nothing else uses `arena`."""
         return Runner(self._module_guards, self._before_plan, plan, arena, unused=True, **self._options)
+
+    def forget_example(self) -> None:
+        """Keep the tensors of the example no longer; no other plan can be tried on them from now on (`replanned`)."""
+        self._before_plan, self.traced = self._before_plan.without_data(), self.traced.without_data()
+        self.program = replace(self.program, traced=self.traced)
+        self.input_guards.forget_example()
 
     @cached_property
     def _anchors(self) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,7 @@ from memplan.errors import InputMismatch
 from memplan.runtime.guards.arguments import Arrangement
 from memplan.runtime.guards.layout_guards import LayoutGuards
 from memplan.trace.passes.overlapping_strides import may_overlap
-from memplan.trace.traced import ReturnKind, Source, TracedGraph
+from memplan.trace.traced import ReturnKind, Source, TracedGraph, without_data
 
 _OTHERS = other_choices("on_mismatch", ON_MISMATCH)
 
@@ -47,6 +47,10 @@ class InputGuards:
         self._ties = _ties(self.examples)
         shared = len(set(self._ties.values())) < len(self._ties)
         self._check_ties = len(tensors) > 1 and (bool(self._written) or changes_model or shared)
+
+    def forget_example(self) -> None:
+        """Keep of the example's tensors only what calls are compared with."""
+        self.examples = without_data(self.examples)
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool = False) -> list[Any]:
         """Return the leaves of a call; `training`: autograd records it.
