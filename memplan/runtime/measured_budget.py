@@ -194,7 +194,8 @@ def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGra
     found = None
     if plan.eviction is None or plan.eviction.policy == "checkpoint":
         here = beside_results(plan.graph, plan.transient)
-        gradients, saved = options.gradients == "auto", not options.recorded
+        gradients = options.gradients == "auto"
+        saved = plan.eviction is None and not options.recorded  # what is computed again is not left to the backward
         found = plan_partly_outside(plan, here, limit, options, gradients=gradients, saved=saved)
     if found is not None and found.total <= limit:
         return outside_as_in(built.traced, found, gradients=True), found
