@@ -48,20 +48,18 @@ class Planned:
 def smallest_code(traced: TracedGraph, retracer: Retracer, make: Make) -> Planned:
     """Return the variant of a step without a budget that needs the fewest bytes.
 
-    Only models with convolutions have others: the compiler copies their weights into other layouts, all at once.
+    Only models with convolutions have others: their weights are reordered, all at once.
 
     Args:
-        traced: The step with the code that is generated without options.
+        traced: The step with the code that was generated first.
         retracer: Generates other code.
         make: Plans a variant.
     """
     best = Planned(traced=traced, plan=make(traced))
-    if not _convolves(traced.graph):
+    if not _convolves(traced.graph) or not _largest_is_generated(traced.graph):
         return best
-    best = _smaller(best, retracer, make, replace(_code(best), layouts=False))
-    if not _largest_is_generated(best.traced.graph):
-        return best
-    return _smaller(best, retracer, make, replace(_code(best), group_bytes=_group_bytes(best.plan.max_live)))
+    code = replace(traced.code or CodeOptions(), group_bytes=_group_bytes(best.plan.max_live))
+    return _smaller(best, retracer, make, code)
 
 
 def fastest_code(
@@ -72,7 +70,7 @@ def fastest_code(
     A budget of "min" takes the variant that needs the fewest bytes.
 
     Args:
-        traced: The step with the code that is generated without options.
+        traced: The step with the code that was generated first.
         retracer: Generates other code.
         make: Plans a variant, within the budgets.
         options: Those of the plan; its budgets are in bytes.
@@ -107,10 +105,8 @@ def _variants(
 ) -> Iterator[TracedGraph]:
     """Yield the variants to plan; `seen` are those that were yielded."""
     yield traced
-    groups = CodeOptions(group_bytes=_group_bytes(_most_live(traced.graph)))
-    yield from _generated(retracer, groups)
-    if _convolves(traced.graph):
-        yield from _generated(retracer, replace(groups, layouts=False))
+    own = traced.code or CodeOptions()
+    yield from _generated(retracer, replace(own, group_bytes=_group_bytes(_most_live(traced.graph))))
     if not traced.training or "min" in (options.budget, options.arena_budget) or not _partitions_freely():
         return
     best = seen[-1]
@@ -162,17 +158,9 @@ def _arena_limit(graph: Graph, workload: Workload, options: PlanOptions) -> int:
     return max(min(limit - other for limit, other in pairs if isinstance(limit, int)), 0)
 
 
-def _code(planned: Planned) -> CodeOptions:
-    return planned.traced.code or CodeOptions()
-
-
 def _convolves(graph: Graph) -> bool:
-    """Return whether convolutions are called whose layout the compiler chose."""
-    if not any("convolution" in op.target for op in graph.ops):
-        return False
-    from memplan.trace.fused.environment import chooses_layouts  # imports Inductor, which is loaded by now
-
-    return chooses_layouts()
+    """Return whether there are convolutions."""
+    return any("convolution" in op.target for op in graph.ops)
 
 
 def _partitions_freely() -> bool:

@@ -55,7 +55,7 @@ def plan(
             kernels=options.kernels,
         )
     captured.warn()
-    return plan_step(captured.retrace(), captured, options)[1]
+    return plan_step(captured.first(), captured, options)[1]
 
 
 def plan_traced(traced: TracedGraph, options: PlanOptions = DEFAULTS, *, redzone: int = 0, room: int = 0) -> Plan:
@@ -91,7 +91,7 @@ def plan_step(
         UnsupportedProblem: `options` ask for another variant, and there is no retracer.
     """
     alignment = alignment_of(traced.device)
-    if options.kernels == "inductor" and retracer is not None and traced.code is None:
+    if options.kernels == "inductor" and retracer is not None:
         return _plan_generated(traced, retracer, options, redzone=redzone, room=room, transient=transient)
     traced = retraced(traced, retracer, traced.division, options.compression, traced.code)
     variants, within = variants_to_plan(traced, retracer, options, alignment)

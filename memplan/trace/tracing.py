@@ -55,6 +55,9 @@ class CapturedCall(Retracer, Protocol):
     def warn(self) -> None:
         """Log what the step computes unlike eager."""
 
+    def first(self) -> TracedGraph:
+        """Return the variant of the step to begin with."""
+
 
 def trace(
     model: nn.Module,
@@ -93,7 +96,7 @@ def trace(
         device=device,
         gradients_in_arena=gradients_in_arena,
         copy_gradients=copy_gradients,
-    ).retrace()
+    ).first()
 
 
 def capture_call(
@@ -171,6 +174,10 @@ class CapturedStep:
     def warn(self) -> None:
         """Log what the step computes unlike eager."""
         _warn(self.captured, self.model)
+
+    def first(self) -> TracedGraph:
+        """Return the step as it is, undivided."""
+        return self.retrace()
 
     def retrace(
         self, *, division: Division | None = None, compress: str = "", code: CodeOptions | None = None

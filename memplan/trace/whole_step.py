@@ -142,10 +142,11 @@ def capture_loss(
         captured, target = captured_for(device, model, args, kwargs, train=True)
     _require_one_number(captured)
     if kernels == "inductor":
+        from memplan.trace.fused.layouts import first_code
         from memplan.trace.fused.step import generated
 
         with timed(f"generating kernels of {type(model).__name__}"):
-            made = generated(captured, type(model).__name__)
+            made = generated(captured, type(model).__name__, first_code(captured.graph_module.graph))
     updated = tuple(updated_parameters(captured.graph_module.graph, model, optimizer))
     return CapturedLoss(
         captured=captured,

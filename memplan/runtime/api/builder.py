@@ -193,7 +193,7 @@ class Builder:
         if not self._warned:  # once, and not for every shape and mode
             self._warned = bool(captured.captured.warnings)
             captured.warn()
-        traced = captured.retrace()
+        traced = captured.first()
         prepare_host(self.model, traced)
         return traced, captured
 

@@ -108,7 +108,7 @@ class StepBuilder:
         adding = self.options.accumulate > 1
         kinds = [*([Accumulate.ADD] if adding else []), *self._kinds(alone=alone)]
         steps = [self._step(loss, kind, run) for kind in kinds]
-        traced = [step.retrace() for step in steps]
+        traced = [step.first() for step in steps]
         if first:
             self.guards = StepGuards(self._loss, self._optimizer)
         plan = StepPlan(loss=loss, modes=self.guards.modes(), update_key=self.guards.update_key)
@@ -143,7 +143,7 @@ class StepBuilder:
             assert plan.adding is not None
             return UpdateProgram(program=plan.adding, alone=True)
         step = self._step(plan.loss, kinds[0], run)
-        made = self._assemble([(step.retrace(), step)], None)
+        made = self._assemble([(step.first(), step)], None)
         self.guides += made.guides
         return UpdateProgram(program=made.programs[0], alone=run is None)
 

@@ -8,6 +8,7 @@ same folder, and trusted alike.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import pickle
@@ -52,7 +53,7 @@ def key_of(graph: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any
     except BypassFxGraphCache:
         return None
     origins = [origin_of(node) for node in graph.graph.nodes]
-    said = (__version__, torch.__version__, found, options.group_bytes, origins)
+    said = (__version__, _recorder(), torch.__version__, found, options.group_bytes, origins)
     return hashlib.sha256(repr(said).encode()).hexdigest()
 
 
@@ -82,6 +83,15 @@ def keep(key: str | None, code: WrittenCode) -> None:
         _Pickler(stream).dump((plain, Path(file).read_text(encoding="utf-8")))
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, stream.getvalue())
+
+
+@functools.cache
+def _recorder() -> str:
+    """Return a digest of the code that records code: what another state of it has recorded is not read."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _path(key: str) -> Path:

@@ -21,6 +21,7 @@ from memplan.trace.capture.quiet import quiet
 from memplan.trace.fused.code_generation import Halves, generate
 from memplan.trace.fused.environment import require_inductor
 from memplan.trace.fused.fused_graph import fused_graph
+from memplan.trace.fused.layouts import first_code
 from memplan.trace.fused.refusals import refused
 from memplan.trace.fused.updates import with_updates
 from memplan.trace.passes.own_outputs import returned_by, tangents_needed, write_back_mutations
@@ -89,7 +90,7 @@ def trace_fused_graph(
         captured=captured, model=module, gradients_in_arena=gradients_in_arena, copy_gradients=copy_gradients
     )
     step.warn()
-    return step.retrace()
+    return step.first()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +160,10 @@ class FusedStep:
         for warning in self.captured.warnings:
             _log.warning("%s: %s", type(self.model).__name__, warning)
 
+    def first(self) -> TracedGraph:
+        """Return the step with the code that is taken where nothing else is asked for."""
+        return self.retrace(code=first_code(self.captured.graph_module.graph))
+
     def retrace(
         self, *, division: Division | None = None, compress: str = "", code: CodeOptions | None = None
     ) -> TracedGraph:
@@ -181,7 +186,7 @@ class FusedStep:
 class FusedWholeStep:
     """A captured training step, whose kernels Inductor generates: the `Retracer` of a step with an optimizer's update.
 
-    `generated` has the code that Inductor generates for `original` by itself. `update` replaces the gradients that a
+    `generated` has the code that was generated first for `original`. `update` replaces the gradients that a
     graph returns by ops of the update.
     """
 
@@ -199,12 +204,18 @@ class FusedWholeStep:
         for warning in self.captured.warnings:
             _log.warning("%s: %s", self.generated.model, warning)
 
+    def first(self) -> TracedGraph:
+        """Return the step with the code that was generated first."""
+        return self.retrace(code=self.generated.code)
+
     def retrace(
         self, *, division: Division | None = None, compress: str = "", code: CodeOptions | None = None
     ) -> TracedGraph:
         """Return the step with Inductor's kernels, and torch's kernels for the update."""
         _require_plain(division, compress)
-        made = self.generated if code is None else generated(self.original, self.generated.model, code)
+        made = self.generated
+        if code != made.code:
+            made = generated(self.original, made.model, code)
         step = fused_graph(made.captured, made.halves, made.model, made.needs, code=code, whole=True)
         return with_updates(step, made.captured, self.update)
 

@@ -107,7 +107,7 @@ def test_convolutions_keep_their_layout_where_that_needs_less() -> None:
     assert compiled.plan.code is not None
     assert not compiled.plan.code.layouts
     assert "Inductor's code: without layout_optimization" in budget_lines(compiled.plan.report())
-    own = plan_of(capture_call(model, x, kernels="inductor").retrace())
+    own = plan_of(capture_call(model, x, kernels="inductor").retrace(code=None))
     assert compiled.plan.on_device < own.on_device
     torch._dynamo.reset()
     reference = torch.compile(twin, options={"layout_optimization": False})
@@ -124,6 +124,9 @@ def test_who_forces_layouts_gets_them() -> None:
     with config.patch(force_layout_optimization=True):
         plan = memplan.plan(Images(), torch.randn(1, 8, 4, 4), kernels="inductor")
     assert plan.code is None or plan.code.layouts
+    last = Images().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    plan = memplan.plan(last, torch.randn(1, 8, 4, 4), kernels="inductor")
+    assert plan.code is None or plan.code.layouts  # there is no weight to copy
 
 
 def test_a_budget_takes_the_fastest_variant_and_a_saved_plan_runs_it_again(tmp_path: Any) -> None:
