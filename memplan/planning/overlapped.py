@@ -53,10 +53,13 @@ def with_overlap(base: ScheduledGraph, plan: Plan, options: PlanOptions, costs: 
             if len(found.graph.ops) == len(order):  # nothing runs beside ops
                 break
             schedule = make_schedule(found.graph, tuple(range(len(found.graph.ops))), plan.schedule.policy)
+            made = _placed(plan, step, found, schedule, plan.solution)
+            if not _keeps_total(made, found.problem.max_live, plan):  # before it is placed, which may take long
+                continue
             solution = solved(found.problem, options)
             if solution.arena_size <= limit:
-                made = _placed(plan, step, found, schedule, solution)
-                if _keeps_total(made, plan):
+                made = replace(made, solution=solution)
+                if _keeps_total(made, solution.arena_size, plan):
                     return _recorded(made, found.sources, costs, base_seconds)
                 continue
             over.append(min(live, found.problem.max_live) - (solution.arena_size - limit))
@@ -105,10 +108,10 @@ def _placed(plan: Plan, before: StepOrder, found: StepOrder, schedule: Schedule,
     return replace(made, temporaries=tuple(beside.get(source, 0) if source >= 0 else 0 for source in found.sources))
 
 
-def _keeps_total(made: Plan, before: Plan) -> bool:
-    """Return whether a plan keeps the budget of the plan before, with what is allocated beside the arena."""
+def _keeps_total(made: Plan, arena: int, before: Plan) -> bool:
+    """Return whether a plan keeps the budget of the plan before in an arena, with what is allocated beside that."""
     budget = None if before.eviction is None else before.eviction.budget
-    return budget is None or made.on_device <= max(budget, before.on_device)
+    return budget is None or made.on_device - made.arena_size + arena <= max(budget, before.on_device)
 
 
 def _recorded(plan: Plan, sources: tuple[int, ...], costs: CostModel, base_seconds: float) -> Plan:

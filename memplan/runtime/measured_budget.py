@@ -189,7 +189,7 @@ def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGra
     beside = beside_results(_placed(graph) if built.traced.runs_on else graph, known.transient)
     eager = eager_total(graph, beside)
     limit = eager - eager // _PRECISION + plan.padding + options.reserved
-    if plan.on_device <= limit or plan.redzone:
+    if _one_by_one(plan).on_device <= limit or plan.redzone:
         return None
     found = None
     if plan.eviction is None or plan.eviction.policy == "checkpoint":
@@ -213,6 +213,12 @@ def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGra
             return settled, replace(cheaper, eviction=replace(kept, budget=None, arena_budget=cheaper.arena_size))
     _log.info("%s: needs %s, and eager %s", plan.model, format_bytes((found or plan).on_device), format_bytes(limit))
     return None if found is None else (outside_as_in(built.traced, found, gradients=True), found)
+
+
+def _one_by_one(plan: Plan) -> Plan:
+    """Return the plan as if collectives had their results when they return: what they copy meanwhile is eager's too."""
+    ops = tuple(replace(op, starts=False) if op.starts else op for op in plan.graph.ops)
+    return replace(plan, graph=replace(plan.graph, ops=ops)) if ops != plan.graph.ops else plan
 
 
 def _placed(graph: Graph) -> Graph:
