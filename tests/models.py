@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+
+from benchmarks.zoo import ZOO
+from memplan.trace.traced import TracedGraph
+from memplan.trace.tracing import CapturedStep, capture_call
+
+
+@cache
+def _captured_nano(name: str) -> CapturedStep:
+    captured = capture_call(*ZOO[name]("nano"))
+    assert isinstance(captured, CapturedStep)
+    return captured
+
+
+def traced_nano(name: str, *, in_place: bool = True) -> TracedGraph:
+    """The step of a nano model of the zoo, as `trace` returns it; captured once in a process, for capturing is slow.
+
+    For tests that read the graph. They must not change tensors of the model, which they share.
+    """
+    return replace(_captured_nano(name), in_place=in_place).retrace()
 
 
 class Layers(nn.Module):

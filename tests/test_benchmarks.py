@@ -157,4 +157,4 @@ def test_whole_steps_of_one_kind_of_kernels_have_the_same_numbers() -> None:
 
 def test_what_fits_predicts_is_what_training_takes() -> None:
     found = fits.measured_apart("mlp", "nano", "memplan")
-    assert abs(found["predicted"] - found["measured"]) <= 64  # of 188 kB: the counters of the optimizer
+    assert 0 <= found["predicted"] - found["measured"] <= 64  # of 188 kB

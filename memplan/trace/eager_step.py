@@ -20,7 +20,7 @@ from memplan.devices.generators import forked
 from memplan.trace.allocations import Allocations, storage_of
 from memplan.trace.capture.recurrent import RecurrentAsEager, workspace_bytes
 from memplan.trace.capture.returned_objects import with_returned_objects
-from memplan.trace.kernel_scratch import Call, KernelScratch, call_of, like_tensor
+from memplan.trace.kernel_scratch import KernelScratch, SizedCall, call_of, like_tensor
 from memplan.trace.meta_model import copied_with
 
 _CPU = torch.device("cpu")
@@ -89,12 +89,12 @@ def _counted(
     return EagerBytes(peak=peak, kept=kept)
 
 
-class _Calls(Allocations):
+class _Calls(Allocations):  # type: ignore[no-untyped-call]
     """Notes the calls of kernels that take memory for themselves, with the most bytes that were alive with one."""
 
     def __init__(self, known: Iterable[int]) -> None:
         super().__init__(known)
-        self.calls: dict[Call, int] = {}
+        self.calls: dict[SizedCall, int] = {}
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the results of an op; those of oneDNN's recurrent layers have their workspace, which fakes lack."""

@@ -64,7 +64,7 @@ _KNOWN = (Like, bool, int, float, str, torch.dtype, torch.device, torch.layout, 
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class SizedCall:
     """A call of a kernel: its op, and its arguments, with a `Like` for each tensor."""
 
     target: OpOverload
@@ -77,7 +77,7 @@ class Call:
         return sum(leaf.span * leaf.dtype.itemsize for leaf in self.leaves if isinstance(leaf, Like))
 
 
-def call_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any], like: Callable[[Any], Any]) -> Call | None:
+def call_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any], like: Callable[[Any], Any]) -> SizedCall | None:
     """Return the call of a kernel that takes memory for itself; None for any other, and where a tensor is empty.
 
     `like` returns the `Like` of what stands for a tensor among the arguments, and anything else as it is.
@@ -87,7 +87,7 @@ def call_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any], like: Call
     leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
     found = tuple(map(like, leaves))
     runs = all(isinstance(leaf, _KNOWN) and not (isinstance(leaf, Like) and 0 in leaf.shape) for leaf in found)
-    return Call(target, found, spec) if runs else None
+    return SizedCall(target, found, spec) if runs else None
 
 
 def like_tensor(leaf: Any) -> Any:
@@ -102,15 +102,15 @@ class KernelScratch:
     `unknown` are calls that were not run, because their tensors are too large or they refuse zeros: they count as 0.
     """
 
-    unknown: set[Call] = field(default_factory=set)
-    _known: dict[Call, int] = field(default_factory=dict)
+    unknown: set[SizedCall] = field(default_factory=set)
+    _known: dict[SizedCall, int] = field(default_factory=dict)
 
-    def measure(self, calls: Iterable[Call]) -> None:
+    def measure(self, calls: Iterable[SizedCall]) -> None:
         """Run those of the calls that are not known yet."""
         new = [call for call in dict.fromkeys(calls) if call not in self._known]
         self._known.update(dict.fromkeys(new, 0))
         measured = not torch.autograd.profiler._is_profiler_enabled  # it would end a session of the user
-        runs = [_Run(call) for call in new if measured and call.nbytes <= MOST]
+        runs = [_ScratchRun(call) for call in new if measured and call.nbytes <= MOST]
         thunks = [step for run in runs for step in (run.prepare, run.run, run.free)]
         if thunks:
             with _disable_current_modes(), torch.no_grad():
@@ -118,7 +118,7 @@ class KernelScratch:
             self._known.update({run.call: max(peak - run.made, 0) for run, peak in zip(runs, peaks, strict=True)})
         self.unknown.update(set(new) - {run.call for run in runs if not run.refused})
 
-    def of(self, call: Call) -> int:
+    def of(self, call: SizedCall) -> int:
         """Return the bytes that a measured call allocates beside its results."""
         return self._known[call]
 
@@ -130,7 +130,7 @@ class KernelScratch:
         return tuple(a + b for a, b in zip(functional_transient(graph), scratch, strict=True))
 
 
-def _call_of_op(graph: Graph, kernel: KernelCall) -> Call | None:
+def _call_of_op(graph: Graph, kernel: KernelCall) -> SizedCall | None:
     """Return the call of an op; None for one whose kernel takes no memory for itself."""
 
     def like(leaf: Any) -> Any:
@@ -144,10 +144,10 @@ def _call_of_op(graph: Graph, kernel: KernelCall) -> Call | None:
 
 
 @dataclass(slots=True)
-class _Run:
+class _ScratchRun:
     """A call on zeros; `made` are the bytes of its results in memory of their own."""
 
-    call: Call
+    call: SizedCall
     made: int = 0
     refused: bool = False
     _given: Any = None

@@ -1,4 +1,4 @@
-"""Plans a training step for sizes of its batch, and says what each needs on a device."""
+"""Plans of a training step for sizes of its batch, and what each needs on a device."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Answered:
 
 @dataclass(slots=True)
 class StepQuestion:
-    """What is asked about a step: plans sizes of its batch on a device, and remembers what they need."""
+    """Plans a step for sizes of its batch on a device, and remembers what they need."""
 
     example: StepExample
     optimizer: str | MakeOptimizer

@@ -8,15 +8,15 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from benchmarks.zoo import ZOO
 from memplan.analysis.forecast import Forecast, Residence
 from memplan.core.evictions import OFFLOAD_WAIT, RELOAD, TRANSFERS, Action
 from memplan.core.graph import StorageKind
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, MemplanError, UnknownName
 from memplan.planning.options import PlanOptions
-from memplan.trace import plan_traced, trace
+from memplan.trace import plan_traced
 from tests.graph_strategies import plans
+from tests.models import traced_nano
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, plan_of_everything
 from tests.runtime.test_host_resident import _plan as streamed_plan
 
@@ -25,7 +25,7 @@ _ON_DEVICE = (Residence.ARENA, Residence.OUTSIDE)
 
 @cache
 def _evicting(model: str) -> tuple[Plan, ...]:
-    traced = trace(*ZOO[model]("nano"))
+    traced = traced_nano(model)
     found = [plan_of_everything(traced), plan_of_everything(traced, redzone=64)]
     for policy in (QUICK, QUICK_RECOMPUTE):
         try:
@@ -109,7 +109,7 @@ def test_evicted_is_what_the_plan_evicts(model: str) -> None:
 
 
 def test_streamed_parameters_are_on_the_host_between_their_uses() -> None:
-    plan = streamed_plan(trace(*ZOO["mlp"]("nano")))
+    plan = streamed_plan(traced_nano("mlp"))
     _check(plan)
     loaded = 0
     for s in plan.graph.storages:

@@ -6,17 +6,17 @@ from functools import cache
 
 import pytest
 
-from benchmarks.zoo import ZOO
 from memplan.core.evictions import RELOAD, TRANSFERS, Action
 from memplan.core.plan import Plan
 from memplan.planning.options import PlanOptions
-from memplan.trace import plan_traced, trace
+from memplan.trace import plan_traced
+from tests.models import traced_nano
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, plan_of_everything
 
 
 @cache
 def _plan(kind: str, model: str) -> Plan:
-    traced = trace(*ZOO[model]("nano"))
+    traced = traced_nano(model)
     if kind == "everything":
         return plan_of_everything(traced)
     policy = QUICK if kind == "copies" else QUICK_RECOMPUTE

@@ -28,9 +28,9 @@ from memplan.evict.workload import Policy, Workload
 from memplan.report.text_diagrams import stack_text
 from memplan.schedule import make_schedule
 from memplan.solvers import solve
-from memplan.trace import trace
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder
+from tests.models import traced_nano
 
 _CAPACITY, _END = 80, 10
 
@@ -174,7 +174,7 @@ def test_E3_first_fit_needs_one_hole() -> None:  # noqa: N802
 
 @cache
 def _gpt2() -> tuple[Graph, Workload]:
-    graph = trace(*zoo.gpt2("nano")).graph
+    graph = traced_nano("gpt2").graph
     workload = workload_of(graph, alignment=64)
     return graph, replace(workload, budget=measure(workload, workload.plain).peak // 2)
 

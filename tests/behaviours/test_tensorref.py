@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 
-from benchmarks import zoo
 from memplan.core.graph import Graph
 from memplan.evict.events import Kind
 from memplan.evict.judge.arrays import measure
@@ -15,13 +14,13 @@ from memplan.evict.policies.flow import flow
 from memplan.evict.policies.genoa import genoa
 from memplan.evict.workload import Workload
 from memplan.evict.workload_limits import floor
-from memplan.trace import trace
 from tests.evict.judge import judged, workload_of
+from tests.models import traced_nano
 
 
 @cache
 def _model(name: str, *, host_resident: bool) -> tuple[Graph, Workload]:
-    graph = trace(*getattr(zoo, name)("nano")).graph
+    graph = traced_nano(name).graph
     return graph, workload_of(graph, alignment=64, host_resident=host_resident)
 
 

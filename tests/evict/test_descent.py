@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import zoo
 from memplan.evict.judge.arrays import measure
 from memplan.evict.search.decisions import PIN, DecisionSearch
 from memplan.evict.search.descent import anneal_walk, descend, descend_classes, singles, storage_classes
-from memplan.trace import trace
 from tests.evict.judge import workload_of
+from tests.models import traced_nano
 
 
 def _search(share: float, **options: bool) -> DecisionSearch:
-    workload = workload_of(trace(*zoo.llama("nano")).graph, alignment=64)
+    workload = workload_of(traced_nano("llama").graph, alignment=64)
     return DecisionSearch(workload.within(int(measure(workload, workload.plain).peak * share)), **options)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from benchmarks import zoo
 from memplan.core.graph import Graph
 from memplan.errors import BudgetInfeasible
 from memplan.evict.judge.arrays import measure
@@ -23,9 +22,9 @@ from memplan.evict.simulator.eviction_simulator import EvictionSimulator
 from memplan.evict.simulator.memory import ByteCounter
 from memplan.evict.workload import Policy, Workload
 from memplan.evict.workload_limits import floor
-from memplan.trace import trace
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import graphs
+from tests.models import traced_nano
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def by_classes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def llama() -> Graph:
     """Blocks that repeat: two layers are enough for classes with several members."""
-    return trace(*zoo.llama("nano")).graph
+    return traced_nano("llama").graph
 
 
 def _within(graph: Graph, share: float) -> Workload:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks import zoo
 from memplan.core.graph import Graph
 from memplan.errors import BudgetInfeasible
 from memplan.evict.events import Event, Events, Kind
@@ -20,9 +19,9 @@ from memplan.evict.policies.auto import recompute
 from memplan.evict.policies.cpsat import optimum
 from memplan.evict.workload import Workload
 from memplan.evict.workload_limits import floor
-from memplan.trace import trace
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import graphs
+from tests.models import traced_nano
 
 
 def _everything(workload: Workload) -> Iterator[Events]:
@@ -66,7 +65,7 @@ def test_it_is_that_of_trying_everything(graph: Graph, share: float) -> None:
 
 @cache
 def _model(name: str) -> tuple[Graph, Workload]:
-    graph = trace(*getattr(zoo, name)("nano")).graph
+    graph = traced_nano(name).graph
     return graph, workload_of(graph, alignment=64)
 
 

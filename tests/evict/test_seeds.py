@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from benchmarks import zoo
 from memplan.core.graph import Graph
 from memplan.errors import BudgetInfeasible
 from memplan.evict.judge.arrays import measure
@@ -16,9 +15,9 @@ from memplan.evict.policies.dtr import dtr
 from memplan.evict.policies.seeds import decisions_of
 from memplan.evict.search.decisions import DecisionSearch
 from memplan.evict.workload_limits import floor
-from memplan.trace import trace
 from tests.evict.judge import workload_of
 from tests.graph_strategies import graphs
+from tests.models import traced_nano
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,7 +37,7 @@ def test_never_slower_than_dtr(graph: Graph) -> None:
 
 @pytest.mark.parametrize("share", [0.8, 0.6])
 def test_events_become_decisions_that_can_be(share: float) -> None:
-    workload = workload_of(trace(*zoo.gpt2("nano")).graph, alignment=64)
+    workload = workload_of(traced_nano("gpt2").graph, alignment=64)
     workload = replace(workload, budget=int(measure(workload, workload.plain).peak * share))
     search = DecisionSearch(workload)
     start = search.start()

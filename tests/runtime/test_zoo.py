@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.zoo import ZOO
 from memplan.core.problem import Status
 from memplan.planning.options import PlanOptions
+from memplan.runtime import CompiledModule
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import plan_traced, trace
+from tests.models import traced_nano
 from tests.runtime.reference import Interpreted
 from tests.steps import loss_of
 
@@ -20,11 +24,16 @@ def _relative(one: torch.Tensor, two: torch.Tensor) -> float:
     return float((one - two).abs().max() / two.abs().max().clamp_min(1e-30))
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_bitwise_equal_to_interpretation_of_the_traced_graph(name: str) -> None:
-    model, args = ZOO[name]("nano")
+@pytest.fixture(scope="module", params=ZOO)
+def poisoned(request: pytest.FixtureRequest) -> tuple[CompiledModule, nn.Module, tuple[Any, ...]]:
+    """A model of the zoo, compiled with poison in its arena; the model itself, and its inputs."""
+    model, args = ZOO[request.param]("nano")
+    return memplan_compile(model, args, sanitize="poison"), model, args
+
+
+def test_bitwise_equal_to_interpretation_of_the_traced_graph(poisoned: Any) -> None:
+    compiled, model, args = poisoned
     reference = Interpreted(copy.deepcopy(model), args)
-    compiled = memplan_compile(model, args, sanitize="poison")
     for seed in range(2):
         before = {key: buffer.clone() for key, buffer in model.named_buffers()}
         reference.model.load_state_dict(model.state_dict())
@@ -42,11 +51,10 @@ def test_bitwise_equal_to_interpretation_of_the_traced_graph(name: str) -> None:
             assert torch.equal(buffer, mutated.get(key, before[key])), key
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_trains_like_eager_over_three_steps_and_one_accumulation(name: str) -> None:
-    model, args = ZOO[name]("nano")
+def test_trains_like_eager_over_three_steps_and_one_accumulation(poisoned: Any) -> None:
+    compiled, model, args = poisoned
+    model.zero_grad()
     eager = copy.deepcopy(model)
-    compiled = memplan_compile(model, args, sanitize="poison")
     ours = torch.optim.SGD(compiled.parameters(), lr=1e-3, momentum=0.9)
     theirs = torch.optim.SGD(eager.parameters(), lr=1e-3, momentum=0.9)
     for seed in range(3):
@@ -78,22 +86,20 @@ def test_no_kernel_writes_outside_its_buffer(name: str) -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_the_arena_is_max_live(name: str) -> None:
-    model, args = ZOO[name]("nano")
-    best = plan_traced(trace(model, args))
+    best = plan_traced(traced_nano(name))
     assert best.arena_size == best.max_live
     assert best.solution.status is Status.OPTIMAL
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_greedy_is_close_to_max_live_without_reuse(name: str) -> None:
-    p = plan_traced(trace(*ZOO[name]("nano"), in_place=False), PlanOptions(schedule="traced", solver="greedy"))
+    p = plan_traced(traced_nano(name, in_place=False), PlanOptions(schedule="traced", solver="greedy"))
     assert p.max_live <= p.arena_size <= (1.10 if name == "t5" else 1.02) * p.max_live
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_reuse_in_place_never_needs_more(name: str) -> None:
-    model, args = ZOO[name]("nano")
-    with_reuse, without = (plan_traced(trace(model, args, in_place=choice)) for choice in (True, False))
+    with_reuse, without = (plan_traced(traced_nano(name, in_place=choice)) for choice in (True, False))
     assert with_reuse.max_live <= without.max_live
 
 

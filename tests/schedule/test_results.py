@@ -16,7 +16,7 @@ from memplan.core.graph import Graph, Phase
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import compile_step as memplan_compile_step
 from memplan.schedule import Schedule, make_schedule, predecessors, require_legal
-from memplan.trace import trace
+from tests.models import traced_nano
 
 
 def shuffled(seed: int) -> Any:
@@ -110,7 +110,7 @@ def test_the_default_order_lowers_the_arena_and_gives_the_same_bits(name: str) -
 
 
 def test_random_and_mutating_ops_keep_their_order_in_every_policy() -> None:
-    graph = trace(*ZOO["bert"]("nano")).graph
+    graph = traced_nano("bert").graph
     draws = [i for i, op in enumerate(graph.ops) if op.random]
     assert len(draws) > 1
     order = shuffled(5)(graph).order

@@ -41,7 +41,8 @@ class Depthwise(nn.Module):
         self.deep = nn.Conv2d(32, 32, 7, padding=3, groups=32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.deep(self.norm(self.stem(x))).square().mean()
+        loss: torch.Tensor = self.deep(self.norm(self.stem(x))).square().mean()
+        return loss
 
 
 class Recurrent(nn.Module):
@@ -52,7 +53,8 @@ class Recurrent(nn.Module):
         self.lstm = nn.LSTM(16, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lstm(x)[0].square().mean()
+        loss: torch.Tensor = self.lstm(x)[0].square().mean()
+        return loss
 
 
 MODELS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
@@ -123,7 +125,12 @@ def test_equal_calls_run_once_and_other_kernels_never(monkeypatch: pytest.Monkey
     assert call_of(torch.ops.aten.mm.default, (weight, weight), {}, like_tensor) is None
     assert call_of(conv, (torch.empty(0, 4, 8, 8), *arguments[1:]), {}, like_tensor) is None
     runs: list[Any] = []
-    monkeypatch.setattr(kernel_scratch, "peak_bytes", lambda thunks, device: runs.append(thunks) or [0] * len(thunks))
+
+    def counted(thunks: Any, device: torch.device) -> list[int]:
+        runs.append(thunks)
+        return [0] * len(thunks)
+
+    monkeypatch.setattr(kernel_scratch, "peak_bytes", counted)
     scratch = KernelScratch()
     scratch.measure([call, call])
     scratch.measure([call])

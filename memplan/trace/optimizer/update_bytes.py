@@ -18,6 +18,7 @@ from memplan.trace.allocations import Allocations, storage_of
 Parameters = Iterable[torch.nn.Parameter]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 NONE = "none"
+_NUMBER = 8  # bytes: torch makes a tensor of the host of a Python number while an op of the update reads it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ def update_bytes(
         parameters: The parameters, of any device.
         foreach: Update all parameters together where the class can and nothing else is asked for, as torch does on
             accelerators.
-        counters: Count what the optimizer keeps on the host, such as the number of steps of each parameter, too.
+        counters: Count what is on the host too: the number of steps of each parameter, and a number in an update.
 
     Raises:
         InvalidModel: There is no such optimizer, or it cannot update these parameters.
@@ -63,8 +64,9 @@ def update_bytes(
         raise _failed(made, error) from error
     state = _bytes_of(made.state.values(), counters=False)
     temporaries = max(counted.peak - state, 0)
-    kept = _bytes_of(made.state.values(), counters=True) if counters else state
-    return UpdateBytes(name=type(made).__name__, state=kept, temporaries=temporaries)
+    if counters:
+        state, temporaries = _bytes_of(made.state.values(), counters=True), temporaries + _NUMBER
+    return UpdateBytes(name=type(made).__name__, state=state, temporaries=temporaries)
 
 
 def _with_gradient(p: torch.nn.Parameter) -> torch.nn.Parameter:
