@@ -270,12 +270,14 @@ def table_of(verdicts: Sequence[Verdict]) -> Table:
         "program's own).",
         "",
         "Peaks: the fourth training step, by memory events, with all tensors that are alive before it, alignment "
-        "padding apart. Most programs need less than a megabyte, and what a compiled module keeps beside its arena "
-        "(example inputs, states of random numbers) is a large part of it: the ratios say little about large ones. "
-        "Where they are above 1, the causes that were looked at are: the temporaries of an optimizer's own step, which "
-        "come on top of an arena that is idle then (bert, deberta); memory that kernels take by themselves while the "
-        "arena is full (convolution's backward, oneDNN's recurrent layers: mnist, mnist_rnn, pruning); and a copy of a "
-        "compiled module, which has an arena of its own (ema).",
+        "padding of single plans apart; 'forward and backward' leaves out what is alive only while an optimizer's "
+        "own `step()` runs. Most programs need less than a megabyte, and what a compiled module keeps beside its "
+        "arena is a large part of it: the ratios say little about large ones. Where they are above 1, the causes "
+        "that were looked at are: the temporaries of an optimizer's own step, which come on top of an arena that "
+        "is idle then (deberta, accelerate_loop); the gradient of a model's output, which autograd holds until the"
+        " backward of the whole model ends (super_resolution, word_lm_transformer); the example that "
+        "`memplan.compile` keeps (regression, simclr); alignment in arenas of several calls (actor_critic); and "
+        "calls in flight whose order changes from step to step (dcgan).",
         "",
         *counts,
         "",

@@ -465,3 +465,33 @@ def test_the_first_batch_is_not_kept() -> None:
         gc.collect()
         assert all(ref() is None for ref in kept), "something keeps the bytes of a batch"
     assert max(len(graph.instances) for graph in backend.graphs) == 2
+
+
+def test_orders_that_alternate_come_to_rest() -> None:
+    """As in pytorch/examples/dcgan: every second step ends with a call that waits while the next step begins."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8)), nn.Sequential(nn.Linear(8, 16), nn.GELU())
+    models = copy.deepcopy(eager)
+    backend = memplan.Backend()
+    compiled: list[Any] = [torch.compile(model, backend=backend) for model in models]
+    waiting: list[Any] = [None, None]
+    seen: list[Any] = []
+    for step in range(24):
+        batches = torch.randn(6, 8), torch.randn(6, 4)
+        pairs: Any = (eager, compiled)
+        for i, (g, d) in enumerate(pairs):
+            d(batches[0]).sum().backward()
+            waiting[i] = fake = g(batches[1])
+            d(fake.detach()).square().sum().backward()
+            d(fake).sum().backward()
+            if step % 2:
+                waiting[i] = g(batches[1] + 1)
+            del fake
+        for one, two in zip(eager, models, strict=True):
+            for p, q in zip(one.parameters(), two.parameters(), strict=True):
+                assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+        placed = [id(instance.runner) for graph in backend.graphs for instance in graph.instances]
+        seen.append((backend.arena_size, placed))
+    assert len(backend.graphs) == 3
+    assert len(seen[-1][1]) == 4, "each order makes instances of its own"
+    assert seen[-1] == seen[-2] == seen[-3] == seen[-4], "programs are moved in every step"

@@ -505,6 +505,19 @@ def test_accumulation_on_models_of_the_zoo(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), eager.buffers(), strict=True))
 
 
+def test_batches_of_a_loader_are_lists() -> None:
+    nets = [_net(), _net()]
+    optimizers = [OPTIMIZERS["sgd"](net.parameters()) for net in nets]
+    data = torch.utils.data.TensorDataset(*(torch.cat(parts) for parts in zip(*map(_batch, range(2)), strict=True)))
+    loader = torch.utils.data.DataLoader(data, batch_size=len(_batch()[0]))
+    step = compile_step(nets[0], optimizers[0], F.mse_loss, next(iter(loader)))
+    for batch in loader:
+        assert torch.equal(step(*batch), _eager(WithLoss(nets[1]), optimizers[1], *batch))
+    assert _same_parameters(*nets)
+    with pytest.raises(UnsupportedGraph, match="the batch has 1 parts"):
+        compile_step(nets[0], optimizers[0], F.mse_loss, [*_batch(), _batch()[0]])
+
+
 def test_accumulated_gradients_are_counted() -> None:
     net = _net()
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -80,7 +80,8 @@ def compile_step(
         loss_fn: The loss. If it takes one argument, the step computes `loss_fn(model(*batch))`; otherwise the batch is
             `(inputs, targets)` and the step computes `loss_fn(model(inputs), targets)`, with tuples unpacked.
         example_batch: A tuple of the batch's parts, a dict of the model's keywords (without `example_kwargs`), or the
-            only part: real tensors with the shapes, dtypes and devices of a typical batch. Others are planned anew.
+            only part: real tensors with the shapes, dtypes and devices of a typical batch. Others are planned anew. If
+            `loss_fn` takes inputs and targets, a list of both, as a `DataLoader` yields, is taken apart.
         example_kwargs: Keyword arguments of the model. With `lambda out: out.loss`, `step(**batch)` trains a model of
             transformers.
         clip_grad_norm: The maximum of the global 2-norm of all gradients. All updates then wait for all gradients.
@@ -167,7 +168,7 @@ def compile_step(
             raise MemplanError(what, where="compile_step", hint="leave out plan=")
         loss = LossModule(model, loss_fn)
         batch, kwargs = arguments_of(example_batch, example_kwargs)
-        loss.require_parts(batch)
+        batch = loss.parts_of(batch)
         if not allow_unsynchronized:
             require_no_reducer(model)
         builder = StepBuilder(loss, optimizer, options)

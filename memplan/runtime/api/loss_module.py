@@ -21,8 +21,13 @@ class LossModule(nn.Module):
         self.loss_fn = loss_fn
         self.with_targets = _positional_arguments(loss_fn) > 1
 
-    def require_parts(self, batch: tuple[Any, ...]) -> None:
-        """Raise `UnsupportedGraph` if the batch does not have the parts that `loss_fn` takes."""
+    def parts_of(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the parts of an example batch; a list of both parts, as a `DataLoader` yields, is taken apart.
+
+        Raises `UnsupportedGraph` if it does not have the parts that `loss_fn` takes.
+        """
+        if self.with_targets and len(batch) == 1 and isinstance(batch[0], list) and len(batch[0]) == 2:
+            batch = tuple(batch[0])
         if self.with_targets and len(batch) != 2:
             what = f"loss_fn takes several arguments, but the batch has {len(batch)} parts"
             hint = "pass (inputs, targets), or a loss_fn of one argument"
@@ -30,6 +35,7 @@ class LossModule(nn.Module):
                 what = f"{what}: a dict is the model's keywords"
                 hint = "pass a loss_fn of one argument, the model's result"
             raise UnsupportedGraph("example_batch", what, hint, see="loss-arguments")
+        return batch
 
     def forward(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
         if not self.with_targets:

@@ -78,7 +78,14 @@ class PendingCalls:
 
         waiting = len(self.coordinator.waiting)
         if waiting < self.most or not runner.traced.training:
-            found = idle_instance(instances, self.coordinator, make, most=self.most, first=lambda _: True)
+            found = idle_instance(
+                instances,
+                self.coordinator,
+                make,
+                most=self.most,
+                first=lambda _: True,
+                may_move=not self._options.has_budget,
+            )
             if found is not None:
                 return found.runner
         if not self._warned:

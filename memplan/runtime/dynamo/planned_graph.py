@@ -234,7 +234,12 @@ class PlannedGraph:
                 return GraphInstance(module, traced, runner, crossings=self._crossings, ends=self._ends)
 
         found = idle_instance(
-            instances, coordinator, make, most=MAX_IN_FLIGHT, first=lambda one: one.module.holds(inputs)
+            instances,
+            coordinator,
+            make,
+            most=MAX_IN_FLIGHT,
+            first=lambda one: one.module.holds(inputs),
+            may_move=not self._options.has_budget,
         )
         if found is None and not self._coordinators.warned:
             self._coordinators.warned = True

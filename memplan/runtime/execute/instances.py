@@ -66,12 +66,18 @@ def idle_instance(
     *,
     most: int,
     first: Callable[[AnInstance], bool],
+    may_move: bool,
 ) -> AnInstance | None:
     """Return an instance that can run now, one of `first` if there is one, else a new one; None beyond the limit.
 
-    `make` makes a new instance, of which there are `most`; then an idle one that is not of `first` is taken.
+    `make` makes a new instance, of which there are `most`; then an idle one that is not of `first` is taken. With
+    `may_move`, one of `first` whose place calls in flight hold, as they came in another order, moves instead.
     """
     found = next((instance for instance in instances if first(instance) and coordinator.is_idle(instance)), None)
+    if found is None and may_move:
+        found = next((one for one in instances if first(one) and one.ownership.pending is None), None)
+        if found is not None:
+            coordinator.take_out(found)
     if found is None and len(instances) >= most:
         found = next(filter(coordinator.is_idle, instances), None)
     elif found is None:

@@ -6,8 +6,8 @@ order of forwards and backwards. With that order, the buffers of all its instanc
 a place for each in the shared arena: bytes that one releases are used by the next. The shared arena grows while nothing
 is in flight, and steps of other orders share its bytes.
 
-If a later call comes in another order, it gets another instance. If backwards come in another order, activations that
-one would overwrite are copied first, and copied back for their own backward.
+If a later call comes in another order, its instance moves out, or another one is made. If backwards come in another
+order, activations that one would overwrite are copied first, and copied back for their own backward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import ArenaOwnership, InFlight, LeftGradients
 from memplan.runtime.memory.joint_placement import InstanceEvent, completed_events, joint_plans
 
-_MAX_LAYOUTS = 8  # of one instance: a program whose order never repeats keeps its last layout
+_MAX_LAYOUTS = 8  # of one instance: one whose order never repeats keeps its last layout, or an arena of its own
 _MAX_EVENTS = 1024  # in one step
 _SHRINKS_AFTER = 4  # steps with a backward that need less than the shared arena has
 PrepareStep = Callable[[Sequence[Any], Sequence[tuple[int, bool]]], None]
@@ -295,7 +295,7 @@ class ArenaCoordinator:
                 events, self._events, self._given_up = self._events, [], False
                 conflicts, self._conflicts = self._conflicts, False
             instances = list({id(e.instance): e.instance for e in events}.values())
-            homeless = any(instance.slot is None for instance in instances)
+            homeless = any(one.slot is None and one.layouts < _MAX_LAYOUTS for one in instances)
             again = conflicts and all(instance.layouts < _MAX_LAYOUTS for instance in instances)
             if (homeless or again) and len({instance.arena.device for instance in instances}) == 1:
                 with torch.inference_mode(False):
@@ -345,6 +345,13 @@ class ArenaCoordinator:
                 instance.slot, plan = None, instance.plan
                 arena = Arena(plan.arena_size, instance.arena.device)
             instance.move(plan, part_of(arena, instance.ownership))
+
+    def take_out(self, instance: ArenaUser) -> None:
+        """Move an instance that is not in flight to an arena of its own, as calls in flight hold bytes of its place."""
+        with torch.inference_mode(False):
+            arena = Arena(instance.plan.arena_size, instance.arena.device)
+            instance.move(instance.plan, part_of(arena, instance.ownership))
+        instance.slot = None
 
     def _lay_out(self, instances: Sequence[ArenaUser], events: Sequence[InstanceEvent]) -> None:
         """Place all buffers of all instances in the shared arena, and move the instances there."""
