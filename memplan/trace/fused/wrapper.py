@@ -40,9 +40,9 @@ def recording(device_type: str, group_bytes: int | None = None) -> Iterator[Writ
     common.init_backend_registration()
     with compile_lock:
         own = common.device_codegens[device_type]
-        scheduling = bounded(own.scheduling, group_bytes)
-        common.register_backend_for_device(
-            device_type, scheduling, RecordingWrapper, own.cpp_wrapper_codegen, own.fx_wrapper_codegen
+        # not by register_backend_for_device, which forgets the passes and settings of the device
+        common.device_codegens[device_type] = replace(
+            own, scheduling=bounded(own.scheduling, group_bytes), wrapper_codegen=RecordingWrapper
         )
         _current.code = code = WrittenCode()
         try:

@@ -41,12 +41,15 @@ def test_inductors_lines_have_the_fields_that_are_read() -> None:
     assert {f.name for f in dataclasses.fields(lines.KernelCallLine)} >= CALL_FIELDS
 
 
-def test_the_registration_is_restored_also_after_an_error() -> None:
+def test_the_registration_is_restored_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     common.init_backend_registration()
     before = common.device_codegens["cpu"]
+    passes = object()
+    monkeypatch.setitem(common.custom_backend_passes, "cpu", passes)
     with recording("cpu"):
         assert common.device_codegens["cpu"].wrapper_codegen is RecordingWrapper
     assert common.device_codegens["cpu"] is before
+    assert common.custom_backend_passes["cpu"] is passes
     with pytest.raises(RuntimeError, match="inside"), recording("cpu"):
         raise RuntimeError("inside")
     assert common.device_codegens["cpu"] is before
