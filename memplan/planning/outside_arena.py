@@ -20,6 +20,7 @@ from memplan.core.schedule import make_schedule, storage_intervals
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
 
+_RECURRENT = "aten.mkldnn_rnn_layer"  # with its workspace outside, its backward took more than the trial had measured
 _TRIES = 3  # fragmentation makes an arena larger than what is alive at once; each try leaves more outside
 
 
@@ -159,7 +160,8 @@ def _candidates(plan: Plan, beside: Sequence[int], *, gradients: bool, saved: bo
         name, nbytes = graph.storages[storage].name, graph.storages[storage].nbytes
         if name not in sizes or not _is_spanned(values[storage]):
             continue
-        within = saved or live.end <= graph.forward_ops or live.start >= graph.forward_ops
+        across = saved and not graph.ops[order[live.start]].target.startswith(_RECURRENT)
+        within = across or live.end <= graph.forward_ops or live.start >= graph.forward_ops
         inner = members[storage].isdisjoint(returned)
         if (inner and within) or (gradients and storage in graph.gradients_in_arena):
             first = order[live.start]
