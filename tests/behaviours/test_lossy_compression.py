@@ -170,7 +170,7 @@ def test_P9_the_forward_keeps_its_bits_and_a_plan_its_gradients(dtype: torch.dty
     assert outcome_of(model, memplan.compile(model, args, plan=tmp_path / "plan.json"), *args, seed=1).same_as(
         reference
     )
-    budget = int(0.9 * lossy.plan.arena_size)
+    budget = int(0.9 * memplan.plan(model, args, compress="int8", gradients="safe").arena_size)
     within = memplan.compile(
         model, args, compress="int8", gradients="safe", arena_budget=budget, policy=QUICK, sanitize="poison"
     )

@@ -72,10 +72,10 @@ def test_a_page_that_cannot_be_written_is_bad_input(
     assert not (tmp_path / "d.html").exists()
 
 
-def test_a_snapshot_has_no_plan_to_draw(run: Run, plan_file: Path, tmp_path: Path) -> None:
+def test_a_recording_has_no_plan_to_draw(run: Run, plan_file: Path, tmp_path: Path) -> None:
     code, out, err = run("diff", "snapshot.pickle", plan_file, "--html", "d.html")
     assert (code, out) == (2, "")
-    assert "a snapshot has no plan that could be drawn" in err
+    assert "a recording has no plan that could be drawn" in err
     assert not (tmp_path / "d.html").exists()
 
 
