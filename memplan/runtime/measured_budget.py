@@ -188,15 +188,19 @@ def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGra
     graph, plan = built.traced.graph, built.runner.plan
     beside = beside_results(_placed(graph) if built.traced.runs_on else graph, known.transient)
     eager = eager_total(graph, beside)
-    limit = eager - eager // _PRECISION + plan.padding + options.reserved
-    if _one_by_one(plan).on_device <= limit or plan.redzone:
+    most = eager + plan.padding + options.reserved
+    limit = most - eager // _PRECISION
+    need = _one_by_one(plan).on_device
+    if need <= limit or plan.redzone:
         return None
     found = None
     if plan.eviction is None or plan.eviction.policy == "checkpoint":
-        here = beside_results(plan.graph, plan.transient)
-        gradients = options.gradients == "auto"
-        saved = plan.eviction is None and not options.recorded  # what is computed again is not left to the backward
-        found = plan_partly_outside(plan, here, limit, options, gradients=gradients, saved=saved)
+        here, gradients = beside_results(plan.graph, plan.transient), options.gradients == "auto"
+        found = plan_partly_outside(plan, here, limit, options, gradients=gradients, saved=False)
+        # Each call allocates what is left to the backward, where no sanitizer sees it.
+        may_leave = need > most and plan.eviction is None and not (options.recorded or options.sanitize)
+        if may_leave and (found is None or found.total > limit):
+            found = plan_partly_outside(plan, here, limit, options, gradients=gradients, saved=True)
     if found is not None and found.total <= limit:
         return outside_as_in(built.traced, found, gradients=True), found
     policy: str | Policy = options.policy

@@ -339,7 +339,7 @@ def dropped(device: LateDevice) -> dict[str, Any]:
     def outcome(*, cuda_graph: bool) -> bool:
         model = _layers()
         x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).to(HERE)
-        compiled = memplan.compile(model, x, gradients="safe", cuda_graph=cuda_graph)
+        compiled = memplan.compile(model, x, train=False, cuda_graph=cuda_graph)
         sizes = (compiled.plan.arena_size, *(x.nbytes for _ in range(20)))
         with torch.no_grad():
             compiled(x)
