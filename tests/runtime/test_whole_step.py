@@ -317,7 +317,7 @@ def test_a_step_that_is_refused_leaves_the_optimizer_as_it_was() -> None:
     net = WithLoss(_net())
     optimizer = torch.optim.AdamW(net.parameters())
     with pytest.raises(UnsupportedGraph):
-        compile_step(net, optimizer, lambda y: y * float(y), _batch())
+        compile_step(net, optimizer, lambda y: y * float(y), _batch(), fullgraph=True)
     assert not optimizer.state
     _eager(net, optimizer, *_batch())
     optimizer.param_groups[0]["amsgrad"] = True
