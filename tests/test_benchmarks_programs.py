@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.peak_measure import live_bytes
 from benchmarks.program_run import Program, Run, outcome_of
 from benchmarks.program_zoo import PROGRAMS
 from benchmarks.programs import Record, Result, Verdict, judge, missing, run, table_of
@@ -127,10 +128,11 @@ def test_the_peak_of_forward_and_backward_leaves_the_optimizers_temporaries_out(
             optimizer.step()
             optimizer.zero_grad()
 
+    others = live_bytes()  # of other tests in this process
     found = outcome_of(Program(run=trains), "eager")
     size = 4 * 1001 * 500
-    assert 4 * size <= found["passes_peak"] < 4.1 * size  # parameters, two states, gradients
-    assert found["peak"] >= 5 * size
+    assert 4 * size <= found["passes_peak"] - others < 4.1 * size  # parameters, two states, gradients
+    assert found["peak"] - others >= 5 * size
 
 
 def test_a_record_goes_on_where_it_was(tmp_path: Path) -> None:

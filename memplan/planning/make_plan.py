@@ -73,6 +73,9 @@ def make_plan(scheduled: ScheduledGraph, options: PlanOptions = DEFAULTS) -> Pla
     return scheduled.plan(problem, solved(problem, options))
 
 
-def solved(problem: Problem, options: PlanOptions) -> Solution:
-    """Return the solution of a problem by the solver, in the layout and within the time that `options` name."""
-    return solve(problem, solver=options.layout_solver, time_limit=options.time_limit)
+def solved(problem: Problem, options: PlanOptions, *, capacity: int | None = None) -> Solution:
+    """Return the solution of a problem by the solver, in the layout and within the time that `options` name.
+
+    With a `capacity` (bytes), it is the first one within it that is found, and none that is smaller is looked for.
+    """
+    return solve(problem, solver=options.layout_solver, time_limit=options.time_limit, capacity=capacity)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from memplan.core.evictions import EvictionPlan
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
-from memplan.core.problem import Problem, Solution
+from memplan.core.problem import Problem, Solution, Status
 from memplan.core.schedule import Schedule, make_schedule
 from memplan.evict.costs import CostModel
 from memplan.evict.workload import in_order
@@ -56,13 +56,14 @@ def with_overlap(base: ScheduledGraph, plan: Plan, options: PlanOptions, costs: 
             made = _placed(plan, step, found, schedule, plan.solution)
             if not _keeps_total(made, found.problem.max_live, plan):  # before it is placed, which may take long
                 continue
-            solution = solved(found.problem, options)
-            if solution.arena_size <= limit:
+            solution = solved(found.problem, options, capacity=limit)
+            if solution.status in (Status.OPTIMAL, Status.FEASIBLE):
                 made = replace(made, solution=solution)
                 if _keeps_total(made, solution.arena_size, plan):
                     return _recorded(made, found.sources, costs, base_seconds)
                 continue
-            over.append(min(live, found.problem.max_live) - (solution.arena_size - limit))
+            needed = max(solution.arena_size, found.problem.max_live)  # a placement may be missing
+            over.append(min(live, found.problem.max_live) - (needed - limit))
         if not over:
             break
         live = max(over)
