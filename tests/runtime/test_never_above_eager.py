@@ -218,7 +218,17 @@ def test_what_the_backward_needs_may_be_outside_too() -> None:
     assert _same(_gradients(model, compiled(x).sum()), _gradients(reference, reference(x).sum()))
 
 
-@pytest.mark.parametrize("option", [{}, {"sanitize": "poison"}, {"gradients": "added"}])
+def test_a_sanitizer_sees_what_the_backward_needs_unless_a_plan_leaves_it_outside() -> None:
+    model, reference, plain, x = _saves()
+    checked = memplan.compile(copy.deepcopy(model), x, sanitize="poison")
+    assert not checked._selector.main.program.left
+    given = memplan.compile(model, x, sanitize="poison", plan=plain.plan)
+    assert given._selector.main.program.left
+    expected = _gradients(reference, reference(x).square().sum())
+    assert _same(_gradients(model, given(x).square().sum()), expected)
+
+
+@pytest.mark.parametrize("option", [{}, {"gradients": "added"}])
 def test_what_is_left_to_the_backward_outside_is_that_of_its_own_forward(option: dict[str, Any]) -> None:
     model, reference, compiled, x = _saves(**option)
     expected = _gradients(reference, reference(x).square().sum())
