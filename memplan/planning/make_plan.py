@@ -73,9 +73,18 @@ def make_plan(scheduled: ScheduledGraph, options: PlanOptions = DEFAULTS) -> Pla
     return scheduled.plan(problem, solved(problem, options))
 
 
-def solved(problem: Problem, options: PlanOptions, *, capacity: int | None = None) -> Solution:
+def solved(
+    problem: Problem, options: PlanOptions, *, capacity: int | None = None, work_limit: int | None = None
+) -> Solution:
     """Return the solution of a problem by the solver, in the layout and within the time that `options` name.
 
     With a `capacity` (bytes), it is the first one within it that is found, and none that is smaller is looked for.
+    `work_limit`: the most units of work of the solver; None for its default.
     """
-    return solve(problem, solver=options.layout_solver, time_limit=options.time_limit, capacity=capacity)
+    return solve(
+        problem,
+        solver=options.layout_solver,
+        time_limit=options.time_limit,
+        work_limit=work_limit,
+        capacity=capacity,
+    )

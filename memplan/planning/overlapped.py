@@ -24,6 +24,7 @@ from memplan.planning.simulate import simulate
 from memplan.solvers import solve
 
 _TRIES = 4
+_WORK = 100_000  # units for each placement: one that is hard to find gives way to one with fewer bytes alive
 
 
 def with_overlap(base: ScheduledGraph, plan: Plan, options: PlanOptions, costs: CostModel) -> Plan:
@@ -56,7 +57,7 @@ def with_overlap(base: ScheduledGraph, plan: Plan, options: PlanOptions, costs: 
             made = _placed(plan, step, found, schedule, plan.solution)
             if not _keeps_total(made, found.problem.max_live, plan):  # before it is placed, which may take long
                 continue
-            solution = solved(found.problem, options, capacity=limit)
+            solution = solved(found.problem, options, capacity=limit, work_limit=_WORK)
             if solution.status in (Status.OPTIMAL, Status.FEASIBLE):
                 made = replace(made, solution=solution)
                 if _keeps_total(made, solution.arena_size, plan):
