@@ -445,7 +445,7 @@ def test_a_copy_of_what_was_compiled_is_compiled_by_a_backend_of_its_own() -> No
 
 
 def test_the_first_batch_is_not_kept() -> None:
-    """By one graph, by the copy of its program for a second call in flight, and by programs that share an arena."""
+    """The first batch is kept by no graph, copy of a program for a second call in flight, or shared arena."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     eager = copy.deepcopy(model)
@@ -468,7 +468,7 @@ def test_the_first_batch_is_not_kept() -> None:
 
 
 def test_orders_that_alternate_come_to_rest() -> None:
-    """As in pytorch/examples/dcgan: every second step ends with a call that waits while the next step begins."""
+    """Every second step ends with a call that waits while the next step begins, as in pytorch/examples/dcgan."""
     torch.manual_seed(0)
     eager = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8)), nn.Sequential(nn.Linear(8, 16), nn.GELU())
     models = copy.deepcopy(eager)

@@ -35,7 +35,7 @@ class Peaks(nn.Module):
 
 
 class Saves(nn.Module):
-    """What the backward needs is alive when the arena is fullest, and dead when a convolution needs much for itself."""
+    """Keeps for the backward what is alive when the arena is fullest, and dead when a convolution needs much."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What eager needs is found by running the model on fake tensors, and what kernels need by running them on zeros."""
+"""Tests of what eager needs, found by running a model on fake tensors, and kernels, by running them on zeros."""
 
 from __future__ import annotations
 
