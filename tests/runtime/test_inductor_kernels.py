@@ -166,7 +166,7 @@ def test_torchs_own_compilation_is_left_as_it_is(pair: Any) -> None:
 
 
 def test_a_compilation_of_another_thread_has_torchs_own_wrapper_and_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import compile_fx
+    from torch._inductor import compile_fx, config
     from torch._inductor.codegen import common
 
     from memplan.trace.fused.wrapper import RecordingWrapper
@@ -191,7 +191,8 @@ def test_a_compilation_of_another_thread_has_torchs_own_wrapper_and_bits(monkeyp
         return inner(*args, **options)
 
     monkeypatch.setattr(compile_fx, "compile_fx_inner", beside)
-    compiled = memplan.compile(ours, x, kernels="inductor")
+    with config.patch(fx_graph_cache=False):  # or an earlier run's code is read, and nothing is compiled
+        compiled = memplan.compile(ours, x, kernels="inductor")
     thread.join()
     torch._dynamo.reset()
     expected = gradient(torch.compile(alone)(x), alone)
@@ -320,7 +321,7 @@ def test_a_step_of_generated_kernels_has_no_other_variant(block: tuple[Block, me
 
 
 def test_inductors_own_error_is_one_sentence_and_memplans_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import compile_fx
+    from torch._inductor import compile_fx, config
 
     from memplan.trace.fused.kernel_runs import Replay
 
@@ -328,7 +329,8 @@ def test_inductors_own_error_is_one_sentence_and_memplans_are_its_own(monkeypatc
         raise AssertionError("no lowering\nfor this")
 
     x = torch.ones(4)
-    with monkeypatch.context() as patched:
+    uncached = config.patch(fx_graph_cache=False)  # or an earlier run's code is read, and nothing is compiled
+    with monkeypatch.context() as patched, uncached:
         patched.setattr(compile_fx, "compile_fx_inner", fails)
         with pytest.raises(UnsupportedGraph, match=r"AssertionError: no lowering\n") as no:
             memplan.plan(Added(), x, kernels="inductor")
