@@ -5,11 +5,15 @@ Some CPU kernels (`index_put` that accumulates) do not with several, and tests c
 
 from __future__ import annotations
 
+import gc
 import os
 
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Tracing makes millions of objects that live on: looking through all of them less often saves a tenth of the time.
+gc.set_threshold(100_000, 20, 100)
 
 # No test depends on how busy its machine is. Examples differ from run to run: a property that names no number of its
 # own sees in three runs as many as Hypothesis shows in one.

@@ -151,8 +151,7 @@ def test_random_numbers_are_drawn_again_with_eagers_bits(draws: str, tmp_path: A
     assert all(map(torch.equal, _step(again), _step(model)))
 
 
-@pytest.mark.parametrize("sanitize", ["poison", "redzone"])
-@pytest.mark.parametrize("draws", ["dropout", "randn_like"])
+@pytest.mark.parametrize(("draws", "sanitize"), [("dropout", "redzone"), ("randn_like", "poison")])
 def test_random_numbers_under_budgets_from_all_to_the_least(draws: str, sanitize: Any) -> None:
     model = Net(_PLAIN, draws=draws)
     expected, saves = _step(model), 0
