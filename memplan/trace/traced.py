@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -259,6 +259,16 @@ class TracedGraph:
         """Return the graph with tensors on the meta device in place of the example's."""
         return replace(self, example_inputs=without_data(self.example_inputs))
 
+    def sharing_constants(self, others: Iterable[TracedGraph]) -> TracedGraph:
+        """Return the graph with constants of `others` in place of its own where these are the same bits.
+
+        Constants that a step writes to stay its own.
+        """
+        known = [b.tensor for one in others for b in one.bindings if b.source is Source.CONSTANT and not b.written]
+        if not known:
+            return self
+        return replace(self, bindings=tuple(_shared(b, known) for b in self.bindings))
+
     def bound(self, source: Source) -> tuple[Binding, ...]:
         """Return the bindings of one source, in order."""
         return tuple(b for b in self.bindings if b.source is source)
@@ -281,3 +291,22 @@ def without_data(leaves: Collection[Any]) -> tuple[Any, ...]:
 def _meta(x: torch.Tensor) -> torch.Tensor:
     made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return made.requires_grad_() if x.requires_grad else made
+
+
+def _shared(binding: Binding, known: Iterable[torch.Tensor | None]) -> Binding:
+    """Return the binding of a constant to the first of the `known` tensors that has its layout and bits."""
+    own = binding.tensor
+    if binding.source is not Source.CONSTANT or binding.written or own is None:
+        return binding
+    return replace(binding, tensor=next((t for t in known if t is not None and _same_bits(t, own)), own))
+
+
+def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Return whether two tensors have the same layout, and the same bits in memory that is just as large."""
+    layouts = [
+        (t.dtype, t.device, t.size(), t.stride(), t.storage_offset(), t.untyped_storage().nbytes()) for t in (one, two)
+    ]
+    if layouts[0] != layouts[1] or not layouts[0][-1]:
+        return False
+    memory = [torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in (one, two)]
+    return torch.equal(*memory)

@@ -221,14 +221,12 @@ class StepBuilder:
                     self._arena = None
             raise
         guides = [
-            guide_of(options, t, one.runner, policy, partial(self._runner, one.runner.arena, t))
-            for (t, _, policy), one in zip(planned, made, strict=True)
+            guide_of(options, one.traced, one.runner, policy, partial(self._runner, one.runner.arena, one.traced))
+            for (_, _, policy), one in zip(planned, made, strict=True)
             if policy is not None and policy.events is not None
         ]
         self._move_to(made[0].runner.arena)
-        return _Made(
-            programs=[Assembled(t, one.runner) for (t, _, _), one in zip(planned, made, strict=True)], guides=guides
-        )
+        return _Made(programs=[Assembled(one.traced, one.runner) for one in made], guides=guides)
 
     def _placed(self, planned: Sequence[_Planned], device: torch.device) -> list[Built]:
         """Return the programs of some plans, in the arena or in a larger one that has room for all programs."""
@@ -240,7 +238,13 @@ class StepBuilder:
             wanted = max(arena_room(plan, policy) for _, plan, policy in planned)
             room = min([wanted, *_limits_of_totals(plans)])
             arena = self._new_arenas.keep(arena_for_all([*plans, *others], device, room))
-        return [Built(traced=t, runner=self._runner(arena, t, plan)) for t, plan, _ in planned]
+        known = [one.traced for plan in self.plans for one in plan.programs]
+        made = []
+        for found, plan, _ in planned:
+            traced = found.sharing_constants(known)
+            known.append(traced)
+            made.append(Built(traced=traced, runner=self._runner(arena, traced, plan)))
+        return made
 
     def _runner(self, arena: Arena, traced: TracedGraph, plan: Plan, bound: Any = None) -> Runner:
         view = arena.view_for(plan) or arena

@@ -156,7 +156,7 @@ def build_program(
     transfers, copies = bind_transfers(graph, traced.kernels, order, arena, host.memory)
     if bound is None:
         given = _static_tensors(traced, kept, tensors, layout)
-        plan, bound = run_trial(traced, plan, layout, given, tensors, transfers=transfers)
+        plan, bound = run_trial(traced, plan, layout, given, tensors, transfers=transfers, numbers=arena.numbers)
     bound = tuple(transfers.get(i, b) for i, b in enumerate(bound))  # each program has copies of its own
     arena.uses.of(tensors_among(b.args for b in bound))
     plan = replace(plan, numbers=bytes_of_numbers((b.args for b in bound), traced.device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def in_place_function(kernel: KernelCall) -> Function:
     return overload
 
 
-def scalars_as_tensors(kernel: KernelCall, graph: Graph, made: dict[Any, torch.Tensor]) -> tuple[Any, ...]:
+def scalars_as_tensors(kernel: KernelCall, graph: Graph, made: MutableMapping[Any, torch.Tensor]) -> tuple[Any, ...]:
     """Return the arguments with a number as second operand replaced by the tensor that each call would make of it.
 
     `made`: the tensors of earlier calls, to be used again for the same numbers; nothing writes to them.
@@ -46,9 +46,10 @@ def scalars_as_tensors(kernel: KernelCall, graph: Graph, made: dict[Any, torch.T
     if key is None:
         return kernel.args
     args = kernel.args
-    if key not in made:
-        made[key] = torch.tensor(args[1], dtype=getattr(torch, key[1]))
-    return args[0], made[key], *args[2:]
+    number = made.get(key)
+    if number is None:
+        number = made[key] = torch.tensor(args[1], dtype=getattr(torch, key[1]))
+    return args[0], number, *args[2:]
 
 
 def bytes_of_numbers(arguments: Iterable[Any], device: torch.device) -> int:

@@ -8,7 +8,7 @@ takes half the time of `torch.ops.aten.add.out`. An op without an accepted kerne
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -100,8 +100,8 @@ class KernelSelector:
     """
 
     graph: Graph
+    numbers: MutableMapping[Any, torch.Tensor]
     known: dict[Any, _Choice] = field(default_factory=dict)
-    numbers: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     def select(self, kernel: KernelCall, tensors: Sequence[torch.Tensor | None]) -> BoundOp:
         """Choose the callable for `kernel`, given real tensors for its `Ref`s. Outputs are not written."""

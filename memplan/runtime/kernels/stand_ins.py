@@ -6,7 +6,8 @@ itself keeps; before it is allocated, there is room for them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -35,14 +36,19 @@ _TAKES_INDICES = frozenset(
 )
 
 
-def select_on_stand_ins(traced: TracedGraph, order: Sequence[int], known: Mapping[int, torch.Tensor]) -> KernelSelector:
+def select_on_stand_ins(
+    traced: TracedGraph,
+    order: Sequence[int],
+    known: Mapping[int, torch.Tensor],
+    numbers: MutableMapping[Any, torch.Tensor],
+) -> KernelSelector:
     """Return a selector that knows the callables of the ops that can be tried on stand-ins.
 
     Parameters, buffers, constants and example inputs are themselves (`known`: values, by index). Other floating-point
     values are random numbers, masks are False, and indices are 0, one op's at a time. Ops that read other integers, or
-    that refuse these, are left to be tried on real data.
+    that refuse these, are left to be tried on real data. `numbers`: as in `KernelSelector`.
     """
-    selector = KernelSelector(traced.graph)
+    selector = KernelSelector(traced.graph, numbers)
     generator = torch.Generator(device=traced.device).manual_seed(_SEED)
     tensors: list[torch.Tensor | None] = [None] * (len(traced.graph.values) + traced.opaque_count)
     for op in order:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,7 @@ class Arena(Memory):
     """The memory of a step. Programs that share it run one at a time (`ownership`) and share its copies to the host.
 
     `collectives`: those that a step has started on it and not waited for. `uses`: of its bytes by streams, and of what
-    programs keep beside it.
+    programs keep beside it. `numbers`: the tensors that stand for Python numbers in its programs, while one needs them.
     `others`: further devices on which the same steps run.
     """
 
@@ -73,6 +73,7 @@ class Arena(Memory):
         self.copies, self.collectives = make_copies(self.device, *others), StartedCollectives()
         weakref.finalize(self, self.copies.close)  # before its bytes are freed
         self.uses = StreamUses(self._allocated)
+        self.numbers: MutableMapping[Any, torch.Tensor] = weakref.WeakValueDictionary()
         drain = partial(_drain, self.copies, self.collectives)
         self.ownership = ArenaOwnership(drain, make_stream_ordering(self.device, used_by=self.uses.by))
         self._host = Memory(0, torch.device("cpu"))
