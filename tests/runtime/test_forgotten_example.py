@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ import memplan
 from memplan.errors import InputMismatch
 from memplan.runtime.api.example_leaves import TensorLike, is_made_up, with_tensors, without_tensors
 from memplan.runtime.api.recompile import compiled_from
+
+Ref = weakref.ref[torch.Tensor]
 
 
 class Words(nn.Module):
@@ -27,7 +30,8 @@ class Words(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.head(self.table(words)).relu()
+        made: torch.Tensor = self.head(self.table(words)).relu()
+        return made
 
 
 class Bags(nn.Module):
@@ -38,20 +42,21 @@ class Bags(nn.Module):
         self.bags = nn.EmbeddingBag(9, 3)
 
     def forward(self, words: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        return self.bags(words, starts)
+        made: torch.Tensor = self.bags(words, starts)
+        return made
 
 
 def _words(rows: int = 6, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 5, (rows, 2), generator=torch.Generator().manual_seed(seed))
 
 
-def _compiled(model: nn.Module, make: Callable[[], torch.Tensor]) -> tuple[memplan.CompiledModule, weakref.ref]:
+def _compiled(model: nn.Module, make: Callable[[], torch.Tensor]) -> tuple[memplan.CompiledModule, Ref]:
     x = make()
     made = memplan.compile(model, x)
     return made, weakref.ref(x)
 
 
-def _alive(refs: Sequence[weakref.ref]) -> list[torch.Tensor]:
+def _alive(refs: Sequence[Ref]) -> list[torch.Tensor]:
     gc.collect()
     return [x for ref in refs if (x := ref()) is not None]
 
@@ -83,11 +88,13 @@ def test_gradients_in_use_and_calls_in_flight_are_compiled_for_without_the_examp
         one, two = module(_words(6, 2)), module(_words(6, 3))
         (one.sum() + two.sum()).backward()
     for expected, found in zip(reference.parameters(), model.parameters(), strict=True):
+        assert expected.grad is not None
+        assert found.grad is not None
         assert torch.equal(expected.grad, found.grad)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_a_copy_has_the_plan_of_an_example_that_is_gone(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_copy_has_the_plan_of_an_example_that_is_gone(duplicate: Callable[[Any], Any]) -> None:
     compiled, example = _compiled(Words(), _words)
     assert not _alive([example])
     copied = duplicate(compiled)
@@ -120,20 +127,23 @@ def test_what_runs_on_no_made_up_numbers_is_compiled_for_the_call() -> None:
         module(*call(30)).sum().backward()
         module(*call(21)).sum().backward()  # the gradient is in use; there are no numbers like the example's
         module(*call(30)).sum().backward()
-    assert torch.equal(reference.bags.weight.grad, model.bags.weight.grad)
+    expected, found = reference.bags.weight.grad, model.bags.weight.grad
+    assert expected is not None
+    assert found is not None
+    assert torch.equal(expected, found)
     with pytest.raises(InputMismatch, match="made-up numbers"):
         _ = gone.plan
     assert torch.equal(gone(*call(30)), reference(*call(30)))
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int) -> tuple[Callable, list[weakref.ref]]:
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int) -> tuple[Any, list[Ref]]:
     batch = (_words(rows), torch.zeros(rows, 2, 3))
     made = memplan.compile_step(model, optimizer, nn.functional.mse_loss, batch)
     return made, [weakref.ref(x) for x in batch]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adadelta])
-def test_no_program_of_a_step_keeps_the_batch_that_it_was_made_for(kind: type[torch.optim.Optimizer]) -> None:
+def test_no_program_of_a_step_keeps_the_batch_that_it_was_made_for(kind: Callable[..., torch.optim.Optimizer]) -> None:
     model = Words()
     reference = copy.deepcopy(model)
     eager = kind(reference.parameters(), lr=0.1)
@@ -142,7 +152,7 @@ def test_no_program_of_a_step_keeps_the_batch_that_it_was_made_for(kind: type[to
         words, target = _words(rows, rows), torch.ones(rows, 2, 3)
         eager.zero_grad()
         loss = nn.functional.mse_loss(reference(words), target)
-        loss.backward()
+        torch.autograd.backward(loss)
         eager.step()
         assert torch.equal(loss, step(words, target))
         refs += [weakref.ref(words), weakref.ref(target)]
