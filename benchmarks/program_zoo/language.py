@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -187,6 +188,70 @@ def nanogpt(run: Run) -> None:
     run.state(net)
 
 
+def trainer_loop(run: Run) -> None:
+    """Train BERT as the Trainer of transformers does, without it: columns that the model does not name are dropped, its
+    class says which are labels, and the evaluation reads the loss and the logits."""
+    from transformers import BertConfig, BertForSequenceClassification
+    from transformers.utils.generic import find_labels
+
+    net = BertForSequenceClassification(BertConfig(**_SMALL, vocab_size=50))
+    data = [{"input_ids": torch.randint(50, (8,)), "labels": i % 2, "source": i} for i in range(8 * STEPS + 3)]
+    ids = torch.zeros(8, 8, dtype=torch.long)
+    model = run.compile(net, input_ids=ids, labels=ids[:, 0])
+    labels = find_labels(type(model))
+    known = inspect.signature(model.forward).parameters
+
+    def collate(rows: list[dict[str, Any]]) -> Batch:
+        columns = [key for key in rows[0] if key in known]
+        return {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in columns}
+
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+    for i in run.steps(range(STEPS)):
+        model.train()
+        batch = collate(data[8 * i : 8 * (i + 1)])
+        outputs = model(**batch)
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        loss.backward()
+        run.result(f"norm {i}", torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        schedule.step()
+        model.zero_grad()
+        run.loss(loss)
+    model.eval()
+    for first in range(0, len(data), 16):  # the last batch is smaller
+        batch = collate(data[first : first + 16])
+        with torch.no_grad():
+            outputs = model(**batch)
+        run.result(f"test {first}", [outputs.loss, *outputs[1:], *(batch[key] for key in labels if key in batch)])
+    run.state(net)
+
+
+def decoder_cache(run: Run) -> None:
+    """Train a decoder whose outputs have a cache that nobody reads, and generate with the cache."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**_SMALL, vocab_size=50, num_key_value_heads=1, pad_token_id=0, use_cache=True)
+    net = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    batches = _tokens()
+    model = run.compile(net, **batches[0])
+    for batch in run.steps(batches):
+        outputs = model(**batch)
+        outputs.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.loss(outputs.loss)
+    model.eval()
+    tokens, cache = batches[0]["input_ids"][:, :4], None
+    with torch.no_grad():
+        for _ in range(4):
+            outputs = model(input_ids=tokens, past_key_values=cache)
+            tokens, cache = outputs.logits[:, -1:].argmax(-1), outputs.past_key_values
+            run.result(f"token {cache.get_seq_length()}", (tokens, outputs.logits))
+    run.state(net)
+
+
 _HF = ("transformers",)
 PROGRAMS: Mapping[str, Program] = MappingProxyType(
     {
@@ -198,6 +263,8 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "deberta": Program(run=deberta, libraries=_HF),
         "wav2vec2": Program(run=wav2vec2, libraries=_HF),
         "t5": Program(run=t5, libraries=_HF),
+        "trainer_loop": Program(run=trainer_loop, libraries=_HF, ways=NO_STEP),
+        "decoder_cache": Program(run=decoder_cache, libraries=_HF, ways=NO_STEP),
         "peft_lora": Program(run=peft_lora, libraries=("transformers", "peft")),
     }
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,13 @@ class CapturedLoss:
     updated: tuple[str, ...]
     parallelism: Parallelism | None = None
     generated: GeneratedStep | None = None
+
+    def with_inputs(self, inputs: tuple[Any, ...]) -> CapturedLoss:
+        """Return the same graph with other example inputs, of the same layout."""
+        made = self.generated
+        if made is not None:
+            made = replace(made, captured=replace(made.captured, inputs=inputs))
+        return replace(self, captured=replace(self.captured, inputs=inputs), generated=made)
 
     def record(self) -> RecordedUpdate:
         """Return what the optimizer's next `step()` does. The errors are those of `record_update`."""

@@ -580,6 +580,26 @@ void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack, torch::jit
   }
 }
 
+// A view that has no kernel of its own here (`unfold`): its layout is that of the meta kernel's view. Nothing is queued.
+bool make_view(const c10::OperatorHandle& op, torch::jit::Stack* stack, const std::vector<c10::IValue>& args,
+               const std::vector<c10::IValue>& metas) {
+  const auto& schema = op.schema();
+  if (schema.returns().size() != 1 || !schema.returns()[0].alias_info() || schema.returns()[0].alias_info()->isWrite())
+    return false;
+  for (size_t k = 0; k < args.size(); k++) {
+    const auto* alias = schema.arguments()[k].alias_info();
+    if (!alias || !args[k].isTensor() || !(*alias == *schema.returns()[0].alias_info())) continue;
+    torch::jit::Stack made = metas;
+    op.callBoxed(made);
+    const auto view = made[0].toTensor(), base = args[k].toTensor();
+    const int64_t offset = view.storage_offset() - metas[k].toTensor().storage_offset();
+    torch::jit::drop(*stack, args.size());
+    torch::jit::push(*stack, at::as_strided(base, view.sizes(), view.strides(), base.storage_offset() + offset));
+    return true;
+  }
+  return false;
+}
+
 // Every op that is not above: results are allocated by the shapes of the meta kernel, and the CPU kernel is queued.
 void queue_op(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -596,6 +616,7 @@ void queue_op(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         cpus[k].toTensor().dim() == 0 && !writes(schema.arguments()[k]))
       cpus[k] = cpus[k].toTensor().clone();
   }
+  if (make_view(op, stack, args, metas)) return;
   bool aliases = true, single = true, grows = false;
   for (auto& r : schema.returns()) {
     aliases &= r.alias_info() != nullptr;
@@ -607,6 +628,8 @@ void queue_op(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::Stack made = metas;
   for (auto& v : made)
     if (v.isTensor() && v.toTensor().defined() && v.toTensor().is_cpu()) v = on_meta(v.toTensor());
+  // The meta kernel keeps the strides of the input; those of the CPU and of CUDA return contiguous results.
+  if (schema.name() == "aten::native_layer_norm") made[0] = made[0].toTensor().contiguous();
   const torch::jit::Stack targets = made;
   if (count && (!aliases || grows)) {
     try {
@@ -666,6 +689,8 @@ void convolution_backward(const c10::OperatorHandle&, torch::jit::Stack* stack) 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+  // torch would compute it by a batch norm, with other strides than every kernel of its own
+  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&queue_op>());
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("as_strided", as_strided);

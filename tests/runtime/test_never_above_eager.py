@@ -281,3 +281,25 @@ def test_the_report_says_what_is_outside() -> None:
     report = plan.report()
     assert report.outside.intermediate == plan.outside["intermediate"] > 0
     assert "intermediate" in str(report)
+
+
+def test_activations_outside_the_arena_die_with_the_graph_that_no_backward_runs_for() -> None:
+    model, reference, compiled, x = _saves()
+    left = compiled._selector.main.left_outside
+    kept = compiled(x)
+    assert left
+    del kept
+    assert not left
+    losses = []
+    for call in (compiled, reference):
+        first = call(x).sum()
+        torch.autograd.backward(first)
+        second = call(x).square().sum()  # the first graph dies while the second waits for its backward
+        del first
+        torch.autograd.backward(second)
+        losses.append(second.detach())
+    assert torch.equal(*losses)
+    for expected, found in zip(reference.parameters(), model.parameters(), strict=True):
+        assert expected.grad is not None
+        assert found.grad is not None
+        assert torch.equal(expected.grad, found.grad)

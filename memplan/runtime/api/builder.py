@@ -15,6 +15,7 @@ from memplan.core.plan import Plan
 from memplan.errors import InputMismatch
 from memplan.evict.feedback import RecordingPolicy
 from memplan.planning.consistency import require_budget
+from memplan.runtime.api.example_leaves import without_tensors
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.recorders import Recorder, make_recorder
 from memplan.runtime.execute.runner import Runner
@@ -73,6 +74,7 @@ class Builder:
             room = None if (arena := self._arena_now) is None else arena.nbytes
             with self._new_arenas:
                 runner = first_program(self.options, traced, captured, self.assemble, given=given, room=room).runner
+            forget_example(runner)
         if given is not None and given.eviction is not None:  # other programs keep that budget too
             self.options = self.options.keeping(given)
         if given is not None and self.options.gradients == "auto" and not given.graph.gradients_in_arena:
@@ -106,6 +108,7 @@ class Builder:
                 built = build_measured(build, 1, alone=True)[0]
             (policy,), traced, runner = decided, built.traced, built.runner
             if policy.events is None:
+                forget_example(runner)
                 return runner, None
             return runner, guide_of(self.options, traced, runner, policy, partial(self.assemble, traced))
 
@@ -222,6 +225,12 @@ class Builder:
         found = arena.view_for(plan)
         assert found is not None
         return found
+
+
+def forget_example(runner: Runner) -> None:
+    """Keep no tensors of the example of a program that was tried: nobody else may hold them."""
+    others = [*runner.parameter_guards.tensors(), *(b.tensor for b in runner.traced.bindings if b.tensor is not None)]
+    runner.forget_example(without_tensors(runner.example, others))
 
 
 def _nothing_beside(options: CompileOptions, plan: Plan) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from memplan.core.plan import Plan
 from memplan.errors import InvalidShapes
-from memplan.runtime.api.builder import Builder
+from memplan.runtime.api.builder import Builder, forget_example
 from memplan.runtime.api.select import Selector
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.options import CompileOptions
@@ -64,6 +64,8 @@ class Compilation:
         finally:
             if guide.done:
                 self.guide = None
+        if guide.done:  # no other plan is tried
+            forget_example(runner)
         self.plan = runner.plan
         if guide.measurements:
             self.builder.options = replace(self.builder.options, costs=guide.measurements[-1].costs)

@@ -18,7 +18,7 @@ from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.compilation import Compilation, compile_example
 from memplan.runtime.api.mismatch import UnplannedCalls
 from memplan.runtime.api.pending_calls import PendingCalls, several_can_wait
-from memplan.runtime.api.pickling import modes_by_name, rebuild, recipe
+from memplan.runtime.api.pickling import example_of, modes_by_name, rebuild, recipe
 from memplan.runtime.api.recompile import (
     CopyOfCompiled,
     Recompilation,
@@ -226,9 +226,9 @@ class CompiledModule(SharedModule, MeasuredStep):
                     raise
                 in_use = None
             if in_use is not None:
-                self._put_gradients_outside(in_use)
+                self._put_gradients_outside(in_use, args, kwargs)
                 return self._call(args, kwargs)
-            self._let_calls_wait()
+            self._let_calls_wait(args, kwargs)
         assert self._pending is not None
         with self._pending:
             return self._call(args, kwargs)
@@ -347,9 +347,9 @@ class CompiledModule(SharedModule, MeasuredStep):
         unplanned: UnplannedCalls = self._unplanned
         return unplanned.run(differs, refused, self.plan, device, args, kwargs)
 
-    def _put_gradients_outside(self, gradients: ArenaGradients) -> None:
+    def _put_gradients_outside(self, gradients: ArenaGradients, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for gradients outside the arena, because those of the last step are still in use at the next call."""
-        self.__dict__["_again"] = outside(self._compilation, gradients)
+        self.__dict__["_again"] = outside(self._compilation, gradients, (args, kwargs))
         self._compile_again()
 
     def _compile_again(self) -> None:
@@ -387,7 +387,7 @@ class CompiledModule(SharedModule, MeasuredStep):
                 if self._options.on_mismatch != "replan":
                     break
                 continue
-            self.__dict__.update(_again=None, _copied=candidate)
+            self.__dict__.update(_again=None, _copied=replace(candidate, example=example_of(made.selector.main)))
             self._use(made)
             return None
         self.__dict__.update(_rebuilt=self._rebuilt + 1, _copy_refused=copy.copy(refused))  # without its traceback
@@ -410,9 +410,9 @@ class CompiledModule(SharedModule, MeasuredStep):
                 _log.warning(what, type(self._original).__name__, refused.summary)
         return self._original(*args, **kwargs)
 
-    def _let_calls_wait(self) -> None:
+    def _let_calls_wait(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for several calls in flight, because one begins while another waits for its backward."""
-        made, pending = several_in_flight(self._compilation, self._arena)
+        made, pending = several_in_flight(self._compilation, self._arena, (args, kwargs))
         self._use(made)
         self.__dict__["_pending"] = pending
 

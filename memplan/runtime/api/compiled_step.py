@@ -159,7 +159,7 @@ class CompiledStep(MeasuredStep):
         require_autocast(program.runner)
         leaves = program.runner.input_guards.flatten(batch, kwargs, training=True)
         if update:
-            run, found = plan.update(guards, partial(self._build_update, plan), begins=plan is self._last)
+            run, found = plan.update(guards, partial(self._build_update, plan, leaves), begins=plan is self._last)
             program, alone = found.program, found.alone
             if plan is self._main:
                 self._plan = program.runner.plan
@@ -182,8 +182,8 @@ class CompiledStep(MeasuredStep):
         """The program of the example batch that updates the parameters."""
         return _updating_of(self._main).runner
 
-    def _build_update(self, plan: StepPlan, run: UpdateRun | None) -> UpdateProgram:
-        made = self._builder.update(plan, run)
+    def _build_update(self, plan: StepPlan, leaves: list[Any], run: UpdateRun | None) -> UpdateProgram:
+        made = self._builder.update(plan, run, leaves)
         self._attach()
         return made
 
@@ -287,6 +287,9 @@ class CompiledStep(MeasuredStep):
             new = guide.next_runner()
         finally:
             self._guides = tuple(g for g in self._guides if not g.done)
+            self._builder.guides = list(self._guides)
+        if guide.done:  # no other plan is tried
+            new.forget_example()
         if new is runner:
             return ready
         for plan in self._builder.plans:

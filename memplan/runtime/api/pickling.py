@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedCall
+from memplan.runtime.api.example_leaves import detached
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.options import CompileOptions
 
@@ -47,9 +47,8 @@ def recipe(  # noqa: PLR0917
 
 
 def example_of(runner: Runner) -> Example:
-    """Return the positional and keyword arguments that a program was traced with."""
-    traced = runner.traced
-    example: Example = pytree.tree_unflatten([detached(x) for x in traced.example_inputs], traced.in_spec)
+    """Return the arguments that a program was traced with; a `TensorLike` stands for each tensor that is not kept."""
+    example: Example = pytree.tree_unflatten([detached(x) for x in runner.example], runner.traced.in_spec)
     return example
 
 
@@ -93,8 +92,3 @@ def in_modes(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
 def _set_modes(modules: Mapping[str, nn.Module], modes: Mapping[str, bool]) -> None:
     for name, module in modules.items():
         module.training = modes[name]
-
-
-def detached(x: Any) -> Any:
-    """Return a tensor without its autograd history; return anything else unchanged."""
-    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x

@@ -21,12 +21,14 @@ from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, MemplanError
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.compilation import Compilation, compile_example
+from memplan.runtime.api.example_leaves import detached, is_made_up, with_tensors
 from memplan.runtime.api.gradients_outside import leave_arena, require_room_outside
 from memplan.runtime.api.mismatch import shapes_of
 from memplan.runtime.api.pending_calls import PendingCalls, require_room
-from memplan.runtime.api.pickling import Example, detached, example_of, in_modes, modes_by_name
+from memplan.runtime.api.pickling import Example, example_of, in_modes, modes_by_name
 from memplan.runtime.debug.hooks import Hooks
-from memplan.runtime.execute.arena_gradients import ArenaGradients
+from memplan.runtime.execute.arena_gradients import ArenaGradients, GradientsInUse
+from memplan.runtime.execute.runner import Runner
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import ArenaInUse
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
@@ -44,7 +46,8 @@ _SEVERAL = (
 class Recompilation:
     """Compiles a model once more. `modes`: the training flags of submodules, by name, when it was compiled.
 
-    `before` is the compilation of now, `options` are those that `builder` was made with.
+    `before` is the compilation of now, `options` are those that `builder` was made with. `call`: the arguments of the
+    call that waits for it, which is compiled for where the example is not kept, and cannot be made up.
     """
 
     before: Compilation
@@ -53,12 +56,25 @@ class Recompilation:
     example: Example
     train: bool
     modes: Mapping[str, bool]
+    call: Example
 
     def run(self) -> Compilation:
         """Return the new compilation."""
-        args, kwargs = self.example
+        try:
+            return self._of_example()
+        except InputMismatch as error:
+            if error.see != "made-up-example":
+                raise
+            _log.info("%s: compiled for the call: %s", self.before.plan.model, error.summary)
+            return self.of_call()._of_example()
+
+    def of_call(self) -> Recompilation:
+        """Return what compiles for the call that waits, in the modes of now."""
+        return replace(self, example=self.call, modes=_modes_now(self.builder))
+
+    def _of_example(self) -> Compilation:
         on_demand = self.before.backward_on_demand
-        with in_modes(self.builder.model, self.modes):
+        with in_modes(self.builder.model, self.modes), compiled_from(self.example) as (args, kwargs):
             made = compile_example(
                 self.builder, self.options, args, kwargs, train=self.train, backward_on_demand=on_demand
             )
@@ -84,9 +100,9 @@ class CopyOfCompiled:
         evaluates = not torch.is_grad_enabled() or not any(p.requires_grad for p in self.model.parameters())
         fixed = self.train is not None or self.given is not None or options.dynamic_shapes is not None
         if evaluates and not fixed and not options.measures and options.on_mismatch == "replan":
-            args, kwargs = self.example
             builder = Builder(self.model, options, self.hooks)
-            with _outside_of_calls(self.model), contextlib.suppress(MemplanError):
+            suppressed = contextlib.suppress(MemplanError)
+            with _outside_of_calls(self.model), suppressed, compiled_from(self.example) as (args, kwargs):
                 return compile_example(
                     builder, options, args, kwargs, train=False, backward_on_demand=True, evaluates=True
                 )
@@ -102,11 +118,11 @@ class CopyOfCompiled:
 
     def as_copied(self, before: Builder | None = None) -> Compilation:
         """Return the same compilation as that of the module that was copied. `before`: the builder for evaluations."""
-        args, kwargs = self.example
         builder = Builder(self.model, self.options, self.hooks)
         if before is not None:
             builder.make_room = before.make_room
-        with _outside_of_calls(self.model), in_modes(self.model, self.modes):
+        made = compiled_from(self.example)
+        with _outside_of_calls(self.model), in_modes(self.model, self.modes), made as (args, kwargs):
             train = self.model.training if self.train is None else self.train
             on_demand = self.train is None
             try:
@@ -120,6 +136,24 @@ class CopyOfCompiled:
                 if not on_demand or self.given is not None:
                     raise
                 return compile_example(builder, self.options, args, kwargs, train=False, backward_on_demand=True)
+
+
+@contextlib.contextmanager
+def compiled_from(example: Example) -> Iterator[Example]:
+    """Yield an example with tensors in place of those that were not kept.
+
+    Raises `InputMismatch` if the step fails on these, whose numbers are made up: the example's might have run.
+    """
+    try:
+        yield with_tensors(example)
+    except (MemplanError, GradientsInUse, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if not is_made_up(example):
+            raise
+        what = f"the step fails on made-up numbers in place of the example, which is not kept: {error}"
+        hint = "compile the model again, or call it first with inputs like the example"
+        raise InputMismatch(what, where="the example", hint=hint, see="made-up-example") from error
 
 
 @contextlib.contextmanager
@@ -145,23 +179,22 @@ def no_example(model: nn.Module, refused: MemplanError) -> InputMismatch:
     )
 
 
-def outside(before: Compilation, gradients: ArenaGradients) -> Recompilation:
+def outside(before: Compilation, gradients: ArenaGradients, call: Example) -> Recompilation:
     """Return what compiles for gradients outside the arena: those of the last step are still in use at the next call.
 
     They are moved out of the arena, which is then freed, unless something else than Python names refers to one.
     """
-    again = _again(before, replace(before.base_options, gradients="added"))
+    again = _again(before, replace(before.base_options, gradients="added"), call)
     has_budget = again.options.has_budget
     if has_budget:
         require_room_outside(gradients)
-        args, kwargs = again.example
-        with in_modes(again.builder.model, again.modes):
+        with in_modes(again.builder.model, again.modes), compiled_from(again.example) as (args, kwargs):
             again.builder.require_plan(args, kwargs, again.train)
     leave_arena(gradients, has_budget=has_budget)
     return again
 
 
-def several_in_flight(before: Compilation, arena: Arena) -> tuple[Compilation, PendingCalls]:
+def several_in_flight(before: Compilation, arena: Arena, call: Example) -> tuple[Compilation, PendingCalls]:
     """Compile for several calls in flight, because one begins while another waits for its backward in `arena`."""
     options, main = before.base_options, before.selector.main
     if options.measures:
@@ -170,7 +203,7 @@ def several_in_flight(before: Compilation, arena: Arena) -> tuple[Compilation, P
         options = replace(options, gradients="added")
     require_room(options, main.plan, main.arena.nbytes)
     pending = PendingCalls(options, arena)
-    made = _again(before, options, pending.coordinator).run()
+    made = _again(before, options, call, pending.coordinator).run()
     _log.info(_SEVERAL, before.plan.model)
     return made, pending
 
@@ -178,8 +211,7 @@ def several_in_flight(before: Compilation, arena: Arena) -> tuple[Compilation, P
 def of_changed_model(before: Compilation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compilation:
     """Compile a model that has changed for the call in which that was noticed; the arena of before is freed."""
     before.builder.free_arena()
-    again = _again(before, before.base_options, before.builder.coordinator)
-    return replace(again, example=(args, kwargs), modes=_modes_now(again.builder)).run()
+    return _again(before, before.base_options, (args, kwargs), before.builder.coordinator).of_call().run()
 
 
 def varying_sizes(
@@ -191,7 +223,7 @@ def varying_sizes(
     if before.symbolic is not None or spec != main.traced.in_spec:
         return None
     programs = [r for r in before.selector.programs_of_calls if r.traced.in_spec == spec]
-    calls: Sequence[Sequence[Any]] = [*(r.traced.example_inputs for r in programs), leaves]
+    calls: Sequence[Sequence[Any]] = [*(with_tensors(r.example) for r in programs), leaves]
     found = shapes_of(before.builder.model.forward, spec, calls)
     if found is None:
         return None
@@ -210,7 +242,7 @@ def of_all_sizes(before: Compilation, options: CompileOptions, example: Example)
     """
     try:
         before.builder.free_arena()
-        made = replace(_again(before, options, before.builder.coordinator), example=example).run()
+        made = replace(_again(before, options, example, before.builder.coordinator), example=example).run()
     except ArenaInUse:
         raise
     except MemplanError as error:
@@ -221,8 +253,10 @@ def of_all_sizes(before: Compilation, options: CompileOptions, example: Example)
     return made
 
 
-def _again(before: Compilation, options: CompileOptions, coordinator: ArenaCoordinator | None = None) -> Recompilation:
-    """Return what compiles the example of `before` by other options."""
+def _again(
+    before: Compilation, options: CompileOptions, call: Example, coordinator: ArenaCoordinator | None = None
+) -> Recompilation:
+    """Return what compiles the example of `before` by other options, on the tensors of a call that is like it."""
     main, of = before.selector.main, before.builder
     builder = Builder(of.model, options, of.hooks, coordinator)
     builder.make_room = of.make_room
@@ -230,10 +264,26 @@ def _again(before: Compilation, options: CompileOptions, coordinator: ArenaCoord
         before=before,
         builder=builder,
         options=options,
-        example=example_of(main),
+        example=_like_example(main, call) or example_of(main),
         train=main.traced.training,
         modes=before.selector.main_modes_by_name,
+        call=call,
     )
+
+
+def _like_example(main: Runner, call: Example) -> Example | None:
+    """Return the arguments of a call as the example that a program was traced with; None if they differ from it."""
+    args, kwargs = call
+    guards = main.input_guards
+    try:
+        leaves = guards.flatten(args, kwargs)
+    except InputMismatch:
+        return None
+    pairs = zip(leaves, guards.examples, strict=True)
+    if any(x.requires_grad != known.requires_grad for x, known in pairs if isinstance(x, torch.Tensor)):
+        return None
+    example: Example = pytree.tree_unflatten([detached(x) for x in leaves], guards.spec)
+    return example
 
 
 def _modes_now(builder: Builder) -> dict[str, bool]:

@@ -26,6 +26,7 @@ from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.recorded_state import UpdateRun
 from memplan.runtime.execute.recorders import make_recorder
 from memplan.runtime.execute.runner import Runner
+from memplan.runtime.guards.input_guards import InputGuards
 from memplan.runtime.guards.ranks import require_collective
 from memplan.runtime.measured_budget import (
     Built,
@@ -43,7 +44,7 @@ from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, g
 from memplan.trace import CapturedCall, capture_loss
 from memplan.trace.optimizer.optimizers import is_fused
 from memplan.trace.optimizer.updates import Accumulate
-from memplan.trace.traced import TracedGraph
+from memplan.trace.traced import TracedGraph, without_data
 
 _log = logging.getLogger("memplan")
 _Planned = tuple[TracedGraph, Plan, RecordingPolicy | None]
@@ -115,6 +116,7 @@ class StepBuilder:
         self.guards.expect({} if run is None else run.pending())
         made = self._assemble(list(zip(traced, steps, strict=True)), given)
         plan.adding = made.programs[0] if adding else None
+        plan.loss = loss.with_inputs(without_data(loss.captured.inputs))  # nobody else may hold the batch
         update = UpdateProgram(program=made.programs[-1], alone=alone)
         if fused:
             plan.fused = update
@@ -135,14 +137,17 @@ class StepBuilder:
         found = _collectives(one.runner.plan)
         self.ranks.agree(found, known if found in known else [*known, found])
 
-    def update(self, plan: StepPlan, run: UpdateRun | None) -> UpdateProgram:
-        """Return a new program of a plan, for another update; None stands for one that keeps the gradients."""
+    def update(self, plan: StepPlan, run: UpdateRun | None, leaves: Sequence[Any]) -> UpdateProgram:
+        """Return a new program of a plan, for another update; None stands for one that keeps the gradients.
+
+        `leaves`: those of the call, on which the program is tried.
+        """
         _log.info("%s: %s's next update is planned anew", type(self._loss).__name__, type(self._optimizer).__name__)
         kinds = self._kinds(alone=run is None)
         if not kinds:
             assert plan.adding is not None
             return UpdateProgram(program=plan.adding, alone=True)
-        step = self._step(plan.loss, kinds[0], run)
+        step = self._step(plan.loss.with_inputs(tuple(leaves)), kinds[0], run)
         made = self._assemble([(step.first(), step)], None)
         self.guides += made.guides
         return UpdateProgram(program=made.programs[0], alone=run is None)
@@ -226,7 +231,7 @@ class StepBuilder:
             if policy is not None and policy.events is not None
         ]
         self._move_to(made[0].runner.arena)
-        return _Made(programs=[Assembled(one.traced, one.runner) for one in made], guides=guides)
+        return _Made(programs=[_kept(one.traced, one.runner) for one in made], guides=guides)
 
     def _placed(self, planned: Sequence[_Planned], device: torch.device) -> list[Built]:
         """Return the programs of some plans, in the arena or in a larger one that has room for all programs."""
@@ -246,12 +251,25 @@ class StepBuilder:
             made.append(Built(traced=traced, runner=self._runner(arena, traced, plan)))
         return made
 
-    def _runner(self, arena: Arena, traced: TracedGraph, plan: Plan, bound: Any = None) -> Runner:
-        view = arena.view_for(plan) or arena
-        sanitize = self.options.sanitize
+    def _runner(
+        self, arena: Arena, traced: TracedGraph, plan: Plan, bound: Any = None, input_guards: InputGuards | None = None
+    ) -> Runner:
         return Runner(
-            self.guards, traced, plan, view, sanitize=sanitize, recorder=self._recorder, whole=True, bound=bound
+            self.guards,
+            traced,
+            plan,
+            arena.view_for(plan) or arena,
+            sanitize=self.options.sanitize,
+            recorder=self._recorder,
+            whole=True,
+            bound=bound,
+            input_guards=input_guards,
         )
+
+    def _again(self, arena: Arena, program: Assembled) -> Runner:
+        """Return a program, which was tried when it was built, in another arena."""
+        of = program.runner
+        return self._runner(arena, program.traced, of.plan, of.program.bound, of.input_guards)
 
     def _free_arena(self) -> None:
         """Free the arena before a larger one replaces it, so that there is one at a time."""
@@ -269,7 +287,7 @@ class StepBuilder:
         _log.info("%s: the arena grows to %s", type(self._loss).__name__, format_bytes(arena.nbytes))
         for plan in self.plans:
             try:
-                moved = [self._runner(arena, p.traced, p.runner.plan, p.runner.program.bound) for p in plan.programs]
+                moved = [self._again(arena, program) for program in plan.programs]
             except InputMismatch as error:
                 _log.info("%s: a plan is forgotten: %s", type(self._loss).__name__, error.summary)
                 plan.forgotten = True
@@ -310,6 +328,12 @@ class StepBuilder:
                 traced, plan, policy = self._planned((traced, None), None, step)  # noqa: PLW2901
             found.append((traced, plan, policy))
         return found
+
+
+def _kept(traced: TracedGraph, runner: Runner) -> Assembled:
+    """Return a program that was tried, and from now on keeps no tensors of the batch that it was tried on."""
+    runner.forget_example()
+    return Assembled(traced.without_data(), runner)
 
 
 def _collectives(plan: Plan) -> tuple[str, ...]:

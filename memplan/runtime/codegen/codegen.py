@@ -35,7 +35,7 @@ Callback = Callable[[], None]
 _MIN_CALLS = 3  # in a run: fewer calls take less time from Python than entering torch's interpreter
 
 
-_LEFT = "left_outside"  # global list: activations outside the arena between a forward and its backward
+LEFT = "left_outside"  # global list: activations outside the arena between a forward and its backward
 
 
 class FunctionWriter:
@@ -126,7 +126,7 @@ class FunctionWriter:
             python = self.namespace.add("k", _Python(self, f"{name}_in_python", groups))
             body = [*_indented(f"if {modes}():", [f"return {python}({arguments})"]), *body]
         if self.left:
-            body.append(f"{_LEFT}.extend(({', '.join(f'v{value}' for value in self.left)},))")
+            body.append(f"{LEFT}.extend(({', '.join(f'v{value}' for value in self.left)},))")
         body.append(f"return {', '.join(parts) if parts else '()'}")
         return self.namespace.define("\n".join(_indented(f"def {name}({arguments}):", body)), name)
 
@@ -140,9 +140,9 @@ class FunctionWriter:
         """Return the lines that take what was left, or that drop what a forward without a backward has left."""
         if not self.taken and not self.left:
             return []
-        self.namespace.names.setdefault(_LEFT, [])
-        names = [f"{', '.join(f'v{value}' for value in self.taken)}, = {_LEFT}"] if self.taken else []
-        return [*names, f"{_LEFT}.clear()"]
+        self.namespace.names.setdefault(LEFT, [])
+        names = [f"{', '.join(f'v{value}' for value in self.taken)}, = {LEFT}"] if self.taken else []
+        return [*names, f"{LEFT}.clear()"]
 
     # -- values ------------------------------------------------------------------------------------------
 

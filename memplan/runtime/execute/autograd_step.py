@@ -39,6 +39,8 @@ class PlannedStep(torch.autograd.Function):
             except BaseException:
                 step.done = True  # no backward can follow; a kept exception must not block the arena
                 raise
+        if runner.left_outside:
+            step.leaves(runner.left_outside)
         runner.count_writes(inputs, current)
         ctx.repeatable.ran(runner, inputs, current)
         # An output that is saved undetached would keep its own autograd graph alive for ever.

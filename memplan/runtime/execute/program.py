@@ -13,7 +13,7 @@ from memplan.core.happens_before import require_no_races
 from memplan.core.plan import Plan
 from memplan.devices.kinds import is_accelerator
 from memplan.recording.places import places
-from memplan.runtime.codegen.codegen import FunctionWriter
+from memplan.runtime.codegen.codegen import LEFT, FunctionWriter
 from memplan.runtime.codegen.namespace import Namespace
 from memplan.runtime.codegen.step_ir import Layout
 from memplan.runtime.codegen.torchscript_runs import AVAILABLE
@@ -120,6 +120,12 @@ class Program:
         )[1]
         assert made is not None
         return made
+
+    @property
+    def left_outside(self) -> list[torch.Tensor]:
+        """The activations outside the arena between a forward and its backward; empty where there is no such step."""
+        found: list[torch.Tensor] = self.namespace.names.get(LEFT, [])
+        return found
 
     @property
     def stalled(self) -> float:

@@ -64,6 +64,7 @@ class Runner:
         """
         self._module_guards, self._before_plan = module_guards, traced
         self._options: dict[str, Any] = {"sanitize": sanitize, "gradients": gradients, "whole": whole, "hooks": hooks}
+        self.example = traced.example_inputs
         traced = remap_to_plan(traced, plan)  # values now have the places of the plan
         self.traced = traced
         self.device_type = traced.device.type
@@ -96,6 +97,7 @@ class Runner:
         else:
             self.program = build_program(traced, plan, arena, host, tensors, sanitizers=sanitizers, bound=bound)
         self.plan = self.program.plan
+        self.left_outside = self.program.left_outside
         self.cuda_graphs = None if recorder is None else CudaGraphProgram(self.program, recorder, whole=whole)
         self.forward = self.program.forward if self.cuda_graphs is None else self.cuda_graphs.forward
         self.backward = self.program.backward if self.cuda_graphs is None else self.cuda_graphs.backward
@@ -123,7 +125,7 @@ class Runner:
 
         `module_guards`: another module of the same graph, whose parameters it uses. `recorder`: as in `__init__`.
         """
-        return Runner(
+        made = Runner(
             self._module_guards if module_guards is None else module_guards,
             self._before_plan,
             plan,
@@ -133,15 +135,23 @@ class Runner:
             input_guards=self.input_guards,
             **self._options,
         )
+        made.example = self.example
+        return made
 
     def replanned(self, plan: Plan, arena: Arena) -> Runner:
         """Return a program of the same step by another plan, which is tried first; nothing else uses `arena`."""
         return Runner(self._module_guards, self._before_plan, plan, arena, unused=True, **self._options)
 
-    def forget_example(self) -> None:
-        """Keep the tensors of the example no longer; no other plan can be tried on them from now on (`replanned`)."""
+    def forget_example(self, example: tuple[Any, ...] | None = None) -> None:
+        """Keep the tensors of the example no longer; no other plan can be tried on them from now on (`replanned`).
+
+        `example`: the leaves of what others like it are made from, which replace `example` of this runner.
+        """
         self._before_plan, self.traced = self._before_plan.without_data(), self.traced.without_data()
+        self.example = self.traced.example_inputs if example is None else example
         self.program = replace(self.program, traced=self.traced)
+        if self.cuda_graphs is not None:
+            self.cuda_graphs.program = self.program
         self.input_guards.forget_example()
 
     @cached_property

@@ -64,11 +64,22 @@ class LeftGradients(Protocol):
 class InFlight:
     """The activations of one forward. It exists as long as its autograd graph; `done` is set by its backward."""
 
-    __slots__ = ("__weakref__", "done", "number")
+    __slots__ = ("__weakref__", "_first", "_outside", "done", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.done = False
+        self._outside: list[Any] = []
+        self._first: Callable[[], Any] = lambda: None
+
+    def leaves(self, outside: list[Any]) -> None:
+        """Note the activations outside the arena: they are freed with the autograd graph if no backward takes them."""
+        self._outside, self._first = outside, weakref.ref(outside[0])
+
+    def __del__(self) -> None:
+        outside = self._outside
+        if outside and outside[0] is self._first():  # not those of a later forward
+            outside.clear()
 
 
 class ArenaOwnership:
