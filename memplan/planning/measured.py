@@ -30,4 +30,5 @@ def with_temporaries(plan: Plan, graph: Graph, transient: Sequence[int], options
     limit = eager_total(graph, beside) + plan.padding
     if plan.on_device <= limit:
         return plan
-    return plan_partly_outside(plan, beside, limit, options, gradients=options.gradients == "auto") or plan
+    gradients = options.gradients == "auto"
+    return plan_partly_outside(plan, beside, limit, options, gradients=gradients, saved=True) or plan

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from memplan.core.evictions import TRANSFERS
 from memplan.core.graph import Value
 from memplan.core.plan import Plan
 from memplan.core.problem import Interval
@@ -68,7 +69,7 @@ class _Profile:
 
 
 def plan_partly_outside(
-    plan: Plan, beside: Sequence[int], limit: int, options: PlanOptions, *, gradients: bool, saved: bool = True
+    plan: Plan, beside: Sequence[int], limit: int, options: PlanOptions, *, gradients: bool, saved: bool
 ) -> Plan | None:
     """Return a plan in the same order with some storages outside, whose total is at most `limit`, or else the smallest
     that is found; None if none is smaller than `plan`.
@@ -76,7 +77,7 @@ def plan_partly_outside(
     Its `temporaries` are those that are expected where results in fresh memory are no longer copied.
 
     Args:
-        plan: A plan without evictions but those of activation checkpoints, with measured temporaries.
+        plan: A plan on one device. Temporaries that are not measured are left out.
         beside: The bytes that each op of the plan allocates while it runs, beside its results.
         limit: The largest total, in bytes.
         options: Those of the solver matter.
@@ -106,7 +107,7 @@ def _without(plan: Plan, chosen: Sequence[_Candidate], options: PlanOptions) -> 
     return replace(
         made,
         eviction=None if kept is None else replace(kept, arena_budget=made.arena_size),
-        temporaries=tuple(temporaries),
+        temporaries=None if plan.temporaries is None else tuple(temporaries),
         division=plan.division,
         compress=plan.compress,
         code=plan.code,
@@ -148,8 +149,11 @@ def _chosen(plan: Plan, candidates: Iterable[_Candidate], limit: int) -> list[_C
 def _candidates(plan: Plan, beside: Sequence[int], *, gradients: bool, saved: bool) -> Iterator[_Candidate]:
     """Yield what may leave the arena: intermediate results (without `saved`, those that live within one phase), and
     gradients of parameters.
+
+    What is copied to the host or from there stays.
     """
     graph, order = plan.graph, plan.schedule.order
+    copied = {s for op in graph.ops if op.target in TRANSFERS for s in graph.touched(op)}
     members, values = defaultdict[int, set[int]](set), defaultdict[int, list[Value]](list)
     for value, where in zip(graph.values, plan.placed.values, strict=True):
         members[where.storage].add(value.storage)
@@ -158,16 +162,16 @@ def _candidates(plan: Plan, beside: Sequence[int], *, gradients: bool, saved: bo
     sizes = {buffer.id: buffer.size for buffer in plan.problem.buffers}
     for storage, live in storage_intervals(graph, order).items():
         name, nbytes = graph.storages[storage].name, graph.storages[storage].nbytes
-        if name not in sizes or not _is_spanned(values[storage]):
+        if name not in sizes or not _is_spanned(values[storage]) or not members[storage].isdisjoint(copied):
             continue
         across = saved and not graph.ops[order[live.start]].target.startswith(_RECURRENT)
         within = across or live.end <= graph.forward_ops or live.start >= graph.forward_ops
         inner = members[storage].isdisjoint(returned)
         if (inner and within) or (gradients and storage in graph.gradients_in_arena):
             first = order[live.start]
-            copied = 0 if graph.ops[first].direct else min(nbytes, plan.transient[first] - beside[first])
+            fresh = 0 if graph.ops[first].direct else min(nbytes, plan.transient[first] - beside[first])
             yield _Candidate(
-                storages=frozenset(members[storage]), size=sizes[name], nbytes=nbytes, live=live, saved=copied
+                storages=frozenset(members[storage]), size=sizes[name], nbytes=nbytes, live=live, saved=fresh
             )
 
 

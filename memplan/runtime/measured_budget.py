@@ -124,14 +124,17 @@ def first_program(
         return (Built(traced=settled, runner=runner),)
 
     built = build_measured(build, 1, again=given is None, alone=first)[0]
-    if given is not None or not first or options.has_budget or len(traced.runs_on) > 1:
+    if given is not None or not first or len(traced.runs_on) > 1:
         return built
-    smaller = plan_as_small_as_eager(options, built)
+    smaller = smaller_plan(options, built)
     if smaller is None:
         return built
     discard([built])
     del built
-    return Built(traced=smaller[0], runner=assemble(*smaller))
+    runner = assemble(*smaller)
+    if options.budget == "min":
+        adopt_need(runner)
+    return Built(traced=smaller[0], runner=runner)
 
 
 def _count_numbers(error: BudgetInfeasible, traced: TracedGraph) -> None:
@@ -175,6 +178,22 @@ def replan(options: RunOptions, known: Measured, *, room: int = 0) -> tuple[Trac
     `room`: the bytes of an arena that exists already.
     """
     return known.settle(options.again(known.plan), room=room)
+
+
+def smaller_plan(options: RunOptions, built: Built) -> tuple[TracedGraph, Plan] | None:
+    """Return the plan of a program of one device that takes the place of the first one, once its kernels are measured:
+    what needs no more than eager, or, for the smallest budget, less; None where the first one stays."""
+    if not options.has_budget:
+        return plan_as_small_as_eager(options, built)
+    plan, traced = built.runner.plan, built.traced
+    if options.budget != "min" or traced.runs_on or plan.redzone or plan.eviction is None:
+        return None
+    beside = beside_results(plan.graph, plan.transient)
+    found = plan_partly_outside(plan, beside, 0, options, gradients=options.gradients == "auto", saved=False)
+    if found is None or found.eviction is None:
+        return None
+    found = replace(found, eviction=replace(found.eviction, budget=found.on_device))
+    return outside_as_in(traced, found, gradients=True), found
 
 
 def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGraph, Plan] | None:

@@ -248,6 +248,21 @@ def test_what_is_left_to_the_backward_outside_is_that_of_its_own_forward(option:
     assert _same(found, _gradients(reference, reference(x).square().sum() + 3 * reference(-x).sum()))
 
 
+def test_the_smallest_budget_leaves_outside_what_is_dead_when_kernels_need_most() -> None:
+    model, x = _peaks()
+    compiled = memplan.compile(model, (x,), train=False, budget="min", policy="recompute")
+    least = compiled.plan
+    assert least.eviction is not None
+    assert least.outside["intermediate"] > least.arena_size
+    beside = least.total - least.arena_size - max(least.outside_profile)
+    assert _measured(_inference(compiled, (x,))) + least.arena_size + beside <= least.total <= least.eviction.budget
+    alone = memplan.compile(model, (x,), train=False, arena_budget="min", policy="recompute").plan
+    between = (least.total + alone.total) // 2  # too little for an arena with all results
+    kept = memplan.compile(model, (x,), train=False, budget=between, policy="recompute")
+    assert least.total <= kept.plan.total <= between < alone.total
+    assert torch.equal(_inference(kept, (x,))(), _inference(model, (x,))())
+
+
 @pytest.mark.parametrize("option", [{}, {"sanitize": "poison"}, {"sanitize": "redzone"}])
 def test_bits_are_eagers_however_it_runs(option: dict[str, Any]) -> None:
     model, x = _peaks()
