@@ -13,7 +13,7 @@ from memplan.core import lifetimes
 from memplan.core.evictions import EvictionPlan
 from memplan.core.plan import Plan
 from memplan.core.schedule import make_schedule
-from memplan.core.totals import beside_results, functional_transient, outside_bytes, page_locked
+from memplan.core.totals import functional_transient, outside_bytes, page_locked
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import CostModel
@@ -190,9 +190,7 @@ class _Planner:
         """Return a smaller plan of the same order, with results outside the arena; None if there is none."""
         if not self._may_leave_out:
             return None
-        beside = beside_results(plan.graph, plan.transient)
-        gradients = self.options.gradients == "auto"
-        return plan_partly_outside(plan, beside, limit, self.options, gradients=gradients, saved=False)
+        return plan_partly_outside(plan, limit, self.options)
 
     @property
     def _may_leave_out(self) -> bool:

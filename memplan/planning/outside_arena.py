@@ -18,6 +18,7 @@ from memplan.core.graph import Value
 from memplan.core.plan import Plan
 from memplan.core.problem import Interval
 from memplan.core.schedule import make_schedule, storage_intervals
+from memplan.core.totals import beside_results
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
 
@@ -68,9 +69,7 @@ class _Profile:
         self.outside[live.start] -= sign * candidate.saved
 
 
-def plan_partly_outside(
-    plan: Plan, beside: Sequence[int], limit: int, options: PlanOptions, *, gradients: bool, saved: bool
-) -> Plan | None:
+def plan_partly_outside(plan: Plan, limit: int, options: PlanOptions, *, saved: bool = False) -> Plan | None:
     """Return a plan in the same order with some storages outside, whose total is at most `limit`, or else the smallest
     that is found; None if none is smaller than `plan`.
 
@@ -78,15 +77,13 @@ def plan_partly_outside(
 
     Args:
         plan: A plan on one device. Temporaries that are not measured are left out.
-        beside: The bytes that each op of the plan allocates while it runs, beside its results.
         limit: The largest total, in bytes.
-        options: Those of the solver matter.
-        gradients: Gradients of parameters may leave the arena; the caller keeps them to the end of the step.
+        options: Those of the solver, and `gradients`: with "auto", those of parameters may leave the arena.
         saved: Activations that the backward needs may leave the arena.
     """
     best, aim = plan, limit
+    candidates = list(_candidates(plan, gradients=options.gradients == "auto", saved=saved))
     for _ in range(_TRIES):
-        candidates = _candidates(plan, beside, gradients=gradients, saved=saved)
         made = _without(plan, _chosen(plan, candidates, aim), options)
         best = min(best, made, key=lambda p: p.total)
         if made.total <= limit:
@@ -146,13 +143,14 @@ def _chosen(plan: Plan, candidates: Iterable[_Candidate], limit: int) -> list[_C
     return kept
 
 
-def _candidates(plan: Plan, beside: Sequence[int], *, gradients: bool, saved: bool) -> Iterator[_Candidate]:
+def _candidates(plan: Plan, *, gradients: bool, saved: bool) -> Iterator[_Candidate]:
     """Yield what may leave the arena: intermediate results (without `saved`, those that live within one phase), and
     gradients of parameters.
 
     What is copied to the host or from there stays.
     """
     graph, order = plan.graph, plan.schedule.order
+    beside = beside_results(graph, plan.transient)
     copied = {s for op in graph.ops if op.target in TRANSFERS for s in graph.touched(op)}
     members, values = defaultdict[int, set[int]](set), defaultdict[int, list[Value]](list)
     for value, where in zip(graph.values, plan.placed.values, strict=True):
