@@ -16,6 +16,7 @@ import memplan
 from benchmarks.checkpointing import checkpoint_blocks
 from benchmarks.zoo import ZOO
 from memplan.devices.measure import peak_bytes
+from tests.models import Saves
 from tests.runtime.budgets import QUICK
 
 CPU = torch.device("cpu")
@@ -32,18 +33,6 @@ class Peaks(nn.Module):
         x = nn.functional.avg_pool2d(torch.tanh(x), 16)
         result: torch.Tensor = self.last(x).mean((2, 3))
         return result
-
-
-class Saves(nn.Module):
-    """Keeps for the backward what is alive when the arena is fullest, and dead when a convolution needs much."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.two(torch.relu(self.one(x))))
-        return nn.functional.max_pool2d(torch.tanh(x), 2).mean((2, 3))
 
 
 class Through(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -16,6 +16,7 @@ from memplan.errors import InvalidModel, InvalidSize, UnsupportedCall, Unsupport
 from memplan.trace.meta_model import batch_of, meta_inputs, meta_model
 from memplan.trace.optimizer.update_bytes import update_bytes
 from memplan.trace.planning import plan_step
+from tests.models import Saves
 
 WIDTH = 256
 
@@ -101,18 +102,6 @@ def test_parts_are_those_of_the_plan_and_of_the_optimizer() -> None:
     assert plain.total == plan.total + numbers + (1 << 20)
     forward = memplan.fits(model, x, device="cpu", train=False, search=False)
     assert (forward.train, forward.need.state) == (False, 0)
-
-
-class Saves(nn.Module):
-    """Keeps for the backward what is dead when a convolution needs much: no result can leave the arena otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.two(torch.relu(self.one(x))))
-        return nn.functional.max_pool2d(torch.tanh(x), 2).mean((2, 3))
 
 
 @pytest.mark.parametrize("name", ["saves", "resnet"])
