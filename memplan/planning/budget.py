@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memplan.core import lifetimes
+from memplan.core.collectives import is_collective
 from memplan.core.evictions import EvictionPlan
 from memplan.core.plan import Plan
 from memplan.core.schedule import make_schedule
@@ -194,9 +195,11 @@ class _Planner:
 
     @property
     def _may_leave_out(self) -> bool:
-        """Whether results may be outside the arena: the total is limited, and the arena is this step's own."""
+        """Whether results may be outside the arena: the total is limited, the arena is this step's own, and no
+        collectives will run beside ops."""
         apart = self.workload.device or self.limits.room or self.scheduled.redzone
-        return self.options.budget is not None and not apart
+        divided = any(is_collective(op.target) for op in self.scheduled.graph.ops)
+        return self.options.budget is not None and not apart and not divided
 
     def smallest(self) -> Plan:
         """Return the plan with the smallest arena for which the policy finds events; its arena is its arena budget."""

@@ -179,7 +179,7 @@ def smaller_plan(options: RunOptions, built: Built) -> tuple[TracedGraph, Plan] 
     if not options.has_budget:
         return plan_as_small_as_eager(options, built)
     plan, traced = built.runner.plan, built.traced
-    if options.budget != "min" or traced.runs_on or plan.redzone or plan.eviction is None:
+    if options.budget != "min" or traced.runs_on or plan.redzone or plan.eviction is None or plan.collectives:
         return None
     found = plan_partly_outside(plan, 0, options)
     if found is None or found.eviction is None:
