@@ -287,7 +287,8 @@ def test_a_plan_with_checkpoints_is_saved_and_loaded(tmp_path: Any) -> None:
 def test_a_budget_goes_below_what_the_checkpoints_need(limit: Any) -> None:
     model = Net()
     followed = memplan.compile(model, _x().requires_grad_()).plan
-    compiled = memplan.compile(model, _x().requires_grad_(), **{limit: "min"}, policy="recompute")
+    asked: dict[str, Any] = {limit: "min"}
+    compiled = memplan.compile(model, _x().requires_grad_(), policy="recompute", **asked)
     sizes = [p.total if limit == "budget" else p.arena_size for p in (compiled.plan, followed)]
     assert sizes[0] <= sizes[1]
     assert all(map(torch.equal, _step(compiled), _step(model)))
