@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memplan.core import lifetimes
+from memplan.core.collectives import is_collective
 from memplan.core.evictions import EvictionPlan
 from memplan.core.plan import Plan
 from memplan.core.schedule import make_schedule
@@ -28,6 +29,7 @@ from memplan.planning.byte_limits import ByteLimits, budgets_in_bytes, device_of
 from memplan.planning.fit import Fitted, fit, make_workload, quick_of, smallest
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions, read_budget, read_size
+from memplan.planning.outside_arena import plan_partly_outside
 from memplan.solvers import solve
 
 _TRIES = 4
@@ -60,10 +62,11 @@ def plan_within(
     planner = _Planner(
         scheduled=scheduled, options=options, workload=workload, policy=decide, limits=limits, transient=transient
     )
-    found = None if minimal else planner.below()
+    found = None if minimal else planner.below() or planner.below_partly_outside()
     if found is not None:
         return found
     least = planner.smallest()
+    least = planner.partly_outside(least, 0) or least
     if not limits.keeps(least):
         raise planner.infeasible(least)
     return planner.recorded(least, minimal=minimal)
@@ -158,6 +161,45 @@ class _Planner:
                 return None
             wanted = min(wanted, plan.max_live) - over
         return None
+
+    def below_partly_outside(self) -> Plan | None:
+        """Return a plan that keeps the limits because results that are dead when kernels need most are outside the
+        arena; None if none is found."""
+        if self.limits.total is None or not self._may_leave_out:
+            return None
+        graph, order = self.scheduled.graph, self.scheduled.schedule.order
+        kept = outside_bytes(graph, order, [0] * len(graph.ops)) + self.scheduled.reserve
+        wanted, (lowest, _) = self.limits.arena_beside(kept), floor(self.workload)
+        for _ in range(_TRIES):
+            if wanted < lowest:
+                return None
+            try:
+                plan = self._placed(fit(graph, self.workload.within(wanted), self.policy))
+            except BudgetInfeasible:
+                return None
+            wanted = plan.max_live
+            plan = self.partly_outside(plan, self.limits.total) or plan
+            if self.limits.keeps(plan):
+                return self.recorded(plan)
+            over = self.limits.total_of(plan) - self.limits.total
+            if over <= 0:
+                return None
+            wanted -= over
+        return None
+
+    def partly_outside(self, plan: Plan, limit: int) -> Plan | None:
+        """Return a smaller plan of the same order, with results outside the arena; None if there is none."""
+        if not self._may_leave_out:
+            return None
+        return plan_partly_outside(plan, limit, self.options)
+
+    @property
+    def _may_leave_out(self) -> bool:
+        """Whether results may be outside the arena: the total is limited, the arena is this step's own, and no
+        collectives will run beside ops."""
+        apart = self.workload.device or self.limits.room or self.scheduled.redzone
+        divided = any(is_collective(op.target) for op in self.scheduled.graph.ops)
+        return self.options.budget is not None and not apart and not divided
 
     def smallest(self) -> Plan:
         """Return the plan with the smallest arena for which the policy finds events; its arena is its arena budget."""

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from memplan.core.evictions import TRANSFERS
 from memplan.core.graph import Value
 from memplan.core.plan import Plan
 from memplan.core.problem import Interval
 from memplan.core.schedule import make_schedule, storage_intervals
+from memplan.core.totals import beside_results
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
 
@@ -67,25 +69,21 @@ class _Profile:
         self.outside[live.start] -= sign * candidate.saved
 
 
-def plan_partly_outside(
-    plan: Plan, beside: Sequence[int], limit: int, options: PlanOptions, *, gradients: bool, saved: bool = True
-) -> Plan | None:
+def plan_partly_outside(plan: Plan, limit: int, options: PlanOptions, *, saved: bool = False) -> Plan | None:
     """Return a plan in the same order with some storages outside, whose total is at most `limit`, or else the smallest
     that is found; None if none is smaller than `plan`.
 
     Its `temporaries` are those that are expected where results in fresh memory are no longer copied.
 
     Args:
-        plan: A plan without evictions but those of activation checkpoints, with measured temporaries.
-        beside: The bytes that each op of the plan allocates while it runs, beside its results.
+        plan: A plan on one device. Temporaries that are not measured are left out.
         limit: The largest total, in bytes.
-        options: Those of the solver matter.
-        gradients: Gradients of parameters may leave the arena; the caller keeps them to the end of the step.
+        options: Those of the solver, and `gradients`: with "auto", those of parameters may leave the arena.
         saved: Activations that the backward needs may leave the arena.
     """
     best, aim = plan, limit
+    candidates = list(_candidates(plan, gradients=options.gradients == "auto", saved=saved))
     for _ in range(_TRIES):
-        candidates = _candidates(plan, beside, gradients=gradients, saved=saved)
         made = _without(plan, _chosen(plan, candidates, aim), options)
         best = min(best, made, key=lambda p: p.total)
         if made.total <= limit:
@@ -106,7 +104,7 @@ def _without(plan: Plan, chosen: Sequence[_Candidate], options: PlanOptions) -> 
     return replace(
         made,
         eviction=None if kept is None else replace(kept, arena_budget=made.arena_size),
-        temporaries=tuple(temporaries),
+        temporaries=None if plan.temporaries is None else tuple(temporaries),
         division=plan.division,
         compress=plan.compress,
         code=plan.code,
@@ -145,11 +143,15 @@ def _chosen(plan: Plan, candidates: Iterable[_Candidate], limit: int) -> list[_C
     return kept
 
 
-def _candidates(plan: Plan, beside: Sequence[int], *, gradients: bool, saved: bool) -> Iterator[_Candidate]:
+def _candidates(plan: Plan, *, gradients: bool, saved: bool) -> Iterator[_Candidate]:
     """Yield what may leave the arena: intermediate results (without `saved`, those that live within one phase), and
     gradients of parameters.
+
+    What is copied to the host or from there stays.
     """
     graph, order = plan.graph, plan.schedule.order
+    beside = beside_results(graph, plan.transient)
+    copied = {s for op in graph.ops if op.target in TRANSFERS for s in graph.touched(op)}
     members, values = defaultdict[int, set[int]](set), defaultdict[int, list[Value]](list)
     for value, where in zip(graph.values, plan.placed.values, strict=True):
         members[where.storage].add(value.storage)
@@ -158,16 +160,16 @@ def _candidates(plan: Plan, beside: Sequence[int], *, gradients: bool, saved: bo
     sizes = {buffer.id: buffer.size for buffer in plan.problem.buffers}
     for storage, live in storage_intervals(graph, order).items():
         name, nbytes = graph.storages[storage].name, graph.storages[storage].nbytes
-        if name not in sizes or not _is_spanned(values[storage]):
+        if name not in sizes or not _is_spanned(values[storage]) or not members[storage].isdisjoint(copied):
             continue
         across = saved and not graph.ops[order[live.start]].target.startswith(_RECURRENT)
         within = across or live.end <= graph.forward_ops or live.start >= graph.forward_ops
         inner = members[storage].isdisjoint(returned)
         if (inner and within) or (gradients and storage in graph.gradients_in_arena):
             first = order[live.start]
-            copied = 0 if graph.ops[first].direct else min(nbytes, plan.transient[first] - beside[first])
+            fresh = 0 if graph.ops[first].direct else min(nbytes, plan.transient[first] - beside[first])
             yield _Candidate(
-                storages=frozenset(members[storage]), size=sizes[name], nbytes=nbytes, live=live, saved=copied
+                storages=frozenset(members[storage]), size=sizes[name], nbytes=nbytes, live=live, saved=fresh
             )
 
 

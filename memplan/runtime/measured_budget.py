@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from memplan.core.graph import Graph, StorageKind
 from memplan.core.plan import Plan
 from memplan.core.timed import timed
-from memplan.core.totals import beside_results
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.workload import Policy
-from memplan.planning.eager_total import eager_total
+from memplan.planning.measured import AsEager
 from memplan.planning.outside_arena import plan_partly_outside
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.kernels.callables import bytes_of_numbers, scalars_as_tensors
@@ -27,9 +23,6 @@ from memplan.trace.retracer import Retracer
 from memplan.trace.traced import KernelCall, TracedGraph
 
 _TRIES = 4
-_PRECISION = 1000  # the prediction of eager's peak is exact to about one part in so many
-_MOST_OVERHEAD = 0.1  # the predicted share of the step's time that needing no more than eager may cost
-_log = logging.getLogger("memplan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +117,17 @@ def first_program(
         return (Built(traced=settled, runner=runner),)
 
     built = build_measured(build, 1, again=given is None, alone=first)[0]
-    if given is not None or not first or options.has_budget or len(traced.runs_on) > 1:
+    if given is not None or not first or len(traced.runs_on) > 1:
         return built
-    smaller = plan_as_small_as_eager(options, built)
+    smaller = smaller_plan(options, built)
     if smaller is None:
         return built
     discard([built])
     del built
-    return Built(traced=smaller[0], runner=assemble(*smaller))
+    runner = assemble(*smaller)
+    if options.budget == "min":
+        adopt_need(runner)
+    return Built(traced=smaller[0], runner=runner)
 
 
 def _count_numbers(error: BudgetInfeasible, traced: TracedGraph) -> None:
@@ -177,59 +173,41 @@ def replan(options: RunOptions, known: Measured, *, room: int = 0) -> tuple[Trac
     return known.settle(options.again(known.plan), room=room)
 
 
+def smaller_plan(options: RunOptions, built: Built) -> tuple[TracedGraph, Plan] | None:
+    """Return the plan of a program of one device that takes the place of the first one, once its kernels are measured:
+    what needs no more than eager, or, for the smallest budget, less; None where the first one stays."""
+    if not options.has_budget:
+        return plan_as_small_as_eager(options, built)
+    plan, traced = built.runner.plan, built.traced
+    if options.budget != "min" or traced.runs_on or plan.redzone or plan.eviction is None or plan.collectives:
+        return None
+    found = plan_partly_outside(plan, 0, options)
+    if found is None or found.eviction is None:
+        return None
+    found = replace(found, eviction=replace(found.eviction, budget=found.on_device))
+    return outside_as_in(traced, found, gradients=True), found
+
+
 def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGraph, Plan] | None:
     """Return a plan that needs at most what eager is predicted to need on its device, for a program without a budget
-    that needs more; None if it needs no more, or if no such plan is found.
+    that needs more; None if it needs no more, or if no such plan is found."""
+    traced, plan, known = built.traced, built.runner.plan, measured(built, None)
+    on_host = not traced.runs_on and traced.device.type == "cpu"  # its host copies are in its own memory
 
-    Where kernels return new memory, as convolutions do, the arena and what is beside it may have their peaks at
-    different steps, and eager's peak is below their sum.
-    """
-    known = measured(built, None)
-    graph, plan = built.traced.graph, built.runner.plan
-    beside = beside_results(_placed(graph) if built.traced.runs_on else graph, known.transient)
-    eager = eager_total(graph, beside)
-    most = eager + plan.padding + options.reserved
-    limit = most - eager // _PRECISION
-    need = _one_by_one(plan).on_device
-    if need <= limit or plan.redzone:
-        return None
-    found = None
-    if plan.eviction is None or plan.eviction.policy == "checkpoint":
-        here, gradients = beside_results(plan.graph, plan.transient), options.gradients == "auto"
-        found = plan_partly_outside(plan, here, limit, options, gradients=gradients, saved=False)
-        # Each call allocates what is left to the backward, where no sanitizer sees it.
-        may_leave = need > most and plan.eviction is None and not (options.recorded or options.sanitize)
-        if may_leave and (found is None or found.total > limit):
-            found = plan_partly_outside(plan, here, limit, options, gradients=gradients, saved=True)
-    if found is not None and found.total <= limit:
-        return outside_as_in(built.traced, found, gradients=True), found
-    policy: str | Policy = options.policy
-    if not built.traced.runs_on:  # the CPU's host copies are in its own memory, and recorded steps have none
-        policy = "recompute" if built.traced.device.type == "cpu" or options.recorded else "auto"
-    within = replace(options, budget=limit, policy=policy, divide=None)
-    with contextlib.suppress(BudgetInfeasible):
-        settled, cheaper = known.settle(within)
-        kept = cheaper.eviction
-        if kept is None:
-            return settled, cheaper
-        before = kept.base_seconds if plan.eviction is None else plan.eviction.seconds
-        if kept.seconds <= (1 + _MOST_OVERHEAD) * before:  # nobody asked for this budget
-            return settled, replace(cheaper, eviction=replace(kept, budget=None, arena_budget=cheaper.arena_size))
-    _log.info("%s: needs %s, and eager %s", plan.model, format_bytes((found or plan).on_device), format_bytes(limit))
-    return None if found is None else (outside_as_in(built.traced, found, gradients=True), found)
+    def within(total: int, policy: str | Policy) -> Plan:
+        """Return a plan within a total by a policy."""
+        return known.settle(replace(options, budget=total, policy=policy, divide=None))[1]
 
-
-def _one_by_one(plan: Plan) -> Plan:
-    """Return the plan as if collectives had their results when they return: what they copy meanwhile is eager's too."""
-    ops = tuple(replace(op, starts=False) if op.starts else op for op in plan.graph.ops)
-    return replace(plan, graph=replace(plan.graph, ops=ops)) if ops != plan.graph.ops else plan
-
-
-def _placed(graph: Graph) -> Graph:
-    """Return the graph of a step on another device than its caller's, with results where their kernels write them: in
-    the arena, from which they are copied to the caller."""
-    results = (StorageKind.OUTPUT, StorageKind.GRADIENT)
-    return replace(graph, storages=tuple(replace(s, planned=s.planned or s.kind in results) for s in graph.storages))
+    step = AsEager(
+        graph=traced.graph,
+        transient=known.transient,
+        options=options,
+        replan=within,
+        saved=not (options.recorded or options.sanitize),  # no sanitizer sees what each call allocates
+        copies=not (on_host or options.recorded),  # recorded steps have none
+    )
+    found = step.instead_of(plan)
+    return None if found is None else (outside_as_in(traced, found, gradients=True), found)
 
 
 def adopt_need(runner: Runner) -> None:

@@ -104,7 +104,9 @@ class RunOptions(PlanOptions):
             variant = retraced(traced, retracer, given.division, given.compress, given.code)
             variant = outside_as_in(variant, given, gradients=self.gradients == "auto")
             return variant, self.require_fit(variant, given)
-        return plan_step(traced, retracer, self, redzone=self.redzone(traced.device), room=room, transient=transient)
+        redzone = self.redzone(traced.device)
+        variant, plan = plan_step(traced, retracer, self, redzone=redzone, room=room, transient=transient)
+        return outside_as_in(variant, plan, gradients=self.gradients == "auto"), plan
 
     def again(self, tried: Plan) -> Self:
         """Return the options that plan a variant of a step anew, within the budgets of the plan that was tried."""

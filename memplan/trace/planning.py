@@ -20,6 +20,7 @@ from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import cost_model
 from memplan.planning.checkpoints import has_checkpoints, plan_checkpointed, plan_from_checkpoints
 from memplan.planning.make_plan import ScheduledGraph, make_plan
+from memplan.planning.measured import with_temporaries
 from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.schedule import order as order_of
 from memplan.schedule.group_updates import gather
@@ -200,7 +201,10 @@ def _plan_with_transfers(
     found = plan_within(scheduled, options, costs, room=room, device="".join(traced.runs_on), transient=transient)
     if "min" in (options.budget, options.arena_budget) and has_checkpoints(traced.graph) and not traced.runs_on:
         followed = plan_checkpointed(scheduled, options, costs)  # it orders the step anew, with what it computes again
-        return min(found, followed, key=lambda plan: plan.arena_size)
+        if options.budget != "min":
+            return min(found, followed, key=lambda plan: plan.arena_size)
+        followed = followed if transient is None else with_temporaries(followed, transient)
+        return min(found, followed, key=lambda plan: plan.on_device)
     return found
 
 

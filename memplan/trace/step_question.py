@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,9 +14,10 @@ from memplan.core.plan import Plan
 from memplan.core.timed import timed
 from memplan.distributed.fake_ranks import divided
 from memplan.evict.costs import cost_model
+from memplan.evict.workload import Policy
 from memplan.planning.capacity import Capacity
 from memplan.planning.eager_total import eager_total
-from memplan.planning.measured import with_temporaries
+from memplan.planning.measured import AsEager, with_temporaries
 from memplan.planning.memory_answer import Fits, Need, need_of
 from memplan.planning.options import PlanOptions
 from memplan.trace.eager_step import eager_step
@@ -124,9 +125,9 @@ class StepQuestion:
             if not self.capacity.is_host:
                 return plan_traced(traced, options)
             transient = self._scratch.of_graph(traced.graph, traced.kernels)
-            plan = plan_step(traced, None, options, transient=transient)[1]
-            plan = replace(plan, numbers=number_bytes(traced.graph, traced.kernels))
-            return plan if options.has_budget else with_temporaries(plan, traced.graph, transient, options)
+            numbers = number_bytes(traced.graph, traced.kernels)
+            plan = replace(plan_step(traced, None, options, transient=transient)[1], numbers=numbers)
+            return plan if options.has_budget else _as_compiled(plan, traced, transient, options)
 
     @contextmanager
     def _stage(self, doing: str) -> Iterator[None]:
@@ -150,6 +151,20 @@ class StepQuestion:
             update = need.fixed + need.gradients + need.kept + need.temporaries
             return max(eager_total(traced.graph) + need.state, update) + self.capacity.allowance
         return need.fixed + max(found.peak, found.kept + need.temporaries) + self.capacity.allowance
+
+
+def _as_compiled(plan: Plan, traced: TracedGraph, transient: Sequence[int], options: PlanOptions) -> Plan:
+    """Return the plan that `memplan.compile` has in the place of one without a budget: at most what eager needs."""
+
+    def within(total: int, policy: str | Policy) -> Plan:
+        """Return a plan within a total by a policy."""
+        asked = replace(options, budget=total, policy=policy, divide=None, reserve=options.reserved + plan.numbers)
+        made = plan_step(traced, None, asked, transient=transient)[1]
+        return replace(made, reserve=options.reserved, numbers=plan.numbers)
+
+    step = AsEager(graph=traced.graph, transient=transient, options=options, replan=within, saved=True, copies=False)
+    plan = with_temporaries(plan, transient)
+    return step.instead_of(plan) or plan
 
 
 def updated_parameters(traced: TracedGraph, model: nn.Module) -> list[nn.Parameter]:

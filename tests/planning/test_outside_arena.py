@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.plan import Plan
-from memplan.core.totals import beside_results
 from memplan.planning.consistency import check_consistency
 from memplan.planning.make_plan import ScheduledGraph, make_plan
-from memplan.planning.options import DEFAULTS
+from memplan.planning.options import PlanOptions
 from memplan.planning.outside_arena import plan_partly_outside
 from memplan.planning.planfile import load, save
 from memplan.schedule import traced
@@ -30,8 +29,8 @@ def _plan(graph: Graph, temporaries: tuple[int, ...] = ()) -> Plan:
 
 
 def _smaller(plan: Plan, limit: int, *, gradients: bool = False, saved: bool = True) -> Plan | None:
-    beside = beside_results(plan.graph, plan.transient)
-    return plan_partly_outside(plan, beside, limit, DEFAULTS, gradients=gradients, saved=saved)
+    options = PlanOptions(gradients="auto" if gradients else "safe")
+    return plan_partly_outside(plan, limit, options, saved=saved)
 
 
 def _two_peaks(*, direct: bool = True, in_place: bool = False) -> Plan:

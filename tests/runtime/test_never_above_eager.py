@@ -16,6 +16,7 @@ import memplan
 from benchmarks.checkpointing import checkpoint_blocks
 from benchmarks.zoo import ZOO
 from memplan.devices.measure import peak_bytes
+from tests.models import Saves
 from tests.runtime.budgets import QUICK
 
 CPU = torch.device("cpu")
@@ -32,18 +33,6 @@ class Peaks(nn.Module):
         x = nn.functional.avg_pool2d(torch.tanh(x), 16)
         result: torch.Tensor = self.last(x).mean((2, 3))
         return result
-
-
-class Saves(nn.Module):
-    """Keeps for the backward what is alive when the arena is fullest, and dead when a convolution needs much."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.two(torch.relu(self.one(x))))
-        return nn.functional.max_pool2d(torch.tanh(x), 2).mean((2, 3))
 
 
 class Through(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -246,6 +235,22 @@ def test_what_is_left_to_the_backward_outside_is_that_of_its_own_forward(option:
     (one.square().sum() + 3 * two.sum()).backward()
     found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     assert _same(found, _gradients(reference, reference(x).square().sum() + 3 * reference(-x).sum()))
+
+
+def test_the_smallest_budget_leaves_outside_what_is_dead_when_kernels_need_most() -> None:
+    model, x = _peaks()
+    compiled = memplan.compile(model, (x,), train=False, budget="min", policy="recompute")
+    least = compiled.plan
+    assert least.eviction is not None
+    assert least.outside["intermediate"] > least.arena_size
+    beside = least.total - least.arena_size - max(least.outside_profile)
+    assert _measured(_inference(compiled, (x,))) + least.arena_size + beside <= least.total
+    assert least.total == least.eviction.budget
+    alone = memplan.compile(model, (x,), train=False, arena_budget="min", policy="recompute").plan
+    between = (least.total + alone.total) // 2  # too little for an arena with all results
+    kept = memplan.compile(model, (x,), train=False, budget=between, policy="recompute")
+    assert least.total <= kept.plan.total <= between < alone.total
+    assert torch.equal(_inference(kept, (x,))(), _inference(model, (x,))())
 
 
 @pytest.mark.parametrize("option", [{}, {"sanitize": "poison"}, {"sanitize": "redzone"}])

@@ -11,10 +11,12 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import memplan
+from benchmarks.zoo import ZOO
 from memplan.errors import InvalidModel, InvalidSize, UnsupportedCall, UnsupportedDevice
 from memplan.trace.meta_model import batch_of, meta_inputs, meta_model
 from memplan.trace.optimizer.update_bytes import update_bytes
 from memplan.trace.planning import plan_step
+from tests.models import Saves
 
 WIDTH = 256
 
@@ -100,6 +102,23 @@ def test_parts_are_those_of_the_plan_and_of_the_optimizer() -> None:
     assert plain.total == plan.total + numbers + (1 << 20)
     forward = memplan.fits(model, x, device="cpu", train=False, search=False)
     assert (forward.train, forward.need.state) == (False, 0)
+
+
+@pytest.mark.parametrize("name", ["saves", "resnet"])
+def test_the_plan_needs_what_that_of_compile_needs(name: str) -> None:
+    """Where a first plan would need more than eager, both leave results outside the arena, or compute them again."""
+    torch.manual_seed(0)
+    model, inputs = ZOO["resnet"]("nano") if name == "resnet" else (Saves(), (torch.randn(8, 1, 16, 16),))
+    plan = memplan.fits(model, inputs, device="cpu", search=False).plan
+    compiled = memplan.compile(model, inputs).plan
+    assert plan.total == compiled.total
+    if name == "saves":
+        assert plan.arena_size < memplan.plan(model, inputs).arena_size
+        assert min(plan.outside["intermediate"], compiled.outside["intermediate"]) > 0
+    else:
+        assert plan.eviction is not None
+        assert compiled.eviction is not None
+        assert (plan.eviction.policy, plan.eviction.budget) == (compiled.eviction.policy, None) == ("recompute", None)
 
 
 def test_the_largest_batch_is_the_largest_that_fits() -> None:

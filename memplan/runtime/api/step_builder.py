@@ -34,8 +34,8 @@ from memplan.runtime.measured_budget import (
     adopt_need,
     build_measured,
     discard,
-    plan_as_small_as_eager,
     replan,
+    smaller_plan,
 )
 from memplan.runtime.memory.arena import Arena, NewArenas, arena_for_all
 from memplan.runtime.memory.host import prepare_host
@@ -196,20 +196,16 @@ class StepBuilder:
             planned[:] = [self._planned(step, given, one) for step, one in zip(steps, known, strict=True)]
             if given is None:
                 planned[:] = self._in_one_arena(planned, known)
-            made = self._placed(planned, device)
-            if options.budget == "min":
-                for one in made:
-                    adopt_need(one.runner)
-            return made
+            return self._placed(planned, device)
 
         others = [one.runner.plan for plan in self.plans for one in plan.programs]
         before = 0 if self._arena is None else self._arena.nbytes
-        compared = given is None and self._arena is None and not options.has_budget
+        compared = given is None and self._arena is None
         try:
             with self._new_arenas:
                 made = build_measured(build, len(steps), again=given is None, alone=self._arena is None)
                 if compared and all(len(t.runs_on) < 2 for t in traced):
-                    smaller = [plan_as_small_as_eager(options, one) for one in made]
+                    smaller = [smaller_plan(options, one) for one in made]
                     if any(smaller):
                         discard(made)
                         del made
@@ -249,6 +245,9 @@ class StepBuilder:
             traced = found.sharing_constants(known)
             known.append(traced)
             made.append(Built(traced=traced, runner=self._runner(arena, traced, plan)))
+        if self.options.budget == "min":
+            for one in made:
+                adopt_need(one.runner)
         return made
 
     def _runner(

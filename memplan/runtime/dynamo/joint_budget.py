@@ -47,18 +47,24 @@ def keep_budgets(options: RunOptions, instances: Sequence[GraphInstance], timeli
 
     if keeps(_need(instances, [one.plan for one in instances], timeline)):
         return
-    least = [_planned(options, one, "min") for one in instances]
+    least = [_planned(options, one, arena_budget="min") for one in instances]
     found = _need(instances, least, timeline)
+    tries = _TRIES
+    if not keeps(found) and total is not None:  # the smallest totals may have larger arenas, and less beside them
+        smallest = [_planned(options, one, budget="min") for one in instances]
+        found = min(found, _need(instances, smallest, timeline), key=lambda need: need.total)
+        tries = 0
     if not keeps(found):
         raise _infeasible(found, total, arena)
     low, high = 0.0, 1.0
-    for _ in range(_TRIES):
+    for _ in range(tries):
         share = (low + high) / 2
         sizes = [
             p.arena_size + int(share * (one.plan.arena_size - p.arena_size))
             for one, p in zip(instances, least, strict=True)
         ]
-        tried = _need(instances, [_planned(options, one, n) for one, n in zip(instances, sizes, strict=True)], timeline)
+        plans = [_planned(options, one, arena_budget=n) for one, n in zip(instances, sizes, strict=True)]
+        tried = _need(instances, plans, timeline)
         low, high, found = (share, high, tried) if keeps(tried) else (low, share, found)
     for instance, plan in zip(instances, found.plans, strict=True):
         instance.replace_plan(plan)
@@ -91,10 +97,12 @@ def _as_traced(instance: GraphInstance) -> JointPart:
     return part_of_step(instance, {}, plan=traced)
 
 
-def _planned(options: RunOptions, instance: GraphInstance, arena: int | str) -> Plan:
-    """Return a plan of one graph whose arena has at most so many bytes ("min": the fewest)."""
+def _planned(
+    options: RunOptions, instance: GraphInstance, *, arena_budget: int | str | None = None, budget: str | None = None
+) -> Plan:
+    """Return a plan of one graph whose arena, or total, has at most so many bytes ("min": the fewest)."""
     known = measured(Built(traced=instance.traced, runner=instance.runner), None)
-    within = replace(options, budget=None, arena_budget=arena)
+    within = replace(options, budget=budget, arena_budget=arena_budget)
     return known.settle(within)[1]
 
 
