@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Installs memplan and what its tests need into .venv, and runs the tests on all cores, each its own part of the files, so
+# Installs memplan and what its tests need into .venv, and runs the tests in a process more than there are cores, as some wait; each has its own part of the files, so
 # that modules compile and share what they share once. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 scripts/install.sh torch,test
-exec .venv/bin/python -m pytest --numprocesses auto --dist worksteal --durations 30 --durations-min 5 "$@"
+exec .venv/bin/python -m pytest --numprocesses "$(($(nproc) + 1))" --dist worksteal --durations 30 --durations-min 5 "$@"
