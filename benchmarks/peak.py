@@ -45,6 +45,7 @@ COLUMNS = {
     "ratio": "peak / eager's",
     "resident_mb": "peak by resident set, MB",
     "resident_ratio": "resident peak / eager's",
+    "host_mb": "offloaded to the host, MB",
     "total_mb": "memplan's total, MB",
     "of_total": "peak / total",
     "budget_mb": "budget, MB",
@@ -57,6 +58,8 @@ NOTES = (
     "Peak: the bytes of all tensors that are alive before the step (parameters, buffers, inputs, and what the contender"
     " keeps between steps), and by how much one step exceeds them: by the profiler's memory events, and, in another"
     " process, by the high-water mark of the resident set. MB = 10^6 bytes. Steps begin without gradients.",
+    "The bytes that memplan offloads to the host, here the same memory, have a column of their own, and are not in the"
+    " peak.",
     "Times are medians of single processes, not interleaved.",
 )
 
@@ -143,6 +146,7 @@ def row_of(measured: Row, reference: Row) -> dict[str, Cell]:
         "ratio": _ratio(measured.get("peak"), reference.get("peak")),
         "resident_mb": _mb(measured.get("resident")),
         "resident_ratio": _ratio(measured.get("resident"), reference.get("resident")),
+        "host_mb": _mb(measured.get("host")),
         "total_mb": _mb(measured.get("total")),
         "of_total": _ratio(measured.get("peak"), measured.get("total")),
         "budget_mb": _mb(measured.get("limit")),
@@ -229,7 +233,7 @@ def _table(rows: Sequence[Row], output: str, settings: Settings, kept: Mapping[t
         columns=shown,
         rows=rows,
         settings={"size": settings.size, "mode": settings.mode, "rounds": settings.rounds, "threads": 1},
-        notes=(*NOTES[: 2 if settings.timed else 1], "", *summary(rows)),
+        notes=(*NOTES[: 3 if settings.timed else 2], "", *summary(rows)),
     )
 
 

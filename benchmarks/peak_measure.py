@@ -186,15 +186,25 @@ def median_seconds(step: Step, rounds: int) -> float:
     return statistics.median(seconds)
 
 
+def device_bytes(step: Step) -> int:
+    """Return `live_bytes` without the host arena, which on the CPU lies in the memory of the device."""
+    return live_bytes() - _host_bytes(step)
+
+
+def _host_bytes(step: Step) -> int:
+    return 0 if step.plan is None else step.plan.host_size
+
+
 def by_events(step: Step, rounds: int) -> dict[str, Cell]:
     """Return time, standing bytes, the peak by memory events, and what the contender's plan had predicted."""
     seconds = median_seconds(step, rounds)
     step.clear()
-    standing = live_bytes()
+    standing = device_bytes(step)
     return {
         "ms": seconds * 1e3,
         "standing": standing,
         "peak": standing + peak_growth(step),
+        "host": _host_bytes(step) or None,
         "total": None if step.plan is None else step.plan.total,
         "padding": None if step.plan is None else step.plan.padding,
         "limit": None if step.plan is None else limit_of(step.plan),
@@ -205,7 +215,7 @@ def by_events(step: Step, rounds: int) -> dict[str, Cell]:
 def by_resident_set(step: Step, rounds: int) -> dict[str, Cell]:
     """Return standing bytes, and their sum with the growth of the resident set, the median of `rounds` steps."""
     step.clear()
-    standing = live_bytes()
+    standing = device_bytes(step)
     growth = statistics.median([resident_growth(step) for _ in range(rounds)])
     return {"standing": standing, "resident": standing + round(growth)}
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Installs memplan and what its tests need into .venv, and runs the tests in a process more than there are cores, as some wait; each has its own part of the files, so
-# that modules compile and share what they share once. Arguments go to pytest.
+# Installs memplan and what its tests need into .venv, and runs the tests in a process more than there are cores, as some
+# tests wait for processes of their own; each has its own part of the files, so that modules compile and share what they
+# share once. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from torch import nn
 from benchmarks import peak
 from benchmarks.checkpointing import checkpoint_blocks
 from benchmarks.peak import main, row_of, summary
-from benchmarks.peak_contenders import Step
-from benchmarks.peak_measure import RETURN_MEMORY, covered, live_bytes, peak_growth
+from benchmarks.peak_contenders import CONTENDERS, Step
+from benchmarks.peak_measure import MODELS, RETURN_MEMORY, by_events, covered, live_bytes, peak_growth
 from benchmarks.results import Row
 from benchmarks.zoo import EXTRAS
 from memplan.runtime.memory.arena import Arena
@@ -93,6 +94,16 @@ def test_live_bytes_do_not_count_views_by_address_of_an_arena_that_was_freed() -
     arena.release()
     assert live_bytes() == before
     assert len(view) == MIB
+
+
+def test_what_is_offloaded_to_the_host_is_not_in_the_peak_of_the_device() -> None:
+    step = CONTENDERS["memplan-min-auto"].step(*MODELS["two_traversals"]("nano"), "training")
+    for _ in range(2):
+        step.run()
+    figures: Any = by_events(step, 1)
+    assert figures["host"]
+    assert live_bytes() == figures["standing"] + figures["host"]
+    assert figures["total"] * 0.99 < figures["peak"] <= figures["total"]
 
 
 def test_spans_that_overlap_count_once() -> None:

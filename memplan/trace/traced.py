@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from memplan.core.code_options import CodeOptions
 from memplan.core.division import Division
-from memplan.core.graph import Graph
+from memplan.core.graph import GIVEN, Graph
 from memplan.trace.capture.python_values import Reading
 
 
@@ -262,12 +262,20 @@ class TracedGraph:
     def sharing_constants(self, others: Iterable[TracedGraph]) -> TracedGraph:
         """Return the graph with constants of `others` in place of its own where these are the same bits.
 
-        Constants that a step writes to stay its own.
+        These are constants that the passes have computed. Tensors of the user's model, which may change them, and
+        constants that a step writes to stay its own.
         """
-        known = [b.tensor for one in others for b in one.bindings if b.source is Source.CONSTANT and not b.written]
+        known = [one.bindings[i].tensor for one in others for i in one._computed_constants()]
         if not known:
             return self
-        return replace(self, bindings=tuple(_shared(b, known) for b in self.bindings))
+        own = self._computed_constants()
+        return replace(self, bindings=tuple(_shared(b, known) if i in own else b for i, b in enumerate(self.bindings)))
+
+    def _computed_constants(self) -> frozenset[int]:
+        """Return the bindings, by index, of constants that the passes have computed and that the step only reads."""
+        storages, values = self.graph.storages, self.graph.values
+        constants = ((i, b) for i, b in enumerate(self.bindings) if b.source is Source.CONSTANT and not b.written)
+        return frozenset(i for i, b in constants if storages[values[b.value].storage].origin.op != GIVEN)
 
     def bound(self, source: Source) -> tuple[Binding, ...]:
         """Return the bindings of one source, in order."""
@@ -296,8 +304,7 @@ def _meta(x: torch.Tensor) -> torch.Tensor:
 def _shared(binding: Binding, known: Iterable[torch.Tensor | None]) -> Binding:
     """Return the binding of a constant to the first of the `known` tensors that has its layout and bits."""
     own = binding.tensor
-    if binding.source is not Source.CONSTANT or binding.written or own is None:
-        return binding
+    assert own is not None
     return replace(binding, tensor=next((t for t in known if t is not None and _same_bits(t, own)), own))
 
 

@@ -117,6 +117,25 @@ def test_a_gradient_that_is_kept_moves_out_and_stays_the_same_tensor() -> None:
         torch.testing.assert_close(p.grad, value + g)
 
 
+def test_wrappers_of_torch_func_that_are_alive_are_no_gradients() -> None:
+    wrappers: list[torch.Tensor] = []
+
+    def sum_of(x: torch.Tensor) -> torch.Tensor:
+        wrappers.append(x)
+        return x.sum()
+
+    torch.func.grad(sum_of)(torch.ones(2))
+    assert wrappers
+    model, x = nn.Linear(3, 2), torch.ones(1, 3)
+    compiled = memplan.compile(model, x)
+    compiled(x).sum().backward()
+    kept = [model.weight.grad]
+    model.zero_grad()
+    compiled(2 * x).sum().backward()
+    assert torch.equal(kept[0], x.expand(2, 3))  # type: ignore[arg-type]
+    assert torch.equal(model.weight.grad, 2 * x.expand(2, 3))  # type: ignore[arg-type]
+
+
 def test_zeroed_gradients_move_out_once() -> None:
     net = _net()
     compiled, x = _compiled(net)

@@ -162,6 +162,30 @@ def test_no_program_of_a_step_keeps_the_batch_that_it_was_made_for(kind: Callabl
         assert torch.allclose(expected, found, atol=1e-6)
 
 
+@pytest.mark.parametrize("on_mismatch", ["error", "replan"])
+def test_a_copy_that_fails_on_made_up_numbers_is_compiled_for_a_call_like_the_example(on_mismatch: Any) -> None:
+    words, starts = torch.arange(9), torch.tensor([0, 4, 6])
+    compiled = memplan.compile(Bags(), (words, starts), on_mismatch=on_mismatch)
+    twin = copy.deepcopy(compiled)
+    with pytest.raises(InputMismatch, match="made-up numbers"):
+        twin.plan  # noqa: B018
+    assert torch.equal(twin(words, starts), compiled(words, starts))
+    assert twin.plan.fingerprint == compiled.plan.fingerprint
+
+
+def test_a_call_whose_inputs_are_tied_otherwise_is_not_what_is_compiled_for() -> None:
+    model, a, b = nn.Bilinear(4, 4, 2), torch.ones(3, 4), torch.full((3, 4), 2.0)
+    compiled = memplan.compile(model, (a, b), on_mismatch="error")
+    compiled(a, b).sum().backward()
+    held = [p.grad for p in model.parameters()]
+    compiled(a, a).sum().backward()  # the gradients of before are in use: it is compiled once more
+    assert all(g is not None for g in held)
+    compiled.zero_grad()
+    compiled(a, b).sum().backward()
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, (a.T @ b).expand(2, 4, 4))
+
+
 def test_made_up_tensors_have_the_layout_and_the_range_of_the_example() -> None:
     given = (
         torch.randint(3, 9, (4, 5)).T,

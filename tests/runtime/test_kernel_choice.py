@@ -77,16 +77,16 @@ def test_measuring_steps_leaves_all_tensors_and_random_numbers_as_they_are(monke
         step(*given)
 
     monkeypatch.setattr(step_time, "_step", counted)
-    assert step_seconds(compiled._selector.main) > 0
+    assert step_seconds(compiled._selector.main, inputs) > 0
     assert len(runs) > step_time._LEAST_STEPS + 1
     monkeypatch.setattr(step_time, "_SECONDS", 0)
     monkeypatch.setattr(step_time, "_LEAST_STEPS", 2)
     runs.clear()
-    step_seconds(compiled._selector.main)
+    step_seconds(compiled._selector.main, inputs)
     assert len(runs) == 3
     monkeypatch.setattr(step_time, "_SECONDS", 60)
     monkeypatch.setattr(step_time, "_MOST_STEPS", 4)
-    step_seconds(compiled._selector.main)
+    step_seconds(compiled._selector.main, inputs)
     assert len(runs) == 3 + 5
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.equal(inputs[1], torch.zeros(2))
@@ -103,7 +103,7 @@ def test_the_report_says_which_kernels_were_chosen_and_why(
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.linspace(-1, 1, 32).view(8, 4)
     found = iter(seconds)  # of Inductor's kernels, which are tried first, and of eager's
-    monkeypatch.setattr(kernel_choice, "step_seconds", lambda _: next(found))
+    monkeypatch.setattr(kernel_choice, "step_seconds", lambda *_: next(found))
     compiled = memplan.compile(model, x, kernels="auto")
     plan = compiled.plan
     assert any(op.target.startswith("inductor.") for op in plan.graph.ops) is (kept == "inductor")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,14 @@ from memplan.runtime.kernels import stand_ins
 from memplan.runtime.memory.arena import Arena, Memory
 
 _TRACING = 8192  # bytes: small tensors that dynamo and AOTAutograd make
+
+
+@pytest.fixture(autouse=True)
+def _garbage_is_looked_for_as_often_as_users_have_it() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
 
 
 def _peak(call: Callable[[], Any]) -> tuple[Any, int]:

@@ -64,7 +64,7 @@ def _require_equal(reference: nn.Module, compiled: Any, inputs: tuple[Any, ...])
 
 
 def test_every_shape_equals_eager_in_one_growing_arena() -> None:
-    reference, compiled = _compiled()
+    reference, compiled = _compiled(on_mismatch="error")
     sizes = []
     for shape in ((3, 8), (5, 20), (2, 7), (32, 48), (3, 8), (17, 2), (4, 1), (1, 9), (1, 1), (5, 20)):
         _require_equal(reference, compiled, _inputs(*shape))

@@ -589,3 +589,36 @@ def test_a_forward_that_is_replaced_later_is_noticed() -> None:
     net[0].forward = lambda given: was(given) / 2
     with pytest.raises(InputMismatch):
         step(x)
+
+
+class _Scaled(nn.Module):
+    """Reads two tensors that are neither parameters nor buffers, and have the same bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.inner, self.outer = torch.ones(2), torch.ones(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = ((self.linear(x) * self.inner).tanh() * self.outer).sum()
+        return made
+
+
+def test_tensors_of_the_model_are_read_anew_in_every_program() -> None:
+    """Programs of a step share constants that are computed, and not those that the user may change."""
+    models = [_Scaled(), _Scaled()]
+    models[1].load_state_dict(models[0].state_dict())
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, fused=True) for m in models)
+    x = torch.randn(4, 3)
+    step = compile_step(models[0], ours, lambda loss: loss, x, accumulate=2)
+    for scale in (1.0, 0.5):
+        for model in models:
+            model.inner.fill_(scale)
+        for _ in range(2):
+            found = step(x)
+            expected = models[1](x)
+            (expected / 2).backward()
+            assert torch.equal(found, expected)
+        theirs.step()
+        theirs.zero_grad()
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))

@@ -52,6 +52,7 @@ class Compilation:
             return runner, current
         if guide.runner is not runner:  # it was made anew in a larger arena: what was measured is gone
             self.guide = None
+            forget_example(runner)
         elif guide.ready:
             runner = self._advance(guide)
             current = runner.current()
@@ -62,10 +63,9 @@ class Compilation:
         try:
             runner = self.selector.main = guide.next_runner()
         finally:
-            if guide.done:
+            if guide.done:  # no other plan is tried
                 self.guide = None
-        if guide.done:  # no other plan is tried
-            forget_example(runner)
+                forget_example(self.selector.main)
         self.plan = runner.plan
         if guide.measurements:
             self.builder.options = replace(self.builder.options, costs=guide.measurements[-1].costs)

@@ -215,7 +215,7 @@ class CompiledModule(SharedModule, MeasuredStep):
                 if (why := self._compile_copy(args, kwargs)) is not None:
                     return self._run_uncompiled(why, args, kwargs)
             else:
-                self._compile_again()
+                self._compile_again(args, kwargs)
         if self._pending is None:
             try:
                 return self._call(args, kwargs)
@@ -350,12 +350,12 @@ class CompiledModule(SharedModule, MeasuredStep):
     def _put_gradients_outside(self, gradients: ArenaGradients, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for gradients outside the arena, because those of the last step are still in use at the next call."""
         self.__dict__["_again"] = outside(self._compilation, gradients, (args, kwargs))
-        self._compile_again()
+        self._compile_again(args, kwargs)
 
-    def _compile_again(self) -> None:
-        """Compile once more; what is compiled from is kept until that has succeeded, as the arena is freed already."""
-        assert self._again is not None
-        self._use(self._again.run())
+    def _compile_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile once more, for a call; until that has succeeded, it is to be done, as the arena is freed already."""
+        assert isinstance(self._again, Recompilation)
+        self._use(self._again.for_call((args, kwargs)).run())
         self.__dict__["_again"] = None
 
     def _begin_to_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -377,7 +377,7 @@ class CompiledModule(SharedModule, MeasuredStep):
         refused: MemplanError | None = self._copy_refused
         if self._rebuilt >= _MAX_REBUILDS:
             return refused
-        for candidate in (copied, copied.changed(args, kwargs)):
+        for candidate in (copied.of_call(args, kwargs), copied.changed(args, kwargs)):
             try:
                 made = candidate.run() if before is None else candidate.as_copied(before)
             except (BudgetInfeasible, StaleActivationsError):

@@ -24,15 +24,23 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLike:
-    """The layout of a tensor that is not kept, with the least and the greatest of its numbers."""
+    """The layout of a tensor that is not kept, with the least and the greatest of its numbers.
+
+    `empty`: a tensor without numbers on its device, which `torch.load` moves where `map_location` says.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
+    empty: torch.Tensor
     requires_grad: bool
     low: float
     high: float
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensor."""
+        return self.empty.device
 
     def tensor(self) -> torch.Tensor:
         """Return a tensor of that layout with random numbers of that range, always the same ones."""
@@ -65,6 +73,8 @@ def _like(x: torch.Tensor, uses: Counter[int]) -> Any:
     plain = type(x) is torch.Tensor and x.layout is torch.strided and not (x.is_conj() or x.is_neg())
     if not plain or x.dtype not in (*_FLOATS, *_INTEGERS, torch.bool) or may_overlap(x.shape, x.stride()):
         return detached(x)
+    if x.device.type != "cpu" and x.dtype not in _FLOATS:  # a wrong index there would stop the device for good
+        return detached(x)
     if x.numel() and uses[x.untyped_storage().data_ptr()] > 1:
         return detached(x)
     low, high = _range_of(x.detach()) if x.numel() else (0.0, 0.0)
@@ -74,7 +84,7 @@ def _like(x: torch.Tensor, uses: Counter[int]) -> Any:
         shape=tuple(x.shape),
         strides=x.stride(),
         dtype=x.dtype,
-        device=x.device,
+        empty=torch.empty(0, device=x.device),
         requires_grad=x.requires_grad,
         low=low,
         high=high,

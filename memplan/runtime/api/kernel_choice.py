@@ -97,7 +97,7 @@ def _tried(
     """Return the figures of a program, which is forgotten."""
     builder = Builder(model, options, Hooks())
     runner = builder.build(args, kwargs, train)
-    seconds = step_seconds(runner)
+    seconds = step_seconds(runner, runner.input_guards.leaves_of(args, kwargs))
     builder.free_arena()
     assert options.kernels != "auto"
     return TriedKernels(kernels=options.kernels, seconds=seconds, total=runner.plan.total)

@@ -21,7 +21,7 @@ from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, MemplanError
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.compilation import Compilation, compile_example
-from memplan.runtime.api.example_leaves import detached, is_made_up, with_tensors
+from memplan.runtime.api.example_leaves import TensorLike, detached, is_made_up, with_tensors
 from memplan.runtime.api.gradients_outside import leave_arena, require_room_outside
 from memplan.runtime.api.mismatch import shapes_of
 from memplan.runtime.api.pending_calls import PendingCalls, require_room
@@ -66,7 +66,14 @@ class Recompilation:
             if error.see != "made-up-example":
                 raise
             _log.info("%s: compiled for the call: %s", self.before.plan.model, error.summary)
-            return self.of_call()._of_example()
+            return replace(self, example=self.call)._of_example()
+
+    def for_call(self, call: Example) -> Recompilation:
+        """Return what compiles while another call waits for it."""
+        main = self.before.selector.main
+        return replace(
+            self, call=pytree.tree_map(detached, call), example=_like_example(main, call) or example_of(main)
+        )
 
     def of_call(self) -> Recompilation:
         """Return what compiles for the call that waits, in the modes of now."""
@@ -115,6 +122,13 @@ class CopyOfCompiled:
             options = options.keeping(self.given)
         example = pytree.tree_map(detached, (args, kwargs))
         return replace(self, options=options, example=example, given=None)
+
+    def of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CopyOfCompiled:
+        """Return what compiles it for the inputs of a call instead of made-up ones, if they are like the example."""
+        (known, spec), (leaves, other) = pytree.tree_flatten(self.example), pytree.tree_flatten((args, kwargs))
+        if not is_made_up(self.example) or spec != other or not all(map(_same_layout, known, leaves)):
+            return self
+        return replace(self, example=pytree.tree_map(detached, (args, kwargs)))
 
     def as_copied(self, before: Builder | None = None) -> Compilation:
         """Return the same compilation as that of the module that was copied. `before`: the builder for evaluations."""
@@ -171,6 +185,8 @@ def _outside_of_calls(model: nn.Module) -> Iterator[None]:
 
 def no_example(model: nn.Module, refused: MemplanError) -> InputMismatch:
     """Return the error of a copy that is asked for its plan, and cannot be compiled for the example of the original."""
+    if isinstance(refused, InputMismatch) and refused.see == "made-up-example":
+        return refused
     return InputMismatch(
         f"a copy of a compiled module cannot be compiled for the example, as its model was changed: {refused.summary}",
         where=type(model).__name__,
@@ -223,7 +239,8 @@ def varying_sizes(
     if before.symbolic is not None or spec != main.traced.in_spec:
         return None
     programs = [r for r in before.selector.programs_of_calls if r.traced.in_spec == spec]
-    calls: Sequence[Sequence[Any]] = [*(with_tensors(r.example) for r in programs), leaves]
+    examples: list[Sequence[Any]] = [*(r.example for r in programs), leaves]
+    calls: list[Sequence[Any]] = [pytree.tree_map(_of_one_number, example) for example in examples]
     found = shapes_of(before.builder.model.forward, spec, calls)
     if found is None:
         return None
@@ -232,7 +249,15 @@ def varying_sizes(
         options = replace(base, dynamic_shapes=found[0])
     except MemplanError:
         return None  # another option needs one shape
-    return options, pytree.tree_unflatten([detached(x) for x in found[1]], spec)
+    chosen = next(example for example, call in zip(examples, calls, strict=True) if call is found[1])
+    return options, pytree.tree_unflatten([detached(x) for x in with_tensors(chosen)], spec)
+
+
+def _of_one_number(x: Any) -> Any:
+    """Return a tensor of the same kind and sizes without memory for each of its numbers; a constant unchanged."""
+    if not isinstance(x, (torch.Tensor, TensorLike)):
+        return x
+    return torch.empty(1, dtype=x.dtype, device=x.device).expand(tuple(x.shape)).requires_grad_(x.requires_grad)
 
 
 def of_all_sizes(before: Compilation, options: CompileOptions, example: Example) -> Compilation | None:
@@ -267,7 +292,7 @@ def _again(
         example=_like_example(main, call) or example_of(main),
         train=main.traced.training,
         modes=before.selector.main_modes_by_name,
-        call=call,
+        call=pytree.tree_map(detached, call),
     )
 
 
@@ -282,8 +307,18 @@ def _like_example(main: Runner, call: Example) -> Example | None:
     pairs = zip(leaves, guards.examples, strict=True)
     if any(x.requires_grad != known.requires_grad for x, known in pairs if isinstance(x, torch.Tensor)):
         return None
+    if not guards.are_tied_alike(leaves):
+        return None
     example: Example = pytree.tree_unflatten([detached(x) for x in leaves], guards.spec)
     return example
+
+
+def _same_layout(known: Any, x: Any) -> bool:
+    """Return whether a leaf of a call is laid out as that of the example; constants are compared when it is called."""
+    if not isinstance(known, (torch.Tensor, TensorLike)) or not isinstance(x, torch.Tensor):
+        return not isinstance(known, (torch.Tensor, TensorLike)) and not isinstance(x, torch.Tensor)
+    kinds = [(tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in (known, x)]
+    return kinds[0] == kinds[1]
 
 
 def _modes_now(builder: Builder) -> dict[str, bool]:

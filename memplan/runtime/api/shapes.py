@@ -23,6 +23,7 @@ import torch.utils._pytree as pytree
 
 from memplan.errors import InputMismatch, InvalidShapes, ShapeOutOfRange, UnsupportedGraph
 from memplan.runtime.api.builder import Builder
+from memplan.runtime.api.example_leaves import with_tensors
 from memplan.runtime.api.select import CallState, Selector, require_autocast
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.input_guards import laid_out
@@ -141,7 +142,7 @@ class ShapedSelector(Selector):
             for key in [k for k, other in programs.items() if other.arena is not runner.arena]:
                 del programs[key]
         if self.main.arena is not runner.arena:
-            flat = self.main.traced.example_inputs
+            flat = with_tensors(self.main.example)
             args, kwargs = pytree.tree_unflatten(flat, self.spec)
             self.main = self._new(self._main_state, flat, args, kwargs)
 
@@ -217,8 +218,8 @@ class ShapedSelector(Selector):
                 self.main.input_guards.check_constant(i, x)
             elif not isinstance(x, torch.Tensor):
                 raise InputMismatch(f"is a {type(x).__name__}, the plan was made for a tensor", where=where, hint=hint)
-            elif (x.dtype, x.device, x.dim()) != (example.dtype, example.device, example.dim()):
-                wanted = f"{example.dtype} {tuple(example.shape)} on {example.device}"
+            elif (x.dtype, x.device, x.dim()) != (example.dtype, self.main.input_guards.device_of(i), example.dim()):
+                wanted = f"{example.dtype} {tuple(example.shape)} on {self.main.input_guards.device_of(i)}"
                 what = f"is {x.dtype} {tuple(x.shape)} on {x.device}, the plan was made for {wanted}"
                 raise InputMismatch(what, where=where, hint=hint)
             else:

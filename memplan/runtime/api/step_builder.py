@@ -200,7 +200,7 @@ class StepBuilder:
 
         others = [one.runner.plan for plan in self.plans for one in plan.programs]
         before = 0 if self._arena is None else self._arena.nbytes
-        compared = given is None and self._arena is None
+        compared = given is None and self._arena is None and (len(steps) == 1 or not options.has_budget)
         try:
             with self._new_arenas:
                 made = build_measured(build, len(steps), again=given is None, alone=self._arena is None)
@@ -239,6 +239,8 @@ class StepBuilder:
             wanted = max(arena_room(plan, policy) for _, plan, policy in planned)
             room = min([wanted, *_limits_of_totals(plans)])
             arena = self._new_arenas.keep(arena_for_all([*plans, *others], device, room))
+            if self._arena is not None:
+                arena.numbers.update(self._arena.numbers)
         known = [one.traced for plan in self.plans for one in plan.programs]
         made = []
         for found, plan, _ in planned:
@@ -292,6 +294,7 @@ class StepBuilder:
                 plan.forgotten = True
                 continue
             for one, runner in zip(plan.programs, moved, strict=True):
+                runner.forget_example()  # no other plan is tried on it: the guides of its arena are gone
                 one.runner = runner
         self.plans[:] = [plan for plan in self.plans if not plan.forgotten]
         self.guides = []

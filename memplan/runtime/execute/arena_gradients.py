@@ -177,7 +177,8 @@ def _move(parameter: torch.Tensor, here: set[int]) -> None:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether only its Python object refers to a tensor, which has plain memory."""
-    return tensor.layout is torch.strided and tensor._use_count() == 1  # type: ignore[attr-defined]
+    plain = tensor.layout is torch.strided and torch._C._has_storage(tensor)  # torch.func's wrappers have none
+    return plain and tensor._use_count() == 1  # type: ignore[attr-defined]
 
 
 def _locals() -> Iterator[list[Any]]:

@@ -44,6 +44,7 @@ class InputGuards:
         self.tensors = items_getter(self.bound)
         self._expected = [(i, x.shape, x.dtype, x.device, x.stride()) for i, x in tensors]
         self._constants = [(i, x) for i, x in enumerate(self.examples) if not isinstance(x, torch.Tensor)]
+        self._devices = {i: x.device for i, x in tensors}
         self._ties = _ties(self.examples)
         shared = len(set(self._ties.values())) < len(self._ties)
         self._check_ties = len(tensors) > 1 and (bool(self._written) or changes_model or shared)
@@ -51,6 +52,14 @@ class InputGuards:
     def forget_example(self) -> None:
         """Keep of the example's tensors only what calls are compared with."""
         self.examples = without_data(self.examples)
+
+    def device_of(self, i: int) -> torch.device:
+        """Return the device of leaf `i` of the example, a tensor."""
+        return self._devices[i]
+
+    def are_tied_alike(self, leaves: Sequence[Any]) -> bool:
+        """Return whether tensors share memory as those of the example do."""
+        return _ties(leaves) == self._ties
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool = False) -> list[Any]:
         """Return the leaves of a call; `training`: autograd records it.

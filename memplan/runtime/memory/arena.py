@@ -211,10 +211,13 @@ def grown(arena: Arena, plan: Plan, device: torch.device, room: int = 0, *, keep
     if not keep:
         arena.release()
     if not plan.devices:
-        return Arena(nbytes, device)
-    if len(sections) != len(plan.devices):
-        return Arenas(plan.devices)
-    return Arenas([max(of, key=lambda section: section.size) for of in zip(sections, plan.devices, strict=True)])
+        made = Arena(nbytes, device)
+    elif len(sections) != len(plan.devices):
+        made = Arenas(plan.devices)
+    else:
+        made = Arenas([max(of, key=lambda section: section.size) for of in zip(sections, plan.devices, strict=True)])
+    made.numbers.update(arena.numbers)
+    return made
 
 
 def arena_for_all(plans: Sequence[Plan], device: torch.device, room: int = 0) -> Arena:
