@@ -1,4 +1,4 @@
-"""What takes the place of a plan without a budget that needs more than eager, once temporaries are known."""
+"""Tests of plans that replace one without a budget, which needs more than eager once temporaries are known."""
 
 from __future__ import annotations
 

@@ -289,11 +289,11 @@ def _again(
         before=before,
         builder=builder,
         options=options,
-        example=_like_example(main, call) or example_of(main),
+        example=call,
         train=main.traced.training,
         modes=before.selector.main_modes_by_name,
-        call=pytree.tree_map(detached, call),
-    )
+        call=call,
+    ).for_call(call)
 
 
 def _like_example(main: Runner, call: Example) -> Example | None:
