@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from benchmarks.arguments import parser_of
 from benchmarks.results import Row, Table, collect
 
-RANKS, BATCH, LENGTH = 64, 8, 2048
+RANKS, LENGTH = 64, 2048
+BATCHES = (8, 1)  # sequences of each rank: the fewer, the more of the arena are parameters
 MODELS: dict[str, dict[str, int]] = {
     "nano": {"layers": 2, "width": 64, "mlp": 172, "heads": 4, "kv": 2, "vocab": 256},
     "500m": {"layers": 6, "width": 2048, "mlp": 8192, "heads": 32, "kv": 8, "vocab": 32000},
@@ -29,9 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
     "70 % of the arena, one after the other": {"arena_budget": 0.7, "policy": "recompute", "in_flight": 0},
     "70 % of the arena": {"arena_budget": 0.7, "policy": "recompute"},
     "70 %, 256 MiB in flight": {"arena_budget": 0.7, "policy": "recompute", "in_flight": "256MiB"},
+    "30 % of the arena": {"arena_budget": 0.3, "policy": "recompute"},
 }
 COLUMNS = {
     "model": "model",
+    "batch": "sequences",
     "link": "link",
     "case": "case",
     "arena": "arena, GiB",
@@ -41,8 +46,13 @@ COLUMNS = {
     "early": "collectives that overlap",
     "milliseconds": "predicted, ms",
     "ratio": "to no limit of the arena",
+    "apart": "reductions on a link of their own, ms",
 }
-NOTES = ("Predicted by a roofline of the ops and a bandwidth of the link: no GPU has run this.",)
+NOTES = (
+    "Predicted by a roofline of the ops and a bandwidth of the link: no GPU has run this.",
+    "Reductions on a link of their own: the same plan if a process group for them (torch's"
+    " set_separate_reduce_scatter_group) doubled what the network carries: the most that such a group could bring.",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             title="Predicted overlap of collectives",
             columns=COLUMNS,
             rows=_with_ratios(rows),
-            settings={"ranks": RANKS, "batch": f"{BATCH}x{LENGTH}", "costs": "h100"},
+            settings={"ranks": RANKS, "tokens of a sequence": LENGTH, "costs": "h100"},
             notes=NOTES,
         )
 
@@ -63,19 +73,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _batches(models: Sequence[str]) -> Iterator[list[Row]]:
-    """Yield the rows of each model and link."""
-    for model in models:
-        for link in LINKS:
-            yield [_row(model, link, case) for case in CASES]
+    """Yield the rows of each model, batch and link."""
+    for model, batch, link in product(models, BATCHES, LINKS):
+        yield [_row(model, batch, link, case) for case in CASES]
 
 
 def _with_ratios(rows: Sequence[Row]) -> list[Row]:
     """Return the rows with their predicted times as shares of those without a limit of the arena."""
-    free = {(r["model"], r["link"]): r["milliseconds"] for r in rows if r["case"] == "no limit of the arena"}
-    return [{**r, "ratio": r["milliseconds"] / free[r["model"], r["link"]]} for r in rows]  # type: ignore[operator]
+    free = {_step_of(r): r["milliseconds"] for r in rows if r["case"] == "no limit of the arena"}
+    return [{**r, "ratio": r["milliseconds"] / free[_step_of(r)]} for r in rows]  # type: ignore[operator]
 
 
-def _row(model: str, link: str, case: str) -> Row:
+def _step_of(row: Row) -> tuple[Any, ...]:
+    return row["model"], row["batch"], row["link"]
+
+
+def _row(model: str, batch: int, link: str, case: str) -> Row:
     import torch
 
     import memplan
@@ -84,13 +97,16 @@ def _row(model: str, link: str, case: str) -> Row:
     from memplan.evict.workload import in_order
     from memplan.planning.simulate import simulate
 
-    module, inputs = zoo.llama_of(MODELS[model], batch=BATCH, length=LENGTH)
+    module, inputs = zoo.llama_of(MODELS[model], batch=batch, length=LENGTH)
     costs = cost_model(f"h100/{link}")
     plan = memplan.plan(module.to(torch.bfloat16), inputs, ranks=RANKS, costs=costs, **CASES[case])
     gathers = [c for c in plan.collectives if c.gathers]
-    seconds, _ = simulate(in_order(plan.graph, plan.schedule.order), costs)
+    graph = in_order(plan.graph, plan.schedule.order)
+    apart = replace(graph, ops=tuple(_in_group_of_its_kind(op) for op in graph.ops))
+    (seconds, _), (least, _) = simulate(graph, costs), simulate(apart, costs, one_link=False)
     return {
         "model": model,
+        "batch": batch,
         "link": link,
         "case": case,
         "arena": plan.arena_size / 2**30,
@@ -99,7 +115,16 @@ def _row(model: str, link: str, case: str) -> Row:
         "others": len(plan.collectives) - len(gathers),
         "early": sum(c.early for c in plan.collectives),
         "milliseconds": 1e3 * seconds,
+        "apart": 1e3 * least,
     }
+
+
+def _in_group_of_its_kind(op: Any) -> Any:
+    """Return an op in a process group of its own if it is a reduction."""
+    from memplan.core.collectives import is_collective, may_run_again
+
+    reduces = is_collective(op.target) and not may_run_again(op.target)
+    return replace(op, group="reductions") if reduces else op
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from types import MappingProxyType
 from benchmarks.arguments import names, parser_of
 from benchmarks.peak_contenders import CONTENDERS
 from benchmarks.peak_measure import METHODS, MODELS, RETURN_MEMORY
+from benchmarks.preloaded import ONE_THREAD
 from benchmarks.results import Cell, Row, Table, collect
 
 REFERENCE = "eager"
@@ -34,7 +35,6 @@ STEP_REFERENCE = "eager-step"  # what whole steps are compared with
 NEVER_ABOVE: Mapping[str, str] = MappingProxyType(
     {"memplan": REFERENCE, "memplan+checkpoint": "eager+checkpoint", "memplan-step": STEP_REFERENCE}
 )  # the contenders that promise to need no more than another
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 COLUMNS = {
     "model": "model",
     "contender": "contender",

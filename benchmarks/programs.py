@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,13 +24,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.preloaded import start
 from benchmarks.program_run import FUSED, WAYS, WHOLE
 from benchmarks.results import RESULTS, Row, Table, write
 from benchmarks.resumable import ResumableLines, fingerprint_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300  # that a process may take
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _WORDS = {"backend": 'model.compile(backend="memplan")', "compile": "memplan.compile", "compile_step": "compile_step"}
 
 
@@ -185,18 +183,23 @@ def _other_references(outcomes: Mapping[str, Mapping[str, Any]]) -> Iterator[str
 
 def _apart(program: str, way: str, file: Path, seconds: float) -> str:
     """Run one program one way in a new process, which writes `file`; return why there is none."""
-    command = [sys.executable, "-m", "benchmarks.program_run", program, way, "--to", str(file)]
-    environment = {**os.environ, **_ONE_THREAD}
+    log = file.with_suffix(".log")
+    environment = {"TOKENIZERS_PARALLELISM": "false"}
+    process = start(
+        "benchmarks.program_run", [program, way, "--to", str(file)], log=log, folder=ROOT, environment=environment
+    )
     try:
-        done = subprocess.run(
-            command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=seconds
-        )
-    except subprocess.TimeoutExpired:
+        process.join(seconds)
+        late = process.is_alive()
+    finally:
+        process.kill()
+        process.join()
+    if late:
         return f"not done after {seconds:g} s"
     if file.exists():
         return ""
-    said = done.stderr.strip().splitlines()
-    return f"exit status {done.returncode}: {said[-1][:200] if said else 'nothing said'}"
+    said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return f"exit status {process.exitcode}: {said[-1][:200] if said else 'nothing said'}"
 
 
 class Record:

@@ -36,7 +36,8 @@ class Shard:
     rows of the largest part, to which all are padded. The parameter is gathered as `gathered`, and its gradient is
     reduced as `reduced` by `how` ("avg" or "sum"), after dividing by `before` and before dividing by `after`.
     `reshards`: torch frees the whole parameter after the forward and gathers it again in the backward
-    (`reshard_after_forward`).
+    (`reshard_after_forward`). `group` names the process group of the gathers, `reduces` that of the reductions: another
+    one of the same ranks if torch was told so (`set_separate_reduce_scatter_group`).
     """
 
     name: str
@@ -46,6 +47,7 @@ class Shard:
     rows: int
     ranks: int
     group: str
+    reduces: str
     gathered: torch.dtype
     reduced: torch.dtype
     how: str
@@ -98,10 +100,10 @@ class Parallelism:
     @property
     def lines(self) -> list[str]:
         """The way in which each parameter is gathered and reduced, a line each, which all ranks must have alike."""
-        groups = list(dict.fromkeys(s.group for s in self.shards.values()))
+        groups = list(dict.fromkeys(group for s in self.shards.values() for group in (s.group, s.reduces)))
         found = [
-            f"parameter {name}: group {groups.index(s.group)}, gathered as {s.gathered}, "
-            f"reduced as {s.reduced} by {s.how}, divided by {s.before} before and {s.after} after"
+            f"parameter {name}: group {groups.index(s.group)}, gathered as {s.gathered}, reduced as {s.reduced} "
+            f"by {s.how} in group {groups.index(s.reduces)}, divided by {s.before} before and {s.after} after"
             for name, s in self.shards.items()
         ]
         found += [one.line for one in self.placed.values()]
@@ -238,6 +240,7 @@ def _shards(param: Any, names: Mapping[int, list[str]], *, reshards: bool) -> It
     """Yield the shard of an `FSDPParam` for each name of its parameter."""
     divide_factors = internal(f"{_PRIVATE}._fsdp_collectives", "_get_gradient_divide_factors")
     group = param.mesh_info.shard_process_group
+    reduces = getattr(param.mesh_info, "reduce_scatter_process_group", None) or group  # of torch 2.13 and newer
     own, gathered = param.sharded_param.dtype, gathered_dtype(param)
     reduced = param.mp_policy.reduce_dtype or gathered
     before, after, how, _ = divide_factors(group, None, reduced, param.device.type)
@@ -252,6 +255,7 @@ def _shards(param: Any, names: Mapping[int, list[str]], *, reshards: bool) -> It
                 rows=int(param.padded_sharded_param_size[0]),
                 ranks=group.size(),
                 group=group.group_name,
+                reduces=reduces.group_name,
                 gathered=gathered,
                 reduced=reduced,
                 how="avg" if how == distributed.ReduceOp.AVG else "sum",

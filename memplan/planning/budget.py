@@ -6,12 +6,14 @@ more is evicted.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memplan.core import lifetimes
 from memplan.core.collectives import is_collective
 from memplan.core.evictions import EvictionPlan
+from memplan.core.graph import Phase
 from memplan.core.plan import Plan
 from memplan.core.schedule import make_schedule
 from memplan.core.totals import functional_transient, outside_bytes, page_locked
@@ -29,10 +31,11 @@ from memplan.planning.byte_limits import ByteLimits, budgets_in_bytes, device_of
 from memplan.planning.fit import Fitted, fit, make_workload, quick_of, smallest
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions, read_budget, read_size
-from memplan.planning.outside_arena import plan_partly_outside
+from memplan.planning.outside_arena import leaving_first, plan_partly_outside
 from memplan.solvers import solve
 
 _TRIES = 4
+_ROUNDS = 2  # of evictions after results have left the arena; further ones found less than they took
 
 
 def plan_within(
@@ -65,8 +68,7 @@ def plan_within(
     found = None if minimal else planner.below() or planner.below_partly_outside()
     if found is not None:
         return found
-    least = planner.smallest()
-    least = planner.partly_outside(least, 0) or least
+    least = planner.smallest_in_all()
     if not limits.keeps(least):
         raise planner.infeasible(least)
     return planner.recorded(least, minimal=minimal)
@@ -210,6 +212,56 @@ class _Planner:
             fitted = fit(self.scheduled.graph, self.workload.within(nbytes), quick_of(self.policy))
         return self._placed(fitted)
 
+    def smallest_in_all(self) -> Plan:
+        """Return the plan with the smallest total that is found, where results may be outside the arena.
+
+        What one kernel reads and writes is the floor of an arena. Results that leave the arena lower the floor, and
+        then more evictions may be worth their time: both are chosen in turns.
+        """
+        made = self.smallest()
+        best = self.partly_outside(made, 0) or made
+        planner = self
+        for _ in range(_ROUNDS if self._may_leave_out else 0):
+            lower = planner.leaving_out(made)
+            if lower is None:
+                break
+            try:
+                made = lower.smallest()
+            except BudgetInfeasible:  # of the host
+                break
+            found = lower.partly_outside(made, 0) or made
+            if found.on_device >= best.on_device or (self.limits.keeps(best) and not self.limits.keeps(found)):
+                break
+            planner, best = lower, found
+        return best
+
+    def leaving_out(self, plan: Plan) -> _Planner | None:
+        """Return the planner of the same step with those results outside that keep the arena of `plan` large, if in the
+        traced step they are alive in one phase alone; None if there are none."""
+        graph, order = self.scheduled.graph, self.scheduled.schedule.order
+        assert plan.eviction is not None
+        known = {s.name: i for i, s in enumerate(graph.storages) if s.planned}
+        phases, leaving = defaultdict[int, set[Phase]](set), set[int]()
+        for one in graph.ops:
+            for storage in graph.touched(one):
+                phases[storage].add(one.phase)
+        transient = None if self.transient is None else list(self.transient)
+        for name, op, fresh in leaving_first(plan, self.options):
+            storage, source = known.get(name, -1), plan.eviction.sources[op]
+            if len(phases[storage]) != 1:
+                continue
+            leaving.add(storage)
+            if transient is not None:
+                transient[source] = max(transient[source] - fresh, 0)
+        if not leaving:
+            return None
+        lower = graph.with_outside(leaving)
+        schedule = make_schedule(lower, order, self.scheduled.schedule.policy)
+        scheduled = replace(self.scheduled, graph=lower, schedule=schedule)
+        workload = make_workload(lower, order, self.workload.costs, scheduled.alignment, device=self.workload.device)
+        workload = replace(workload, host_budget=self.workload.host_budget)
+        return replace(self, scheduled=scheduled, workload=workload, transient=transient)
+
     def recorded(self, plan: Plan, *, minimal: bool = False) -> Plan:
         """Return the plan with the budgets that it keeps. `minimal`: they are what the plan needs."""
         assert plan.eviction is not None
@@ -233,7 +285,7 @@ class _Planner:
         )
 
     def infeasible(self, least: Plan) -> BudgetInfeasible:
-        """Return the error of limits that no plan keeps; `least` is the plan with the smallest arena."""
+        """Return the error of limits that no plan keeps; `least` is the smallest plan that was found."""
         limits = self.limits
         if limits.host is not None and (free := self.within_host(None).below()) is not None:
             return self._host_infeasible(free.host_size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +22,6 @@ from memplan.core.totals import beside_results
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
 
-_RECURRENT = "aten.mkldnn_rnn_layer"  # with its workspace outside, its backward took more than the trial had measured
 _TRIES = 3  # fragmentation makes an arena larger than what is alive at once; each try leaves more outside
 
 
@@ -58,8 +57,8 @@ class _Profile:
 
     def raised(self, candidate: _Candidate) -> int:
         """Return the peak of what is outside, with a candidate that is in the arena now."""
-        here = self.outside[candidate.live.start : candidate.live.end]
-        return max(int(here.max()) + candidate.nbytes, int(self.outside.max()))
+        first, later = np.split(self.outside[candidate.live.start : candidate.live.end] + candidate.nbytes, [1])
+        return max(int(later.max(initial=0)), int(first[0]) - candidate.saved, int(self.outside.max()))
 
     def move(self, candidate: _Candidate, *, out: bool) -> None:
         """Move a candidate out of the arena, or back."""
@@ -92,6 +91,33 @@ def plan_partly_outside(plan: Plan, limit: int, options: PlanOptions, *, saved: 
     return None if best is plan else best
 
 
+def leaving_first(plan: Plan, options: PlanOptions) -> Iterator[tuple[str, int, int]]:
+    """Yield the results that would have to leave the arena first if evictions could lower it elsewhere.
+
+    They free more where the arena is fullest than they add outside, and leave until there is none of that kind.
+
+    Args:
+        plan: A plan with evictions, on one device.
+        options: `gradients` is as in `plan_partly_outside`.
+
+    Yields:
+        The name of a storage, the op that makes it, and the bytes of a copy that this op then does not need; once for
+        each storage over the same bytes, with 0 bytes for those of other ops.
+    """
+    profile, order = _Profile(plan), plan.schedule.order
+    left = list(_candidates(plan, gradients=options.gradients == "auto", saved=False))
+    while True:
+        best = _next(profile, left, _frees_most)
+        if best is None or profile.raised(best) - int(profile.outside.max()) >= best.size:
+            return
+        left.remove(best)
+        profile.move(best, out=True)
+        first = order[best.live.start]
+        made = plan.graph.written(plan.graph.ops[first])
+        for storage in sorted(best.storages):
+            yield plan.graph.storages[storage].name, first, best.saved if storage in made else 0
+
+
 def _without(plan: Plan, chosen: Sequence[_Candidate], options: PlanOptions) -> Plan:
     """Return the plan of the same order with the chosen storages outside."""
     order, temporaries = plan.schedule.order, list(plan.transient)
@@ -112,20 +138,47 @@ def _without(plan: Plan, chosen: Sequence[_Candidate], options: PlanOptions) -> 
     )
 
 
-def _chosen(plan: Plan, candidates: Iterable[_Candidate], limit: int) -> list[_Candidate]:
-    """Return which candidates leave the arena for a total of at most `limit`, or else for the smallest one on the way.
+def _chosen(plan: Plan, candidates: Sequence[_Candidate], limit: int) -> list[_Candidate]:
+    """Return which candidates leave the arena for a total of at most `limit`, or else for the smallest one found.
 
-    Storages leave one after another: of those alive where the arena is fullest, the one that raises the peak of what is
-    outside the least, then the largest. Those that need not have left return, the largest first.
+    One after another leaves, of those alive where the arena is fullest: the one that raises the peak of what is outside
+    the least, or, in a second attempt, by the least in comparison with what it frees.
     """
-    profile, chosen, left = _Profile(plan), list[_Candidate](), list(candidates)
+    found = _leave(_Profile(plan), candidates, limit, _raises_least)
+    if found[0] > limit:
+        found = min(found, _leave(_Profile(plan), candidates, limit, _frees_most), key=lambda pair: pair[0])
+    return found[1]
+
+
+_Preference = Callable[[_Candidate, int, int], tuple[int, ...]]  # the arguments of `_raises_least`; the least leaves
+
+
+def _next(profile: _Profile, left: Sequence[_Candidate], prefer: _Preference) -> _Candidate | None:
+    """Return which candidate leaves next, of those alive where the arena is fullest; None if there is none."""
+    fullest, peak = int(profile.inside.argmax()), int(profile.outside.max())
+    here = (c for c in left if c.live.is_alive_at_step(fullest))
+    return min(here, key=lambda c: prefer(c, profile.raised(c), peak), default=None)
+
+
+def _raises_least(candidate: _Candidate, raised: int, peak: int) -> tuple[int, ...]:
+    """Return the key of a candidate; `raised` is the peak of what is outside with it, `peak` that without it."""
+    return raised, -candidate.size, candidate.live.start
+
+
+def _frees_most(candidate: _Candidate, raised: int, peak: int) -> tuple[int, ...]:
+    return raised - peak - candidate.size, raised, candidate.live.start
+
+
+def _leave(
+    profile: _Profile, candidates: Sequence[_Candidate], limit: int, prefer: _Preference
+) -> tuple[int, list[_Candidate]]:
+    """Return the total, and which candidates leave the arena. Those that need not have left return, the largest first."""
+    chosen, left = list[_Candidate](), list(candidates)
     least, needed = profile.total, 0
     while least > limit and left:
-        fullest = int(profile.inside.argmax())
-        here = [c for c in left if c.live.is_alive_at_step(fullest)]
-        if not here:
+        best = _next(profile, left, prefer)
+        if best is None:
             break
-        best = min(here, key=lambda c: (profile.raised(c), -c.size, c.live.start))
         left.remove(best)
         chosen.append(best)
         profile.move(best, out=True)
@@ -140,7 +193,7 @@ def _chosen(plan: Plan, candidates: Iterable[_Candidate], limit: int) -> list[_C
             kept.remove(candidate)
         else:
             profile.move(candidate, out=True)
-    return kept
+    return least, kept
 
 
 def _candidates(plan: Plan, *, gradients: bool, saved: bool) -> Iterator[_Candidate]:
@@ -162,8 +215,7 @@ def _candidates(plan: Plan, *, gradients: bool, saved: bool) -> Iterator[_Candid
         name, nbytes = graph.storages[storage].name, graph.storages[storage].nbytes
         if name not in sizes or not _is_spanned(values[storage]) or not members[storage].isdisjoint(copied):
             continue
-        across = saved and not graph.ops[order[live.start]].target.startswith(_RECURRENT)
-        within = across or live.end <= graph.forward_ops or live.start >= graph.forward_ops
+        within = saved or live.end <= graph.forward_ops or live.start >= graph.forward_ops
         inner = members[storage].isdisjoint(returned)
         if (inner and within) or (gradients and storage in graph.gradients_in_arena):
             first = order[live.start]

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from memplan.core.collectives import WAIT, is_collective, may_run_again
 from memplan.core.evictions import EvictionPlan
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
 from memplan.core.problem import Problem, Solution, Status
 from memplan.core.schedule import Schedule, make_schedule
-from memplan.evict.costs import CostModel
+from memplan.evict.costs import CostModel, Link
 from memplan.evict.workload import in_order
 from memplan.planning.early_gathers import UNLIMITED, StepOrder, bytes_alive
 from memplan.planning.late_reductions import with_late_waits
@@ -24,6 +25,8 @@ from memplan.planning.simulate import simulate
 from memplan.solvers import solve
 
 _TRIES = 4
+_SLOWER = 1.01  # times the seconds without a budget, from which on other evictions are tried
+_AT_ONCE = 1e18  # bytes per second
 _WORK = 100_000  # units for each placement: one that is hard to find gives way to one with fewer bytes alive
 
 
@@ -69,6 +72,31 @@ def with_overlap(base: ScheduledGraph, plan: Plan, options: PlanOptions, costs: 
             break
         live = max(over)
     return plan if kept is None else _recorded(plan, kept.sources, costs, base_seconds)
+
+
+def with_hidden_collectives(plan: Plan, options: PlanOptions, costs: CostModel) -> PlanOptions | None:
+    """Return the options of a plan with a budget, with costs by which collectives take no time; None: that is no use.
+
+    What is evicted is chosen before anything overlaps, as if each gather that is repeated stopped the step. Where the
+    link is idle for long, most of them run beside ops: a plan that takes them for free may turn out to be faster. It
+    is no use where the plan takes hardly longer than without a budget, or the link is busier than the ops.
+    """
+    record, limits = plan.eviction, (options.budget, options.arena_budget)
+    if record is None or "min" in limits or limits == (None, None) or options.in_flight_bytes == 0:
+        return None
+    collectives = [op for op in plan.graph.ops if is_collective(op.target)]
+    if not any(may_run_again(op.target) for op in collectives) or record.seconds < _SLOWER * record.base_seconds:
+        return None
+    of_link = sum(costs.op_seconds(plan.graph, op) for op in collectives)
+    if 2 * of_link > sum(costs.op_seconds(plan.graph, op) for op in plan.graph.ops if op.target != WAIT):
+        return None
+    free = Link(bytes_per_second=_AT_ONCE, latency=0.0)
+    return replace(options, costs=replace(costs, between_ranks=free, measured=_without_collectives(costs)))
+
+
+def _without_collectives(costs: CostModel) -> dict[str, float]:
+    """Return the measured seconds of all ops but collectives."""
+    return {of: seconds for of, seconds in costs.measured.items() if not is_collective(of)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

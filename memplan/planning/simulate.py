@@ -6,6 +6,7 @@ share its link, and run in the order in which they start, whatever their groups 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 
 from memplan.core.collectives import is_collective
@@ -21,16 +22,19 @@ class Clock:
 
     `now` is the time at which the next op can run, `stall` the part of it that was spent waiting. `ends`: when each
     copy and collective that is under way is complete, by the storages that it reads and writes.
+
+    `one_link`: all process groups of a rank share its link; otherwise each has one that is as fast, which is the most
+    that groups could bring.
     """
 
-    def __init__(self, graph: Graph, costs: CostModel) -> None:
-        self._graph, self._costs = graph, costs
+    def __init__(self, graph: Graph, costs: CostModel, *, one_link: bool = True) -> None:
+        self._graph, self._costs, self._one_link = graph, costs, one_link
         self._copies: dict[str, Callable[[int], float]] = {
             OFFLOAD: costs.to_host.seconds,
             RELOAD: costs.to_device.seconds,
             SEND: costs.to_device.seconds,
         }
-        self._free = dict.fromkeys((*self._copies, _LINK), 0.0)
+        self._free = defaultdict[str, float](float)  # when each lane has done what is queued
         self.now = self.stall = 0.0
         self.ends: dict[tuple[int, int], float] = {}
 
@@ -41,16 +45,16 @@ class Clock:
         waiting.
         """
         graph, costs, free = self._graph, self._costs, self._free
-        pair = (-1, -1)
+        pair, link = (-1, -1), _LINK if self._one_link else f"{_LINK}, {op.group}"
         if op.target in TRANSFERS or op.starts:
             pair = graph.values[op.reads[0]].storage, graph.values[op.writes[0]].storage
         if op.starts:
             self.now += costs.launch
-            free[_LINK] = max(self.now, free[_LINK]) + costs.op_seconds(graph, op) - costs.launch
-            self.ends[pair] = free[_LINK]
+            free[link] = max(self.now, free[link]) + costs.op_seconds(graph, op) - costs.launch
+            self.ends[pair] = free[link]
         elif is_collective(op.target):
-            self._wait(free[_LINK])
-            self.now = free[_LINK] = self.now + costs.op_seconds(graph, op)
+            self._wait(free[link])
+            self.now = free[link] = self.now + costs.op_seconds(graph, op)
         elif op.target in self._copies:
             took = self._copies[op.target](graph.storages[pair[0]].nbytes)
             self.ends[pair] = free[op.target] = max(self.now, free[op.target]) + took
@@ -64,9 +68,12 @@ class Clock:
         self.now = max(self.now, end)
 
 
-def simulate(graph: Graph, costs: CostModel) -> tuple[float, float]:
-    """Return the predicted seconds of a step whose ops are in schedule order, and those of them spent waiting."""
-    clock = Clock(graph, costs)
+def simulate(graph: Graph, costs: CostModel, *, one_link: bool = True) -> tuple[float, float]:
+    """Return the predicted seconds of a step whose ops are in schedule order, and those of them spent waiting.
+
+    `one_link`: as in `Clock`.
+    """
+    clock = Clock(graph, costs, one_link=one_link)
     for op in graph.ops:
         clock.run(op)
     return clock.now, clock.stall

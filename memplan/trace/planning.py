@@ -155,10 +155,19 @@ def _plan_variant(
     made = _plan_in_order(traced, scheduled, options, room=room, transient=transient)
     if traced.runs_on or not any(is_collective(op.target) for op in traced.graph.ops):
         return made
-    from memplan.planning.overlapped import with_overlap
+    from memplan.planning.overlapped import with_hidden_collectives, with_overlap
 
     costs = cost_model(options.costs or device_costs(traced.device))
-    return with_overlap(scheduled, made, options, costs)
+    found = with_overlap(scheduled, made, options, costs)
+    hidden = with_hidden_collectives(found, options, costs)
+    if hidden is None:
+        return found
+    try:
+        made = _plan_in_order(traced, scheduled, hidden, room=room, transient=transient)
+    except BudgetInfeasible:  # the costs are another start for a search
+        return found
+    other = with_overlap(scheduled, made, options, costs)
+    return min(found, other, key=lambda plan: float("inf") if plan.eviction is None else plan.eviction.seconds)
 
 
 def _plan_in_order(

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from memplan.core.code_options import CodeOptions
 from memplan.core.division import Division
-from memplan.core.graph import GIVEN, Graph
+from memplan.core.graph import Graph
 from memplan.trace.capture.python_values import Reading
 
 
@@ -172,7 +172,8 @@ class Binding:
 
     A parameter or buffer is bound by `name`, an input or tangent by `index`, a constant by `tensor`, and optimizer
     state by its `key` and the parameter `name` (or the parameters `names`, one element each). `requires_grad`: the
-    input, parameter or buffer required a gradient when it was traced. `written`: the step changes the tensor.
+    input, parameter or buffer required a gradient when it was traced. `written`: the step changes the tensor. `own`: it
+    is a constant that the passes have made, which nobody else can change.
     """
 
     source: Source
@@ -184,6 +185,7 @@ class Binding:
     tensor: torch.Tensor | None = None
     requires_grad: bool = False
     written: bool = False
+    own: bool = False
 
 
 class ReturnKind(enum.Enum):
@@ -262,20 +264,14 @@ class TracedGraph:
     def sharing_constants(self, others: Iterable[TracedGraph]) -> TracedGraph:
         """Return the graph with constants of `others` in place of its own where these are the same bits.
 
-        These are constants that the passes have computed. Tensors of the user's model, which may change them, and
+        These are constants that the passes have made. Tensors of the user's model, which may change them, and
         constants that a step writes to stay its own.
         """
-        known = [one.bindings[i].tensor for one in others for i in one._computed_constants()]
+        known = [b.tensor for one in others for b in one.bindings if b.own and not b.written]
         if not known:
             return self
-        own = self._computed_constants()
-        return replace(self, bindings=tuple(_shared(b, known) if i in own else b for i, b in enumerate(self.bindings)))
-
-    def _computed_constants(self) -> frozenset[int]:
-        """Return the bindings, by index, of constants that the passes have computed and that the step only reads."""
-        storages, values = self.graph.storages, self.graph.values
-        constants = ((i, b) for i, b in enumerate(self.bindings) if b.source is Source.CONSTANT and not b.written)
-        return frozenset(i for i, b in constants if storages[values[b.value].storage].origin.op != GIVEN)
+        shared = (_shared(b, known) if b.own and not b.written else b for b in self.bindings)
+        return replace(self, bindings=tuple(shared))
 
     def bound(self, source: Source) -> tuple[Binding, ...]:
         """Return the bindings of one source, in order."""

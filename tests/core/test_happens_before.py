@@ -145,7 +145,7 @@ def _check(data: st.DataObject, plan: Plan) -> None:
     assert {(r.first, r.second) for r in found} == _races(plan, without, unordered)
 
 
-def _offloaded(*, in_order: bool = True) -> Plan:
+def offloaded(*, in_order: bool = True) -> Plan:
     """One storage goes to the host and back, while another takes its bytes."""
     b = GraphBuilder()
     x = b.storage(StorageKind.INPUT, SIZE, planned=False)
@@ -169,8 +169,8 @@ def _offloaded(*, in_order: bool = True) -> Plan:
 
 def test_bytes_that_are_given_to_another_storage_before_a_copy_has_left_them_are_a_race() -> None:
     """The buffers `one` and `two` are not alive together by use, but the copy of `one` is still under way."""
-    require_no_races(_offloaded())
-    plan = _offloaded()
+    require_no_races(offloaded())
+    plan = offloaded()
     offsets = dict(plan.solution.offsets)
     assert offsets["activation_1"] == offsets["activation_2"], "the case needs shared bytes"
     moved = replace(plan, schedule=replace(plan.schedule, order=(0, 1, 3, 2, 4, 5, 6, 7)))
@@ -211,7 +211,7 @@ def test_plans_without_copies_need_no_check() -> None:
 
 def test_a_result_that_the_forward_leaves_on_the_host_is_ordered_by_its_device() -> None:
     """As `y.cpu()`: the op writes a tensor of the host, and reads an arena."""
-    plan = _offloaded()
+    plan = offloaded()
     storages = tuple(replace(s, device="late:0") if s.planned else s for s in plan.graph.storages)
     plan = _plan(replace(plan.graph, storages=storages))
     assert {s.device for s in plan.graph.storages} == {"cpu", "late:0"}
@@ -221,7 +221,7 @@ def test_a_result_that_the_forward_leaves_on_the_host_is_ordered_by_its_device()
 
 @pytest.mark.parametrize(("target", "match"), [(OFFLOAD_WAIT, "is not a copy"), (RELOAD_WAIT, "is not a copy")])
 def test_what_is_no_copy_is_named(target: str, match: str) -> None:
-    plan = _offloaded()
+    plan = offloaded()
     ops = tuple(replace(op, target=target) if op.target in STARTS else op for op in plan.graph.ops)
     broken = replace(plan, graph=replace(plan.graph, ops=ops))
     with pytest.raises(InvalidPlan, match=match):
@@ -229,7 +229,7 @@ def test_what_is_no_copy_is_named(target: str, match: str) -> None:
 
 
 def test_a_wait_without_a_start_is_named() -> None:
-    plan = _offloaded()
+    plan = offloaded()
     moved = replace(plan, schedule=replace(plan.schedule, order=(0, 2, 1, 3, 4, 5, 6, 7)))
     with pytest.raises(InvalidPlan, match="op op2: waits for a copy that was not started"):
         require_no_races(moved)

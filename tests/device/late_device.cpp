@@ -628,8 +628,10 @@ void queue_op(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::Stack made = metas;
   for (auto& v : made)
     if (v.isTensor() && v.toTensor().defined() && v.toTensor().is_cpu()) v = on_meta(v.toTensor());
-  // The meta kernel keeps the strides of the input; those of the CPU and of CUDA return contiguous results.
-  if (schema.name() == "aten::native_layer_norm") made[0] = made[0].toTensor().contiguous();
+  // The meta kernels keep the strides of their inputs; those of the CPU and of CUDA return contiguous results.
+  const bool backward = schema.name() == "aten::native_layer_norm_backward";
+  if (backward || schema.name() == "aten::native_layer_norm") made[0] = made[0].toTensor().contiguous();
+  if (backward) made[1] = made[1].toTensor().contiguous();
   const torch::jit::Stack targets = made;
   if (count && (!aliases || grows)) {
     try {

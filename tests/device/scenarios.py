@@ -26,6 +26,7 @@ from benchmarks.zoo import ZOO
 from memplan.core.evictions import OFFLOAD, RELOAD, SEND
 from memplan.core.happens_before import follow, require_no_races
 from memplan.core.plan import Plan
+from memplan.devices.streams import new_event, record, synchronizer
 from memplan.errors import BudgetInfeasible
 from memplan.planning.options import PlanOptions
 from memplan.runtime.copies.copies import Direction
@@ -325,10 +326,25 @@ def streams(device: LateDevice) -> dict[str, Any]:
         compiled = memplan.compile(model, x, gradients=gradients)
         step = _on_streams(model, compiled, x, used)
         found["wrong"] += [f"{gradients} {order}" for order in wrong_orders(device, step, expected)]
+    found["wrong"] += events_of_the_other_device(device)
     with _without_order():
         unordered = memplan.compile(model, x, gradients="safe")
         found["seen without the order"] = wrong_orders(device, _on_streams(model, unordered, x, used), expected)
     return found
+
+
+def events_of_the_other_device(device: LateDevice) -> list[str]:
+    """Return what is wrong with an event of a device that is not the current one: it must wait for work there."""
+    device.run(Policy.LATE)
+    there = torch.device(NAME, 1)
+    torch.empty(8, device=there).fill_(1)
+    event = new_event(there)
+    record(event, there)
+    before = event.query()
+    synchronizer(there)()
+    after = event.query()
+    device.run(Policy.EARLY)
+    return [] if (before, after) == (False, True) else [f"an event is reached {before=}, {after=}"]
 
 
 def dropped(device: LateDevice) -> dict[str, Any]:

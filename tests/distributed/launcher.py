@@ -15,14 +15,16 @@ import faulthandler
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from benchmarks.preloaded import start
 
 _ROOT = Path(__file__).parents[2]
 _RESULT = "RESULT "  # the line with what a rank returned begins so
@@ -54,54 +56,55 @@ def launch(
     timeout: float = 300,
     grace: float = 15,
     fails: bool = False,
+    fresh: bool = False,
 ) -> Ranks:
     """Run a scenario on `ranks` processes and return what they did.
 
     `timeout`: the seconds that all ranks have. `grace`: the seconds that the others have once a rank has failed.
     `fails`: a rank may exit with an error, or be killed; otherwise that raises `AssertionError` with all logs.
+    `fresh`: each rank is an interpreter of its own, with a seed of string hashes of its own.
     """
     with tempfile.TemporaryDirectory() as folder:
-        processes, files = _start(Path(folder), scenario, arguments, ranks=ranks, module=module, timeout=timeout)
+        processes, files = _start(
+            Path(folder), scenario, arguments, ranks=ranks, module=module, timeout=timeout, fresh=fresh
+        )
         try:
             deadline = time.monotonic() + timeout
-            while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
-                if any(p.poll() for p in processes):
+            while any(p.exitcode is None for p in processes) and time.monotonic() < deadline:
+                if any(p.exitcode for p in processes):
                     deadline, grace = min(deadline, time.monotonic() + grace), timeout
                 time.sleep(_POLL)
         finally:
-            failed = any(p.poll() for p in processes)
-            late = [i for i, p in enumerate(processes) if p.poll() is None]
+            failed = any(p.exitcode for p in processes)
+            late = [i for i, p in enumerate(processes) if p.exitcode is None]
             for p in processes:
-                if p.poll() is None:
-                    p.kill()
-                p.wait()
+                p.kill()
+                p.join()
         logs = [path.read_text(errors="replace") for path in files]
-    found = Ranks(results=[_result_of(log) for log in logs], statuses=[p.returncode for p in processes], logs=logs)
+    statuses = [cast(int, p.exitcode) for p in processes]
+    found = Ranks(results=[_result_of(log) for log in logs], statuses=statuses, logs=logs)
     assert failed or not late, f"ranks {late} did not end in time\n{found.text}"
     assert fails or not any(found.statuses), found.text
     return found
 
 
 def _start(
-    folder: Path, scenario: str, arguments: Sequence[str], *, ranks: int, module: str, timeout: float
-) -> tuple[list[subprocess.Popen[bytes]], list[Path]]:
+    folder: Path, scenario: str, arguments: Sequence[str], *, ranks: int, module: str, timeout: float, fresh: bool
+) -> tuple[list[BaseProcess], list[Path]]:
     """Start the ranks; they meet in a file, so that no two launches can take the same port."""
     processes, files = [], []
     for rank in range(ranks):
-        environment = os.environ | {
+        environment = {
             "RANK": str(rank),
             "WORLD_SIZE": str(ranks),
             "MEMPLAN_RENDEZVOUS": str(folder / "rendezvous"),
             "MEMPLAN_SECONDS": str(0.9 * timeout),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH", "")))),
         }
         files.append(folder / f"rank{rank}.log")
-        with files[-1].open("wb") as log:
-            command = [sys.executable, "-m", __spec__.name, "-", module, scenario, *arguments]
-            processes.append(
-                subprocess.Popen(command, env=environment, cwd=_ROOT, stdout=log, stderr=subprocess.STDOUT)
-            )
+        command = ["-", module, scenario, *arguments]
+        processes.append(
+            start(__spec__.name, command, log=files[-1], folder=_ROOT, environment=environment, fresh=fresh)
+        )
     return processes, files
 
 

@@ -18,8 +18,11 @@ from memplan.core.graph import Graph
 from memplan.core.legal_orders import predecessors, require_legal
 from memplan.distributed import internals
 from memplan.distributed.fake_ranks import fake_ranks
+from memplan.distributed.parallelism import parallelism_of
 from memplan.errors import InvalidCosts, InvalidPlan, InvalidShapes, UnsupportedCall, UnsupportedGraph
-from memplan.evict.costs import DEVICES, LINKS, cost_model
+from memplan.evict.costs import DEVICES, LINKS, CostModel, Link, cost_model
+from memplan.planning import overlapped
+from memplan.planning.consistency import check_consistency
 from memplan.report.lines import waiting_lines
 from memplan.report.picture import picture_of_plan
 from memplan.report.trace_events import trace_events
@@ -158,6 +161,27 @@ def test_collectives_of_a_group_keep_their_order() -> None:
     assert not may_run_again("memplan_distributed.reduce_scatter.default")
 
 
+@pytest.mark.usefixtures("ranks")
+def test_reductions_are_in_the_group_that_torch_has_made_for_them() -> None:
+    """A group of its own has an order of its own, which all ranks agree on as they do on everything."""
+
+    def apart(model: Any) -> None:
+        if not hasattr(model, "set_separate_reduce_scatter_group"):
+            pytest.skip("torch 2.13 and newer have such groups")
+        model.set_separate_reduce_scatter_group()
+
+    plain, plan = (memplan.plan(_sharded(change), vectors(0, 0)) for change in (lambda _: None, apart))
+    assert len({c.group for c in plain.collectives}) == 1
+    gathers, reductions = ({c.group for c in plan.collectives if c.gathers is kind} for kind in (True, False))
+    assert (len(gathers), len(reductions), len(gathers | reductions)) == (1, 1, 2)
+    assert [c.line for c in plan.collectives] == [c.line for c in plain.collectives]
+    for one, chained in ((plain, True), (plan, False)):
+        steps = [[one.schedule.order[c.step] for c in one.collectives if c.gathers is kind] for kind in (True, False)]
+        assert (max(steps[0]) in predecessors(one.graph)[min(steps[1])]) is chained
+    lines = [parallelism_of(_sharded(change)).lines for change in (lambda _: None, apart)]  # type: ignore[union-attr]
+    assert lines[0] != lines[1], "ranks that differ in it say so"
+
+
 def _comes_before(graph: Graph, first: int, last: int) -> bool:
     """Whether the dependencies put one op before another."""
     before, waiting = predecessors(graph), [last]
@@ -167,6 +191,58 @@ def _comes_before(graph: Graph, first: int, last: int) -> bool:
             return True
         waiting += [other for other in before[op] if other >= first]
     return False
+
+
+class _Wide(nn.Module):
+    """Layers with more bytes of parameters than of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128, bias=False), nn.GELU(), nn.Linear(128, 32, bias=False)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def test_gathers_that_run_beside_ops_cost_a_budget_less_than_ops_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are chosen as if each stopped the step, and then as if none did; the plan that is faster is taken."""
+    link = Link(bytes_per_second=1e8, latency=0.0)
+    slow: dict[str, Any] = {"matrix_flops": 1e9, "narrow_flops": 1e9, "bytes_per_second": 1e9, "launch": 1e-7}
+    costs = replace(DEVICES["h100"], name="idle link", between_ranks=link, **slow)
+
+    def planned(costs: CostModel = costs, **options: Any) -> memplan.Plan:
+        with torch.device("meta"):
+            return memplan.plan(_Wide(), torch.empty(64, 32), ranks=4, policy="recompute", costs=costs, **options)
+
+    def again(plan: memplan.Plan) -> int:
+        return sum(c.again for c in plan.collectives)
+
+    made = planned(arena_budget=0.7)
+    assert made.eviction is not None
+    assert made.eviction.costs == "idle link"
+    asked: list[Any] = []
+    monkeypatch.setattr(overlapped, "with_hidden_collectives", lambda *given: asked.append(given))
+    before = planned(arena_budget=0.7)
+    assert before.eviction is not None
+    assert made.eviction.seconds < 0.99 * before.eviction.seconds
+    assert again(made) > again(before)
+    assert made.arena_size <= before.eviction.arena_budget
+    check_consistency(made)
+    monkeypatch.undo()
+    plan, options, _ = asked[0]
+    hidden = overlapped.with_hidden_collectives
+    assert hidden(plan, options, costs) is not None
+    for useless in (
+        hidden(plan, replace(options, arena_budget="min"), costs),
+        hidden(plan, replace(options, in_flight=0), costs),
+        hidden(plan, options, replace(costs, between_ranks=replace(link, bytes_per_second=1e6))),
+        hidden(replace(plan, eviction=replace(plan.eviction, seconds=plan.eviction.base_seconds)), options, costs),
+    ):
+        assert useless is None
 
 
 def test_a_link_between_ranks_is_a_part_of_the_costs() -> None:
@@ -342,6 +418,48 @@ def test_what_a_step_cannot_do_as_torch_does_is_refused(ranks: None, make: Calla
     with pytest.raises(UnsupportedGraph, match=words) as error:
         _step(make())
     assert error.value.see == "ranks-refused"
+
+
+class _Experts(nn.Module):
+    """Each rank computes with its experts, and sends the rows of other ranks to theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(10, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        received = torch.empty_like(y)
+        distributed.all_to_all_single(received, y)
+        return received
+
+
+def _by_hooks() -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(nn.Linear(10, 2), device_id=torch.device("cpu"))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # torch's own, of FSDP1
+@pytest.mark.parametrize(
+    ("make", "words", "see"),
+    [
+        (_by_hooks, r"is sharded \(FSDP\), whose parameters are gathered by hooks", "sharded"),
+        (_Experts, r"a collective \(_c10d_functional\.all_to_all_single\.default\)", "collectives"),
+        (
+            lambda: nn.parallel.DistributedDataParallel(_Experts()),
+            r"a collective \(_c10d_functional\.all_to_all_single\.default\)",
+            "collectives",
+        ),
+    ],
+)
+def test_fsdp_of_hooks_and_exchanges_between_experts_are_refused(
+    ranks: None, make: Callable[[], nn.Module], words: str, see: str
+) -> None:
+    for attempt in (_step, lambda model: memplan.compile(model, vectors(0, 0))):
+        with pytest.raises(UnsupportedGraph, match=words) as error:
+            attempt(make())
+        assert error.value.see == see
 
 
 @pytest.mark.parametrize(

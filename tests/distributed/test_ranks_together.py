@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from torch import distributed
+from torch.distributed.fsdp import FSDPModule
 
 import memplan
 from memplan.distributed.fake_ranks import fake_ranks
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this tor
 
 def test_two_ranks_train_as_torch_alone_does(tmp_path: Path) -> None:
     """One launch, since each costs seconds: FSDP2 and DDP, budgets, poison, casts, clipping, evaluation between."""
-    ranks = launch("trained_alike", str(tmp_path))
+    ranks = launch("trained_alike", str(tmp_path), fresh=True)
     for found in ranks.results:
         assert {case: one["different"] for case, one in found["alike"].items() if one["different"]} == {}
     # A mesh holds the numbers of its ranks; the second rank's parts are padded to the first one's.
@@ -38,6 +39,9 @@ def test_two_ranks_train_as_torch_alone_does(tmp_path: Path) -> None:
     assert alike["fsdp min"]["arena"] < alike["fsdp half"]["arena"] < alike["fsdp gpt"]["arena"]
     assert min(alike[case]["early"] for case in ("fsdp min", "fsdp half", "fsdp llama", "fsdp bfloat16", "ddp min")) > 0
     assert alike["fsdp one by one"]["early"] == 0
+    apart = 1 + hasattr(FSDPModule, "set_separate_reduce_scatter_group")
+    assert list(alike["fsdp two groups"]["groups"].values()) == [1, 1, apart], "gathers beside reductions"
+    assert alike["fsdp two groups"]["early"] > 0
     assert ranks.results[0]["too early"][1] != [True, True], "rank 0 did not wait for rank 1, which was late"
     assert alike["ddp tied"]["collectives"] == {"all_reduce": 1}
     assert alike["ddp convolutions"]["collectives"] == {"broadcast": 6, "all_reduce": 2}, "buckets of 1 KiB"

@@ -263,6 +263,25 @@ def test_two_gathers_of_a_group_keep_their_order() -> None:
     assert first in _before(plan.graph, second)
 
 
+def test_groups_share_a_link_unless_each_has_its_own() -> None:
+    """A gather that starts behind a reduction of another group waits for it, or has a link to itself."""
+    b = GraphBuilder()
+    gradient, shard = (b.storage(StorageKind.INPUT, SIZE, planned=False) for _ in range(2))
+    part, whole = (b.storage(StorageKind.OUTPUT, SIZE, planned=False) for _ in range(2))
+    b.op(Phase.FORWARD, (gradient,), (part,), target="memplan_distributed.reduce_scatter.default")
+    b.op(Phase.FORWARD, (shard,), (whole,), target="memplan_distributed.gather_parameter.default")
+    b.op(Phase.FORWARD, (shard, whole), (whole,), target=WAIT)
+    graph = b.graph((part, whole))
+    ops = [replace(op, starts=op.target != WAIT, group=g) for op, g in zip(graph.ops, "011", strict=True)]
+    graph = replace(graph, ops=tuple(ops))
+    took = COSTS.between_ranks.seconds(SIZE)
+    apart, _ = simulate(graph, COSTS, one_link=False)
+    shared, _ = simulate(graph, COSTS)
+    assert shared - apart == pytest.approx(took - COSTS.launch), "less what the second launch hides"
+    together = replace(graph, ops=tuple(replace(op, group="0") for op in graph.ops))
+    assert simulate(together, COSTS) == simulate(together, COSTS, one_link=False) == simulate(graph, COSTS)
+
+
 def _before(graph: Graph, op: int) -> frozenset[int]:
     from memplan.core.legal_orders import predecessors
 

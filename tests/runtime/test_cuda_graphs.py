@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,6 +187,26 @@ def test_workspaces_of_products_are_made_in_the_recordings_own_pool(monkeypatch:
         recorder.record(lambda: 1 / 0)
     assert seen[5:] == [cleared, products, products, cleared]
     assert (replay, results) == (next(iter(recorder._graphs)).replay, None)
+
+
+def test_bytes_of_pools_leave_out_the_arena_and_count_shared_scratch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`CudaRecorder` counts, without a device, what torch's allocator would list."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    recorder = recorders.CudaRecorder(torch.device("cpu"))
+    placer = recorder.placer(1000, 2000)
+    placer.pools += [SimpleNamespace(id=(0, 2)), SimpleNamespace(id=(0, 3))]
+    segments = [
+        ((0, 1), 4000, 64),  # of the recording
+        ((0, 2), 1000, 512),  # a result at its place in the arena, of two pools
+        ((0, 3), 1000, 512),
+        ((0, 2), 5000, 20),  # scratch, of two pools
+        ((0, 3), 5000, 20),
+        ((0, 9), 6000, 4096),  # somebody else's
+    ]
+    listed = [{"segment_pool_id": pool, "address": at, "total_size": size} for pool, at, size in segments]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: listed)
+    assert recorder.pool_bytes == 64 + 20
 
 
 def test_what_cannot_be_recorded_says_so() -> None:

@@ -30,6 +30,7 @@ def _garbage_is_looked_for_as_often_as_users_have_it() -> Iterator[None]:
 
 def _peak(call: Callable[[], Any]) -> tuple[Any, int]:
     """Return the result of a call, and the most bytes allocated while it ran; kernels are not measured then."""
+    gc.collect()  # so that the collector runs at the same points of the call, whatever ran before
     with quiet_kineto(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
         result = call()
     events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]

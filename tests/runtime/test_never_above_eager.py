@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memplan
 from benchmarks.checkpointing import checkpoint_blocks
 from benchmarks.zoo import ZOO
+from memplan.core.graph import Phase
 from memplan.devices.measure import peak_bytes
 from tests.models import Saves
 from tests.runtime.budgets import QUICK
@@ -308,3 +309,31 @@ def test_activations_outside_the_arena_die_with_the_graph_that_no_backward_runs_
         assert expected.grad is not None
         assert found.grad is not None
         assert torch.equal(expected.grad, found.grad)
+
+
+class Recurs(nn.Module):
+    """A recurrent layer, whose workspace is most of what its step needs, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(16, 32, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.rnn(x)[0][:, -1].square().mean()
+        return result
+
+
+def test_the_workspace_of_a_recurrent_layer_is_not_copied() -> None:
+    """Its backward returns the gradients of both biases in memory of their own, which fakes say is the same."""
+    torch.manual_seed(0)
+    model, x = Recurs(), torch.randn(8, 16, 16)
+    reference = copy.deepcopy(model)
+    eager = _measured(_training(reference, (x,)), reference)
+    compiled = memplan.compile(model, (x,))
+    measured = _measured(_training(compiled, (x,)), model) + compiled.plan.arena_size + compiled.plan.numbers
+    assert measured <= eager + compiled.plan.padding
+    assert not any(op.target == "aten.clone.default" and op.phase is Phase.BACKWARD for op in compiled.plan.graph.ops)
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
+    biases = [p.grad for name, p in model.named_parameters() if "bias" in name]
+    assert len({g.data_ptr() for g in biases if g is not None}) == 2

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from memplan.core.plan import Plan
 from memplan.planning.options import PlanOptions
 from memplan.recording.allocator import host_backing
 from memplan.recording.places import LEAST, PlaceAllocator, PlannedPlace, places, segment
+from memplan.runtime.kernels import pool_placement
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
 from memplan.runtime.kernels.pool_placement import placing
 from memplan.trace import plan
@@ -126,6 +129,49 @@ def test_the_address_is_handed_out_once_for_the_expected_size() -> None:
     assert not low <= late < low + arena.nbytes, "nothing is expected any more"
     for pointer in (workspace, second, late):
         release(pointer, 0, 0, 0)
+
+
+def test_each_pool_has_an_allocator_of_its_own_and_is_gone_before_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch notes an address once for an allocator, and two results may be at one; without a device: what is made."""
+    made: list[tuple[object, tuple[int, int]]] = []
+    gone: list[str] = []
+
+    class Pool:
+        def __init__(self, allocator: object, *, no_split: bool) -> None:
+            assert no_split
+            self.allocator = allocator
+
+        def __del__(self) -> None:
+            gone.append("pool")
+
+    def allocator_of(*pointers: int) -> object:
+        made.append((object(), (pointers[0], pointers[1])))
+        return made[-1][0]
+
+    close = PlaceAllocator.close
+
+    def closed(allocator: PlaceAllocator) -> None:
+        gone.append("memory")
+        close(allocator)
+
+    exchange = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)(lambda mode: 0)
+    runtime = SimpleNamespace(cudaThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr(torch._C, "_cuda_customAllocator", allocator_of, raising=False)
+    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: nullcontext())
+    monkeypatch.setattr(pool_placement, "cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(pool_placement, "cuda_backing", lambda library: host_backing())
+    monkeypatch.setattr(PlaceAllocator, "close", closed)
+    placer = pool_placement.PoolPlacer(torch.device("cpu"), 1 << 40, 1 << 41)
+    for _ in range(2):
+        with placer.at(1 << 40, 11 * MB, alone=True):
+            pass
+    assert [pool.allocator for pool in placer.pools] == [one for one, _ in made]
+    assert made[0][0] is not made[1][0]
+    assert made[0][1] == made[1][1], "the same functions, which know what is expected where"
+    del placer
+    gc.collect()
+    assert gone == ["pool", "pool", "memory"]
 
 
 class Here:

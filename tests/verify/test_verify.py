@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from memplan.core.plan import Plan
-from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError, UnsupportedGraph
+from memplan.errors import BudgetInfeasible, InvalidPlan, InvalidSize, MemplanError, UnsupportedGraph
+from memplan.planning.consistency import check_consistency
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.schedule import Evidence, order
 from memplan.verify import Proof, ProofState, proofs, verify
 from memplan.verify.within import within
+from tests.core.test_happens_before import offloaded
 from tests.samples import branching_plan, sample_plan
 from tests.schedule.test_bound import diamonds
 from tests.schedule.test_claimed import false_layout, false_order
@@ -109,6 +111,21 @@ def test_layouts_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(proofs, "solve", lambda problem, time_limit, again=again: again)
         (layout,) = (proof for proof in verify(false) if proof.of == "layout")
         assert (layout.state, layout.independent) == (state, False)
+
+
+def test_copies_are_proved_free_of_races_again() -> None:
+    """A file whose copies race cannot be loaded, and `verify` names the race of a plan that has one."""
+    plan = offloaded()
+    assert {proof.of for proof in verify(plan)} == {"order", "layout", "races"}
+    (proof,) = (proof for proof in verify(plan) if proof.of == "races")
+    assert proof.ok
+    assert "vector clocks over 2 copies" in proof.text
+    racing = _said(plan, order=(0, 1, 3, 2, 4, 5, 6, 7))
+    refuted = proofs._races(racing)
+    assert refuted.state is ProofState.FALSE
+    assert "op1 and op3 use bytes [0, 256) of the arena of cpu in any order" in refuted.text
+    with pytest.raises(InvalidPlan):
+        check_consistency(racing)
 
 
 def _sleeps() -> int:

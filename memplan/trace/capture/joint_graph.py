@@ -26,7 +26,7 @@ from memplan.trace.capture.front_ends import READINGS, WARNINGS, FrontEnd, dynam
 from memplan.trace.capture.lost_checkpoints import LostCheckpoint
 from memplan.trace.capture.python_values import Reading, with_values
 from memplan.trace.capture.quiet import quiet
-from memplan.trace.capture.recurrent import RecurrentAsEager, size_workspaces
+from memplan.trace.capture.recurrent import RecurrentAsEager, separate_gradients, size_workspaces
 from memplan.trace.capture.refusals import lost_checkpoints, require_same_types, require_traceable, unsupported
 from memplan.trace.capture.unfinished_collectives import refuse_unfinished
 from memplan.trace.passes.error_checks import order_checks
@@ -149,6 +149,7 @@ def captured(
     if as_eager:
         compute_conjugates(graph_module.graph)
         size_workspaces(graph_module.graph)
+        separate_gradients(graph_module.graph)
         settle_layouts(graph_module.graph)
         correct_statistics(graph_module.graph)
     unlike_eager = (*graph_module.meta.get(WARNINGS, ()), *statistics_updated_once(graph_module.graph))

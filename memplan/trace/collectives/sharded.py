@@ -81,7 +81,7 @@ def _reduced(graph: fx.Graph, gradient: fx.Node, shard: Shard) -> fx.Node:
     if shard.before not in (None, 1):
         node = rw.call(aten.div.Tensor, node, shard.before)
     rw.label = f"reduce_{_word(shard.name)}"
-    node = rw.call(_ops.reduce_scatter.default, node, shard.how, shard.ranks, shard.group)
+    node = rw.call(_ops.reduce_scatter.default, node, shard.how, shard.ranks, shard.reduces)
     rw.label = ""
     if shard.after not in (None, 1):
         node = rw.call(aten.div.Tensor, node, shard.after)

@@ -39,7 +39,7 @@ from memplan.trace.passes.fold import FOLDED
 from memplan.trace.passes.out_variants import out_variant, written_names
 from memplan.trace.passes.own_outputs import is_backward, returned_by
 from memplan.trace.passes.randomness import draws
-from memplan.trace.passes.rewrite import CHECKPOINT, MEMORY_ONLY, aten, storage_key
+from memplan.trace.passes.rewrite import CHECKPOINT, MEMORY_ONLY, OWN, aten, storage_key
 from memplan.trace.traced import Binding, Computed, KernelCall, OpaqueResult, Ref, Source, TracedGraph
 
 KIND_OF = {
@@ -209,7 +209,8 @@ class _FxReader:
         origin = replace(origin_of(node), op=node.meta.get(FOLDED, GIVEN))
         storage = self.alias_classes.storage(val, node.name, StorageKind.CONSTANT, planned=False, origin=origin)
         self.value_of[node] = self.alias_classes.value(val, node.name, storage)
-        self.bindings.append(Binding(source=Source.CONSTANT, value=self.value_of[node], tensor=tensor))
+        own = OWN in node.meta
+        self.bindings.append(Binding(source=Source.CONSTANT, value=self.value_of[node], tensor=tensor, own=own))
 
     # -- what runs ---------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from memplan.devices.kinds import is_available
 from memplan.trace.passes.aliasing import has_effects, is_fixed, keys_of, span, written_in
 from memplan.trace.passes.own_outputs import returned_by
-from memplan.trace.passes.rewrite import INHERITED, aten, replace_by, storage_key, value
+from memplan.trace.passes.rewrite import INHERITED, OWN, aten, replace_by, storage_key, value
 
 SMALL = 4096  # bytes of a result that may stay
 FOLDED = "folded"  # in a node's meta: the op that its numbers come from
@@ -135,5 +135,5 @@ def _put(module: fx.GraphModule, node: fx.Node, tensor: torch.Tensor) -> None:
     with module.graph.inserting_before(node):
         constant = module.graph.create_node("get_attr", name, name=name)
     constant.meta.update({key: node.meta[key] for key in INHERITED if key in node.meta})
-    constant.meta.update({"val": value(node), FOLDED: str(node.target)})
+    constant.meta.update({"val": value(node), FOLDED: str(node.target), OWN: True})
     node.replace_all_uses_with(constant)

@@ -24,6 +24,7 @@ INHERITED = (
     "autograd_backward",
     CHECKPOINT,
 )
+OWN = "memplan_own"  # in the meta of a constant: a pass has made it, and nobody else holds it
 _WRITTEN = str.maketrans({"-": "minus_", ".": "_", "+": "_"})  # characters of numbers, for use in names
 aten = torch.ops.aten
 # Ops that make memory and write nothing.
@@ -106,7 +107,7 @@ class Rewriter:
         setattr(module, name, val if tensor is None else tensor)
         with self.graph.inserting_before(next(n for n in self.graph.nodes if n.op != "placeholder")):
             node = self.graph.create_node("get_attr", name, name=name)
-        node.meta["val"] = val
+        node.meta.update({"val": val, OWN: True})
         return node
 
     def _node(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], suffix: str = "") -> fx.Node:
