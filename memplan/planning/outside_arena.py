@@ -172,7 +172,7 @@ def _frees_most(candidate: _Candidate, raised: int, peak: int) -> tuple[int, ...
 def _leave(
     profile: _Profile, candidates: Sequence[_Candidate], limit: int, prefer: _Preference
 ) -> tuple[int, list[_Candidate]]:
-    """Return the total, and which candidates leave the arena. Those that need not have left return, the largest first."""
+    """Return the total and the candidates that leave the arena; those that need not have left return, largest first."""
     chosen, left = list[_Candidate](), list(candidates)
     least, needed = profile.total, 0
     while least > limit and left:
