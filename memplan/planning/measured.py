@@ -12,16 +12,18 @@ from dataclasses import dataclass, replace
 
 from memplan.core.graph import Graph, StorageKind
 from memplan.core.plan import Plan
-from memplan.core.totals import beside_results
+from memplan.core.totals import MODEL_KINDS, beside_results
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.workload import Policy
 from memplan.planning.eager_total import eager_total
 from memplan.planning.options import PlanOptions
-from memplan.planning.outside_arena import plan_partly_outside
+from memplan.planning.outside_arena import kept_bytes, need_with_update, plan_partly_outside
 
 _PRECISION = 1000  # the prediction of eager's peak is exact to about one part in so many
 _MOST_OVERHEAD = 0.1  # the predicted share of the step's time that needing no more than eager may cost
+# bytes above eager's peak, while the optimizer runs, for which a program is made again
+WORTH_PLANNING = 64 * 1024
 _log = logging.getLogger("memplan")
 
 
@@ -47,6 +49,7 @@ class AsEager:
         replan: Makes a plan of the step within a total by a policy, with what is known of its kernels.
         saved: Activations that the backward needs may leave the arena.
         copies: Results may be copied to the host.
+        after: The bytes that the optimizer's own `step()` allocates, while the arena is idle; 0 if not known.
     """
 
     graph: Graph
@@ -55,34 +58,44 @@ class AsEager:
     replan: Callable[[int, str | Policy], Plan]
     saved: bool
     copies: bool
+    after: int = 0
 
     def instead_of(self, plan: Plan) -> Plan | None:
         """Return the plan that takes the place of `plan`, which has its temporaries; None if `plan` stays."""
         away = plan.eviction is not None and bool(plan.eviction.device)
         beside = beside_results(_placed(self.graph) if away else self.graph, self.transient)
-        eager = eager_total(self.graph, beside)
+        eager = max(eager_total(self.graph, beside), self._eager_update(plan) if self.after else 0)
         most = eager + plan.padding + self.options.reserved
         limit = most - eager // _PRECISION
-        need = _one_by_one(plan).on_device
-        if need <= limit or plan.redzone:
+        need = self._need(_one_by_one(plan))
+        if need <= limit or plan.redzone or (self.after and need - most < WORTH_PLANNING):
             return None
         found = self._outside(plan, limit, saved=need > most)
-        if found is not None and found.total <= limit:
+        if found is not None and self._need(found) <= limit:
             return found
-        cheaper = self._evicted(plan, limit, away=away)
+        cheaper = None if self.after else self._evicted(plan, limit, away=away)
         if cheaper is None:
-            needed = format_bytes((found or plan).on_device)
+            needed = format_bytes(self._need(found or plan))
             _log.info("%s: needs %s, and eager %s", plan.model, needed, format_bytes(limit))
         return cheaper or found
+
+    def _need(self, plan: Plan) -> int:
+        return need_with_update(plan, self.after) if self.after else plan.on_device
+
+    def _eager_update(self, plan: Plan) -> int:
+        """Return the bytes that eager has while the optimizer's own `step()` runs, beside the optimizer's state."""
+        graph = plan.graph
+        gradients = sum(graph.storages[s].nbytes for s in graph.gradients_in_arena)
+        return graph.bytes_of(*MODEL_KINDS) + kept_bytes(plan) + gradients + self.after
 
     def _outside(self, plan: Plan, limit: int, *, saved: bool) -> Plan | None:
         """Return a smaller plan of the same order with results outside the arena; None if there is none."""
         if plan.eviction is not None and plan.eviction.policy != "checkpoint":
             return None
-        found = plan_partly_outside(plan, limit, self.options)
+        found = plan_partly_outside(plan, limit, self.options, after=self.after)
         # Each call allocates what is left to the backward: only where nothing else helps.
-        if saved and self.saved and plan.eviction is None and (found is None or found.total > limit):
-            found = plan_partly_outside(plan, limit, self.options, saved=True)
+        if saved and self.saved and plan.eviction is None and (found is None or self._need(found) > limit):
+            found = plan_partly_outside(plan, limit, self.options, saved=True, after=self.after)
         return found
 
     def _evicted(self, plan: Plan, limit: int, *, away: bool) -> Plan | None:

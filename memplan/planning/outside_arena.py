@@ -41,14 +41,15 @@ class _Candidate:
 
 
 class _Profile:
-    """The bytes in the arena and outside at each step, while storages leave and enter."""
+    """The bytes in the arena and outside at each step, while storages leave and enter; the last entry is the time after
+    the step, in which `after` bytes are allocated beside what the caller keeps."""
 
-    def __init__(self, plan: Plan) -> None:
-        steps = len(plan.schedule.order)
-        self.inside, self.outside = np.zeros(steps, np.int64), np.array(plan.outside_profile, np.int64)
+    def __init__(self, plan: Plan, after: int = 0) -> None:
+        self.inside = np.zeros(len(plan.schedule.order) + 1, np.int64)
+        self.outside = np.array((*plan.outside_profile, kept_bytes(plan) + after), np.int64)
         for buffer in plan.problem.buffers:
             self.inside[buffer.live.start : buffer.live.end] += buffer.size
-        self._rest = plan.total - plan.arena_size - int(self.outside.max(initial=0))
+        self._rest = plan.total - plan.arena_size - max(plan.outside_profile, default=0)
 
     @property
     def total(self) -> int:
@@ -68,7 +69,24 @@ class _Profile:
         self.outside[live.start] -= sign * candidate.saved
 
 
-def plan_partly_outside(plan: Plan, limit: int, options: PlanOptions, *, saved: bool = False) -> Plan | None:
+def kept_bytes(plan: Plan) -> int:
+    """Return the bytes outside the arena that the caller keeps after the step: outputs, and gradients there."""
+    return plan.outside["outputs"] + plan.outside["gradients"]
+
+
+def need_with_update(plan: Plan, after: int) -> int:
+    """Return the most bytes that a step and the update that follows need, where the arena stays allocated meanwhile.
+
+    Args:
+        plan: A plan on one device.
+        after: The bytes that the optimizer's own `step()` allocates beside its state.
+    """
+    return plan.on_device + max(kept_bytes(plan) + after - max(plan.outside_profile, default=0), 0)
+
+
+def plan_partly_outside(
+    plan: Plan, limit: int, options: PlanOptions, *, saved: bool = False, after: int = 0
+) -> Plan | None:
     """Return a plan in the same order with some storages outside, whose total is at most `limit`, or else the smallest
     that is found; None if none is smaller than `plan`.
 
@@ -79,15 +97,17 @@ def plan_partly_outside(plan: Plan, limit: int, options: PlanOptions, *, saved: 
         limit: The largest total, in bytes.
         options: Those of the solver, and `gradients`: with "auto", those of parameters may leave the arena.
         saved: Activations that the backward needs may leave the arena.
+        after: As in `need_with_update`, which then takes the place of the total.
     """
     best, aim = plan, limit
     candidates = list(_candidates(plan, gradients=options.gradients == "auto", saved=saved))
     for _ in range(_TRIES):
-        made = _without(plan, _chosen(plan, candidates, aim), options)
-        best = min(best, made, key=lambda p: p.total)
-        if made.total <= limit:
+        made = _without(plan, _chosen(plan, candidates, aim, after), options)
+        best = min(best, made, key=lambda p: need_with_update(p, after))
+        above = need_with_update(made, after) - limit
+        if above <= 0:
             break
-        aim -= made.total - limit
+        aim -= above
     return None if best is plan else best
 
 
@@ -138,15 +158,15 @@ def _without(plan: Plan, chosen: Sequence[_Candidate], options: PlanOptions) -> 
     )
 
 
-def _chosen(plan: Plan, candidates: Sequence[_Candidate], limit: int) -> list[_Candidate]:
+def _chosen(plan: Plan, candidates: Sequence[_Candidate], limit: int, after: int) -> list[_Candidate]:
     """Return which candidates leave the arena for a total of at most `limit`, or else for the smallest one found.
 
     One after another leaves, of those alive where the arena is fullest: the one that raises the peak of what is outside
     the least, or, in a second attempt, by the least in comparison with what it frees.
     """
-    found = _leave(_Profile(plan), candidates, limit, _raises_least)
+    found = _leave(_Profile(plan, after), candidates, limit, _raises_least)
     if found[0] > limit:
-        found = min(found, _leave(_Profile(plan), candidates, limit, _frees_most), key=lambda pair: pair[0])
+        found = min(found, _leave(_Profile(plan, after), candidates, limit, _frees_most), key=lambda pair: pair[0])
     return found[1]
 
 
@@ -200,7 +220,7 @@ def _candidates(plan: Plan, *, gradients: bool, saved: bool) -> Iterator[_Candid
     """Yield what may leave the arena: intermediate results (without `saved`, those that live within one phase), and
     gradients of parameters.
 
-    What is copied to the host or from there stays.
+    What is copied to the host or from there stays. Gradients live on after the step.
     """
     graph, order = plan.graph, plan.schedule.order
     beside = beside_results(graph, plan.transient)
@@ -220,8 +240,9 @@ def _candidates(plan: Plan, *, gradients: bool, saved: bool) -> Iterator[_Candid
         if (inner and within) or (gradients and storage in graph.gradients_in_arena):
             first = order[live.start]
             fresh = 0 if graph.ops[first].direct else min(nbytes, plan.transient[first] - beside[first])
+            lived = live if inner else replace(live, end=len(order) + 1)
             yield _Candidate(
-                storages=frozenset(members[storage]), size=sizes[name], nbytes=nbytes, live=live, saved=fresh
+                storages=frozenset(members[storage]), size=sizes[name], nbytes=nbytes, live=lived, saved=fresh
             )
 
 

@@ -13,7 +13,7 @@ from memplan.core.timed import timed
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.workload import Policy
-from memplan.planning.measured import AsEager
+from memplan.planning.measured import AsEager, with_temporaries
 from memplan.planning.outside_arena import plan_partly_outside
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.kernels.callables import bytes_of_numbers, scalars_as_tensors
@@ -91,11 +91,14 @@ def first_program(
     *,
     given: Plan | None = None,
     room: int | None = None,
+    after: int = 0,
 ) -> Built:
     """Return the program of a step, with the `given` plan or one that is made anew with what its trial run measures.
 
     `assemble` returns the program of a variant of the step and its plan, in the arena. `room`: the bytes of the arena
-    if it has other programs; else None. Raises `BudgetInfeasible` where no plan keeps the budgets.
+    if it has other programs; else None. `after`: as in `plan_as_small_as_eager`.
+
+    Raises `BudgetInfeasible` where no plan keeps the budgets.
     """
     first = room is None
 
@@ -119,7 +122,7 @@ def first_program(
     built = build_measured(build, 1, again=given is None, alone=first)[0]
     if given is not None or not first or len(traced.runs_on) > 1:
         return built
-    smaller = smaller_plan(options, built)
+    smaller = smaller_plan(options, built, after=after)
     if smaller is None:
         return built
     before, needed = (built.traced, built.runner.plan), _on_device(built.runner)
@@ -177,11 +180,11 @@ def replan(options: RunOptions, known: Measured, *, room: int = 0) -> tuple[Trac
     return known.settle(options.again(known.plan), room=room)
 
 
-def smaller_plan(options: RunOptions, built: Built) -> tuple[TracedGraph, Plan] | None:
+def smaller_plan(options: RunOptions, built: Built, *, after: int = 0) -> tuple[TracedGraph, Plan] | None:
     """Return the plan of a program of one device that takes the place of the first one, once its kernels are measured:
     what needs no more than eager, or, for the smallest budget, less; None where the first one stays."""
     if not options.has_budget:
-        return plan_as_small_as_eager(options, built)
+        return plan_as_small_as_eager(options, built, after=after)
     plan, traced = built.runner.plan, built.traced
     if options.budget != "min" or traced.runs_on or plan.redzone or plan.eviction is None or plan.collectives:
         return None
@@ -192,9 +195,12 @@ def smaller_plan(options: RunOptions, built: Built) -> tuple[TracedGraph, Plan] 
     return outside_as_in(traced, found, gradients=True), found
 
 
-def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGraph, Plan] | None:
+def plan_as_small_as_eager(options: RunOptions, built: Built, *, after: int = 0) -> tuple[TracedGraph, Plan] | None:
     """Return a plan that needs at most what eager is predicted to need on its device, for a program without a budget
-    that needs more; None if it needs no more, or if no such plan is found."""
+    that needs more; None if it needs no more, or if no such plan is found.
+
+    `after`: the bytes that the optimizer's own `step()` allocates once the step is over, if they count.
+    """
     traced, plan, known = built.traced, built.runner.plan, measured(built, None)
     on_host = not traced.runs_on and traced.device.type == "cpu"  # its host copies are in its own memory
 
@@ -209,7 +215,10 @@ def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGra
         replan=within,
         saved=not (options.recorded or options.sanitize),  # no sanitizer sees what each call allocates
         copies=not (on_host or options.recorded),  # recorded steps have none
+        after=after,
     )
+    if after and plan.eviction is not None and plan.eviction.policy != "checkpoint":
+        plan = with_temporaries(known.settle(options)[1], known.transient)  # results leave the arena instead
     found = step.instead_of(plan)
     return None if found is None else (outside_as_in(traced, found, gradients=True), found)
 

@@ -127,7 +127,8 @@ class StepQuestion:
             transient = self._scratch.of_graph(traced.graph, traced.kernels)
             numbers = number_bytes(traced.graph, traced.kernels)
             plan = replace(plan_step(traced, None, options, transient=transient)[1], numbers=numbers)
-            return plan if options.has_budget else _as_compiled(plan, traced, transient, options)
+            after = 0 if self._update is None else self._update.temporaries
+            return plan if options.has_budget else _as_compiled(plan, traced, transient, options, after)
 
     @contextmanager
     def _stage(self, doing: str) -> Iterator[None]:
@@ -153,8 +154,11 @@ class StepQuestion:
         return need.fixed + max(found.peak, found.kept + need.temporaries) + self.capacity.allowance
 
 
-def _as_compiled(plan: Plan, traced: TracedGraph, transient: Sequence[int], options: PlanOptions) -> Plan:
-    """Return the plan that `memplan.compile` has in the place of one without a budget: at most what eager needs."""
+def _as_compiled(plan: Plan, traced: TracedGraph, transient: Sequence[int], options: PlanOptions, after: int) -> Plan:
+    """Return the plan that `memplan.compile` has in the place of one without a budget: at most what eager needs.
+
+    `after`: the bytes that the optimizer's `step()` allocates, for which `compile` plans from the second step on.
+    """
 
     def within(total: int, policy: str | Policy) -> Plan:
         """Return a plan within a total by a policy."""
@@ -164,7 +168,10 @@ def _as_compiled(plan: Plan, traced: TracedGraph, transient: Sequence[int], opti
 
     step = AsEager(graph=traced.graph, transient=transient, options=options, replan=within, saved=True, copies=False)
     plan = with_temporaries(plan, transient)
-    return step.instead_of(plan) or plan
+    found = step.instead_of(plan) or plan
+    whole = found.eviction is None or found.eviction.policy == "checkpoint"
+    beside = replace(step, after=after).instead_of(found if whole else plan) if after else None
+    return beside or found
 
 
 def updated_parameters(traced: TracedGraph, model: nn.Module) -> list[nn.Parameter]:

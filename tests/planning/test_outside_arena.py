@@ -15,7 +15,7 @@ from memplan.core.plan import Plan
 from memplan.planning.consistency import check_consistency
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
-from memplan.planning.outside_arena import plan_partly_outside
+from memplan.planning.outside_arena import leaving_first, need_with_update, plan_partly_outside
 from memplan.planning.planfile import load, save
 from memplan.schedule import traced
 from tests.graph_strategies import GraphBuilder, graphs
@@ -183,3 +183,22 @@ def test_totals_are_counted_and_never_grow(graph: Graph, data: Any) -> None:
         check_consistency(found)
         assert found.total == _alive(found) < plan.total
         assert found.schedule.order == plan.schedule.order
+
+
+def test_a_graph_without_ops_has_nothing_that_could_leave() -> None:
+    b = GraphBuilder()
+    x = b.storage(StorageKind.INPUT, SIZE, planned=False)
+    plan = _plan(b.graph(outputs=(x,)))
+    assert not list(leaving_first(plan, PlanOptions()))
+    assert plan_partly_outside(plan, 0, PlanOptions()) is None
+
+
+def test_bytes_after_the_step_make_results_leave_that_are_dead_by_then() -> None:
+    plan = _two_peaks()
+    after = 4 * SIZE
+    need = need_with_update(plan, after)
+    assert need == plan.arena_size + SIZE + 64 + after, "the arena, the input, the output and what comes after"
+    found = plan_partly_outside(plan, 0, PlanOptions(gradients="safe"), saved=True, after=after)
+    assert found is not None
+    assert need_with_update(found, after) == SIZE + 64 + after, "nothing is left in the arena"
+    assert found.total == _alive(found) < need

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,19 @@ from memplan.errors import InputMismatch
 from memplan.evict.feedback import RecordingPolicy
 from memplan.planning.consistency import require_budget
 from memplan.runtime.api.example_leaves import without_tensors
+from memplan.runtime.api.first_update import FirstUpdate
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.recorders import Recorder, make_recorder
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.module_guards import ModuleGuards
-from memplan.runtime.measured_budget import Built, Measured, adopt_need, build_measured, first_program
+from memplan.runtime.measured_budget import (
+    Built,
+    Measured,
+    adopt_need,
+    build_measured,
+    first_program,
+    plan_as_small_as_eager,
+)
 from memplan.runtime.memory.arena import Arena, NewArenas, arena_for, grown
 from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwnership, part_of
@@ -31,6 +39,7 @@ from memplan.trace.capture.refusals import require_traceable
 from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
+    from memplan.runtime.guards.input_guards import InputGuards
     from memplan.runtime.kernels.kernel_selection import BoundOp
     from memplan.symbolic import SymbolicPlan
     from memplan.trace.dynamic.varying import SymbolicTrace
@@ -66,6 +75,7 @@ class Builder:
         self.arena: Arena | None = None
         self._warned = False
         self._new_arenas = NewArenas()
+        self._after = 0  # bytes that the optimizer allocates beside the arena, once it has run
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None = None) -> Runner:
         """Return a program for calls like this one, with the `given` plan or a new one."""
@@ -73,13 +83,34 @@ class Builder:
             traced, captured = self._trace(args, kwargs, train)
             room = None if (arena := self._arena_now) is None else arena.nbytes
             with self._new_arenas:
-                runner = first_program(self.options, traced, captured, self.assemble, given=given, room=room).runner
+                runner = first_program(
+                    *(self.options, traced, captured, self.assemble), given=given, room=room, after=self._after
+                ).runner
             forget_example(runner)
         if given is not None and given.eviction is not None:  # other programs keep that budget too
             self.options = self.options.keeping(given)
         if given is not None and self.options.gradients == "auto" and not given.graph.gradients_in_arena:
             self.options = replace(self.options, gradients="safe")  # other programs have them where the plan has them
         return runner
+
+    def with_room_for_update(
+        self, runners: Iterable[Runner], update: FirstUpdate
+    ) -> dict[InputGuards, tuple[TracedGraph, Plan]]:
+        """Return steps and plans in the place of those of programs, for what an optimizer allocates beside the arena.
+
+        They have results outside the arena, so that arena and update together need no more than eager. They are for
+        `assemble`, by the guards that all programs of a step share; where a plan stays, there is none. Plans of later
+        programs leave room for the update too.
+        """
+        self._after, found = update.nbytes, {}
+        for runner in runners:
+            if runner.traced.training:
+                built = Built(traced=runner.as_traced, runner=runner)
+                smaller = plan_as_small_as_eager(self.options, built, after=update.nbytes)
+                if smaller is not None:
+                    update.report(runner.plan, smaller[1])
+                    found[runner.input_guards] = smaller
+        return found
 
     def require_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:
         """Raise `BudgetInfeasible` if no plan of a program for calls like this one keeps the budgets."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,10 @@ from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, InputMismatch, MemplanError, StaleActivationsError, UnsupportedGraph
-from memplan.runtime.api.builder import Builder
+from memplan.runtime.api.builder import Builder, forget_example
 from memplan.runtime.api.compilation import Compilation, compile_example
+from memplan.runtime.api.example_leaves import detached
+from memplan.runtime.api.first_update import FirstUpdate, may_plan_again
 from memplan.runtime.api.mismatch import UnplannedCalls
 from memplan.runtime.api.pending_calls import PendingCalls, several_can_wait
 from memplan.runtime.api.pickling import example_of, modes_by_name, rebuild, recipe
@@ -44,7 +47,9 @@ from memplan.runtime.profiling.profile_guided import MeasuredStep, ProfileGuide
 from memplan.trace.capture.refusals import require_traceable, why_it_breaks
 
 if TYPE_CHECKING:
+    from memplan.runtime.guards.input_guards import InputGuards
     from memplan.symbolic import SymbolicPlan
+    from memplan.trace.traced import TracedGraph
 
 _log = logging.getLogger("memplan")
 _APART = "%s: a kind of call is planned as several graphs, because one cannot hold it: %s; .plan is that of the others"
@@ -82,6 +87,9 @@ class CompiledModule(SharedModule, MeasuredStep):
     _again: Recompilation | CopyOfCompiled | None
     _several: SeveralGraphs | None
     _copied: CopyOfCompiled | None
+    _update: FirstUpdate | None
+    # plans that take the place of programs at their next call; those of divided models stay
+    _smaller: MutableMapping[InputGuards, tuple[TracedGraph, Plan]] = MappingProxyType({})  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -106,7 +114,7 @@ class CompiledModule(SharedModule, MeasuredStep):
         self.__dict__.update(
             _unplanned=UnplannedCalls(model), _warned=set(), _copied=None, _copy_refused=None, _calling=OneThread()
         )
-        self.__dict__.update(_rebuilt=0, _sizes_refused=False, _several=None)
+        self.__dict__.update(_rebuilt=0, _sizes_refused=False, _several=None, _smaller={}, _update=None)
         if copied_in is None:
             self.__dict__["_measurements"] = ()
             self._compile(args, kwargs, model.training if train is None else train, given)
@@ -133,6 +141,8 @@ class CompiledModule(SharedModule, MeasuredStep):
                 builder, self._options, args, kwargs, train=train, backward_on_demand=on_demand, given=given
             )
         )
+        if self._selector.main.traced.training and may_plan_again(self._options, given):
+            self.__dict__["_update"] = FirstUpdate(self._original.parameters, self._make_room)
 
     def _use(self, made: Compilation) -> None:
         """Run the programs of a compilation from now on."""
@@ -173,6 +183,36 @@ class CompiledModule(SharedModule, MeasuredStep):
     @property
     def _guide(self) -> ProfileGuide | None:
         return self._compilation.guide
+
+    # -- the optimizer beside the arena ------------------------------------------------------------------
+
+    def _make_room(self, update: FirstUpdate) -> None:
+        """Free the arena while an optimizer runs for the first time, if both need more than eager, for a smaller one.
+
+        Programs of training move to the smaller one at their next call. Nothing changes while the arena is in use.
+        """
+        with contextlib.suppress(MemplanError, GradientsInUse), self._calling:
+            again = self._pending is None and self._several is None and self._again is None and self._guide is None
+            if not again or self._builder.options.gradients != "auto":
+                return
+            smaller = self._builder.with_room_for_update(self._selector.programs_of_calls, update)
+            if smaller:
+                self._builder.free_arena()
+                self.__dict__["_smaller"] = smaller
+
+    def _made_smaller(self, runner: Runner, leaves: list[Any]) -> tuple[Runner, list[torch.Tensor]]:
+        """Return what takes the place of a program, if there is a smaller plan for it, and its parameters."""
+        found = self._smaller.pop(runner.input_guards, None)
+        if found is not None and self._pending is None:
+            self._builder.free_arena()
+            traced, plan = found
+            made = self._builder.assemble(traced.with_example(map(detached, leaves)), plan)
+            forget_example(made)
+            self._selector.replace(runner, made)
+            if made is self._selector.main:
+                self._compilation.plan = made.plan
+            runner = made
+        return runner, runner.current()
 
     # -- calling -----------------------------------------------------------------------------------------
 
@@ -259,6 +299,8 @@ class CompiledModule(SharedModule, MeasuredStep):
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a program with the leaves of a call and the current parameters."""
+        if self._smaller:
+            runner, current = self._made_smaller(runner, leaves)
         if self._several is not None:
             self._several.make_room(self._options, runner.plan)
         if self._pending is not None:

@@ -90,10 +90,12 @@ class Selector:
             leaves = main.input_guards.flatten(args, kwargs)
             example = pytree.tree_unflatten(leaves, main.input_guards.spec)
             runner = self._cached(CallState(grad, tuple(modes)), *example, train=grad)
-        else:
-            runner = self.main = self._in_arena(main)
-        self._require_free(runner.arena)
-        return runner, runner.input_guards.flatten(args, kwargs, training=grad)
+            self._require_free(runner.arena)
+            return runner, runner.input_guards.flatten(args, kwargs, training=grad)
+        self._require_free(main.arena)
+        leaves = main.input_guards.flatten(args, kwargs, training=grad)
+        self.main = self._in_arena(main)  # only for a call that it runs: it may need a larger arena than others
+        return self.main, leaves
 
     def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: InputMismatch) -> tuple[Runner, list[Any]]:
         """Return the runner, kept for reuse, for a call that differs from the example; it has a plan of its own.
@@ -114,6 +116,12 @@ class Selector:
         runner = self._cached(key, args, kwargs, train=grad)
         self._require_free(runner.arena)
         return runner, runner.input_guards.flatten(args, kwargs)
+
+    def replace(self, before: Runner, by: Runner) -> None:
+        """Run another program of the same step from now on."""
+        if before is self.main:
+            self.main = by
+        self._runners = {key: by if runner is before else runner for key, runner in self._runners.items()}
 
     def _cached(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
         made = self._runners.get(key)

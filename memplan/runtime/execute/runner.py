@@ -142,6 +142,11 @@ class Runner:
         """Return a program of the same step by another plan, which is tried first; nothing else uses `arena`."""
         return Runner(self._module_guards, self._before_plan, plan, arena, unused=True, **self._options)
 
+    @property
+    def as_traced(self) -> TracedGraph:
+        """The step before it had a plan."""
+        return self._before_plan
+
     def forget_example(self, example: tuple[Any, ...] | None = None) -> None:
         """Keep the tensors of the example no longer; no other plan can be tried on them from now on (`replanned`).
 

@@ -54,7 +54,7 @@ class FakeCopy:
             options: dict[str, Any] = {k: self._option(i, k, v) for k, v in group.items() if k != "params"}
             options["params"] = [self._parameter(p, fakes) for p in group["params"]]
             if "foreach" in options and options["foreach"] is None and not options.get("fused"):
-                options["foreach"] = _foreach_by_default(group)
+                options["foreach"] = foreach_by_default(group)
             made.param_groups.append(options)
         made.state = defaultdict(dict)
         for p, state in own.state.items():
@@ -114,7 +114,7 @@ def _own_copy(key: str, value: Any) -> Any:
     return copy.deepcopy(value) if isinstance(value, (list, tuple, dict, set, frozenset)) else value
 
 
-def _foreach_by_default(group: Mapping[str, Any]) -> bool:
+def foreach_by_default(group: Mapping[str, Any]) -> bool:
     """Return what torch chooses where `foreach` and `fused` are None: it looks at the types of the parameters."""
     from torch.optim.optimizer import _default_to_fused_or_foreach
 

@@ -1,0 +1,84 @@
+"""Learns what an optimizer allocates while the arena of a compiled module is idle, and plans the module again for it.
+
+The arena stays allocated while the program's own optimizer updates the parameters, where eager has freed its
+activations. What the update allocates comes on top, and together they may be more than eager ever needs.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from memplan.core.plan import Plan
+from memplan.core.units import format_bytes
+from memplan.runtime.options import CompileOptions
+from memplan.trace.optimizer.update_bytes import bytes_of_step
+
+_log = logging.getLogger("memplan")
+
+
+class FirstUpdate:
+    """Waits for the first `step()` of an optimizer that updates some of `parameters`, and then calls `make_room`.
+
+    `make_room` is a method, whose object is not kept alive. It is called with this, right before the update: `name` is
+    the optimizer's class, and `nbytes` are what its `step()` allocates beside its state. It is not called where that is
+    not known, or nothing, nor for optimizers that call the model inside of `step()`.
+    """
+
+    def __init__(
+        self, parameters: Callable[[], Iterable[torch.Tensor]], make_room: Callable[[FirstUpdate], None]
+    ) -> None:
+        self.name, self.nbytes = "", 0
+        self._parameters, self._make_room = parameters, weakref.WeakMethod(make_room)
+        _WAITING.add(self)
+        _hook_into_optimizers()
+
+    def measure(self, optimizer: torch.optim.Optimizer, *, calls_model: bool) -> None:
+        """Measure an optimizer that is about to run, if it updates any of the parameters; once."""
+        own = {id(p) for p in self._parameters()}
+        if own.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+            return
+        _WAITING.discard(self)
+        nbytes, make_room = None if calls_model else bytes_of_step(optimizer), self._make_room()
+        if nbytes and make_room is not None:
+            self.name, self.nbytes = type(optimizer).__name__, nbytes
+            make_room(self)
+
+    def report(self, before: Plan, after: Plan) -> None:
+        """Log that a plan takes the place of another one because of the update."""
+        _log.info(
+            "%s: %s.step() allocates %s beside the idle arena, in all more than eager needs; planned again with an arena "
+            "of %s instead of %s, and results outside of it",
+            *(before.model, self.name, format_bytes(self.nbytes)),
+            *(format_bytes(after.arena_size), format_bytes(before.arena_size)),
+        )
+
+
+# Torch tells all hooks of all optimizers, and none may be removed while it does: there is one, and those that wait.
+_WAITING: weakref.WeakSet[FirstUpdate] = weakref.WeakSet()
+
+
+@cache
+def _hook_into_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Let those that wait measure an optimizer that is about to run."""
+    if _WAITING:
+        calls_model = any(callable(x) for x in (*args[1:], *kwargs.values()))
+        for waiting in tuple(_WAITING):
+            waiting.measure(optimizer, calls_model=calls_model)
+
+
+def may_plan_again(options: CompileOptions, given: Plan | None) -> bool:
+    """Return whether a module is planned again for its optimizer: by default alone, on the device of the model."""
+    fixed = given is not None or options.has_budget or options.sanitize or options.cuda_graph
+    varied = options.dynamic_shapes is not None or options.device is not None
+    return not fixed and not varied and options.gradients == "auto"

@@ -1,0 +1,180 @@
+"""What an optimizer allocates beside an idle arena is measured at its first step, and planned for from then on."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from benchmarks.peak_measure import live_bytes
+from memplan.core.units import format_bytes
+from memplan.planning import measured
+from memplan.runtime.api.compiled_module import CompiledModule
+from memplan.trace.optimizer.update_bytes import bytes_of_step
+from tests.runtime.allocated import allocations
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+class WithLoss(nn.Module):
+    """Layers of which the parameters are as large as the activations, and a loss."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(width, width), nn.GELU())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(x).square().mean()
+        return loss
+
+
+def _trained(make: MakeOptimizer, *, planned: bool, width: int = 256) -> tuple[int, list[torch.Tensor], Any]:
+    """Return the peak of the fifth step of a model, its parameters then, and the compiled model."""
+    gc.collect()
+    before = live_bytes()
+    torch.manual_seed(0)
+    model, x = WithLoss(width), torch.randn(width, width)
+    called: Any = memplan.compile(model, x) if planned else model
+    optimizer = make(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        called(x).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    optimizer.zero_grad()
+    allocations(step)  # from here on, the profiler knows all that is freed
+    optimizer.zero_grad()
+    gc.collect()
+    standing = live_bytes() - before
+    peak = standing + max(accumulate(allocations(step)))
+    return peak, [p.detach().clone() for p in model.parameters()], called
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "one by one": torch.optim.AdamW,
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_arena_and_update_need_no_more_than_eager(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    eager, expected, _ = _trained(OPTIMIZERS[name], planned=False)
+    with caplog.at_level(logging.INFO, logger="memplan"):
+        peak, found, called = _trained(OPTIMIZERS[name], planned=True)
+    assert peak <= eager + called.plan.padding
+    smaller = next(r for r in caplog.records if "AdamW.step() allocates" in r.message)
+    assert f"an arena of {format_bytes(called.plan.arena_size)} instead" in smaller.message
+    assert all(map(torch.equal, expected, found))
+
+
+def _plan_of_now(make: MakeOptimizer, step: Callable[[Any, torch.optim.Optimizer, torch.Tensor], None]) -> bool:
+    """Return whether the plan of a small model changed in three steps."""
+    torch.manual_seed(0)
+    model, x = WithLoss(96), torch.randn(96, 96)
+    called = memplan.compile(model, x)
+    first, optimizer = called.plan, make(model.parameters())
+    for _ in range(3):
+        model.zero_grad()
+        step(called, optimizer, x)
+    return called.plan is not first
+
+
+def _plain(called: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    called(x).backward()
+    optimizer.step()
+
+
+def test_bytes_that_are_not_worth_it_change_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    foreach = OPTIMIZERS["foreach"]
+    monkeypatch.setattr(measured, "WORTH_PLANNING", 1 << 20)
+    assert not _plan_of_now(foreach, _plain)
+    monkeypatch.setattr(measured, "WORTH_PLANNING", 1)
+    assert _plan_of_now(foreach, _plain)
+
+
+def test_what_allocates_nothing_or_is_not_known_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "WORTH_PLANNING", 1)
+
+    class Own(torch.optim.AdamW):
+        """An optimizer of a user, which might hold anything."""
+
+    def closure(called: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+        def again() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = called(x)
+            loss.backward()
+            return loss
+
+        optimizer.step(again)  # type: ignore[arg-type]
+
+    assert not _plan_of_now(lambda parameters: torch.optim.AdamW(parameters, fused=True), _plain)
+    assert not _plan_of_now(lambda parameters: Own(parameters, foreach=True), _plain)
+    assert not _plan_of_now(OPTIMIZERS["foreach"], closure)
+    assert not _plan_of_now(lambda _: torch.optim.AdamW(nn.Linear(64, 64).parameters()), _plain), "other parameters"
+
+
+def test_gradients_that_something_else_refers_to_keep_their_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "WORTH_PLANNING", 1)
+    torch.manual_seed(0)
+    model, x = WithLoss(96), torch.randn(96, 96)
+    called = memplan.compile(model, x)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    called(x).backward()
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    view, was = gradient.numpy(), gradient.clone()
+    optimizer.step()
+    assert torch.equal(torch.from_numpy(view), was), "an address that is kept keeps its bytes"
+
+
+def test_other_calls_and_evaluations_share_the_smaller_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "WORTH_PLANNING", 1)
+    torch.manual_seed(0)
+    model = WithLoss(64)
+    reference = WithLoss(64)
+    reference.load_state_dict(model.state_dict())
+    called = memplan.compile(model, torch.randn(64, 64))
+    optimizers = [torch.optim.AdamW(one.parameters(), foreach=True) for one in (model, reference)]
+    for rows in (64, 48, 64, 48, 32, 64):
+        x = torch.randn(rows, 64)
+        for one, optimizer in zip((called, reference), optimizers, strict=True):
+            optimizer.zero_grad()
+            one(x).backward()
+            optimizer.step()
+        with torch.no_grad():
+            assert torch.equal(called(x), reference(x))
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+    assert isinstance(called, CompiledModule)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax"])
+def test_bytes_of_a_step_are_those_that_it_allocates(name: str, foreach: bool) -> None:
+    model = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 100))
+    extra = {"momentum": 0.9, "nesterov": True} if name == "SGD" else {}
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, foreach=foreach, **extra)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    was = [p.detach().clone() for p in model.parameters()]
+    predicted = bytes_of_step(optimizer)
+    assert all(map(torch.equal, was, model.parameters())), "nothing has been updated"
+    assert not any("exp_avg" in state for state in optimizer.state.values())
+    for _ in range(2):
+        optimizer.step()
+        schedule.step()
+    real = max(accumulate(allocations(optimizer.step)), default=0)
+    numbers = 256  # bytes: counters of steps, and numbers that kernels take as tensors, are on the host
+    assert predicted is not None
+    assert predicted <= real <= predicted + numbers
