@@ -112,7 +112,7 @@ def test_what_allocates_nothing_or_is_not_known_changes_no_plan(monkeypatch: pyt
         def again() -> torch.Tensor:
             optimizer.zero_grad()
             loss: torch.Tensor = called(x)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             return loss
 
         optimizer.step(again)  # type: ignore[arg-type]

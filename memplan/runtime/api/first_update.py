@@ -53,8 +53,8 @@ class FirstUpdate:
     def report(self, before: Plan, after: Plan) -> None:
         """Log that a plan takes the place of another one because of the update."""
         _log.info(
-            "%s: %s.step() allocates %s beside the idle arena, in all more than eager needs; planned again with an arena "
-            "of %s instead of %s, and results outside of it",
+            "%s: %s.step() allocates %s beside the idle arena, in all more than eager needs; planned again with an "
+            "arena of %s instead of %s, and results outside of it",
             *(before.model, self.name, format_bytes(self.nbytes)),
             *(format_bytes(after.arena_size), format_bytes(before.arena_size)),
         )

@@ -103,7 +103,7 @@ def bytes_of_step(optimizer: torch.optim.Optimizer) -> int | None:
             step(made)
     except Exception:  # whatever an update does with tensors that have no numbers, the real one runs as ever
         return None
-    return counted.peak - before
+    return int(counted.peak - before)
 
 
 def _meta_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
