@@ -32,6 +32,7 @@ class Policy(IntEnum):
     SIDE_FIRST = 2  # side streams at once, the default stream late
     MAIN_FIRST = 3  # the default stream at once, side streams late
     RANDOM = 4  # in a random order, by a seed
+    HALF_DONE = 5  # at once, but side streams stop in the middle of a copy until somebody waits for it
 
 
 def missing_compiler() -> str | None:
