@@ -119,7 +119,7 @@ class _Order:
         if lane:
             self.add(lane, node)
             self.uses.append((node, op.name, [u for u in used if u not in outside]))
-            last = [node] if any(writes for _, writes in outside) else []  # it is complete when it returns
+            last: list[object] = [node] if any(writes for _, writes in outside) else []  # it is complete by then
         else:  # on the host, between what it launched before and after
             last = [self.lanes[d][-1] for d in self.devices if self.lanes[d]]
         if outside:

@@ -739,6 +739,7 @@ void late_synchronize() {
   late::Locked locked(late::lock);
   late::run_all();
 }
+void late_sleep() { late::push(late::current_queue(), {[] {}, {}}); }
 int late_is_capturing() { return late::is_captured(late::current_queue()); }
 int64_t late_captured() { return late::captured_tasks; }
 int late_device() { return late::current_device; }

@@ -359,18 +359,36 @@ def events_of_the_other_device(device: LateDevice) -> list[str]:
     return [] if (before, after) == (False, True) else [f"an event is reached {before=}, {after=}"]
 
 
+def profiled(device: LateDevice) -> dict[str, Any]:
+    """The ops of a model on the other device, timed while that is kept busy: longer and longer if it is never late.
+
+    Its only op writes nothing that is planned.
+    """
+    model, x = nn.Linear(8, 8).to(f"{NAME}:1"), torch.ones(4, 8, device=f"{NAME}:1")
+    found: dict[str, Any] = {"wrong": []}
+    for policy in (Policy.LATE, Policy.EARLY):
+        device.run(policy)
+        device.slept.clear()
+        costs = memplan.profile(model, x, train=False, rounds=2)
+        if {index for index, _ in device.slept} != {1} or not costs.measured:
+            found["wrong"].append(f"{policy.name} {device.slept}")
+        found[policy.name] = sorted({cycles for _, cycles in device.slept})
+    return found
+
+
 def dropped(device: LateDevice) -> dict[str, Any]:
     """Modules that are deleted while another stream than that of their memory still computes in it, one of which is
     recorded: nobody else may get the arena, nor what a recording keeps beside it. Then with one `record_stream` left
     out at a time.
     """
-    record, left_out = torch.Tensor.record_stream, None
+    record = torch.Tensor.record_stream
+    left_out: int | None = None
     noted: list[int] = []  # the bytes of the tensors that were recorded
 
     def record_or_not(self: torch.Tensor, stream: torch.Stream) -> None:
         noted.append(self.untyped_storage().nbytes())
         if len(noted) - 1 != left_out:
-            record(self, stream)  # type: ignore[arg-type]
+            record(self, stream)
 
     def outcome(*, cuda_graph: bool) -> bool:
         model = _layers()
@@ -528,17 +546,14 @@ class _OneMissing:
         self._wait, self._start, self._settle = StreamCopy.wait, StreamCopy.start, StreamCopies.settle
         self.leave_out("", None)
 
-        def wait(copy: StreamCopy) -> None:
-            self.wait(copy)
+        def mutated(method: Callable[..., None]) -> Any:
+            def call(*args: Any) -> None:
+                method(*args)
 
-        def start(copy: StreamCopy, destination: torch.Tensor, source: torch.Tensor) -> None:
-            self.start(copy, destination, source)
+            return call
 
-        def settle(copies: StreamCopies) -> None:
-            self.settle(copies)
-
-        StreamCopy.wait, StreamCopy.start = wait, start  # type: ignore[method-assign]
-        StreamCopies.settle = settle  # type: ignore[method-assign]
+        StreamCopy.wait, StreamCopy.start = mutated(self.wait), mutated(self.start)  # type: ignore[method-assign]
+        StreamCopies.settle = mutated(self.settle)  # type: ignore[method-assign]
 
     def leave_out(self, kind: str, what: Any) -> None:
         """Leave this out from now on; a forward comes next."""
@@ -609,7 +624,7 @@ def mutations_of_turns(device: LateDevice) -> dict[str, Any]:
     tangents = [torch.ones(v.shape, device=HERE) for _, v in runner._tangents]
     used = [torch.Stream(HERE) for _ in range(4)][::-1]  # the device would run the first one made first
     ordering, turns = stream_ordering.StreamOrdering.__call__, itertools.count()
-    left_out = None
+    left_out: int | None = None
 
     def turn_or_not(self: Any) -> None:
         if next(turns) == left_out:
@@ -626,6 +641,7 @@ def mutations_of_turns(device: LateDevice) -> dict[str, Any]:
                     fresh, saved = runner.forward(*inputs)
                 with used[2 * k + 1]:
                     ownership.end(begun)
+                    assert runner.backward is not None
                     found.append([*fresh, *runner.backward(*saved, *tangents)])
         torch.accelerator.synchronize()
         return [t.cpu() for of in found for t in of]
@@ -663,6 +679,7 @@ SCENARIOS: dict[str, Callable[[LateDevice], dict[str, Any]]] = {
     "recorded": recorded,
     "refused while captured": refused,
     "streams": streams,
+    "profiled": profiled,
     "dropped": dropped,
     "left on the host": left_on_host,
     "grown": grown,
