@@ -156,22 +156,22 @@ def resident(device: LateDevice) -> dict[str, Any]:
 
 
 def whole_step(device: LateDevice) -> dict[str, Any]:
-    """Training steps with the optimizer inside, within a budget."""
+    """Training steps with the optimizer inside, within a budget; then of a model and a state that stay on the host."""
 
-    def steps(compiled: bool) -> Bits:
+    def steps(compiled: bool, where: str = HERE, **options: Any) -> Bits:
         torch.manual_seed(0)
-        model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())]).to(HERE)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False, fused=False)
+        model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())]).to(where)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False, fused=where != HERE)
         generator = torch.Generator().manual_seed(1)
-        batches = [torch.randn(8, 32, generator=generator).to(HERE) for _ in range(3)]
+        batches = [torch.randn(8, 32, generator=generator).to(where) for _ in range(3)]
 
         def loss_of(outputs: torch.Tensor) -> torch.Tensor:
             return outputs.square().mean()
 
         found: Bits = []
         if compiled:
-            step = memplan.compile_step(model, optimizer, loss_of, batches[0], arena_budget=0.8)
-            found += [step(batch).cpu() for batch in batches]
+            step = memplan.compile_step(model, optimizer, loss_of, batches[0], **options)
+            found += [copied(step(batch)) for batch in batches]
         else:
             for batch in batches:
                 optimizer.zero_grad()
@@ -179,10 +179,11 @@ def whole_step(device: LateDevice) -> dict[str, Any]:
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 found.append(loss.detach().cpu())
-        return [*found, *(p.detach().cpu() for p in model.parameters())]
+        return [*found, *(copied(p.detach()) for p in model.parameters())]
 
-    expected = steps(False)
-    return {"wrong": wrong_orders(device, lambda: steps(True), expected)}
+    wrong = wrong_orders(device, lambda: steps(True, arena_budget=0.8), steps(False))
+    on_host = partial(steps, True, "cpu", device=HERE, budget="min")
+    return {"wrong": wrong + wrong_orders(device, on_host, steps(False, "cpu"), ORDERS[:6])}
 
 
 def captured(device: LateDevice) -> dict[str, Any]:
