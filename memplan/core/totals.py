@@ -25,7 +25,7 @@ _RESULTS = (StorageKind.OUTPUT, StorageKind.GRADIENT)
 def page_locked(nbytes: int) -> int:
     """Return the bytes that torch locks for a request of pinned memory: the next power of two.
 
-    That is its default; `PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:N` keeps it from rounding larger ones.
+    That is its default; `PYTORCH_ALLOC_CONF=pinned_max_cached_size_mb:N` keeps it from rounding larger ones.
     """
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 import networkx as nx
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, SEND, TRANSFERS
-from memplan.core.graph import Graph, Op, Phase, StorageKind
-from memplan.core.happens_before import follow, require_no_races
+from memplan.core.graph import Graph, Op, Phase, Storage, StorageKind
+from memplan.core.happens_before import CALLER, follow, require_no_races
 from memplan.core.plan import Plan
 from memplan.errors import InvalidPlan
 from memplan.evict.graph.apply import apply
@@ -36,38 +37,94 @@ def _plan(graph: Graph) -> Plan:
     return make_plan(ScheduledGraph(model="m", graph=graph, schedule=schedule, alignment=64, versions={}))
 
 
+_Used = list[tuple[int, bool]]  # storages, and whether they are written
+
+
+class _LeftOut(NamedTuple):
+    """What `follow` leaves out."""
+
+    without: Collection[int] = ()
+    unordered: Collection[int] = ()
+    unturned: Collection[int] = ()
+    unsettled: Collection[int] = ()
+
+
 class _Order:
     """The nodes of two steps, an edge from each to what runs after it for sure."""
 
-    def __init__(self, plan: Plan, without: Collection[int], unordered: Collection[int]) -> None:
-        self.graph, self.without, self.unordered = plan.placed, without, unordered
+    def __init__(self, plan: Plan, left_out: _LeftOut) -> None:
+        self.graph, self.left_out = plan.placed, left_out
         self.devices = {s.device for s in self.graph.storages if s.name in plan.solution.offsets}
+        self.callers = [
+            i for i, s in enumerate(self.graph.storages) if not s.planned and s.kind is not StorageKind.HOST
+        ]
+        copied = {s for op in self.graph.ops if op.target in STARTS for s in self.graph.touched(op)}
+        self.away = any(self.graph.storages[s].device not in self.devices for s in copied.intersection(self.callers))
         self.before: nx.DiGraph = nx.DiGraph()
-        self.lanes: dict[object, list[object]] = {device: [] for device in ("", *self.devices)}
+        self.lanes: dict[object, list[object]] = {device: [] for device in self.devices}
+        self.copies: set[object] = set()
+        self.host: object = None  # the last node that the host waited for: all later nodes are after it
         self.flying: dict[tuple[int, int], object] = {}
-        self.uses: list[tuple[tuple[int, int], Op]] = []
-        for node in itertools.product(range(2), range(len(plan.schedule.order))):
-            op = self.graph.ops[plan.schedule.order[node[1]]]
-            if op.target not in TRANSFERS:
-                self.run(op, node)
-            elif op.target in STARTS:
-                self.start(op, node)
-            elif node[1] not in without:
-                self.wait(op, node)
+        self.uses: list[tuple[object, str, list[tuple[int, bool]]]] = []
+        ops = [self.graph.ops[index] for index in plan.schedule.order]
+        phases = {op.phase for op in ops}
+        for number, phase in enumerate((Phase.FORWARD, Phase.BACKWARD) * 2):
+            if phase is Phase.BACKWARD and phase not in phases:
+                continue
+            self.turn(number)
+            for position, op in enumerate(ops):
+                if op.phase is phase:
+                    self.step(op, (number, position))
+            if self.away and number not in left_out.unsettled:
+                self.wait_on_host((number, "settle"), [self.lanes[c][-1] for c in self.copies])
+            self.give(number, last=phase is Phase.BACKWARD or Phase.BACKWARD not in phases)
 
     def add(self, lane: object, node: object) -> None:
+        self.before.add_node(node)
         self.before.add_edges_from((last, node) for last in self.lanes.setdefault(lane, [])[-1:])
+        if self.host is not None:
+            self.before.add_edge(self.host, node)
         self.lanes[lane].append(node)
+
+    def wait_on_host(self, node: object, after: Iterable[object]) -> None:
+        self.before.add_node(node)
+        self.before.add_edges_from((one, node) for one in after)
+        if self.host is not None:
+            self.before.add_edge(self.host, node)
+        self.host = node
+
+    def turn(self, number: int) -> None:
+        for device in self.devices:
+            if number in self.left_out.unturned:
+                self.lanes[device] = []
+
+    def step(self, op: Op, node: tuple[int, int]) -> None:
+        if op.target not in TRANSFERS:
+            self.run(op, node)
+        elif op.target in STARTS:
+            self.start(op, node)
+        elif node[1] not in self.left_out.without:
+            self.wait(op, node)
+
+    def used(self, op: Op) -> _Used:
+        reads = [(self.graph.values[v].storage, False) for v in op.reads]
+        return reads + [(self.graph.values[v].storage, True) for v in op.writes]
 
     def run(self, op: Op, node: tuple[int, int]) -> None:
         touched = [self.graph.storages[s] for s in self.graph.touched(op)]
         arenas = [s.device for s in touched if s.planned and s.nbytes]
         lane = next(iter([*arenas, *(s.device for s in touched if s.device in self.devices)]), "")
-        if not lane:  # on the host, between what it launched before and after
-            self.before.add_edges_from((self.lanes[d][-1], node) for d in self.devices if self.lanes[d])
-        for each in [lane] if lane else ["", *self.devices]:
-            self.add(each, node)
-        self.uses.append((node, op))
+        used = self.used(op)
+        outside = [u for u in used if self.graph.storages[u[0]].device not in self.devices]
+        if lane:
+            self.add(lane, node)
+            self.uses.append((node, op.name, [u for u in used if u not in outside]))
+            last: list[object] = [node] if any(writes for _, writes in outside) else []  # it is complete by then
+        else:  # on the host, between what it launched before and after
+            last = [self.lanes[d][-1] for d in self.devices if self.lanes[d]]
+        if outside:
+            self.wait_on_host((*node, "host"), last)
+            self.uses.append(((*node, "host"), op.name, outside))
 
     def ends(self, source: int, destination: int) -> tuple[tuple[int, int], list[str]]:
         pair = self.graph.values[source].storage, self.graph.values[destination].storage
@@ -76,11 +133,13 @@ class _Order:
 
     def start(self, op: Op, node: tuple[int, int]) -> None:
         pair, here = self.ends(op.reads[0], op.writes[0])
-        self.add((op.target, *here), node)
-        if node[1] not in self.unordered:
+        lane = (op.target, *here)
+        self.add(lane, node)
+        self.copies.add(lane)
+        if node[1] not in self.left_out.unordered:
             self.before.add_edges_from((self.lanes[d][-1], node) for d in here if self.lanes[d])
         self.flying[pair] = node
-        self.uses.append((node, op))
+        self.uses.append((node, op.name, self.used(op)))
 
     def wait(self, op: Op, node: tuple[int, int]) -> None:
         pair, _ = self.ends(*op.reads)
@@ -88,31 +147,45 @@ class _Order:
             self.before.add_edge(self.flying[pair], (*node, device))
             self.add(device, (*node, device))
 
+    def give(self, number: int, *, last: bool) -> None:
+        """The caller reads results; at the end of a step, all that is not the plan's may be written, or freed."""
+        results = self.graph.gradients if number % 2 else self.graph.outputs
+        used = [(self.graph.values[v].storage, False) for v in results]
+        tangents = [s for s in self.callers if self.graph.storages[s].kind is StorageKind.TANGENT]
+        used += [(s, True) for s in (self.callers if last else tangents)]
+        by_device = {d: [u for u in used if self.graph.storages[u[0]].device == d] for d in self.devices}
+        for device in self.devices:
+            self.add(device, (number, "caller", device))
+            self.uses.append(((number, "caller", device), CALLER, by_device[device]))
+        rest = [u for u in used if self.graph.storages[u[0]].device not in self.devices]
+        self.wait_on_host((number, "caller"), ())
+        self.uses.append(((number, "caller"), CALLER, rest))
 
-def _races(plan: Plan, without: Collection[int], unordered: Collection[int]) -> set[tuple[str, str]]:
+
+def _races(plan: Plan, left_out: _LeftOut) -> set[tuple[str, str]]:
     """Pairs of ops of two steps that use the same bytes, one of them writing, with no path between them."""
-    order = _Order(plan, without, unordered)
+    order = _Order(plan, left_out)
     found = set()
-    for k, (one, first) in enumerate(order.uses):
-        after = nx.descendants(order.before, one) if one in order.before else set()
-        for two, second in order.uses[k + 1 :]:
-            if two not in after and _conflict(plan, order.graph, first, second):
-                found.add((first.name, second.name))
+    for k, (one, name, first) in enumerate(order.uses):
+        after = nx.descendants(order.before, one)
+        for two, other, second in order.uses[k + 1 :]:
+            if one != two and two not in after and _conflict(plan, order.graph, first, second):
+                found.add((name, other))
     return found
 
 
-def _conflict(plan: Plan, graph: Graph, one: Op, two: Op) -> bool:
-    def uses(op: Op) -> list[tuple[str, int, int, bool]]:
+def _conflict(plan: Plan, graph: Graph, one: _Used, two: _Used) -> bool:
+    def places(used: _Used) -> list[tuple[str, int, int, bool]]:
         found = []
-        for values, writes in ((op.reads, False), (op.writes, True)):
-            for value in values:
-                s = graph.storages[graph.values[value].storage]
-                low = plan.solution.offsets.get(s.name, 0)
-                size = -(-s.nbytes // 64) * 64
-                found.append((s.device if s.name in plan.solution.offsets else s.name, low, low + size, writes))
+        for index, writes in used:
+            s = graph.storages[index]
+            low = plan.solution.offsets.get(s.name, 0)
+            size = -(-s.nbytes // 64) * 64
+            found.append((s.device if s.name in plan.solution.offsets else s.name, low, low + size, writes))
         return found
 
-    return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] and (a[3] or b[3]) for a in uses(one) for b in uses(two))
+    pairs = itertools.product(places(one), places(two))
+    return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] and (a[3] or b[3]) for a, b in pairs)
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -134,15 +207,15 @@ def test_races_between_several_devices_too(data: st.DataObject) -> None:
 
 
 def _check(data: st.DataObject, plan: Plan) -> None:
-    assert not _races(plan, (), ())
+    assert not _races(plan, _LeftOut())
     assert not follow(plan).races
     targets = [plan.graph.ops[index].target for index in plan.schedule.order]
     waits = [p for p, target in enumerate(targets) if target in TRANSFERS and target not in STARTS]
     starts = [p for p, target in enumerate(targets) if target in STARTS]
-    without = data.draw(st.sets(st.sampled_from(waits))) if waits else set()
-    unordered = data.draw(st.sets(st.sampled_from(starts))) if starts else set()
-    found = follow(plan, without=without, unordered=unordered).races
-    assert {(r.first, r.second) for r in found} == _races(plan, without, unordered)
+    chosen = [data.draw(st.sets(st.sampled_from(of))) if of else set() for of in (waits, starts, range(4), range(4))]
+    left_out = _LeftOut(*chosen)
+    found = follow(plan, **left_out._asdict()).races
+    assert {(r.first, r.second) for r in found} == _races(plan, left_out)
 
 
 def offloaded(*, in_order: bool = True) -> Plan:
@@ -212,8 +285,7 @@ def test_plans_without_copies_need_no_check() -> None:
 def test_a_result_that_the_forward_leaves_on_the_host_is_ordered_by_its_device() -> None:
     """As `y.cpu()`: the op writes a tensor of the host, and reads an arena."""
     plan = offloaded()
-    storages = tuple(replace(s, device="late:0") if s.planned else s for s in plan.graph.storages)
-    plan = _plan(replace(plan.graph, storages=storages))
+    plan = _plan(replace(plan.graph, storages=_on_device(plan.graph)))
     assert {s.device for s in plan.graph.storages} == {"cpu", "late:0"}
     assert not follow(plan).races
     assert follow(plan, without={2}).races
@@ -233,3 +305,50 @@ def test_a_wait_without_a_start_is_named() -> None:
     moved = replace(plan, schedule=replace(plan.schedule, order=(0, 2, 1, 3, 4, 5, 6, 7)))
     with pytest.raises(InvalidPlan, match="op op2: waits for a copy that was not started"):
         require_no_races(moved)
+
+
+def copied_home() -> Plan:
+    """A result that is copied to the caller's memory on the host, from bytes that the backward uses again."""
+    b = GraphBuilder()
+    x = b.storage(StorageKind.INPUT, SIZE, planned=False)
+    one, two = (b.storage(StorageKind.ACTIVATION, SIZE, planned=True) for _ in range(2))
+    out, gradient = (b.storage(kind, SIZE, planned=False) for kind in (StorageKind.OUTPUT, StorageKind.GRADIENT))
+    b.op(Phase.FORWARD, (x,), (one,), target=RELOAD)
+    b.op(Phase.FORWARD, (x, one), (one,), target=RELOAD_WAIT)
+    b.op(Phase.FORWARD, (one,), (out,), target=OFFLOAD)
+    b.op(Phase.FORWARD, (one, out), (out,), target=OFFLOAD_WAIT)
+    b.op(Phase.BACKWARD, (), (two,))
+    b.op(Phase.BACKWARD, (two,), (gradient,), target=OFFLOAD)
+    b.op(Phase.BACKWARD, (two, gradient), (gradient,), target=OFFLOAD_WAIT)
+    graph = b.graph(outputs=(out,), gradients=(gradient,))
+    return _plan(replace(graph, storages=_on_device(graph)))
+
+
+def _on_device(graph: Graph) -> tuple[Storage, ...]:
+    return tuple(replace(s, device="late:0") if s.planned else s for s in graph.storages)
+
+
+def test_the_caller_reads_results_after_the_host_has_waited_for_copies() -> None:
+    plan = copied_home()
+    assert not follow(plan).races
+    forward, backward = follow(plan, unsettled={0, 2}).races, follow(plan, unsettled={1, 3}).races
+    assert ("op2", CALLER, "storage output_3") in {(r.first, r.second, r.space) for r in forward}
+    assert ("op5", CALLER, "storage gradient_4") in {(r.first, r.second, r.space) for r in backward}
+
+
+def test_a_phase_on_another_stream_waits_for_the_one_before() -> None:
+    plan = offloaded()
+    assert follow(plan, unturned={2}).races
+    assert not follow(plan, unturned={0}).races, "there is none before the first"
+
+
+def test_an_op_that_writes_to_the_host_is_complete_when_it_returns() -> None:
+    b = GraphBuilder()
+    x = b.storage(StorageKind.INPUT, SIZE, planned=False)
+    one = b.storage(StorageKind.ACTIVATION, SIZE, planned=True)
+    out = b.storage(StorageKind.OUTPUT, SIZE, planned=False)
+    b.op(Phase.FORWARD, (x,), (one,))
+    b.op(Phase.FORWARD, (one,), (out,))
+    graph = b.graph(outputs=(out,))
+    plan = _plan(replace(graph, storages=_on_device(graph)))
+    assert not follow(plan, unturned={2}).races, "the second step is launched when all of the first is complete"

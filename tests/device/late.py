@@ -32,6 +32,7 @@ class Policy(IntEnum):
     SIDE_FIRST = 2  # side streams at once, the default stream late
     MAIN_FIRST = 3  # the default stream at once, side streams late
     RANDOM = 4  # in a random order, by a seed
+    HALF_DONE = 5  # at once, but side streams stop in the middle of a copy until somebody waits for it
 
 
 def missing_compiler() -> str | None:
@@ -66,6 +67,7 @@ class LateDevice:
         for name in counts:
             getattr(self._library, f"late_{name}").restype = ctypes.c_int64
         self._library.late_set_policy.argtypes = (ctypes.c_int, ctypes.c_uint64)
+        self.slept: list[tuple[int, int]] = []  # the device and the cycles of each call of `_sleep`
         self._library.late_register()
         rename_privateuse1_backend(NAME)
         torch._register_device_module(NAME, self._module())  # type: ignore[no-untyped-call]
@@ -110,6 +112,10 @@ class LateDevice:
         """The number of tasks that have not run."""
         return int(self._library.late_pending())
 
+    def _sleep(self, cycles: int) -> None:
+        self.slept.append((self._library.late_device(), cycles))
+        self._library.late_sleep()
+
     def _module(self) -> types.ModuleType:
         """Return what torch calls for a device: `torch.late`. Random numbers are drawn by the CPU's kernels."""
         module = types.ModuleType(f"torch.{NAME}")
@@ -124,6 +130,7 @@ class LateDevice:
             "set_device": lambda device: self._library.late_set_device(torch.device(NAME, device).index),
             "is_current_stream_capturing": lambda: bool(self._library.late_is_capturing()),
             "synchronize": lambda device=None: self.synchronize(),
+            "_sleep": self._sleep,
             "manual_seed": lambda seed: None,
             "manual_seed_all": lambda seed: None,
             "get_rng_state": lambda device=None: state.clone(),

@@ -46,6 +46,7 @@ struct Event {
 struct Task {
   std::function<void()> run;  // empty: only waits
   Event after;
+  bool ends = false;  // a copy, of which the task before made the destination NaN
 };
 struct Queue {
   std::deque<Task> tasks;
@@ -59,7 +60,7 @@ int next_stream[kDevices] = {1, 1};
 thread_local int current_device = 0;
 thread_local int64_t current_stream[kDevices] = {0, 0};
 
-enum Policy { kEarly, kLate, kSideFirst, kMainFirst, kRandom };
+enum Policy { kEarly, kLate, kSideFirst, kMainFirst, kRandom, kHalfDone };
 int policy = kEarly;
 uint64_t seed = 1;
 int64_t tasks_run = 0, ran_at_once = 0, copies_waited = 0;
@@ -152,6 +153,8 @@ uint64_t push(int index, Task task) {
   const bool main = index % kStreams == 0;
   if (policy == kEarly || (policy == kSideFirst && !main) || (policy == kMainFirst && main))
     run_until(index, queue.queued);
+  if (policy == kHalfDone)
+    while (!queue.tasks.empty() && (main || !queue.tasks.front().ends)) run_until(index, queue.done + 1);
   if (policy == kRandom && random_number() % 4 == 0)
     for (int n = random_number() % 6; n > 0; n--) run_any();
   return queue.queued;
@@ -486,6 +489,7 @@ at::Tensor& set_storage(at::Tensor& r, at::Storage s, int64_t offset, c10::IntAr
 void record_stream(at::Tensor& t, c10::Stream s) { Guard().recordDataPtrOnStream(t.storage().data_ptr(), s); }
 
 // A copy runs on the current stream of the source's device, as CUDA's does, and the destination's current stream waits.
+// Nobody may count on the bytes that a copy writes until it is complete: it begins by making them NaN.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const at::Tensor& here = is_late(from) ? from : to;
   const int index = queue_of(here.device().index(), current_stream[here.device().index()]);
@@ -498,7 +502,9 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   auto source = is_late(from) ? on_cpu(from) : from.detach();
   if (both && other != index) push(index, {nullptr, {other, queues[other].queued}});
   if (waits) refuse_for(index, "copy to or from memory that is not pinned, or wait for a copy, in");
-  const uint64_t done = push(index, {[target, source]() mutable { target.copy_(source); }, {}});
+  if ((!both || from.device() != to.device()) && target.is_contiguous())
+    push(index, {[target] { memset(target.data_ptr(), 0xFF, target.nbytes()); }, {}});
+  const uint64_t done = push(index, {[target, source]() mutable { target.copy_(source); }, {}, true});
   if (both && other != index) push(other, {nullptr, {index, done}});
   if (waits) {
     Locked locked(lock);
@@ -733,6 +739,7 @@ void late_synchronize() {
   late::Locked locked(late::lock);
   late::run_all();
 }
+void late_sleep() { late::push(late::current_queue(), {[] {}, {}}); }
 int late_is_capturing() { return late::is_captured(late::current_queue()); }
 int64_t late_captured() { return late::captured_tasks; }
 int late_device() { return late::current_device; }

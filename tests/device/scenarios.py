@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 import memplan
 from benchmarks.zoo import ZOO
-from memplan.core.evictions import OFFLOAD, RELOAD, SEND
+from memplan.core.evictions import SEND
 from memplan.core.happens_before import follow, require_no_races
 from memplan.core.plan import Plan
 from memplan.devices.streams import new_event, record, synchronizer
@@ -37,6 +37,7 @@ from memplan.trace import plan_traced, trace
 from memplan.trace.traced import TracedGraph
 from tests.device.late import NAME, LateDevice, Policy
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, plan_of_everything, runner_of
+from tests.runtime.late_copies import positions_of_copies
 
 HERE = f"{NAME}:0"  # no torch.device, which has no such name yet
 SEEDS = 8
@@ -44,6 +45,7 @@ ORDERS = (
     (Policy.LATE, 0),
     (Policy.SIDE_FIRST, 0),
     (Policy.MAIN_FIRST, 0),
+    (Policy.HALF_DONE, 0),
     *((Policy.RANDOM, seed) for seed in range(1, SEEDS + 1)),
 )
 Bits = list[torch.Tensor]
@@ -57,22 +59,32 @@ def example(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     return model.to(HERE), here
 
 
-def training(model: nn.Module, call: Callable[..., Any], args: Sequence[Any]) -> Step:
-    """Return a function that runs two training steps, and returns their losses and gradients."""
+def training(
+    model: nn.Module, call: Callable[..., Any], args: Sequence[Any], others: Sequence[Any] | None = None
+) -> Step:
+    """Return a function that runs two training steps, and returns their losses and gradients.
+
+    `others`: the inputs of the second step, where a step that reads what the one before left must show.
+    """
     before = {name: t.clone() for name, t in model.state_dict().items()}
 
     def step() -> Bits:
         model.load_state_dict(before)
         found: Bits = []
-        for seed in range(2):
+        for seed, given in enumerate((args, args if others is None else others)):
             torch.manual_seed(seed)
             model.zero_grad()
-            loss = call(*args)
+            loss = call(*given)
             loss.backward()
-            found += [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
+            found += [loss.detach().cpu(), *(copied(p.grad) for p in model.parameters() if p.grad is not None)]
         return found
 
     return step
+
+
+def copied(t: torch.Tensor) -> torch.Tensor:
+    """Return the bytes that a tensor has now, on the host."""
+    return t.to("cpu", copy=True)
 
 
 def same(one: Bits, two: Bits) -> bool:
@@ -144,22 +156,22 @@ def resident(device: LateDevice) -> dict[str, Any]:
 
 
 def whole_step(device: LateDevice) -> dict[str, Any]:
-    """Training steps with the optimizer inside, within a budget."""
+    """Training steps with the optimizer inside, within a budget; then of a model and a state that stay on the host."""
 
-    def steps(compiled: bool) -> Bits:
+    def steps(compiled: bool, where: str = HERE, **options: Any) -> Bits:
         torch.manual_seed(0)
-        model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())]).to(HERE)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False, fused=False)
+        model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())]).to(where)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False, fused=where != HERE)
         generator = torch.Generator().manual_seed(1)
-        batches = [torch.randn(8, 32, generator=generator).to(HERE) for _ in range(3)]
+        batches = [torch.randn(8, 32, generator=generator).to(where) for _ in range(3)]
 
         def loss_of(outputs: torch.Tensor) -> torch.Tensor:
             return outputs.square().mean()
 
         found: Bits = []
         if compiled:
-            step = memplan.compile_step(model, optimizer, loss_of, batches[0], arena_budget=0.8)
-            found += [step(batch).cpu() for batch in batches]
+            step = memplan.compile_step(model, optimizer, loss_of, batches[0], **options)
+            found += [copied(step(batch)) for batch in batches]
         else:
             for batch in batches:
                 optimizer.zero_grad()
@@ -167,10 +179,11 @@ def whole_step(device: LateDevice) -> dict[str, Any]:
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 found.append(loss.detach().cpu())
-        return [*found, *(p.detach().cpu() for p in model.parameters())]
+        return [*found, *(copied(p.detach()) for p in model.parameters())]
 
-    expected = steps(False)
-    return {"wrong": wrong_orders(device, lambda: steps(True), expected)}
+    wrong = wrong_orders(device, lambda: steps(True, arena_budget=0.8), steps(False))
+    on_host = partial(steps, True, "cpu", device=HERE, budget="min")
+    return {"wrong": wrong + wrong_orders(device, on_host, steps(False, "cpu"), ORDERS[:6])}
 
 
 def captured(device: LateDevice) -> dict[str, Any]:
@@ -347,10 +360,36 @@ def events_of_the_other_device(device: LateDevice) -> list[str]:
     return [] if (before, after) == (False, True) else [f"an event is reached {before=}, {after=}"]
 
 
+def profiled(device: LateDevice) -> dict[str, Any]:
+    """The ops of a model on the other device, timed while that is kept busy: longer and longer if it is never late.
+
+    Its only op writes nothing that is planned.
+    """
+    model, x = nn.Linear(8, 8).to(f"{NAME}:1"), torch.ones(4, 8, device=f"{NAME}:1")
+    found: dict[str, Any] = {"wrong": []}
+    for policy in (Policy.LATE, Policy.EARLY):
+        device.run(policy)
+        device.slept.clear()
+        costs = memplan.profile(model, x, train=False, rounds=2)
+        if {index for index, _ in device.slept} != {1} or not costs.measured:
+            found["wrong"].append(f"{policy.name} {device.slept}")
+        found[policy.name] = sorted({cycles for _, cycles in device.slept})
+    return found
+
+
 def dropped(device: LateDevice) -> dict[str, Any]:
     """Modules that are deleted while another stream than that of their memory still computes in it, one of which is
-    recorded: nobody else may get the arena, nor what a recording keeps beside it.
+    recorded: nobody else may get the arena, nor what a recording keeps beside it. Then with one `record_stream` left
+    out at a time.
     """
+    record = torch.Tensor.record_stream
+    left_out: int | None = None
+    noted: list[int] = []  # the bytes of the tensors that were recorded
+
+    def record_or_not(self: torch.Tensor, stream: torch.Stream) -> None:
+        noted.append(self.untyped_storage().nbytes())
+        if len(noted) - 1 != left_out:
+            record(self, stream)
 
     def outcome(*, cuda_graph: bool) -> bool:
         model = _layers()
@@ -362,26 +401,28 @@ def dropped(device: LateDevice) -> dict[str, Any]:
         expected = copy.deepcopy(model).cpu()(x.cpu() * 2)
         y, stream = x * 2, torch.Stream(HERE)
         torch.accelerator.synchronize()
+        noted.clear()
         with stream, torch.no_grad():
             result = compiled(y)
         del compiled
         gc.collect()
-        others = [torch.full((nbytes,), 255, dtype=torch.uint8, device=HERE) for nbytes in (*sizes, *sizes)]
+        others = [torch.full((nbytes,), 255, dtype=torch.uint8, device=HERE) for nbytes in (*sizes, *sizes, *noted)]
         torch.accelerator.current_stream(HERE).synchronize()
         stream.synchronize()
         return torch.equal(result.cpu(), expected) and all(bool((t.cpu() == 255).all()) for t in others)
 
+    torch.Tensor.record_stream = record_or_not  # type: ignore[method-assign, assignment]
     kinds = [False, *([True] if hasattr(torch.accelerator, "Graph") else [])]
     found: dict[str, Any] = {"wrong": []}
-    record = torch.Tensor.record_stream
     for cuda_graph in kinds:
+        left_out = None
         device.run(Policy.MAIN_FIRST)
         if not outcome(cuda_graph=cuda_graph):
             found["wrong"].append(f"overwritten, {cuda_graph=}")
-        torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
-        device.run(Policy.MAIN_FIRST)
-        found[f"seen without record_stream, {cuda_graph=}"] = not outcome(cuda_graph=cuda_graph)
-        torch.Tensor.record_stream = record  # type: ignore[method-assign]
+        for left_out, nbytes in enumerate(list(noted)):
+            device.run(Policy.MAIN_FIRST)
+            seen = not outcome(cuda_graph=cuda_graph)
+            found[f"seen without number {left_out}, of {nbytes} bytes, {cuda_graph=}"] = seen
     device.run(Policy.EARLY)
     return found
 
@@ -466,12 +507,13 @@ def threads(device: LateDevice) -> dict[str, Any]:
 def mutations(device: LateDevice) -> dict[str, Any]:
     """Each wait of a plan, and each order of a copy's start, left out in turn: what the check says, and the device."""
     model, args = example("mlp")
-    expected = training(model, model, args)()
+    others = _another(args, 1)
+    expected = training(model, model, args, others)()
     traced = trace(model, args)
 
     def make() -> tuple[Runner, Step]:
         runner = runner_of(model, traced, plan_of_everything(traced), sanitize=None)
-        return runner, training(model, _runs(runner), args)
+        return runner, training(model, _runs(runner), args, others)
 
     return _left_out(device, make, expected, ORDERS)
 
@@ -479,83 +521,143 @@ def mutations(device: LateDevice) -> dict[str, Any]:
 def mutations_of_two(device: LateDevice) -> dict[str, Any]:
     """Mutations, as above, of a model on the host whose step runs on both devices, with copies between them."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(*[m for _ in range(2) for m in (nn.Linear(16, 16), nn.Tanh())]), torch.randn(4, 16)
+    model = nn.Sequential(*[m for _ in range(2) for m in (nn.Linear(16, 16), nn.Tanh())])
+    x, other = torch.randn(4, 16), torch.randn(4, 16)
 
     def loss_of(*args: Any) -> torch.Tensor:
         found: torch.Tensor = model(*args).square().mean()
         return found
 
-    expected = training(model, loss_of, (x,))()
+    expected = training(model, loss_of, (x,), (other,))()
 
     def make() -> tuple[Runner, Step]:
         compiled = memplan.compile(model, x, device=[f"{NAME}:0", f"{NAME}:1"])
-        return compiled._selector.main, training(model, lambda *args: compiled(*args).square().mean(), (x,))
+        return compiled._selector.main, training(model, lambda *args: compiled(*args).square().mean(), (x,), (other,))
 
-    return _left_out(device, make, expected, ORDERS[:5])
+    return _left_out(device, make, expected, ORDERS[:6])
+
+
+class _OneMissing:
+    """Streams of copies of which one wait, the order of one start, or the settling of one phase is left out.
+
+    `kind` says which ("wait", "start", "settle"), `what` is the copy, or the phase: 0 for forwards, 1 for backwards.
+    """
+
+    def __init__(self) -> None:
+        self._wait, self._start, self._settle = StreamCopy.wait, StreamCopy.start, StreamCopies.settle
+        self.leave_out("", None)
+
+        def mutated(method: Callable[..., None]) -> Any:
+            def call(*args: Any) -> None:
+                method(*args)
+
+            return call
+
+        StreamCopy.wait, StreamCopy.start = mutated(self.wait), mutated(self.start)  # type: ignore[method-assign]
+        StreamCopies.settle = mutated(self.settle)  # type: ignore[method-assign]
+
+    def leave_out(self, kind: str, what: Any) -> None:
+        """Leave this out from now on; a forward comes next."""
+        self._missing = kind, what
+        self._phases = itertools.cycle(range(2))
+
+    def wait(self, copy: StreamCopy) -> None:
+        if self._missing != ("wait", copy):
+            self._wait(copy)
+        copy._owner.pending.discard(copy)
+
+    def start(self, copy: StreamCopy, destination: torch.Tensor, source: torch.Tensor) -> None:
+        if self._missing != ("start", copy):
+            self._start(copy, destination, source)
+            return
+        devices = dict.fromkeys(t.device for t in (source, destination) if t.device.type == NAME)
+        streams = copy._owner.streams(copy._direction, tuple(devices))
+        copy._devices = tuple(devices)
+        with contextlib.ExitStack() as stack:
+            for stream in reversed(streams):
+                stack.enter_context(stream)
+            destination.copy_(source, non_blocking=True)
+        copy._done = copy._done or tuple(torch.Event(one) for one in devices)
+        for event, stream in zip(copy._done, streams, strict=True):
+            event.record(stream)
+
+    def settle(self, copies: StreamCopies) -> None:
+        if self._missing != ("settle", next(self._phases)):
+            self._settle(copies)
 
 
 def _left_out(
     device: LateDevice, make: Callable[[], tuple[Runner, Step]], expected: Bits, orders: Sequence[tuple[Policy, int]]
 ) -> dict[str, Any]:
-    """Return how many mutations of a step's copies the check calls racy, and how many of these the device shows."""
-    wait, start = StreamCopy.wait, StreamCopy.start
-    mutated: dict[str, Any] = {"wait": None, "start": None}  # the copies whose wait, or order, is left out
-
-    def wait_or_not(self: StreamCopy) -> None:
-        if self is not mutated["wait"]:
-            wait(self)
-        self._owner.pending.discard(self)
-
-    def start_in_order_or_not(self: StreamCopy, destination: torch.Tensor, source: torch.Tensor) -> None:
-        if self is not mutated["start"]:
-            start(self, destination, source)
-            return
-        devices = dict.fromkeys(t.device for t in (source, destination) if t.device.type == NAME)
-        streams = self._owner.streams(self._direction, tuple(devices))
-        self._devices = tuple(devices)
-        with contextlib.ExitStack() as stack:
-            for stream in reversed(streams):
-                stack.enter_context(stream)
-            destination.copy_(source, non_blocking=True)
-        self._done = self._done or tuple(torch.Event(one) for one in devices)
-        for event, stream in zip(self._done, streams, strict=True):
-            event.record(stream)
-
-    StreamCopy.wait, StreamCopy.start = wait_or_not, start_in_order_or_not  # type: ignore[method-assign]
+    """Return the mutations of a step's copies that the check calls racy, and those that the device shows."""
+    missing = _OneMissing()
     runner, step = make()
-    plan = runner.plan
+    plan, copies = runner.plan, runner.program.copies
     require_no_races(plan)
-    order = plan.schedule.order
-    starts = [p for p, index in enumerate(order) if plan.graph.ops[index].target in (OFFLOAD, RELOAD, SEND)]
-    flying: dict[tuple[int, int], int] = {}
-    waits: dict[int, int] = {}  # number of the copy -> position of its wait
-    for position, index in enumerate(order):
-        op = plan.graph.ops[index]
-        pair = tuple(plan.graph.values[v].storage for v in (*op.reads, *op.writes)[:2])
-        if position in starts:
-            flying[pair[0], pair[1]] = starts.index(position)
-        elif op.target.startswith("memplan.") and len(pair) == 2 and pair in flying:
-            waits[flying[pair[0], pair[1]]] = position
-    copies = runner.program.copies
-    assert len(copies) == len(starts) == len(waits)
-    sent = sum(plan.graph.ops[order[p]].target == SEND for p in starts)
-    found = {"between devices": sent, "racy": 0, "seen": 0, "seen though not racy": 0, "left out": 0}
-    for number, planned in enumerate(copies):
-        for name, left_out in (
-            ("wait", {"without": {waits[number]}}),
-            ("start", {"unordered": {starts[number]}}),
-        ):
-            racy = bool(follow(plan, **left_out).races)
-            mutated[name] = planned
-            seen = bool(wrong_orders(device, step, expected, orders))
-            mutated[name] = None
-            found["left out"] += 1
-            found["racy"] += racy
-            found["seen"] += seen and racy
-            found["seen though not racy"] += seen and not racy
+    ops = [plan.graph.ops[index] for index in plan.schedule.order]
+    kinds: list[tuple[str, str, Any, dict[str, Any]]] = []
+    for planned, (starts, waits) in zip(copies, positions_of_copies(plan), strict=True):
+        kinds.append((ops[waits].name, "wait", planned, {"without": {waits}}))
+        kinds.append((ops[starts].name, "start", planned, {"unordered": {starts}}))
+    if runner.program.last is not None:
+        kinds += [(f"settle {n}", "settle", n, {"unsettled": {n, n + 2}}) for n in range(2)]
+    racy, seen = [], []
+    for name, kind, what, left_out in kinds:
+        if follow(plan, **left_out).races:
+            racy.append(name)
+        missing.leave_out(kind, what)
+        if wrong_orders(device, step, expected, orders):
+            seen.append(name)
+        missing.leave_out("", None)
+        torch.accelerator.synchronize()
     directions = {copy._direction for copy in copies if isinstance(copy, StreamCopy)}
     assert {Direction.TO_HOST, Direction.TO_DEVICE} <= directions
-    return found
+    sent = sum(op.target == SEND for op in ops)
+    return {"between devices": sent, "left out": len(kinds), "racy": racy, "seen": seen}
+
+
+def mutations_of_turns(device: LateDevice) -> dict[str, Any]:
+    """Two steps whose forwards and backwards each run on a stream of their own, with one turn left out at a time."""
+    model, args = _layers(), (torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).to(HERE),)
+    traced = trace(model, args)
+    runner = runner_of(model, traced, plan_of_everything(traced), sanitize=None)
+    steps = [runner.input_guards.tensors(pytree.tree_leaves(given)) for given in (args, _another(args, 1))]
+    tangents = [torch.ones(v.shape, device=HERE) for _, v in runner._tangents]
+    used = [torch.Stream(HERE) for _ in range(4)][::-1]  # the device would run the first one made first
+    ordering, turns = stream_ordering.StreamOrdering.__call__, itertools.count()
+    left_out: int | None = None
+
+    def turn_or_not(self: Any) -> None:
+        if next(turns) == left_out:
+            self._last = None
+        ordering(self)
+
+    def step() -> Bits:
+        nonlocal turns
+        turns, found = itertools.count(), []
+        for k, inputs in enumerate(steps):
+            with runner.arena.ownership as ownership, torch.no_grad():
+                with used[2 * k]:
+                    begun = ownership.begin(keep=True)
+                    fresh, saved = runner.forward(*inputs)
+                with used[2 * k + 1]:
+                    ownership.end(begun)
+                    assert runner.backward is not None
+                    found.append([*fresh, *runner.backward(*saved, *tangents)])
+        torch.accelerator.synchronize()
+        return [t.cpu() for of in found for t in of]
+
+    torch.accelerator.synchronize()
+    expected = step()
+    stream_ordering.StreamOrdering.__call__ = turn_or_not  # type: ignore[method-assign]
+    racy, seen = [], []
+    for phase in (None, *range(4)):
+        left_out = phase
+        if phase is not None and follow(runner.plan, unturned={phase}).races:
+            racy.append(phase)
+        if wrong_orders(device, step, expected):
+            seen.append(phase)
+    return {"left out": 4, "racy": racy, "seen": seen}
 
 
 def host_reads(device: LateDevice) -> dict[str, Any]:
@@ -578,12 +680,14 @@ SCENARIOS: dict[str, Callable[[LateDevice], dict[str, Any]]] = {
     "recorded": recorded,
     "refused while captured": refused,
     "streams": streams,
+    "profiled": profiled,
     "dropped": dropped,
     "left on the host": left_on_host,
     "grown": grown,
     "threads": threads,
     "mutations": mutations,
     "mutations of two devices": mutations_of_two,
+    "mutations of turns": mutations_of_turns,
     "host reads": host_reads,
 }
 

@@ -12,9 +12,29 @@ from collections.abc import Collection
 
 import torch
 
+from memplan.core.evictions import OFFLOAD, RELOAD, SEND, TRANSFERS
+from memplan.core.plan import Plan
 from memplan.runtime.copies.copies import Direction
 
 POISON = 0xFF  # every float of such bytes is NaN
+
+
+def positions_of_copies(plan: Plan) -> list[tuple[int, int]]:
+    """Return the positions in the schedule of each copy's start and of its wait, in the order of starts."""
+    flying: dict[tuple[int, int], int] = {}
+    found: dict[int, int] = {}
+    for position, index in enumerate(plan.schedule.order):
+        op = plan.graph.ops[index]
+        if op.target not in TRANSFERS:
+            continue
+        starts = op.target in (OFFLOAD, RELOAD, SEND)
+        source, destination = (op.reads[0], op.writes[0]) if starts else op.reads
+        pair = plan.graph.values[source].storage, plan.graph.values[destination].storage
+        if starts:
+            flying[pair] = position
+        else:
+            found[flying[pair]] = position
+    return sorted(found.items())
 
 
 class LateCopies:

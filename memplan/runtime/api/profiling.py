@@ -35,7 +35,7 @@ from memplan.trace import device_costs, plan_traced, trace
 from memplan.trace.traced import Source
 
 _LARGE, _SMALL = 1 << 26, 1 << 12  # bytes of the copies that are timed
-_SLEEP = 200_000  # cycles, about 0.1 ms: longer than the launch of an op
+_SLEEP, _LONGEST = 200_000, 12_800_000  # cycles, about 0.1 and 7 ms: longer than the launch of most ops, and of any
 
 
 def profile(
@@ -109,12 +109,13 @@ def _op_seconds(program: Program, rounds: int) -> dict[int, float]:
     memory = TrialMemory(env, traced.graph, layout, order)
     for index in order:
         memory.before(index)
-    timed = partial(_device_seconds, traced.device) if is_accelerator(traced.device) else _seconds
     found: dict[int, list[float]] = {i: [] for i in order if leaves_users_alone(traced, layout, i)}
+    on_device = is_accelerator(traced.device)
+    clocks = {index: DeviceClock(traced.device) if on_device else _seconds for index in found}
     with torch.no_grad(), forked(traced.device), without_autocast(traced.device):
         for _ in range(rounds + 1):
             for index, times in found.items():
-                times.append(timed(partial(run_bound, program.bound[index], env)))
+                times.append(clocks[index](partial(run_bound, program.bound[index], env)))
     return {index: median(times[1:]) for index, times in found.items()}
 
 
@@ -124,15 +125,29 @@ def _seconds(run: Callable[[], object]) -> float:
     return perf_counter() - start
 
 
-def _device_seconds(device: torch.device, run: Callable[[], object]) -> float:
-    """Return the seconds on a device; without the launch, where `run` can be launched while the device is kept busy."""
-    start, end = (new_event(device, timed=True) for _ in range(2))
-    hold_busy(device, _SLEEP)
-    record(start, device)
-    run()
-    record(end, device)
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
+class DeviceClock:
+    """Times an op on a device, without its launch: the device is kept busy until the op is launched.
+
+    If it was not, because the launch took longer, the op runs again behind a longer wait. An op that blocks the host
+    can never be launched beforehand, and is timed with its launch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._cycles = device, _SLEEP
+
+    def __call__(self, run: Callable[[], object]) -> float:
+        """Return the seconds that `run` takes on the device."""
+        while True:
+            start, end = (new_event(self._device, timed=True) for _ in range(2))
+            holds = self._cycles <= _LONGEST and hold_busy(self._device, self._cycles)
+            record(start, self._device)
+            run()
+            record(end, self._device)
+            begun = start.query()
+            end.synchronize()
+            if not (holds and begun):
+                return float(start.elapsed_time(end)) / 1e3
+            self._cycles *= 2
 
 
 def _link(device: torch.device, *, to_device: bool, rounds: int) -> Link:

@@ -26,6 +26,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from memplan.core.graph import GIVEN, Graph, Op, Origin, Phase, StorageKind
+from memplan.devices.kinds import is_accelerator
 from memplan.distributed.ops import group_of
 from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.joint_graph import Captured
@@ -389,11 +390,15 @@ class _FxReader:
         )
 
     def _device(self) -> torch.device:
-        """Return the one device of the planned storages; raise `UnsupportedGraph` for several."""
+        """Return the one device of the planned storages; raise `UnsupportedGraph` for several.
+
+        Where nothing is planned (one op, whose result the caller gets), it is an accelerator that holds any storage.
+        """
         planned = sorted({s.device for s in self.alias_classes.storages if s.planned})
         if len(planned) > 1:
             hint = "move the model and its inputs to one device"
             raise UnsupportedGraph(
                 self.model, f"computes on several devices: {', '.join(planned)}", hint, see="several-devices"
             )
-        return torch.device(planned[0] if planned else "cpu")
+        others = sorted({s.device for s in self.alias_classes.storages if is_accelerator(torch.device(s.device))})
+        return torch.device((*planned, *others, "cpu")[0])
