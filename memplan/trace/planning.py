@@ -26,7 +26,7 @@ from memplan.schedule import order as order_of
 from memplan.schedule.group_updates import gather
 from memplan.trace.chunking.chunk_search import gain_of_dividing, in_bytes, variants_to_plan
 from memplan.trace.optimizer.update_groups import small_updates
-from memplan.trace.retracer import Divided, Retracer, retraced
+from memplan.trace.retracer import Retracer, RetracerInBlocks, retraced
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import capture_call
 from memplan.version import __version__
@@ -134,7 +134,7 @@ def _plan_generated(
     variants, within = variants_to_plan(traced, retracer, within, alignment_of(traced.device))
     failed: BudgetInfeasible | None = None
     for variant in variants:
-        same = Divided(retracer=retracer, division=variant.division)
+        same = RetracerInBlocks(retracer=retracer, division=variant.division)
         try:
             if limited:
                 costs = cost_model(options.costs or device_costs(traced.device))

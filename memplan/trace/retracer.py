@@ -31,7 +31,7 @@ class Retracer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Divided:
+class RetracerInBlocks:
     """The retracer of variants of a step that are all divided in one way (`division`; None: not at all)."""
 
     retracer: Retracer

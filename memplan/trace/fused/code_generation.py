@@ -64,7 +64,7 @@ class Half:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _How:
-    """How to generate the code of a graph. `in_blocks` is as in `generate`."""
+    """The way to generate the code of a graph. `in_blocks` is as in `generate`."""
 
     code: CodeOptions
     in_blocks: bool
