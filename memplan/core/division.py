@@ -7,6 +7,8 @@ from typing import Literal, get_args
 
 from memplan.errors import InvalidSize
 
+WITHOUT_SUMS = "Inductor's kernels hold no tensor between the matrix products of a chain: only with these it is divided"
+SUMS_HINT = "pass divide=memplan.Division(sums=True), with which results are equal up to rounding"
 _HINT = "pass True, a number of blocks (2 or more), or memplan.Division(...)"
 
 

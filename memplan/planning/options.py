@@ -22,7 +22,7 @@ from memplan.core.choices import (
     Layout,
     require_choice,
 )
-from memplan.core.division import Compression, Divide, Division, compression_of, division_of
+from memplan.core.division import SUMS_HINT, WITHOUT_SUMS, Compression, Divide, Division, compression_of, division_of
 from memplan.core.units import parse_share, parse_size
 from memplan.errors import InvalidShapes, InvalidSize, UnsupportedCall, UnsupportedProblem
 
@@ -234,7 +234,10 @@ class PlanOptions:
 
     def _refuse_beside_kernels(self) -> None:
         """Raise `UnsupportedCall` for options that cannot be combined with generated kernels yet."""
-        for name in ("device", "dynamic_shapes", "divide", "compress"):
+        division = self.division
+        if division is not None and not division.sums:
+            raise UnsupportedCall(WITHOUT_SUMS, where="divide", hint=SUMS_HINT, see="inductor-options")
+        for name in ("device", "dynamic_shapes", "compress"):
             if getattr(self, name):
                 raise UnsupportedCall(
                     f"is not supported with kernels={self.kernels!r} yet",

@@ -26,7 +26,7 @@ from memplan.schedule import order as order_of
 from memplan.schedule.group_updates import gather
 from memplan.trace.chunking.chunk_search import gain_of_dividing, in_bytes, variants_to_plan
 from memplan.trace.optimizer.update_groups import small_updates
-from memplan.trace.retracer import Retracer, retraced
+from memplan.trace.retracer import Retracer, RetracerInBlocks, retraced
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import capture_call
 from memplan.version import __version__
@@ -120,7 +120,7 @@ def _plan_generated(
     room: int,
     transient: Sequence[int] | None,
 ) -> tuple[TracedGraph, Plan]:
-    """Return the variant of a step whose generated code is best, and its plan."""
+    """Return the variant of a step that fits with the fewest blocks of rows and the best code, and its plan."""
     from memplan.trace.code_search import fastest_code, smallest_code  # imports the search and its compiler
 
     limited = options.budget is not None or options.arena_budget is not None
@@ -131,12 +131,25 @@ def _plan_generated(
         with timed(f"planning {len(variant.graph.ops):,} ops of {variant.model}"):
             return _plan_variant(variant, within, redzone=redzone, room=room, transient=transient)
 
-    if limited:
-        costs = cost_model(options.costs or device_costs(traced.device))
-        found = fastest_code(traced, retracer, make, within, costs)
-    else:
-        found = smallest_code(traced, retracer, make)
-    return found.traced, replace(found.plan, code=found.traced.code)
+    variants, within = variants_to_plan(traced, retracer, within, alignment_of(traced.device))
+    failed: BudgetInfeasible | None = None
+    for variant in variants:
+        same = RetracerInBlocks(retracer=retracer, division=variant.division)
+        try:
+            if limited:
+                costs = cost_model(options.costs or device_costs(traced.device))
+                found = fastest_code(variant, same, make, within, costs)
+            else:
+                found = smallest_code(variant, same, make)
+        except BudgetInfeasible as error:
+            failed = error
+            continue
+        return found.traced, replace(found.plan, code=found.traced.code, division=found.traced.division)
+    assert failed is not None
+    if options.division is None:
+        gain = gain_of_dividing(traced, retracer, alignment_of(traced.device), sums=True)
+        failed.hint = "; ".join(filter(None, (failed.hint, gain)))
+    raise failed
 
 
 def _plan_variant(

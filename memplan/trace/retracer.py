@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from memplan.core.code_options import CodeOptions
@@ -27,6 +28,20 @@ class Retracer(Protocol):
             compress: How saved activations are compressed ("bits", "int8"); "": not at all.
             code: How a compiler generates the kernels; None: as it does by itself.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetracerInBlocks:
+    """The retracer of variants of a step that are all divided in one way (`division`; None: not at all)."""
+
+    retracer: Retracer
+    division: Division | None
+
+    def retrace(
+        self, *, division: Division | None = None, compress: str = "", code: CodeOptions | None = None
+    ) -> TracedGraph:
+        """Return one variant of the step, divided in that way."""
+        return self.retracer.retrace(division=self.division, compress=compress, code=code)
 
 
 def retraced(

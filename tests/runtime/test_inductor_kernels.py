@@ -298,9 +298,7 @@ def test_inference_and_calls_of_other_shapes_have_torch_compiles_bits() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    "options", [{"divide": True}, {"compress": "bits"}, {"device": "cpu"}, {"dynamic_shapes": {"tokens": None}}]
-)
+@pytest.mark.parametrize("options", [{"compress": "bits"}, {"device": "cpu"}, {"dynamic_shapes": {"tokens": None}}])
 def test_options_that_generated_kernels_do_not_have_are_refused(options: Any) -> None:
     with pytest.raises(UnsupportedCall, match=r"not supported with kernels=.inductor. yet") as refused:
         memplan.compile(Block(), _tokens(), kernels="inductor", **options)
@@ -316,7 +314,7 @@ def test_a_step_of_generated_kernels_has_no_other_variant(block: tuple[Block, me
     from memplan.trace import capture_call
 
     captured = capture_call(block[0], _tokens(), kernels="inductor")
-    with pytest.raises(UnsupportedProblem, match="cannot be divided"):
+    with pytest.raises(UnsupportedProblem, match="cannot be compressed"):
         captured.retrace(compress="bits")
 
 

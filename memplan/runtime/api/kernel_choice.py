@@ -18,7 +18,7 @@ from memplan.runtime.options import CompileOptions
 from memplan.trace.capture.quiet import quiet
 
 _log = logging.getLogger("memplan")
-_ALIKE = 0.02  # a share of the time: programs whose times differ by less are as fast as each other
+_ALIKE = 0.02  # a share of the shorter time: programs whose times differ by less are as fast as each other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,8 @@ def choose(
     fast; Inductor's kernels only if they need no more than eager's, or if both keep a budget.
     """
     less = min(aten, inductor, key=lambda one: (one.total, one.seconds))
-    if prefer == "memory" or abs(inductor.seconds - aten.seconds) <= _ALIKE * aten.seconds:
+    fastest = min(aten.seconds, inductor.seconds)
+    if prefer == "memory" or abs(inductor.seconds - aten.seconds) <= _ALIKE * fastest:
         return less
     faster = inductor.seconds < aten.seconds and (within_budget or inductor.total <= aten.total)
     return inductor if faster else aten

@@ -33,7 +33,7 @@ def variants_to_plan(
     """
     allowed = options.division
     if allowed is not None and allowed.blocks is not None:
-        return (retraced(traced, retracer, allowed, traced.compress),), options
+        return (retraced(traced, retracer, allowed, traced.compress, traced.code),), options
     if allowed is None or (options.budget is None and options.arena_budget is None):
         return (traced,), options
     variants = (traced, *_divisions(traced, retracer, allowed, alignment))
@@ -44,13 +44,17 @@ def variants_to_plan(
     return fitting or variants[-1:], asked
 
 
-def gain_of_dividing(traced: TracedGraph, retracer: Retracer, alignment: int) -> str:
-    """Return what a division would bring for a step that does not fit, as a hint; "" if it would bring nothing."""
-    floors = [_floor(variant, alignment) for variant in _divisions(traced, retracer, Division(), alignment)]
+def gain_of_dividing(traced: TracedGraph, retracer: Retracer, alignment: int, *, sums: bool = False) -> str:
+    """Return what a division would bring for a step that does not fit, as a hint; "" if it would bring nothing.
+
+    `sums` is as in `Division`.
+    """
+    floors = [_floor(variant, alignment) for variant in _divisions(traced, retracer, Division(sums=sums), alignment)]
     if not floors:
         return ""
     before, after = format_bytes(_floor(traced, alignment)), format_bytes(floors[-1])
-    return f"divide=True would lower the floor from {before} to {after}"
+    asked = "memplan.Division(sums=True)" if sums else "True"
+    return f"divide={asked} would lower the floor from {before} to {after}"
 
 
 def _divisions(
@@ -59,7 +63,7 @@ def _divisions(
     """Yield the step in more and more blocks, as long as its floor falls."""
     before = float(_floor(traced, alignment))
     for blocks in _BLOCKS:
-        step = retraced(traced, retracer, replace(allowed, blocks=blocks), traced.compress)
+        step = retraced(traced, retracer, replace(allowed, blocks=blocks), traced.compress, traced.code)
         floor = _floor(step, alignment)
         if floor > _WORTH * before:
             return

@@ -26,6 +26,7 @@ from memplan.errors import UnsupportedGraph
 from memplan.trace.fused.kept_code import keep, key_of, known_code
 from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, Replay, extent, piece_of
 from memplan.trace.fused.refusals import inductors_errors, refused
+from memplan.trace.fused.sums_in_place import with_sums_in_place
 from memplan.trace.fused.wrapper import recording
 from memplan.trace.fused.written import WrittenCode
 from memplan.trace.passes.old_values import require_new_values, save_old_values
@@ -62,6 +63,14 @@ class Half:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _How:
+    """The way to generate the code of a graph. `in_blocks` is as in `generate`."""
+
+    code: CodeOptions
+    in_blocks: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Halves:
     """Both halves of a step; without a backward, `backward` is None.
 
@@ -76,7 +85,14 @@ class Halves:
 
 
 def generate(
-    joint: fx.GraphModule, model: str, *, returned: int, static: Sequence[int], training: bool, code: CodeOptions
+    joint: fx.GraphModule,
+    model: str,
+    *,
+    returned: int,
+    static: Sequence[int],
+    training: bool,
+    code: CodeOptions,
+    in_blocks: bool,
 ) -> Halves:
     """Return the code of a joint graph, which is changed.
 
@@ -87,6 +103,7 @@ def generate(
         static: The inputs, by position, that stay from step to step.
         training: The graph contains a backward.
         code: How to partition it, and to generate its kernels.
+        in_blocks: It was divided by rows: no kernel may compute parts of two blocks.
 
     Raises:
         UnsupportedGraph: Inductor cannot compile the graph, or memplan cannot plan the code.
@@ -94,18 +111,19 @@ def generate(
     placeholders = joint.graph.find_nodes(op="placeholder")
     mode = fake_mode_of(joint.graph)
     given = _given(placeholders)
+    how = _How(code=code, in_blocks=in_blocks)
     with _compiling(mode, code):
         if not training:
-            forward = _forward(joint, model, given, returned, code, inference=True)
+            forward = _forward(joint, model, given, returned, how, inference=True)
             return Halves(forward=forward, backward=None, given=given, returned=returned)
         first, second = _partition(joint, model, returned, static, code)
         saved = _names_of_outputs(first)[returned:]
-        forward = _forward(first, model, given, returned, code, inference=False)
+        forward = _forward(first, model, given, returned, how, inference=False)
         pairs = zip(saved, forward.outputs[returned:], strict=True)
         found = {name: view for name, view in pairs if name is not None and isinstance(view, BlockView)}
         for name, view in found.items():
             view.block.node = name
-        backward = _backward(second, model, {**given, **found}, code)
+        backward = _backward(second, model, {**given, **found}, how)
     return Halves(forward=forward, backward=backward, given=given, returned=returned)
 
 
@@ -157,14 +175,14 @@ def _forward(
     model: str,
     given: Mapping[str, BlockView],
     returned: int,
-    options: CodeOptions,
+    how: _How,
     *,
     inference: bool,
 ) -> Half:
     """Generate the forward."""
     names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
     values = _values_of(graph)
-    with inductors_errors(model), _recorded(values, options) as (code, inner):
+    with inductors_errors(model), _recorded(values, how) as (code, inner):
         compile_fx.compile_fx_forward(
             graph,
             values,
@@ -177,7 +195,7 @@ def _forward(
     return _half(code, [given.get(name) for name in names], label="")
 
 
-def _backward(graph: fx.GraphModule, model: str, known: Mapping[str, BlockView], options: CodeOptions) -> Half:
+def _backward(graph: fx.GraphModule, model: str, known: Mapping[str, BlockView], how: _How) -> Half:
     """Generate the backward for the strides that the saved tensors have in the generated forward."""
     names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
     values = _values_of(graph)
@@ -187,7 +205,7 @@ def _backward(graph: fx.GraphModule, model: str, known: Mapping[str, BlockView],
             values[i] = value.as_strided(value.size(), view.strides)
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         graph = copy.deepcopy(graph)
-    with inductors_errors(model), _recorded(values, options) as (code, inner):
+    with inductors_errors(model), _recorded(values, how) as (code, inner):
         extra = compile_fx.create_compiler_config_extra(graph)
         compile_fx.compile_fx_backward(graph, values, compiler_config_extra=extra, inner_compile=inner)
     return _half(code, [known.get(name) for name in names], label="backward_")
@@ -197,17 +215,17 @@ def _half(code: WrittenCode, inputs: Sequence[BlockView | None], label: str) -> 
     """Replay the code of a graph that is given `inputs` (None: no tensor)."""
     views = {name: view for name, view in zip(code.inputs, inputs, strict=True) if view is not None}
     replay = Replay(code, views, label)
-    runs = replay.run()
-    return Half(runs=runs, outputs=replay.outputs(), constants=tuple(replay.constants.values()))
+    runs, outputs = with_sums_in_place(replay.run(), replay.outputs(), {view.block for view in views.values()})
+    return Half(runs=runs, outputs=outputs, constants=tuple(replay.constants.values()))
 
 
 @contextlib.contextmanager
-def _recorded(values: Sequence[Any], options: CodeOptions) -> Iterator[tuple[WrittenCode, Any]]:
+def _recorded(values: Sequence[Any], how: _How) -> Iterator[tuple[WrittenCode, Any]]:
     """Record the code of the one graph that is compiled inside by the second result, an `inner_compile`."""
     devices = {str(v.device) for v in values if isinstance(v, torch.Tensor)}
     if devices - {"cpu"}:
         raise refused(f"tensors on {', '.join(sorted(devices))}")
-    with recording("cpu", options.group_bytes) as code:
+    with recording("cpu", how.code.group_bytes, in_blocks=how.in_blocks) as code:
 
         def inner(graph: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
             """Compile one graph, and keep the globals of its code. Inductor writes none for a graph without ops."""
@@ -215,7 +233,7 @@ def _recorded(values: Sequence[Any], options: CodeOptions) -> Iterator[tuple[Wri
                 code.inputs = tuple(n.name for n in graph.graph.find_nodes(op="placeholder"))
                 code.outputs = tuple(map(str, _outputs_of(graph)))
                 return graph.forward
-            key = key_of(graph, inputs, settings, options)
+            key = key_of(graph, inputs, settings, how.code, in_blocks=how.in_blocks)
             known = known_code(key)
             if known is not None:
                 for field in fields(known):

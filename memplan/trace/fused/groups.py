@@ -1,7 +1,8 @@
 """Bounds what one generated kernel of the CPU touches.
 
 Inductor writes loops that have nothing to do with each other into one kernel, as long as no other kernel has to run
-between them. All that they touch is then alive at once.
+between them. All that they touch is then alive at once. The same holds for loops over several blocks of rows, which it
+would also fuse where they read the same tensor.
 """
 
 from __future__ import annotations
@@ -11,33 +12,66 @@ from typing import Any
 from torch._inductor import config
 from torch._inductor.codegen.cpp import CppScheduling
 
+from memplan.trace.fused.row_division import BLOCK
 
-def bounded(make: Any, most: int | None) -> Any:
+
+def bounded(make: Any, most: int | None, *, in_blocks: bool = False) -> Any:
     """Return what makes the scheduling of a graph: `make`, or one whose kernels of several loops touch few bytes.
 
-    `most`: the bytes that they touch at most; None: there is no limit. Each loop stays as it is, and so do its results.
+    Each loop stays as it is, and so do its results.
+
+    Args:
+        make: Inductor's own.
+        most: The bytes that kernels of several loops touch at most; None: there is no limit.
+        in_blocks: The graph was divided by rows: no kernel computes parts of two blocks.
     """
-    if most is None or config.cpu_backend != "cpp":
+    if (most is None and not in_blocks) or config.cpu_backend != "cpp":
         return make
     return lambda scheduler: _BoundedGroups(scheduler, most)
 
 
 class _BoundedGroups(CppScheduling):
-    """Inductor's scheduling, which begins a new kernel where a loop would make the present one touch too much."""
+    """Inductor's scheduling, which begins a new kernel where a loop would make the present one touch too much, or
+    another block of rows.
+    """
 
-    def __init__(self, scheduler: Any, most: int) -> None:
+    def __init__(self, scheduler: Any, most: int | None) -> None:
         super().__init__(scheduler)  # type: ignore[no-untyped-call]
         self._most, self._touched = most, 0
+        self._blocks: set[int] = set()
 
     def codegen_node(self, node: Any) -> None:
         """Write the loop of one node, into a new kernel if need be."""
-        nbytes = int(node.get_read_write_buffers_sizes())
-        if self._touched and self._touched + nbytes > self._most:
+        nbytes, blocks = int(node.get_read_write_buffers_sizes()), _blocks_of(node)
+        too_much = self._most is not None and self._touched and self._touched + nbytes > self._most
+        if too_much or (self._blocks and blocks and blocks != self._blocks):
             self.flush()
         self._touched += nbytes
+        self._blocks |= blocks
         super().codegen_node(node)
+
+    def can_fuse_horizontal(self, node1: Any, node2: Any) -> bool:
+        """Return whether two loops may become one."""
+        return not _apart(node1, node2) and bool(super().can_fuse_horizontal(node1, node2))  # type: ignore[no-untyped-call]
+
+    def can_fuse_vertical(self, node1: Any, node2: Any) -> bool:
+        """Return whether a loop and one that reads its result may become one."""
+        return not _apart(node1, node2) and bool(super().can_fuse_vertical(node1, node2))  # type: ignore[no-untyped-call]
 
     def flush(self) -> None:
         """End the present kernel."""
         super().flush()  # type: ignore[no-untyped-call]
         self._touched = 0
+        self._blocks = set()
+
+
+def _apart(one: Any, other: Any) -> bool:
+    """Return whether two loops compute different blocks of rows."""
+    mine, theirs = _blocks_of(one), _blocks_of(other)
+    return bool(mine and theirs and mine != theirs)
+
+
+def _blocks_of(node: Any) -> set[int]:
+    """Return the blocks of rows that a loop computes; none for a loop over whole tensors."""
+    origins = (origin for one in node.get_nodes() for origin in getattr(one.node, "origins", ()))
+    return {origin.meta[BLOCK] for origin in origins if BLOCK in origin.meta}

@@ -32,7 +32,14 @@ from memplan.trace.fused.written import WrittenCode
 from memplan.version import __version__
 
 
-def key_of(graph: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any], options: CodeOptions) -> str | None:
+def key_of(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    settings: dict[str, Any],
+    options: CodeOptions,
+    *,
+    in_blocks: bool = False,
+) -> str | None:
     """Return the key of the code of a graph; None where Inductor would not keep it either.
 
     Args:
@@ -40,6 +47,7 @@ def key_of(graph: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any
         inputs: Its example inputs.
         settings: The other arguments of `compile_fx_inner`.
         options: How to generate the code.
+        in_blocks: The graph was divided by rows.
 
     Example:
         >>> keep(key_of(graph, inputs, settings, CodeOptions()), code)
@@ -53,7 +61,7 @@ def key_of(graph: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any
     except BypassFxGraphCache:
         return None
     origins = [origin_of(node) for node in graph.graph.nodes]
-    said = (__version__, _recorder(), torch.__version__, found, options.group_bytes, origins)
+    said = (__version__, _recorder(), torch.__version__, found, options.group_bytes, in_blocks, origins)
     return hashlib.sha256(repr(said).encode()).hexdigest()
 
 

@@ -13,7 +13,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 from memplan.core.arguments import arguments_of
 from memplan.core.code_options import CodeOptions
-from memplan.core.division import Division
+from memplan.core.division import SUMS_HINT, WITHOUT_SUMS, Division
 from memplan.core.timed import timed
 from memplan.errors import UnsupportedProblem
 from memplan.trace.capture.joint_graph import Captured, capture
@@ -23,6 +23,7 @@ from memplan.trace.fused.environment import require_inductor
 from memplan.trace.fused.fused_graph import fused_graph
 from memplan.trace.fused.layouts import first_code
 from memplan.trace.fused.refusals import refused
+from memplan.trace.fused.row_division import divide_rows
 from memplan.trace.fused.updates import with_updates
 from memplan.trace.passes.own_outputs import returned_by, tangents_needed, write_back_mutations
 from memplan.trace.passes.rewrite import copy_of
@@ -98,7 +99,8 @@ class GeneratedStep:
     """A captured step with the code that Inductor generated for it.
 
     `captured` has the joint graph with write-backs; `model` is the model's name, and `needs` is as in `Results`, by
-    descriptor. `code`: how the code was generated; None: as Inductor does it by itself.
+    descriptor. `code`: how the code was generated; None: as Inductor does it by itself. `division`: as in
+    `TracedGraph`.
     """
 
     captured: Captured
@@ -106,19 +108,23 @@ class GeneratedStep:
     model: str
     needs: Mapping[Any, frozenset[int]]
     code: CodeOptions | None
+    division: Division | None = None
 
 
-def generated(captured: Captured, model: str, code: CodeOptions | None = None) -> GeneratedStep:
+def generated(
+    captured: Captured, model: str, code: CodeOptions | None = None, division: Division | None = None
+) -> GeneratedStep:
     """Return a captured step with Inductor's code, whose kernels are compiled when a program needs them.
 
-    `code`: how to generate it; None: as Inductor does by itself. Raises `UnsupportedGraph` if Inductor cannot compile
-    the graph, or memplan cannot plan the code.
+    `code`: how to generate it; None: as Inductor does by itself. `division`: how to divide chains of rows. Raises
+    `UnsupportedGraph` if Inductor cannot compile the graph, or memplan cannot plan the code.
     """
     joint = _copy(captured.graph_module)
     needs = tangents_needed(joint.graph)
     write_back_mutations(joint.graph, captured.alias_of)
     _, _, descs = returned_by(joint.graph)
     compiled = _copy(joint)
+    settled = None if division is None else divide_rows(compiled.graph, division)
     placeholders = _without_numbers(compiled.graph)
     static = [i for i, n in enumerate(placeholders) if isinstance(n.meta["desc"], (ParamAOTInput, BufferAOTInput))]
     with quiet():
@@ -129,9 +135,15 @@ def generated(captured: Captured, model: str, code: CodeOptions | None = None) -
             static=static,
             training=captured.training,
             code=code or CodeOptions(),
+            in_blocks=settled is not None,
         )
     return GeneratedStep(
-        captured=replace(captured, graph_module=joint), halves=halves, model=model, needs=needs, code=code
+        captured=replace(captured, graph_module=joint),
+        halves=halves,
+        model=model,
+        needs=needs,
+        code=code,
+        division=settled,
     )
 
 
@@ -170,8 +182,8 @@ class FusedStep:
         """Return the step with Inductor's kernels, which are compiled when a program needs them."""
         _require_plain(division, compress)
         with timed(f"generating kernels of {type(self.model).__name__}"):
-            made = generated(self.captured, type(self.model).__name__, code)
-        return fused_graph(
+            made = generated(self.captured, type(self.model).__name__, code, division)
+        step = fused_graph(
             made.captured,
             made.halves,
             made.model,
@@ -180,6 +192,7 @@ class FusedStep:
             gradients_in_arena=self.gradients_in_arena,
             copy_gradients=self.copy_gradients,
         )
+        return replace(step, division=made.division)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,17 +227,19 @@ class FusedWholeStep:
         """Return the step with Inductor's kernels, and torch's kernels for the update."""
         _require_plain(division, compress)
         made = self.generated
-        if code != made.code:
-            made = generated(self.original, made.model, code)
+        if (code, division) != (made.code, made.division):
+            made = generated(self.original, made.model, code, division)
         step = fused_graph(made.captured, made.halves, made.model, made.needs, code=code, whole=True)
-        return with_updates(step, made.captured, self.update)
+        return replace(with_updates(step, made.captured, self.update), division=made.division)
 
 
 def _require_plain(division: Division | None, compress: str) -> None:
     """Raise `UnsupportedProblem` for a variant of a step that generated kernels cannot have."""
-    if division is not None or compress:
-        what = "ops of generated kernels cannot be divided, nor what they save be compressed"
-        raise UnsupportedProblem(what, where="divide" if division else "compress", hint='take kernels="aten"')
+    if division is not None and not division.sums:
+        raise UnsupportedProblem(WITHOUT_SUMS, where="divide", hint=SUMS_HINT)
+    if compress:
+        what = "what generated kernels save cannot be compressed"
+        raise UnsupportedProblem(what, where="compress", hint='take kernels="aten"')
 
 
 def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:

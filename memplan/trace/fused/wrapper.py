@@ -35,14 +35,14 @@ _current = threading.local()  # .code: what the compilation of this thread write
 
 
 @contextlib.contextmanager
-def recording(device_type: str, group_bytes: int | None = None) -> Iterator[WrittenCode]:
-    """Record the code of the one graph that this thread compiles inside. `group_bytes` is as in `CodeOptions`."""
+def recording(device_type: str, group_bytes: int | None = None, *, in_blocks: bool = False) -> Iterator[WrittenCode]:
+    """Record the code of the one graph that this thread compiles inside. The options are those of `bounded`."""
     common.init_backend_registration()
     with compile_lock:
         own = common.device_codegens[device_type]
         # not by register_backend_for_device, which forgets the passes and settings of the device
         common.device_codegens[device_type] = replace(
-            own, scheduling=bounded(own.scheduling, group_bytes), wrapper_codegen=RecordingWrapper
+            own, scheduling=bounded(own.scheduling, group_bytes, in_blocks=in_blocks), wrapper_codegen=RecordingWrapper
         )
         _current.code = code = WrittenCode()
         try:

@@ -1,0 +1,200 @@
+"""`divide=` with Inductor's kernels: the loss head runs block by block, its wide tensors never exist whole."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import memplan
+from memplan.core.division import Division
+from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedCall, UnsupportedProblem
+from memplan.trace import capture_call
+from memplan.trace.fused import row_division
+from memplan.trace.fused.row_division import BLOCK, divide_rows
+from memplan.trace.passes.rewrite import copy_of
+
+# torch's own compilation, which is the reference, imports modules of torch that warn
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+WIDE = 512
+
+
+class Language(nn.Module):
+    """A model of language with a wide loss head, dropout and tied weights; `shifted`: it predicts the next token."""
+
+    def __init__(self, *, shifted: bool, bias: bool = False) -> None:
+        super().__init__()
+        self.shifted = shifted
+        self.embed, self.norm = nn.Embedding(WIDE, 16), nn.LayerNorm(16)
+        self.up, self.drop = nn.Linear(16, 16), nn.Dropout(0.1)
+        self.head = nn.Linear(16, WIDE, bias=bias)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        logits = self.head(self.norm(x + self.drop(self.up(x).tanh())))
+        if self.shifted:
+            logits, tokens = logits[:, :-1], tokens[:, 1:]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def _tokens() -> torch.Tensor:
+    return torch.randint(WIDE, (8, 12), generator=torch.Generator().manual_seed(0))
+
+
+def _made(**options: bool) -> Language:
+    torch.manual_seed(0)
+    return Language(**options)
+
+
+def _step(call: Any, model: nn.Module, seed: int) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    loss = call(_tokens())
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def _joint(model: nn.Module) -> fx.Graph:
+    return copy_of(capture_call(model, _tokens(), kernels="inductor").captured.graph_module.graph)
+
+
+def _widest(plan: memplan.Plan) -> int:
+    return max(s.nbytes for s in plan.graph.storages if s.planned)
+
+
+def _logits(rows: int = 96) -> int:
+    return 4 * WIDE * rows
+
+
+@pytest.mark.parametrize("options", [{"shifted": False}, {"shifted": True}, {"shifted": False, "bias": True}])
+def test_blocks_lower_what_is_needed_and_compute_the_same(options: dict[str, bool], tmp_path: Path) -> None:
+    model = _made(**options)
+    twin = copy.deepcopy(model)
+    free = memplan.compile(twin, _tokens(), kernels="inductor")
+    compiled = memplan.compile(
+        model, _tokens(), kernels="inductor", divide=Division(blocks=4, sums=True), sanitize="poison"
+    )
+    plan = compiled.plan
+    assert plan.division is not None
+    assert (_widest(free.plan), plan.division.blocks) == (_logits(), 4)
+    assert _widest(plan) <= max(_logits(24), 4 * WIDE * 16)  # a block of logits, or the gradient of the embedding
+    assert plan.arena_size < free.plan.arena_size - _logits()
+    for seed in range(2):
+        for one, two in zip(_step(compiled, model, seed), _step(free, twin, seed), strict=True):
+            torch.testing.assert_close(one, two)  # sums over rows are added up block by block
+    plan.save(tmp_path / "plan.json")
+    other = copy.deepcopy(model)
+    again = memplan.compile(other, _tokens(), kernels="inductor", plan=tmp_path / "plan.json")
+    assert again.plan.division == plan.division
+    assert all(map(torch.equal, _step(again, other, 3), _step(compiled, model, 3)))
+
+
+class _Dividing(CustomGraphPass):
+    """Divides the joint graph of plain `torch.compile`."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        divide_rows(graph, Division(blocks=4, sums=True))
+        assert any(BLOCK in node.meta for node in graph.nodes)
+
+    def uuid(self) -> str:
+        return "divides the rows of a loss head by four"
+
+
+def test_the_bits_are_those_of_inductor_for_the_divided_graph() -> None:
+    model = _made(shifted=True)
+    twin = copy.deepcopy(model)
+    compiled = memplan.compile(model, _tokens(), kernels="inductor", divide=Division(blocks=4, sums=True))
+    torch._dynamo.reset()
+    reference = torch.compile(twin, options={"joint_custom_pre_pass": _Dividing()})
+    for seed in range(2):
+        assert all(map(torch.equal, _step(compiled, model, seed), _step(reference, twin, seed)))
+    torch._dynamo.reset()
+
+
+def test_a_whole_step_is_divided() -> None:
+    model = _made(shifted=True)
+    twin = copy.deepcopy(model)
+    found = []
+    for one, divide in ((model, Division(blocks=4, sums=True)), (twin, None)):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3, fused=True)
+        step = memplan.compile_step(one, optimizer, lambda loss: loss, _tokens(), kernels="inductor", divide=divide)
+        torch.manual_seed(0)
+        found.append((step.plan, [step(_tokens()) for _ in range(3)]))
+    (plan, losses), (free, expected) = found
+    assert plan.arena_size < free.arena_size - _logits()
+    torch.testing.assert_close(losses, expected)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+
+def test_a_budget_takes_as_few_blocks_as_it_needs_and_says_what_they_would_bring() -> None:
+    model = _made(shifted=True)
+    plan = memplan.plan(model, _tokens(), kernels="inductor", gradients="safe")
+    budget = plan.arena_size // 3
+    with pytest.raises(BudgetInfeasible, match=r"divide=memplan.Division\(sums=True\) would lower the floor"):
+        memplan.plan(model, _tokens(), kernels="inductor", gradients="safe", arena_budget=budget)
+    small = memplan.plan(
+        model, _tokens(), kernels="inductor", gradients="safe", arena_budget=budget, divide=Division(sums=True)
+    )
+    assert small.arena_size <= budget
+    assert small.division is not None
+    assert small.division.blocks is not None
+    enough = memplan.plan(
+        model, _tokens(), kernels="inductor", gradients="safe", arena_budget=1.0, divide=Division(sums=True)
+    )
+    assert enough.division is None  # no division without need
+
+
+def test_nothing_is_divided_without_sums() -> None:
+    model = _made(shifted=True)
+    for divide in (True, 4):
+        with pytest.raises(UnsupportedCall, match="only with these") as refused:
+            memplan.plan(model, _tokens(), kernels="inductor", divide=divide)
+        assert refused.value.see == "inductor-options"
+    with pytest.raises(UnsupportedProblem, match="only with these"):
+        capture_call(model, _tokens(), kernels="inductor").retrace(division=Division(blocks=2))
+
+
+def test_chains_end_at_products_and_the_backward_computes_wide_blocks_again() -> None:
+    graph = _joint(_made(shifted=False))
+    settled = divide_rows(graph, Division(blocks=4, sums=True))
+    assert settled.over is not None
+    made = [node for node in graph.nodes if BLOCK in node.meta]
+    assert {node.meta[BLOCK] for node in made} == {0, 1, 2, 3}
+    assert all(node.meta["val"].numel() <= 24 * WIDE for node in made)
+    names = {str(node.target) for node in made}
+    assert {"aten.mm.default", "aten.exp.default", "aten.addmm.default"} <= names
+    assert "aten.native_layer_norm_backward.default" not in names
+    again = [n for n in made if n.meta.get("partitioner_tag") == "is_forward" and n.meta["val"].numel() == 24 * WIDE]
+    assert again
+    assert all("recompute" in node.meta for node in again)
+    divided = _joint(_made(shifted=False))
+    divide_rows(divided, settled)
+    assert [node.name for node in divided.nodes] == [node.name for node in graph.nodes]
+    divide_rows(rest := _joint(_made(shifted=False)), Division(blocks=4, sums=True, over=1 << 40))
+    assert not any(BLOCK in node.meta for node in rest.nodes)
+    with pytest.raises(InvalidSize):
+        divide_rows(graph, Division(sums=True))
+
+
+def test_how_wide_a_tensor_of_a_chain_is_depends_on_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chained() -> int:
+        return len(next(row_division._chains(_joint(_made(shifted=True)), 4)).nodes)
+
+    before = chained()
+    monkeypatch.setattr(row_division, "_PART", 1)  # the shifted logits are no longer wide
+    assert chained() < before
+
+
+def test_more_blocks_than_rows_divide_nothing() -> None:
+    graph = _joint(_made(shifted=True))
+    count = len(graph.nodes)
+    divide_rows(graph, Division(blocks=9, sums=True))  # of eight sequences
+    assert len(graph.nodes) == count
