@@ -16,7 +16,7 @@ from unittest import mock
 def tracing_assignments() -> Iterator[None]:
     """Trace assignments to `requires_grad` of intermediates; the caller holds torch's compile lock.
 
-    Without effect on versions of torch that name dynamo's rule for `setattr` otherwise, which break the graph as before.
+    Other versions of torch, which name the rule for `setattr` otherwise, break the graph there as before.
     """
     from torch._dynamo import variables
 
