@@ -102,8 +102,8 @@ class _Follower:
             for s in w.reads[i]:
                 if s in self.absent:
                     other = self.dropped_by[s]
-                    inner = region in self.within[other]
-                    self._make_again(other, position, frozenset({s}), alone=inner)
+                    around = other in self.within[region]
+                    self._make_again(other, position, frozenset({s}), alone=not around)
             self.found.append(Event(Kind.RUN, i))
             self.absent -= wanted.intersection(w.writes[i])
             for s in sorted({*w.writes[i], *w.reads[i]} - self.absent - needed):
