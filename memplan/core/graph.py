@@ -109,7 +109,8 @@ class Op:
     where the result does not depend on the input, although the kernel reads it.
 
     `checkpoint` is the number (from 1) of the activation checkpoint (`torch.utils.checkpoint`) whose backward computes
-    the results again; 0: none, or eager keeps the results.
+    the results again; 0: none, or eager keeps the results. `within` are the checkpoints around that one, from the
+    outermost: its inputs are made again with what is around it.
 
     `group` names the process group of a collective; "" for other ops. `starts`: it returns before its result is there,
     and another op waits for it (`memplan.core.collectives.WAIT`), which touches what it reads and writes.
@@ -126,6 +127,7 @@ class Op:
     inplace_candidates: tuple[tuple[int, int], ...] = ()
     unrelated: tuple[tuple[int, int], ...] = ()
     checkpoint: int = 0
+    within: tuple[int, ...] = ()
     group: str = ""
     starts: bool = False
 

@@ -29,7 +29,7 @@ def has_checkpoints(graph: Graph) -> bool:
 
 def without_checkpoints(graph: Graph) -> Graph:
     """Return a graph in which no checkpoint drops a result."""
-    return replace(graph, ops=tuple(replace(op, checkpoint=0) if op.checkpoint else op for op in graph.ops))
+    return replace(graph, ops=tuple(replace(op, checkpoint=0, within=()) if op.checkpoint else op for op in graph.ops))
 
 
 def plan_checkpointed(scheduled: ScheduledGraph, options: PlanOptions, costs: CostModel) -> Plan:

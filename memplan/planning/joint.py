@@ -146,6 +146,7 @@ def _ops(parts: Sequence[JointPart], ran: Sequence[tuple[int, int]], starts: Seq
                 inplace_candidates=tuple((start + a, start + b) for a, b in op.inplace_candidates),
                 unrelated=tuple((start + a, start + b) for a, b in op.unrelated),
                 checkpoint=0,
+                within=(),
             )
         )
     return tuple(made)

@@ -7,7 +7,7 @@ are run that are known to take some, and none whose tensors are larger than `MOS
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,11 +42,16 @@ _MEASURED = frozenset(f"aten::{name}" for name in _NAMES)
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """The size, strides and type of a tensor, which are all that decides what a kernel allocates."""
+    """The size, strides and type of a tensor, and which memory it is in: what decides what a kernel allocates.
+
+    oneDNN's LSTM copies its cell state where that is in the memory of the hidden state, as the zeros are that stand
+    for both. `memory` tells the memories of the arguments of one call apart.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    memory: int
 
     @property
     def span(self) -> int:
@@ -55,9 +60,14 @@ class Like:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
-    def zeros(self) -> torch.Tensor:
-        """Return such a tensor."""
-        return torch.zeros(self.span, dtype=self.dtype).as_strided(self.shape, self.strides)
+    @property
+    def nbytes(self) -> int:
+        """The bytes from the first element of the tensor to its last."""
+        return self.span * self.dtype.itemsize
+
+    def within(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return such a tensor in a memory of bytes."""
+        return memory[: self.nbytes].view(self.dtype).as_strided(self.shape, self.strides)
 
 
 _KNOWN = (Like, bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
@@ -74,7 +84,7 @@ class SizedCall:
     @property
     def nbytes(self) -> int:
         """The bytes of its tensors."""
-        return sum(leaf.span * leaf.dtype.itemsize for leaf in self.leaves if isinstance(leaf, Like))
+        return sum(leaf.nbytes for leaf in self.leaves if isinstance(leaf, Like))
 
 
 def call_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any], like: Callable[[Any], Any]) -> SizedCall | None:
@@ -85,14 +95,20 @@ def call_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any], like: Call
     if not isinstance(target, OpOverload) or target._schema.name not in _MEASURED:
         return None
     leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
-    found = tuple(map(like, leaves))
+    memories: dict[int, int] = {}
+    found = tuple(
+        replace(leaf, memory=memories.setdefault(leaf.memory, len(memories))) if isinstance(leaf, Like) else leaf
+        for leaf in map(like, leaves)
+    )
     runs = all(isinstance(leaf, _KNOWN) and not (isinstance(leaf, Like) and 0 in leaf.shape) for leaf in found)
     return SizedCall(target, found, spec) if runs else None
 
 
 def like_tensor(leaf: Any) -> Any:
     """Return the `Like` of a tensor, and anything else as it is."""
-    return Like(tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return Like(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.untyped_storage()._cdata)
 
 
 @dataclass(slots=True)
@@ -138,7 +154,7 @@ def _call_of_op(graph: Graph, kernel: KernelCall) -> SizedCall | None:
         if not isinstance(leaf, Ref):
             return leaf
         value = graph.values[leaf.value]
-        return Like(value.shape, value.strides, getattr(torch, value.dtype))
+        return Like(value.shape, value.strides, getattr(torch, value.dtype), value.storage)
 
     return call_of(kernel.target, kernel.args, kernel.kwargs, like)
 
@@ -155,7 +171,12 @@ class _ScratchRun:
 
     def prepare(self) -> None:
         """Make the arguments."""
-        leaves = [leaf.zeros() if isinstance(leaf, Like) else leaf for leaf in self.call.leaves]
+        needed: dict[int, int] = {}
+        for leaf in self.call.leaves:
+            if isinstance(leaf, Like):
+                needed[leaf.memory] = max(needed.get(leaf.memory, 0), leaf.nbytes)
+        memories = {memory: torch.zeros(nbytes, dtype=torch.uint8) for memory, nbytes in needed.items()}
+        leaves = [leaf.within(memories[leaf.memory]) if isinstance(leaf, Like) else leaf for leaf in self.call.leaves]
         self._given = tree_unflatten(leaves, self.call.spec)
 
     def run(self) -> None:

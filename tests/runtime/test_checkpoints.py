@@ -443,3 +443,135 @@ def test_a_whole_step_and_a_graph_of_torch_compile() -> None:
     torch._dynamo.reset()  # otherwise it takes dropout's rate, which differs between tests, for a number that varies
     assert all(map(torch.equal, _step(cast(nn.Module, torch.compile(model, backend=backend))), _step(model)))
     assert _saves(backend.graphs[0].plans[0]) == _BLOCKS
+
+
+class Nested(nn.Module):
+    """Stages of blocks, each stage in a checkpoint and each of its blocks in one of its own."""
+
+    def __init__(self, dropout: float, call: Callable[..., Any] = _CHECKPOINTED) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(_block(dropout) for _ in range(_BLOCKS))
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for first in range(0, _BLOCKS, 3):
+            x = torch.sin(_CHECKPOINTED(self._stage, x, first))
+        return x
+
+    def _stage(self, x: torch.Tensor, first: int) -> torch.Tensor:
+        for index in range(first, first + 3):
+            x = torch.sin(self.call(self.blocks[index], x))
+        return x
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_checkpoint_within_another_keeps_no_more_than_eager_keeps(dropout: float) -> None:
+    model = Nested(dropout)
+    compiled = memplan.compile(model, _x().requires_grad_())
+    for _ in range(2):
+        assert all(map(torch.equal, _step(compiled), _step(model)))
+    products = [op.name for op in compiled.plan.graph.ops if op.name.startswith("addmm@") and "_" not in op.name]
+    assert len(products) == 2, "the first product runs again with its stage, and with its block"
+    peaks = [peak_bytes([lambda call=call: _step(call)], torch.device("cpu"))[0] for call in (model, compiled)]  # type: ignore[misc]
+    assert peaks[1] + compiled.plan.arena_size <= peaks[0] + compiled.plan.padding
+    flat = memplan.plan(Nested(dropout, _PLAIN), _x().requires_grad_())
+    assert compiled.plan.max_live < 0.8 * flat.max_live
+
+
+class Settles(nn.Module):
+    """Inside of a checkpoint, its first call sets an attribute to a value that all later calls find."""
+
+    def __init__(self, *, begins_otherwise: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(_WIDTH, _WIDTH)
+        self.window, self.begins_otherwise = 100, begins_otherwise
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _CHECKPOINTED(self._region, x)
+        return result.square()
+
+    def _region(self, x: torch.Tensor) -> torch.Tensor:
+        if self.begins_otherwise and self.window == 100:
+            x = torch.cos(x)
+        self.window = min(self.window, x.shape[0])
+        return torch.tanh(self.layer(x)) / self.window
+
+
+def test_an_attribute_that_settles_inside_of_a_checkpoint_is_set_as_eager_sets_it() -> None:
+    model, reference = Settles(), Settles()
+    compiled = memplan.compile(model, _x().requires_grad_(), fullgraph=True)
+    assert model.window == _ROWS
+    assert all(map(torch.equal, _step(compiled), _step(reference)))
+    assert any(op.checkpoint for op in compiled.plan.graph.ops)
+    memplan.plan(model, _x().requires_grad_())  # it has settled
+
+
+def test_a_region_that_computes_something_else_in_its_first_call_is_refused() -> None:
+    model = Settles(begins_otherwise=True)
+    with pytest.raises(UnsupportedGraph, match="different in its first call"):
+        memplan.plan(model, _x().requires_grad_())
+    assert model.window == 100
+
+
+class Counts(Settles):
+    """Counts the calls of its region, which eager runs twice in each step."""
+
+    calls = 0
+
+    def _region(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return torch.tanh(self.layer(x))
+
+
+def test_a_region_that_counts_its_calls_is_left_to_python() -> None:
+    with pytest.raises(UnsupportedGraph, match="Python state"):
+        memplan.plan(Counts(), _x().requires_grad_())
+    model, reference = Counts(), Counts()
+    compiled = memplan.compile(model, _x().requires_grad_())
+    before = model.calls
+    assert all(map(torch.equal, _step(compiled), _step(reference)))
+    assert model.calls - before == reference.calls == 2
+
+
+class LeavesWithin(nn.Module):
+    """Has a tensor that forward makes require a gradient, as T5 of transformers does in its checkpoints."""
+
+    def __init__(self, *, returned: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.returned = nn.Linear(_WIDTH, _WIDTH), returned
+
+    def forward(self, x: torch.Tensor) -> Any:
+        result, bias = _CHECKPOINTED(self._region, x)
+        result = _CHECKPOINTED(lambda y: torch.sin(y) + bias, result)
+        return (result, bias) if self.returned else result
+
+    def _region(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        bias = torch.zeros(1, _WIDTH)
+        bias.requires_grad = True
+        return torch.tanh(self.layer(x) + bias), 2 * bias
+
+
+def test_an_intermediate_that_is_set_to_require_a_gradient_is_traced() -> None:
+    model = LeavesWithin()
+    compiled = memplan.compile(model, _x().requires_grad_(), fullgraph=True)
+    for _ in range(2):
+        assert all(map(torch.equal, _step(compiled), _step(model)))
+    assert any(op.checkpoint for op in compiled.plan.graph.ops)
+    step = memplan.compile_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda out: out.sum(), (_x(),), fullgraph=True
+    )
+    reference = LeavesWithin()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    step(_x())
+    reference(_x()).sum().backward()
+    optimizer.step()
+    assert all(map(torch.equal, model.parameters(), reference.parameters()))
+
+
+def test_an_intermediate_that_is_returned_requires_a_gradient_as_in_eager() -> None:
+    model = LeavesWithin(returned=True)
+    compiled = memplan.compile(model, _x())
+    assert [t.requires_grad for t in compiled(_x())] == [t.requires_grad for t in model(_x())] == [True, True]

@@ -113,6 +113,54 @@ def test_the_peak_of_a_checkpointed_model_is_at_most_eagers_with_the_checkpoints
     assert all(map(torch.equal, gradients, (p.grad for p in model.parameters() if p.grad is not None)))
 
 
+class Answers(nn.Module):
+    """A model of transformers whose blocks are checkpoints, as its own method makes them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        import transformers
+
+        config: Any
+        if name == "t5":  # an intermediate is set to require a gradient inside of a checkpoint
+            sizes = {"d_model": 32, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 2, "vocab_size": 50}
+            config = transformers.T5Config(**sizes, use_cache=False, decoder_start_token_id=0)
+            self.model: Any = transformers.T5ForConditionalGeneration(config)
+            self.inputs = {name: torch.randint(0, 50, (2, 16)) for name in ("input_ids", "labels")}
+        else:  # attributes are set there, and checkpoints of blocks are in those of stages
+            sizes = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "window_size": 4, "num_labels": 5}
+            config = transformers.SwinConfig(**sizes, depths=[4], num_heads=[2])
+            self.model = transformers.SwinForImageClassification(config)
+            self.inputs = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4)}
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.model(**dict(zip(self.inputs, inputs, strict=True))).loss
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+@pytest.mark.parametrize("name", ["t5", "swin"])
+def test_the_peak_of_a_model_with_checkpoints_of_its_own_is_at_most_eagers_with_them(name: str) -> None:
+    torch.manual_seed(0)
+    model = Answers(name).train()
+    reference, inputs = copy.deepcopy(model), tuple(model.inputs.values())
+
+    def step(module: Any) -> Callable[[], None]:
+        def call() -> None:
+            torch.manual_seed(1)
+            module(*inputs).backward()
+
+        return call
+
+    eager = _measured(step(reference), reference)
+    compiled = memplan.compile(model, inputs, fullgraph=True)
+    measured = _measured(step(compiled), model) + compiled.plan.arena_size + compiled.plan.numbers
+    assert measured <= eager + compiled.plan.padding
+    gradients = [[p.grad for p in m.parameters() if p.grad is not None] for m in (model, reference)]
+    assert len(gradients[0]) == len(gradients[1]) > 10
+    assert all(map(torch.equal, *gradients))
+
+
 @pytest.mark.parametrize("name", ["resnet", "lstm", "vit"])
 def test_the_peak_of_a_whole_step_is_at_most_eagers(name: str) -> None:
     torch.manual_seed(0)

@@ -93,8 +93,7 @@ def test_a_step_that_fits_needs_no_more_than_was_said(make: Callable[[], nn.Modu
     model, x = make(), torch.randn(shape)
     answer = memplan.fits(model, x, device="cpu", optimizer="SGD", search=False, allowance=0)
     assert answer.unmeasured == 0
-    missed = 512 if make is Recurrent else 0  # bytes of a bias's gradient, which the prediction leaves out
-    assert memplan.compile(model, x).plan.total <= answer.total + missed
+    assert memplan.compile(model, x).plan.total <= answer.total
     assert "was measured" in str(answer)
 
 
@@ -123,6 +122,7 @@ def test_equal_calls_run_once_and_other_kernels_never(monkeypatch: pytest.Monkey
     call = call_of(conv, arguments, {}, like_tensor)
     assert call is not None
     assert call == call_of(conv, (torch.zeros_like(x), *arguments[1:]), {}, like_tensor)
+    assert call != call_of(conv, (x, x.as_strided(weight.shape, weight.stride()), *arguments[2:]), {}, like_tensor)
     assert call_of(torch.ops.aten.mm.default, (weight, weight), {}, like_tensor) is None
     assert call_of(conv, (torch.empty(0, 4, 8, 8), *arguments[1:]), {}, like_tensor) is None
     runs: list[Any] = []

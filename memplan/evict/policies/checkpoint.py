@@ -2,7 +2,9 @@
 
 The first op of the backward that reads a dropped result of a region makes eager run the region's forward again (Chen et
 al., "Training Deep Nets with Sublinear Memory Cost", 2016, as `torch.utils.checkpoint` has it). The same is done here,
-but for ops whose results the backward does not need, directly or through others.
+but for ops whose results the backward does not need, directly or through others. Of a region within another, the
+results that only its own backward needs are made for that alone: when the outer region runs again, they are dropped
+once more, and the inputs of the inner regions stay until these have run again, too.
 """
 
 from __future__ import annotations
@@ -34,13 +36,24 @@ class _Follower:
             and workload.recomputable[s]
             and all(ops[i].checkpoint and ops[i].phase is Phase.FORWARD for i in writers)
         }
-        last: dict[int, int] = {}  # region -> the last op that uses one of its results
+        self.within = {op.checkpoint: op.within for op in ops if op.checkpoint}
+        outermost = {region: (*around, region)[0] for region, around in self.within.items()}
+        last: dict[int, int] = {}  # outermost region -> the last op that uses one of its results
         for s, region in found.items():
-            last[region] = max(last.get(region, -1), workload.uses[s][-1])
-        self.dropped_by = {s: region for s, region in found.items() if last[region] <= workload.redo_until[s]}
+            last[outermost[region]] = max(last.get(outermost[region], -1), workload.uses[s][-1])
+        self.dropped_by = {
+            s: region for s, region in found.items() if last[outermost[region]] <= workload.redo_until[s]
+        }
         self.regions: dict[int, list[int]] = {}  # region -> its ops, in order
+        self.results: dict[int, list[int]] = {}  # region -> what it drops
+        self.inputs_of: dict[int, set[int]] = {}  # what a region drops -> the regions within it that read it
         for i, op in enumerate(ops[: self.first]):
             self.regions.setdefault(op.checkpoint, []).append(i)
+            for s in workload.reads[i]:
+                if op.checkpoint and self.dropped_by.get(s) in op.within:
+                    self.inputs_of.setdefault(s, set()).add(op.checkpoint)
+        for s, region in self.dropped_by.items():
+            self.results.setdefault(region, []).append(s)
         self.absent: set[int] = set()
         self.found: list[Event] = []
 
@@ -59,7 +72,7 @@ class _Follower:
                 self._drop(s)
             if i >= self.first:
                 for s in self.workload.reads[i]:
-                    if s in self.dropped_by and self.workload.uses[s][-1] == i:
+                    if s in self.dropped_by and self.workload.uses[s][-1] == i and not self._is_needed(s, i + 1):
                         self._drop(s)
         return tuple(self.found)
 
@@ -67,26 +80,61 @@ class _Follower:
         self.found.append(Event(Kind.DROP, storage))
         self.absent.add(storage)
 
-    def _make_again(self, region: int, position: int, needed: frozenset[int] = frozenset()) -> None:
-        """Run again the ops of a region that lead to `needed`, or to what ops at or after `position` read."""
+    def _make_again(
+        self, region: int, position: int, needed: frozenset[int] = frozenset(), *, alone: bool = False
+    ) -> None:
+        """Run again the ops of a region that lead to `needed`, or to what ops at or after `position` read.
+
+        `alone`: not to the latter, for which the region will run once more.
+        """
         w, ops = self.workload, self.regions[region]
-        wanted = {s for i in ops for s in w.writes[i] if s in self.absent and self._is_used(s, position)} | needed
+        results = () if alone else (s for i in ops for s in w.writes[i])
+        wanted = {s for s in results if s in self.absent and self._is_needed(s, position)} | needed
         again: list[int] = []
         for i in reversed(ops):
             if wanted.intersection(w.writes[i]):
                 again.append(i)
-                wanted |= {s for s in w.reads[i] if s in self.absent and self.dropped_by[s] == region}
+                wanted |= self._absent_before(i, region)
         again.reverse()
+        made = {s for i in again for s in w.writes[i]}
         last_touch = {s: i for i in again for s in (*w.writes[i], *w.reads[i])}
         for i in again:
             for s in w.reads[i]:
                 if s in self.absent:
-                    self._make_again(self.dropped_by[s], position, frozenset({s}))
+                    other = self.dropped_by[s]
+                    around = other in self.within[region]
+                    self._make_again(other, position, frozenset({s}), alone=not around)
             self.found.append(Event(Kind.RUN, i))
             self.absent -= wanted.intersection(w.writes[i])
             for s in sorted({*w.writes[i], *w.reads[i]} - self.absent - needed):
-                if last_touch[s] == i and s in self.dropped_by and not self._is_used(s, position):
+                if last_touch[s] != i or s not in self.dropped_by:
+                    continue
+                if (alone and s in made) or not self._is_needed(s, position):
                     self._drop(s)
+        for s in sorted({s for i in again for s in w.reads[i] if s in self.inputs_of} - self.absent - needed):
+            if not self._is_needed(s, position):
+                self._drop(s)
 
-    def _is_used(self, storage: int, position: int) -> bool:
-        return self.workload.uses[storage][-1] >= position
+    def _absent_before(self, op: int, region: int) -> set[int]:
+        """Return what is absent of a region's own results that an op reads, or what it reads of regions within."""
+        w, found, ops, seen = self.workload, set[int](), [op], set[int]()
+        while ops:
+            for s in w.reads[ops.pop()]:
+                if s not in self.absent or s in seen:
+                    continue
+                seen.add(s)
+                if self.dropped_by[s] == region:
+                    found.add(s)
+                elif region in self.within[self.dropped_by[s]]:
+                    ops += w.writers[s]
+        return found
+
+    def _is_needed(self, storage: int, position: int) -> bool:
+        """Return whether an op at or after `position` reads a storage, or a region that will have to run again."""
+        if self.workload.uses[storage][-1] >= position:
+            return True
+        return any(
+            s in self.absent and self._is_needed(s, position)
+            for region in self.inputs_of.get(storage, ())
+            for s in self.results.get(region, ())
+        )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
+import operator
 import pickle
 import random
 import sys
@@ -56,13 +57,36 @@ def settle_side_effects(
     return undo
 
 
-def require_same_call(model: nn.Module, first: fx.Graph, second: fx.Graph, undo: list[Callable[[], None]]) -> None:
+def require_same_call(model: nn.Module, first: nn.Module, second: nn.Module, undo: list[Callable[[], None]]) -> None:
     """Raise `UnsupportedGraph`, with all attributes restored, if the first call computes what later calls do not."""
-    if str(first) != str(second):
+    if _computed(first) != _computed(second):
         for back in undo:
             back()
         reason = "forward does something different in its first call, such as an initialisation"
         raise UnsupportedGraph(type(model).__name__, reason, "call the model once, then compile it", see="first-call")
+
+
+def _computed(module: nn.Module) -> list[Any]:
+    """Return what a graph of dynamo's computes, without names, and with the graphs of its checkpoints inside.
+
+    A checkpoint whose function changes Python state returns every tensor that it makes: only what is used counts.
+    """
+    graph: fx.Graph = module.graph  # type: ignore[assignment]
+    found: list[Any] = []
+    at: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.target is operator.getitem and not node.users:
+            continue
+        at[node] = f"%{len(at)}"
+        target = getattr(module, node.target, None) if node.op == "get_attr" else None
+        given = pytree.tree_map_only(fx.Node, at.get, (node.args, node.kwargs))
+        if isinstance(target, fx.GraphModule):
+            found.append(_computed(target)[:-1])
+        elif node.op == "placeholder":
+            found.append(node.op)
+        else:
+            found.append(f"{node.op} {node.target} {given}")
+    return found
 
 
 def _is_own(source: str) -> bool:

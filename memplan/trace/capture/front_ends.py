@@ -18,14 +18,16 @@ from torch._guards import detect_fake_mode
 
 from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
 from memplan.trace.capture.effects import exporting, refuse_random, require_same_call, settle_side_effects
+from memplan.trace.capture.intermediate_leaves import tracing_assignments
 from memplan.trace.capture.lost_checkpoints import refusing_checkpoints
-from memplan.trace.capture.python_values import options_of_layers, recording_guards
+from memplan.trace.capture.python_values import Reading, options_of_layers, recording_guards
 from memplan.trace.capture.recurrent import RecurrentAsEager
 from memplan.trace.capture.returned_objects import returning_objects
 
 READINGS = "memplan's readings"  # key of a graph's Python values in its metadata
 WARNINGS = "memplan's warnings"  # key of what a graph computes unlike eager
 _IGNORED = "ignore_logging_functions"  # torch's option
+_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"  # torch's option
 _LOGS = ("debug", "info", "warning", "error", "critical", "exception", "log", "info_once", "warning_once")
 FrontEnd = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], nn.Module]
 
@@ -38,34 +40,51 @@ def identity(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
     """Return dynamo's graph of the model as a module: the front end that reads Python.
 
+    Python state that forward changes inside of an activation checkpoint is treated as outside of one: eager's backward
+    changes it once more, which is the same for what settles in one call.
+
     Raises `UnsupportedGraph` for what forward changes beside tensors.
     """
-    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
-
-    front: Callable[..., nn.Module] = dynamo_graph_capture_for_export(model)
-    with warnings.catch_warnings(record=True) as caught, recording_guards(model) as readings, _dynamo_settings():
-        warnings.simplefilter("always")
-        module = front(*args, **kwargs)
+    try:
+        module, readings, said = _read(model, args, kwargs)
+    except Exception as error:
+        if "side effect" not in str(error) or not hasattr(torch._dynamo.config, _EFFECTS):
+            raise
+        module, readings, said = _read(model, args, kwargs, **{_EFFECTS: True})
     meta_of(module)[READINGS] = tuple(readings)
     meta_of(module)[WARNINGS] = gradients_that_eager_lacks(module.graph)  # type: ignore[arg-type]
     _clear_globals(model, module)
     refuse_random(model, module.graph)  # type: ignore[arg-type]
     _take_real_tensors(module)
-    undo = [back for w in caught for back in settle_side_effects(model, args, kwargs, str(w.message))]
+    undo = [back for message in said for back in settle_side_effects(model, args, kwargs, message)]
     if not undo:
         return returning_objects(module)
     settled = dynamo(model, args, kwargs)
-    require_same_call(model, module.graph, settled.graph, undo)  # type: ignore[arg-type]
+    require_same_call(model, module, settled, undo)
     return settled
 
 
-def _dynamo_settings() -> Any:
+def _read(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **config: Any
+) -> tuple[nn.Module, list[Reading], list[str]]:
+    """Return dynamo's graph of the model, the Python values that it read, and its warnings."""
+    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+
+    front: Callable[..., nn.Module] = dynamo_graph_capture_for_export(model)
+    with warnings.catch_warnings(record=True) as caught, recording_guards(model) as readings:
+        warnings.simplefilter("always")
+        with _dynamo_settings(**config), tracing_assignments():
+            module = front(*args, **kwargs)
+    return module, readings, [str(w.message) for w in caught]
+
+
+def _dynamo_settings(**config: Any) -> Any:
     """Return the settings under which dynamo forgets earlier traces, and does not trace logging.
 
     A number that had another value in an earlier trace would otherwise become a variable, without a guard. A compiled
     step does not log what forward logs.
     """
-    config: dict[str, Any] = {"specialize_int": True, "specialize_float": True, "automatic_dynamic_shapes": False}
+    config |= {"specialize_int": True, "specialize_float": True, "automatic_dynamic_shapes": False}
     if hasattr(torch._dynamo.config, _IGNORED):
         config[_IGNORED] = {getattr(logging.Logger, name) for name in _LOGS if hasattr(logging.Logger, name)}
     return torch._dynamo.config.patch(config)

@@ -24,6 +24,7 @@ from memplan.trace.capture.fake_layouts import layout_decompositions, settle_lay
 from memplan.trace.capture.fake_statistics import correct_statistics
 from memplan.trace.capture.front_ends import READINGS, WARNINGS, FrontEnd, dynamo, export, identity, is_patched, meta_of
 from memplan.trace.capture.lost_checkpoints import LostCheckpoint
+from memplan.trace.capture.nested_checkpoints import note_checkpoints
 from memplan.trace.capture.python_values import Reading, with_values
 from memplan.trace.capture.quiet import quiet
 from memplan.trace.capture.recurrent import RecurrentAsEager, separate_gradients, size_workspaces
@@ -266,6 +267,7 @@ def export_joint(
         table = layout_decompositions() if decompositions is None else dict(decompositions)
         return aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=table)
 
+    note_checkpoints(module)
     with RecurrentAsEager() if decompositions is None else contextlib.nullcontext():
         joint = export()
         if overlapping_tangents(joint.graph_module.graph):

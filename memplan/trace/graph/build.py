@@ -40,7 +40,7 @@ from memplan.trace.passes.fold import FOLDED
 from memplan.trace.passes.out_variants import out_variant, written_names
 from memplan.trace.passes.own_outputs import is_backward, returned_by
 from memplan.trace.passes.randomness import draws
-from memplan.trace.passes.rewrite import CHECKPOINT, MEMORY_ONLY, OWN, aten, storage_key
+from memplan.trace.passes.rewrite import CHECKPOINT, MEMORY_ONLY, OWN, WITHIN, aten, storage_key
 from memplan.trace.traced import Binding, Computed, KernelCall, OpaqueResult, Ref, Source, TracedGraph
 
 KIND_OF = {
@@ -313,6 +313,7 @@ class _FxReader:
                 origin=origin_of(node),
                 unrelated=self._unrelated(node, outs),
                 checkpoint=node.meta.get(CHECKPOINT, 0),
+                within=node.meta.get(WITHIN, ()),
                 group=group_of(node.target, node.args),
             )
         )

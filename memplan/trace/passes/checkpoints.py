@@ -2,59 +2,90 @@
 
 Dynamo traces a checkpointed region once. Its nodes carry the region's number (`ac_graph_id`) and a policy
 (`recompute`); which results leave the region is implicit. Autograd's sequence numbers tell it: a backward node has the
-number of the forward op that saved what it reads.
+number of the forward op that saved what it reads. Of regions within regions, nodes carry the number of the outermost;
+the others are noted before the joint trace (`capture/nested_checkpoints.py`).
 """
 
 from __future__ import annotations
+
+from itertools import count
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memplan.trace.passes.own_outputs import is_backward
-from memplan.trace.passes.rewrite import CHECKPOINT, storage_key
+from memplan.trace.passes.rewrite import CHECKPOINT, WITHIN, storage_key
 
 DROPS = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
+NOTES, AROUND = "custom", "memplan_checkpoints"  # a key of torch's in a node's meta, and one in the dict under it
+_ALL = 1 << 30
+_Regions = tuple[int, ...]  # the numbers of the regions that a node is in, from the outermost
 
 
 def mark_checkpoints(graph: fx.Graph) -> None:
     """Set `meta[CHECKPOINT]` to the region's number on each node of which eager keeps no result for the backward.
 
     A result inside a region is kept where an op outside of every region saves it, where another region takes it as an
-    input, and where a selective policy says so. Results that share memory with a kept one are kept.
+    input, and where a selective policy says so. Results that share memory with a kept one are kept. Of regions within
+    regions, a result is of the innermost that nobody outside keeps it for, and `meta[WITHIN]` are those around it.
     """
-    regions = {node: _region_of(node) for node in graph.nodes}
+    regions = _regions(graph)
     if not any(regions.values()):
         return
     of_sequence = {node.meta.get("seq_nr"): region for node, region in regions.items() if region}
-    kept = set()
+    depth: dict[int, int] = {}  # storage -> how many of the regions that it is in drop it
     for node in graph.nodes:
-        keys = _storages(node)
-        if keys and _is_kept(node, regions, of_sequence):
-            kept |= keys
+        found = _dropped_to(node, regions, of_sequence)
+        for key in _storages(node):
+            depth[key] = min(depth.get(key, found), found)
     for node, region in regions.items():
-        if region and node.meta.get("recompute") in DROPS and not _storages(node) & kept:
-            node.meta[CHECKPOINT] = region
+        dropped = region[: min((depth[key] for key in _storages(node)), default=0)]
+        if dropped and node.meta.get("recompute") in DROPS:
+            node.meta[CHECKPOINT] = dropped[-1]
+            node.meta[WITHIN] = dropped[:-1]
 
 
-def _region_of(node: fx.Node) -> int:
-    """Return the number of the region that a node of the forward is in; 0: none."""
-    return int(node.meta.get("ac_graph_id") or 0) if node.op == "call_function" and not is_backward(node) else 0
+def _regions(graph: fx.Graph) -> dict[fx.Node, _Regions]:
+    """Return the regions of each node; none for those of the backward."""
+    numbers = (int(node.meta.get(key) or 0) for node in graph.nodes for key in ("ac_graph_id", CHECKPOINT))
+    new = count(max(numbers, default=0) + 1)
+    known: dict[_Regions, int] = {}
+    found = {}
+    for node in graph.nodes:
+        outermost = int(node.meta.get("ac_graph_id") or 0)
+        if node.op != "call_function" or is_backward(node) or not outermost:
+            found[node] = ()
+            continue
+        regions: _Regions = (outermost,)
+        for inner in (node.meta.get(NOTES) or {}).get(AROUND, ())[1:]:
+            key = (*regions, inner)
+            if key not in known:
+                known[key] = next(new)
+            regions = (*regions, known[key])
+        found[node] = regions
+    return found
 
 
-def _is_kept(node: fx.Node, regions: dict[fx.Node, int], of_sequence: dict[int | None, int]) -> bool:
-    """Return whether one of its uses makes eager keep a result of the forward until the backward."""
+def _dropped_to(node: fx.Node, regions: dict[fx.Node, _Regions], of_sequence: dict[int | None, _Regions]) -> int:
+    """Return how many of the regions that a node is in drop its results, from the outermost; `_ALL`: each of them.
+
+    The others keep them, which is where an op saves them, or a region takes them as inputs.
+    """
+    own, found = regions[node], _ALL
     if is_backward(node):
-        return False
-    region = regions[node]
-    if region and node.meta.get("recompute") not in DROPS:
-        return True
+        return found
+    if own and node.meta.get("recompute") not in DROPS:
+        return 0
     for user in node.users:
-        if user.op == "output" or (is_backward(user) and not of_sequence.get(user.meta.get("seq_nr"))):
-            return True
-        if not is_backward(user) and regions[user] and regions[user] != region:
-            return True
-    return False
+        saved = is_backward(user)
+        theirs = of_sequence.get(user.meta.get("seq_nr"), ()) if saved else regions[user]
+        if user.op == "output" or (saved and not theirs):
+            return 0
+        shared = sum(one == two for one, two in zip(own, theirs, strict=False))
+        if (0 < shared < len(own)) if saved else shared < len(theirs):
+            found = min(found, shared)
+    return found
 
 
 def _storages(node: fx.Node) -> set[int]:

@@ -16,6 +16,7 @@ from memplan.errors import UnsupportedGraph
 CHECKPOINT = (
     "memplan_checkpoint"  # key of a node's meta: the number of the activation checkpoint that drops its results
 )
+WITHIN = "memplan_within"  # key of a node's meta: the numbers of the checkpoints around that one, from the outermost
 INHERITED = (
     "stack_trace",
     "nn_module_stack",
@@ -23,6 +24,7 @@ INHERITED = (
     "fwd_nn_module_stack",
     "autograd_backward",
     CHECKPOINT,
+    WITHIN,
 )
 OWN = "memplan_own"  # in the meta of a constant: a pass has made it, and nobody else holds it
 _WRITTEN = str.maketrans({"-": "minus_", ".": "_", "+": "_"})  # characters of numbers, for use in names
@@ -120,6 +122,7 @@ class Rewriter:
             new.meta["partitioner_tag"] = self.phase
         if self.checkpoint:
             new.meta[CHECKPOINT] = self.checkpoint
+            new.meta.pop(WITHIN, None)
         return new
 
 
