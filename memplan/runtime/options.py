@@ -192,6 +192,12 @@ class CompileOptions(RunOptions):
         return self.cuda_graph
 
     @property
+    def plans_for_updates(self) -> bool:
+        """Whether programs are planned again for what the optimizer allocates: by default, where the model is."""
+        fixed = self.has_budget or self.sanitize is not None or self.cuda_graph
+        return not fixed and self.dynamic_shapes is None and self.device is None and self.gradients == "auto"
+
+    @property
     def gradients_in_arena(self) -> bool:
         """Whether gradients stay in the arena: "auto" puts them there unless the step is recorded."""
         recorded = self.gradients == "auto" and self.cuda_graph

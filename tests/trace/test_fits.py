@@ -80,7 +80,7 @@ def test_state_and_temporaries_are_those_of_the_real_update(make: Callable[[Any]
 
 
 def test_parts_are_those_of_the_plan_and_of_the_optimizer() -> None:
-    model, x = Tied(), torch.randn(64, WIDTH)
+    model, x = Tied(), torch.randn(1024, WIDTH)
     plan = memplan.plan(model, x)
     answer = memplan.fits(model, x, device="cpu", allowance=0, search=False)
     weights = sum(p.nbytes for p in model.parameters())
@@ -91,7 +91,7 @@ def test_parts_are_those_of_the_plan_and_of_the_optimizer() -> None:
     numbers = answer.plan.numbers
     assert answer.need.fixed + answer.need.arena + answer.need.during == plan.total + answer.need.state + numbers
     assert answer.total == answer.need.total == answer.need.fixed + answer.need.arena + answer.need.beside
-    assert (answer.batch, answer.optimizer, answer.dtypes, answer.largest_batch) == (64, "AdamW", ("float32",), None)
+    assert (answer.batch, answer.optimizer, answer.dtypes, answer.largest_batch) == (1024, "AdamW", ("float32",), None)
     assert "AdamW" in str(answer)
     assert "fits cpu" in repr(answer)
     whole = memplan.fits(model, x, device="1GiB", search=False).total
@@ -102,6 +102,14 @@ def test_parts_are_those_of_the_plan_and_of_the_optimizer() -> None:
     assert plain.total == plan.total + numbers + (1 << 20)
     forward = memplan.fits(model, x, device="cpu", train=False, search=False)
     assert (forward.train, forward.need.state) == (False, 0)
+
+
+def test_the_arena_makes_room_for_the_update_where_eager_needs_less() -> None:
+    model, x = Tied(), torch.randn(64, WIDTH)
+    answer = memplan.fits(model, x, device="cpu", allowance=0, search=False)
+    assert answer.need.temporaries > answer.need.during
+    assert answer.need.arena < memplan.plan(model, x).arena_size
+    assert answer.total <= answer.eager + answer.plan.padding
 
 
 @pytest.mark.parametrize("name", ["saves", "resnet"])

@@ -16,7 +16,6 @@ from memplan.errors import InputMismatch
 from memplan.evict.feedback import RecordingPolicy
 from memplan.planning.consistency import require_budget
 from memplan.runtime.api.example_leaves import without_tensors
-from memplan.runtime.api.first_update import FirstUpdate
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.recorders import Recorder, make_recorder
 from memplan.runtime.execute.runner import Runner
@@ -36,6 +35,7 @@ from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
 from memplan.trace import CapturedCall, capture_call
 from memplan.trace.capture.refusals import require_traceable
+from memplan.trace.optimizer.first_step import FirstUpdate
 from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:

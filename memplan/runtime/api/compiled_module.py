@@ -18,7 +18,6 @@ from memplan.errors import BudgetInfeasible, InputMismatch, MemplanError, StaleA
 from memplan.runtime.api.builder import Builder, forget_example
 from memplan.runtime.api.compilation import Compilation, compile_example
 from memplan.runtime.api.example_leaves import detached
-from memplan.runtime.api.first_update import FirstUpdate, may_plan_again
 from memplan.runtime.api.mismatch import UnplannedCalls
 from memplan.runtime.api.pending_calls import PendingCalls, several_can_wait
 from memplan.runtime.api.pickling import example_of, modes_by_name, rebuild, recipe
@@ -45,6 +44,7 @@ from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, offload
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import MeasuredStep, ProfileGuide
 from memplan.trace.capture.refusals import require_traceable, why_it_breaks
+from memplan.trace.optimizer.first_step import FirstUpdate
 
 if TYPE_CHECKING:
     from memplan.runtime.guards.input_guards import InputGuards
@@ -141,7 +141,7 @@ class CompiledModule(SharedModule, MeasuredStep):
                 builder, self._options, args, kwargs, train=train, backward_on_demand=on_demand, given=given
             )
         )
-        if self._selector.main.traced.training and may_plan_again(self._options, given):
+        if self._selector.main.traced.training and given is None and self._options.plans_for_updates:
             self.__dict__["_update"] = FirstUpdate(self._original.parameters, self._make_room)
 
     def _use(self, made: Compilation) -> None:
@@ -193,7 +193,7 @@ class CompiledModule(SharedModule, MeasuredStep):
         """
         with contextlib.suppress(MemplanError, GradientsInUse), self._calling:
             again = self._pending is None and self._several is None and self._again is None and self._guide is None
-            if not again or self._builder.options.gradients != "auto":
+            if not again or not self._builder.options.plans_for_updates:
                 return
             smaller = self._builder.with_room_for_update(self._selector.programs_of_calls, update)
             if smaller:

@@ -1,7 +1,7 @@
-"""Learns what an optimizer allocates while the arena of a compiled module is idle, and plans the module again for it.
+"""Tells what waits for it that an optimizer is about to run, and what it will allocate.
 
-The arena stays allocated while the program's own optimizer updates the parameters, where eager has freed its
-activations. What the update allocates comes on top, and together they may be more than eager ever needs.
+Torch calls the hooks on all optimizers one after another, and none may be removed meanwhile. So there is one hook of
+memplan's, from the first time that something waits; it does nothing else than tell what waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
-from memplan.runtime.options import CompileOptions
 from memplan.trace.optimizer.update_bytes import bytes_of_step
 
 _log = logging.getLogger("memplan")
@@ -60,25 +59,17 @@ class FirstUpdate:
         )
 
 
-# Torch tells all hooks of all optimizers, and none may be removed while it does: there is one, and those that wait.
 _WAITING: weakref.WeakSet[FirstUpdate] = weakref.WeakSet()
 
 
 @cache
 def _hook_into_optimizers() -> None:
-    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_pre_hook(before_step)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Let those that wait measure an optimizer that is about to run."""
     if _WAITING:
         calls_model = any(callable(x) for x in (*args[1:], *kwargs.values()))
         for waiting in tuple(_WAITING):
             waiting.measure(optimizer, calls_model=calls_model)
-
-
-def may_plan_again(options: CompileOptions, given: Plan | None) -> bool:
-    """Return whether a module is planned again for its optimizer: by default alone, on the device of the model."""
-    fixed = given is not None or options.has_budget or options.sanitize or options.cuda_graph
-    varied = options.dynamic_shapes is not None or options.device is not None
-    return not fixed and not varied and options.gradients == "auto"
