@@ -81,13 +81,19 @@ class _Follower:
         self.absent.add(storage)
 
     def _make_again(
-        self, region: int, position: int, needed: frozenset[int] = frozenset(), *, alone: bool = False
+        self,
+        region: int,
+        position: int,
+        needed: frozenset[int] = frozenset(),
+        *,
+        held: frozenset[int] = frozenset(),
+        alone: bool = False,
     ) -> None:
         """Run again the ops of a region that lead to `needed`, or to what ops at or after `position` read.
 
-        `alone`: not to the latter, for which the region will run once more.
+        `alone`: not to the latter, for which the region will run once more. What is `held` is not dropped.
         """
-        w, ops = self.workload, self.regions[region]
+        w, ops, held = self.workload, self.regions[region], held | needed
         results = () if alone else (s for i in ops for s in w.writes[i])
         wanted = {s for s in results if s in self.absent and self._is_needed(s, position)} | needed
         again: list[int] = []
@@ -97,21 +103,24 @@ class _Follower:
                 wanted |= self._absent_before(i, region)
         again.reverse()
         made = {s for i in again for s in w.writes[i]}
+        lent = set[int]()  # what another region made for this one, and will make once more for itself
         last_touch = {s: i for i in again for s in (*w.writes[i], *w.reads[i])}
         for i in again:
-            for s in w.reads[i]:
-                if s in self.absent:
-                    other = self.dropped_by[s]
-                    around = other in self.within[region]
-                    self._make_again(other, position, frozenset({s}), alone=not around)
+            while absent := [s for s in w.reads[i] if s in self.absent]:
+                other = self.dropped_by[absent[0]]
+                theirs = frozenset(s for s in absent if self.dropped_by[s] == other)
+                around = other in self.within[region]
+                self._make_again(other, position, theirs, held=held.union(w.reads[i]), alone=not around)
+                lent |= set() if around else theirs
             self.found.append(Event(Kind.RUN, i))
             self.absent -= wanted.intersection(w.writes[i])
-            for s in sorted({*w.writes[i], *w.reads[i]} - self.absent - needed):
+            self.found += [Event(Kind.DROP, s) for s in sorted(self.absent.intersection(w.writes[i]))]
+            for s in sorted({*w.writes[i], *w.reads[i]} - self.absent - held):
                 if last_touch[s] != i or s not in self.dropped_by:
                     continue
-                if (alone and s in made) or not self._is_needed(s, position):
+                if (alone and s in made) or s in lent or not self._is_needed(s, position):
                     self._drop(s)
-        for s in sorted({s for i in again for s in w.reads[i] if s in self.inputs_of} - self.absent - needed):
+        for s in sorted({s for i in again for s in w.reads[i] if s in self.inputs_of} - self.absent - held):
             if not self._is_needed(s, position):
                 self._drop(s)
 

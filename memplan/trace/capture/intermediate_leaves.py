@@ -30,7 +30,7 @@ def tracing_assignments() -> Iterator[None]:
         """Trace the method instead of the assignment where the tensor is neither an input nor a parameter."""
         is_flag = name.is_python_constant() and name.as_python_constant() == "requires_grad"
         if is_flag and isinstance(obj, variables.TensorVariable) and not obj.source and value.is_python_constant():
-            obj.method_requires_grad_(tx, value)  # type: ignore[attr-defined]
+            obj.method_requires_grad_(tx, value)
             return variables.ConstantVariable.create(None)
         return rule(self, tx, obj, name, value)
 

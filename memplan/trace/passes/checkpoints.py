@@ -51,7 +51,7 @@ def _regions(graph: fx.Graph) -> dict[fx.Node, _Regions]:
     numbers = (int(node.meta.get(key) or 0) for node in graph.nodes for key in ("ac_graph_id", CHECKPOINT))
     new = count(max(numbers, default=0) + 1)
     known: dict[_Regions, int] = {}
-    found = {}
+    found: dict[fx.Node, _Regions] = {}
     for node in graph.nodes:
         outermost = int(node.meta.get("ac_graph_id") or 0)
         if node.op != "call_function" or is_backward(node) or not outermost:
