@@ -277,10 +277,10 @@ def table_of(verdicts: Sequence[Verdict]) -> Table:
         "own `step()` runs. Most programs need less than a megabyte, and what a compiled module keeps beside its "
         "arena is a large part of it: the ratios say little about large ones. Where they are above 1, the causes "
         "that were looked at are: the temporaries of an optimizer's own step, which come on top of an arena that "
-        "is idle then (deberta, accelerate_loop); the gradient of a model's output, which autograd holds until the"
-        " backward of the whole model ends (super_resolution, word_lm_transformer); the example that "
-        "`memplan.compile` keeps (regression, simclr); alignment in arenas of several calls (actor_critic); and "
-        "calls in flight whose order changes from step to step (dcgan).",
+        "is idle then (deberta, accelerate_loop, and llama, phi3 and gcn, where they are too small to plan for); the "
+        "gradient of a model's output, which autograd holds until the backward of the whole model ends "
+        "(super_resolution, word_lm_transformer); alignment in arenas of several calls (actor_critic); and calls in "
+        "flight whose order changes from step to step (dcgan).",
         "",
         *counts,
         "",
