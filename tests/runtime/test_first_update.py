@@ -137,6 +137,16 @@ def test_gradients_that_something_else_refers_to_keep_their_arena(monkeypatch: p
     assert torch.equal(torch.from_numpy(view), was), "an address that is kept keeps its bytes"
 
 
+def test_a_step_that_dynamo_traces_measures_nothing() -> None:
+    torch.manual_seed(0)
+    model, x = WithLoss(96), torch.randn(96, 96)
+    called = memplan.compile(model, x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    called(x).backward()
+    torch.compile(optimizer.step, backend="eager")()
+    assert called.plan.total == memplan.compile(WithLoss(96), x).plan.total
+
+
 def test_other_calls_and_evaluations_share_the_smaller_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "WORTH_PLANNING", 1)
     torch.manual_seed(0)

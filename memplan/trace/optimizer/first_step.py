@@ -69,7 +69,7 @@ def _hook_into_optimizers() -> None:
 
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Let those that wait measure an optimizer that is about to run."""
-    if _WAITING:
+    if _WAITING and not torch.compiler.is_compiling():
         calls_model = any(callable(x) for x in (*args[1:], *kwargs.values()))
         for waiting in tuple(_WAITING):
             waiting.measure(optimizer, calls_model=calls_model)

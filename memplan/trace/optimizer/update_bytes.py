@@ -91,8 +91,6 @@ def bytes_of_step(optimizer: torch.optim.Optimizer) -> int | None:
     """
     if type(optimizer) not in _classes().values() or isinstance(optimizer, torch.optim.LBFGS):
         return None
-    if all(group.get("fused") for group in optimizer.param_groups):
-        return 0
     try:
         made = _meta_copy(optimizer)
         step: Any = type(made).step
@@ -114,10 +112,11 @@ def _meta_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     made.defaults, made.state = dict(optimizer.defaults), defaultdict(dict)
     made.param_groups = []
     for group in optimizer.param_groups:
+        if group.get("fused"):  # its kernel allocates nothing
+            continue
         options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         if "foreach" in options and options["foreach"] is None:
             options["foreach"] = foreach_by_default(group)
-        options["fused"] = False
         updated = [p for p in group["params"] if p.grad is not None]
         made.param_groups.append({**options, "params": [_with_gradient(p) for p in updated]})
     return made  # type: ignore[no-any-return]
