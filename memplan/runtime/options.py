@@ -193,7 +193,7 @@ class CompileOptions(RunOptions):
 
     @property
     def plans_for_updates(self) -> bool:
-        """Whether programs are planned again for what the optimizer allocates: by default, where the model is."""
+        """Whether programs are planned again for what an optimizer allocates: unless an option fixes the arena."""
         fixed = self.has_budget or self.sanitize is not None or self.cuda_graph
         return not fixed and self.dynamic_shapes is None and self.device is None and self.gradients == "auto"
 

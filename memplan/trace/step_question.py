@@ -20,6 +20,7 @@ from memplan.planning.eager_total import eager_total
 from memplan.planning.measured import AsEager, with_temporaries
 from memplan.planning.memory_answer import Fits, Need, need_of
 from memplan.planning.options import PlanOptions
+from memplan.planning.outside_arena import need_with_update
 from memplan.trace.eager_step import eager_step
 from memplan.trace.kernel_scratch import KernelScratch
 from memplan.trace.meta_model import batch_of
@@ -127,7 +128,9 @@ class StepQuestion:
             transient = self._scratch.of_graph(traced.graph, traced.kernels)
             numbers = number_bytes(traced.graph, traced.kernels)
             plan = replace(plan_step(traced, None, options, transient=transient)[1], numbers=numbers)
-            after = 0 if self._update is None else self._update.temporaries
+            update = self._update
+            measured = update is not None and hasattr(torch.optim, update.name)  # compile measures no other optimizers
+            after = update.temporaries if update is not None and measured else 0
             return plan if options.has_budget else _as_compiled(plan, traced, transient, options, after)
 
     @contextmanager
@@ -171,7 +174,8 @@ def _as_compiled(plan: Plan, traced: TracedGraph, transient: Sequence[int], opti
     found = step.instead_of(plan) or plan
     whole = found.eviction is None or found.eviction.policy == "checkpoint"
     beside = replace(step, after=after).instead_of(found if whole else plan) if after else None
-    return beside or found
+    smaller = beside is not None and need_with_update(beside, after) < need_with_update(found, after)
+    return beside if beside is not None and smaller else found
 
 
 def updated_parameters(traced: TracedGraph, model: nn.Module) -> list[nn.Parameter]:

@@ -135,6 +135,65 @@ def test_gradients_that_something_else_refers_to_keep_their_arena(monkeypatch: p
     view, was = gradient.numpy(), gradient.clone()
     optimizer.step()
     assert torch.equal(torch.from_numpy(view), was), "an address that is kept keeps its bytes"
+    plan = called.plan
+    del view, gradient
+    _plain(called, optimizer, x)  # its gradients are still set, so that they leave the arena for good
+    assert called.plan is not plan
+
+
+@pytest.mark.parametrize("alias", [lambda g: g.data, lambda g: g.detach(), lambda g: g.view(-1)])
+def test_what_shares_bytes_with_a_gradient_still_does_after_the_update(
+    alias: Callable[[Any], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "WORTH_PLANNING", 1)
+    torch.manual_seed(0)
+    model, x = WithLoss(96), torch.randn(96, 96)
+    called = memplan.compile(model, x)
+    plan = called.plan
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    called(x).backward()
+    kept = [alias(p.grad) for p in model.parameters()]
+    optimizer.step()
+    for one in kept:
+        one.zero_()
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None), "as in eager"
+    del kept, one
+    for _ in range(2):
+        optimizer.zero_grad()
+        _plain(called, optimizer, x)
+    optimizer.zero_grad()
+    called(x)
+    assert called.plan.arena_size < plan.arena_size, "a later step makes room"
+
+
+def test_a_second_optimizer_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "WORTH_PLANNING", 1)
+    torch.manual_seed(0)
+    model, x = WithLoss(96), torch.randn(96, 96)
+    called = memplan.compile(model, x)
+    first, *others = model.parameters()
+    optimizers = [torch.optim.AdamW([first], fused=True), torch.optim.AdamW(others, foreach=True)]
+    plan = called.plan
+    for _ in range(2):
+        model.zero_grad()
+        called(x).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert called.plan.arena_size < plan.arena_size
+
+
+def test_an_evaluation_after_the_first_update_has_its_results_in_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "WORTH_PLANNING", 1)
+    torch.manual_seed(0)
+    model, x = WithLoss(96), torch.randn(96, 96)
+    called = memplan.compile(model, x)
+    _plain(called, torch.optim.AdamW(model.parameters(), foreach=True), x)
+    model.zero_grad()
+    expected = WithLoss(96)
+    expected.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(called(x), expected(x))
+    assert called._arena.nbytes >= x.nbytes
 
 
 def test_a_step_that_dynamo_traces_measures_nothing() -> None:

@@ -392,3 +392,25 @@ def test_graphs_without_ops_run() -> None:
 def test_following_checkpoints_is_the_only_way() -> None:
     with pytest.raises(UnsupportedCall, match="checkpoint='plan'"):
         memplan.plan(Block(), _tokens(), kernels="inductor", checkpoint="plan")
+
+
+class Residual(nn.Module):
+    """A product that is added to one of its own factors, the left or the right one."""
+
+    def __init__(self, size: int, *, right: bool) -> None:
+        super().__init__()
+        self.right = right
+        self.first, self.second = nn.Parameter(torch.randn(size, size)), nn.Parameter(torch.randn(size, size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x @ self.first
+        return h + (self.second @ h if self.right else h @ self.second)
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_a_sum_is_not_made_over_a_factor_of_its_product(right: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Residual(300, right=right), torch.randn(300, 300)  # smaller products are read before any is written
+    compiled = memplan.compile(model, x, train=False, kernels="inductor")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-4 * model(x).abs().max().item())

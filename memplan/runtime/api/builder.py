@@ -12,10 +12,10 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.plan import Plan
-from memplan.errors import InputMismatch
+from memplan.errors import InputMismatch, MemplanError
 from memplan.evict.feedback import RecordingPolicy
 from memplan.planning.consistency import require_budget
-from memplan.runtime.api.example_leaves import without_tensors
+from memplan.runtime.api.example_leaves import detached, without_tensors
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.recorders import Recorder, make_recorder
 from memplan.runtime.execute.runner import Runner
@@ -52,8 +52,8 @@ class Builder:
     `arena` is the arena that all programs share, one at a time; the first program allocates it. If a later one needs
     more, a larger arena replaces it, and `again` makes the earlier programs anew there. With a `coordinator`, which
     places programs in its own arena, each program begins in an arena of its own. `together`: the model is one that
-    several ranks run together. `make_room` is called with the options
-    and the plan of a program before an arena is allocated for it.
+    several ranks run together. `make_room` is called with the options and the plan of a program before an arena is
+    allocated for it.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class Builder:
         self.arena: Arena | None = None
         self._warned = False
         self._new_arenas = NewArenas()
-        self._after = 0  # bytes that the optimizer allocates beside the arena, once it has run
+        self.smaller: dict[InputGuards, tuple[TracedGraph, Plan]] = {}  # what programs of these guards are to become
+        self._after = 0  # bytes that the optimizer allocates beside the arena, which smaller programs leave room for
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None = None) -> Runner:
         """Return a program for calls like this one, with the `given` plan or a new one."""
@@ -84,7 +85,10 @@ class Builder:
             room = None if (arena := self._arena_now) is None else arena.nbytes
             with self._new_arenas:
                 runner = first_program(
-                    *(self.options, traced, captured, self.assemble), given=given, room=room, after=self._after
+                    *(self.options, traced, captured, self.assemble),
+                    given=given,
+                    room=room,
+                    after=self._after if train else 0,
                 ).runner
             forget_example(runner)
         if given is not None and given.eviction is not None:  # other programs keep that budget too
@@ -93,24 +97,46 @@ class Builder:
             self.options = replace(self.options, gradients="safe")  # other programs have them where the plan has them
         return runner
 
-    def with_room_for_update(
-        self, runners: Iterable[Runner], update: FirstUpdate
-    ) -> dict[InputGuards, tuple[TracedGraph, Plan]]:
-        """Return steps and plans in the place of those of programs, for what an optimizer allocates beside the arena.
+    def leave_room_for_update(self, runners: Iterable[Runner], update: FirstUpdate) -> bool:
+        """Free the arena for smaller programs, if it needs more than eager with what an optimizer allocates beside it.
 
-        They have results outside the arena, so that arena and update together need no more than eager. They are for
-        `assemble`, by the guards that all programs of a step share; where a plan stays, there is none. Plans of later
-        programs leave room for the update too.
+        The plans of smaller programs have results outside the arena. They are in `smaller`, and are made at the next
+        call. Returns whether there are any; nothing changes otherwise.
+
+        Raises `ArenaInUse` or `GradientsInUse`.
         """
-        self._after, found = update.nbytes, {}
+        found: dict[InputGuards, tuple[TracedGraph, Plan]] = {}
         for runner in runners:
             if runner.traced.training:
                 built = Built(traced=runner.as_traced, runner=runner)
                 smaller = plan_as_small_as_eager(self.options, built, after=update.nbytes)
                 if smaller is not None:
-                    update.report(runner.plan, smaller[1])
                     found[runner.input_guards] = smaller
-        return found
+        if found:
+            self.free_arena()
+            self.smaller, self._after = found, update.nbytes
+            for runner in runners:
+                if runner.input_guards in found:
+                    update.report(runner.plan, found[runner.input_guards][1])
+        return bool(found)
+
+    def made_smaller(self, runner: Runner, leaves: Iterable[Any]) -> Runner:
+        """Return the program of a smaller plan in the place of one whose arena was freed, tried on a call's leaves.
+
+        Without such a plan, or if its trial run fails, it is the same program in the present arena.
+        """
+        found = self.smaller.get(runner.input_guards)
+        if found is None:
+            return runner
+        traced, plan = found
+        try:
+            made = self.assemble(traced.with_example(map(detached, leaves)), plan)
+            forget_example(made)
+        except MemplanError:
+            del self.smaller[runner.input_guards]
+            return self.again(runner)
+        del self.smaller[runner.input_guards]
+        return made
 
     def require_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:
         """Raise `BudgetInfeasible` if no plan of a program for calls like this one keeps the budgets."""
@@ -184,7 +210,9 @@ class Builder:
             )
 
     def again(self, runner: Runner) -> Runner:
-        """Return a program whose arena was freed, in the arena that replaced it."""
+        """Return a program whose arena was freed, in the one that replaced it; unchanged if a smaller one follows."""
+        if runner.input_guards in self.smaller:
+            return runner
         with torch.inference_mode(False):
             arena = self._arena_for(runner.plan, runner.traced.device, 0)
             return runner.remade(runner.plan, arena, recorder=self._recorder(runner.traced.device))

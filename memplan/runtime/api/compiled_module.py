@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +14,8 @@ from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, InputMismatch, MemplanError, StaleActivationsError, UnsupportedGraph
-from memplan.runtime.api.builder import Builder, forget_example
+from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.compilation import Compilation, compile_example
-from memplan.runtime.api.example_leaves import detached
 from memplan.runtime.api.mismatch import UnplannedCalls
 from memplan.runtime.api.pending_calls import PendingCalls, several_can_wait
 from memplan.runtime.api.pickling import example_of, modes_by_name, rebuild, recipe
@@ -47,9 +45,7 @@ from memplan.trace.capture.refusals import require_traceable, why_it_breaks
 from memplan.trace.optimizer.first_step import FirstUpdate
 
 if TYPE_CHECKING:
-    from memplan.runtime.guards.input_guards import InputGuards
     from memplan.symbolic import SymbolicPlan
-    from memplan.trace.traced import TracedGraph
 
 _log = logging.getLogger("memplan")
 _APART = "%s: a kind of call is planned as several graphs, because one cannot hold it: %s; .plan is that of the others"
@@ -88,8 +84,6 @@ class CompiledModule(SharedModule, MeasuredStep):
     _several: SeveralGraphs | None
     _copied: CopyOfCompiled | None
     _update: FirstUpdate | None
-    # plans that take the place of programs at their next call; those of divided models stay
-    _smaller: MutableMapping[InputGuards, tuple[TracedGraph, Plan]] = MappingProxyType({})  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -114,7 +108,7 @@ class CompiledModule(SharedModule, MeasuredStep):
         self.__dict__.update(
             _unplanned=UnplannedCalls(model), _warned=set(), _copied=None, _copy_refused=None, _calling=OneThread()
         )
-        self.__dict__.update(_rebuilt=0, _sizes_refused=False, _several=None, _smaller={}, _update=None)
+        self.__dict__.update(_rebuilt=0, _sizes_refused=False, _several=None, _update=None)
         if copied_in is None:
             self.__dict__["_measurements"] = ()
             self._compile(args, kwargs, model.training if train is None else train, given)
@@ -186,33 +180,27 @@ class CompiledModule(SharedModule, MeasuredStep):
 
     # -- the optimizer beside the arena ------------------------------------------------------------------
 
-    def _make_room(self, update: FirstUpdate) -> None:
+    def _make_room(self, update: FirstUpdate) -> bool:
         """Free the arena while an optimizer runs for the first time, if both need more than eager, for a smaller one.
 
-        Programs of training move to the smaller one at their next call. Nothing changes while the arena is in use.
+        Programs of training become smaller at their next call. Returns whether they do; nothing changes while the
+        arena, or a gradient in it, is in use.
         """
-        with contextlib.suppress(MemplanError, GradientsInUse), self._calling:
+        with contextlib.suppress(MemplanError, GradientsInUse, torch.OutOfMemoryError), self._calling:
             again = self._pending is None and self._several is None and self._again is None and self._guide is None
-            if not again or not self._builder.options.plans_for_updates:
-                return
-            smaller = self._builder.with_room_for_update(self._selector.programs_of_calls, update)
-            if smaller:
-                self._builder.free_arena()
-                self.__dict__["_smaller"] = smaller
+            left = self._arena.ownership.left
+            if again and self._builder.options.plans_for_updates and (left is None or left.are_unshared):
+                return self._builder.leave_room_for_update(self._selector.programs_of_calls, update)
+        return False
 
     def _made_smaller(self, runner: Runner, leaves: list[Any]) -> tuple[Runner, list[torch.Tensor]]:
-        """Return what takes the place of a program, if there is a smaller plan for it, and its parameters."""
-        found = self._smaller.pop(runner.input_guards, None)
-        if found is not None and self._pending is None:
-            self._builder.free_arena()
-            traced, plan = found
-            made = self._builder.assemble(traced.with_example(map(detached, leaves)), plan)
-            forget_example(made)
+        """Return what takes the place of a program that is to be smaller, and its parameters."""
+        made = self._builder.made_smaller(runner, leaves)
+        if made is not runner:
             self._selector.replace(runner, made)
             if made is self._selector.main:
                 self._compilation.plan = made.plan
-            runner = made
-        return runner, runner.current()
+        return made, made.current()
 
     # -- calling -----------------------------------------------------------------------------------------
 
@@ -299,7 +287,7 @@ class CompiledModule(SharedModule, MeasuredStep):
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a program with the leaves of a call and the current parameters."""
-        if self._smaller:
+        if self._builder.smaller:
             runner, current = self._made_smaller(runner, leaves)
         if self._several is not None:
             self._several.make_room(self._options, runner.plan)

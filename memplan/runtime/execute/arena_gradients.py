@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from types import CellType
 from typing import Any
@@ -65,6 +66,13 @@ class ArenaGradients:
     def _references(self) -> list[int]:
         """Return for each storage the number of tensors that use it, and of references to its Python object."""
         return [*map(torch._C._storage_Use_Count, self._addresses), *map(sys.getrefcount, self._storages)]
+
+    @property
+    def are_unshared(self) -> bool:
+        """Whether nothing but the `.grad` of parameters has their bytes: no view, array, or other tensor."""
+        given = Counter(p.grad.untyped_storage()._cdata for p in self._held.tensors() if p.grad is not None)
+        expected = [n + given[address] for address, n in zip(self._addresses, self._unreferenced, strict=False)]
+        return self._references() == [*expected, *self._unreferenced[len(expected) :]]
 
     def require_unset(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise `GradientsInUse` if a parameter has a `.grad`, to which the step would add a second set of gradients.

@@ -48,6 +48,10 @@ class LeftGradients(Protocol):
     def arena(self) -> Any:
         """The arena that they are in."""
 
+    @property
+    def are_unshared(self) -> bool:
+        """Whether nothing but the `.grad` of parameters has their bytes."""
+
     def vacate(self, has_backward: bool) -> None:
         """Move them out of the arena, before a step with a backward or without uses the bytes."""
 

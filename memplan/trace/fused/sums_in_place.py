@@ -41,7 +41,8 @@ def with_sums_in_place(
         if pair is None:
             continue
         summand, result = pair
-        alone = all(view.block is not summand.block for view in run.reads if view is not summand and view != summand)
+        factors = pytree.tree_leaves(run.args[1:], is_leaf=lambda leaf: isinstance(leaf, BlockView))
+        alone = all(not isinstance(view, BlockView) or view.block is not summand.block for view in factors)
         free = not summand.block.given and summand.block not in kept and last[summand.block] == i
         if alone and free and first[result.block] == i and result.block not in inputs:
             taken[result.block] = taken.get(summand.block, summand.block)

@@ -1,4 +1,4 @@
-"""Tells what waits for it that an optimizer is about to run, and what it will allocate.
+"""Calls compiled modules right before the first step of an optimizer, with the bytes that it will allocate.
 
 Torch calls the hooks on all optimizers one after another, and none may be removed meanwhile. So there is one hook of
 memplan's, from the first time that something waits; it does nothing else than tell what waits.
@@ -19,35 +19,42 @@ from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
 from memplan.trace.optimizer.update_bytes import bytes_of_step
 
+_TRIES = 4  # steps of one optimizer: gradients that something else refers to, say, may be free at a later one
 _log = logging.getLogger("memplan")
 
 
 class FirstUpdate:
-    """Waits for the first `step()` of an optimizer that updates some of `parameters`, and then calls `make_room`.
+    """Waits for an optimizer that updates some of `parameters`, and calls `make_room` right before its first `step()`.
 
-    `make_room` is a method, whose object is not kept alive. It is called with this, right before the update: `name` is
-    the optimizer's class, and `nbytes` are what its `step()` allocates beside its state. It is not called where that is
-    not known, or nothing, nor for optimizers that call the model inside of `step()`.
+    `make_room` is a method, whose object is not kept alive. It is called with this: `name` is the optimizer's class,
+    and `nbytes` are what its `step()` allocates beside its state. It returns whether that is settled, for all
+    optimizers; it is called again a few times if not. It is not called where the bytes are not known, or none, nor for
+    a `step()` that calls the model.
     """
 
     def __init__(
-        self, parameters: Callable[[], Iterable[torch.Tensor]], make_room: Callable[[FirstUpdate], None]
+        self, parameters: Callable[[], Iterable[torch.Tensor]], make_room: Callable[[FirstUpdate], bool]
     ) -> None:
         self.name, self.nbytes = "", 0
         self._parameters, self._make_room = parameters, weakref.WeakMethod(make_room)
+        self._tries: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         _WAITING.add(self)
         _hook_into_optimizers()
 
     def measure(self, optimizer: torch.optim.Optimizer, *, calls_model: bool) -> None:
-        """Measure an optimizer that is about to run, if it updates any of the parameters; once."""
-        own = {id(p) for p in self._parameters()}
-        if own.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+        """Measure an optimizer that is about to run, if it updates any of the parameters, and if it was not before."""
+        tries = self._tries.get(optimizer, _TRIES)
+        if not tries:
             return
-        _WAITING.discard(self)
-        nbytes, make_room = None if calls_model else bytes_of_step(optimizer), self._make_room()
+        own = {id(p) for p in self._parameters()}
+        updates = not own.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"])
+        nbytes = bytes_of_step(optimizer) if updates and not calls_model else None
+        make_room = self._make_room()
+        self._tries[optimizer] = tries - 1 if nbytes or calls_model else 0
         if nbytes and make_room is not None:
             self.name, self.nbytes = type(optimizer).__name__, nbytes
-            make_room(self)
+            if make_room(self):
+                _WAITING.discard(self)
 
     def report(self, before: Plan, after: Plan) -> None:
         """Log that a plan takes the place of another one because of the update."""

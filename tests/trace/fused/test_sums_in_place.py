@@ -58,6 +58,8 @@ def test_sums_one_after_another_are_one_block() -> None:
         ([MADE, _run(SUM, TWO, ONE, A, B), _run("extern_kernels.mm", THREE, ONE, A)], ()),  # read later
         ([MADE, _run(SUM, TWO, ONE, A, B)], (ONE,)),  # returned
         ([MADE, _run(SUM, TWO, ONE, ONE.view((4, 4), (1, 4)), B)], ()),  # multiplied too
+        ([MADE, _run(SUM, TWO, ONE, ONE, B)], ()),  # multiplied as it is
+        ([MADE, _run(SUM, TWO, ONE, A, ONE)], ()),
         ([MADE, _run("extern_kernels.baddbmm", TWO, ONE, A, B)], ()),
         ([MADE, _run(SUM, TWO, ONE.view((4,), (1,)), A, B)], ()),  # a bias
         ([MADE, _run(SUM, TWO, ONE.view((4, 4), (1, 4)), A, B)], ()),  # laid out otherwise
