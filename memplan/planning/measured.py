@@ -79,6 +79,15 @@ class AsEager:
             _log.info("%s: needs %s, and eager %s", plan.model, needed, format_bytes(limit))
         return cheaper or found
 
+    def beside_update(self, now: Plan, after: int, unevicted: Callable[[], Plan]) -> Plan | None:
+        """Return the plan in the place of `now` if `step()` allocates `after` bytes beside the arena; None if it stays.
+
+        `unevicted`: makes the same plan without evictions, with its temporaries: results leave the arena instead.
+        """
+        kept = now.eviction is None or now.eviction.policy == "checkpoint"
+        found = replace(self, after=after).instead_of(now if kept else unevicted())
+        return found if found is not None and need_with_update(found, after) < need_with_update(now, after) else None
+
     def _need(self, plan: Plan) -> int:
         return need_with_update(plan, self.after) if self.after else plan.on_device
 

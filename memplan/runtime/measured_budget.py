@@ -14,7 +14,7 @@ from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.workload import Policy
 from memplan.planning.measured import AsEager, with_temporaries
-from memplan.planning.outside_arena import need_with_update, plan_partly_outside
+from memplan.planning.outside_arena import plan_partly_outside
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.kernels.callables import bytes_of_numbers, scalars_as_tensors
 from memplan.runtime.options import RunOptions
@@ -215,15 +215,14 @@ def plan_as_small_as_eager(options: RunOptions, built: Built, *, after: int = 0)
         replan=within,
         saved=not (options.recorded or options.sanitize),  # no sanitizer sees what each call allocates
         copies=not (on_host or options.recorded),  # recorded steps have none
-        after=after,
     )
-    if after and plan.eviction is not None and plan.eviction.policy != "checkpoint":
-        plan = with_temporaries(known.settle(options)[1], known.transient)  # results leave the arena instead
-    found = step.instead_of(plan)
-    before = built.runner.plan
-    if found is None or (after and need_with_update(found, after) >= need_with_update(before, after)):
-        return None
-    return outside_as_in(traced, found, gradients=True), found
+
+    def unevicted() -> Plan:
+        """Return the plan of the step without evictions."""
+        return with_temporaries(known.settle(options)[1], known.transient)
+
+    found = step.beside_update(plan, after, unevicted) if after else step.instead_of(plan)
+    return None if found is None else (outside_as_in(traced, found, gradients=True), found)
 
 
 def adopt_need(runner: Runner) -> None:

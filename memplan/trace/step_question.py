@@ -20,7 +20,6 @@ from memplan.planning.eager_total import eager_total
 from memplan.planning.measured import AsEager, with_temporaries
 from memplan.planning.memory_answer import Fits, Need, need_of
 from memplan.planning.options import PlanOptions
-from memplan.planning.outside_arena import need_with_update
 from memplan.trace.eager_step import eager_step
 from memplan.trace.kernel_scratch import KernelScratch
 from memplan.trace.meta_model import batch_of
@@ -172,10 +171,7 @@ def _as_compiled(plan: Plan, traced: TracedGraph, transient: Sequence[int], opti
     step = AsEager(graph=traced.graph, transient=transient, options=options, replan=within, saved=True, copies=False)
     plan = with_temporaries(plan, transient)
     found = step.instead_of(plan) or plan
-    whole = found.eviction is None or found.eviction.policy == "checkpoint"
-    beside = replace(step, after=after).instead_of(found if whole else plan) if after else None
-    smaller = beside is not None and need_with_update(beside, after) < need_with_update(found, after)
-    return beside if beside is not None and smaller else found
+    return (step.beside_update(found, after, lambda: plan) if after else None) or found
 
 
 def updated_parameters(traced: TracedGraph, model: nn.Module) -> list[nn.Parameter]:

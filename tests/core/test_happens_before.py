@@ -41,7 +41,7 @@ _Used = list[tuple[int, bool]]  # storages, and whether they are written
 
 
 class _LeftOut(NamedTuple):
-    """What `follow` leaves out."""
+    """Parts of a plan that `follow` leaves out."""
 
     without: Collection[int] = ()
     unordered: Collection[int] = ()

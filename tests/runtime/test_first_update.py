@@ -1,4 +1,4 @@
-"""What an optimizer allocates beside an idle arena is measured at its first step, and planned for from then on."""
+"""Tests of room for an optimizer's first update: what it allocates beside an idle arena is measured and planned for."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
 from memplan.trace import CapturedCall, capture_call
 from memplan.trace.capture.refusals import require_traceable
-from memplan.trace.optimizer.first_step import FirstUpdate
+from memplan.trace.optimizer.first_update import FirstUpdate
 from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:

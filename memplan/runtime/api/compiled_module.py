@@ -42,7 +42,7 @@ from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, offload
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import MeasuredStep, ProfileGuide
 from memplan.trace.capture.refusals import require_traceable, why_it_breaks
-from memplan.trace.optimizer.first_step import FirstUpdate
+from memplan.trace.optimizer.first_update import FirstUpdate
 
 if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan

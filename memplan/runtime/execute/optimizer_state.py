@@ -15,7 +15,7 @@ from memplan.distributed.parallel_guards import ParallelGuards
 from memplan.errors import InputMismatch, UnsupportedCall
 from memplan.runtime.guards.hook_counts import hooks_ever_set, hooks_of_node
 from memplan.runtime.guards.module_guards import COMPILE_AGAIN, ModuleGuards
-from memplan.trace.optimizer.first_step import before_step
+from memplan.trace.optimizer.first_update import before_step
 from memplan.trace.optimizer.optimizers import DECIDING, STEP
 from memplan.trace.optimizer.surroundings import has_own_step
 from memplan.trace.optimizer.updates import ACCUMULATED, COUNTERS, GROUP, LEARNING_RATE
