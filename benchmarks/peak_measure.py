@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -186,20 +187,34 @@ def median_seconds(step: Step, rounds: int) -> float:
     return statistics.median(seconds)
 
 
-def device_bytes(step: Step) -> int:
-    """Return `live_bytes` without the host arena, which on the CPU lies in the memory of the device."""
-    return live_bytes() - _host_bytes(step)
+def library_bytes(make: Callable[[], object]) -> int:
+    """Return the bytes of the tensors that libraries keep for themselves once `make` has made a model of theirs.
+
+    Example:
+        >>> library_bytes(lambda: torch.nn.Linear(2, 2))
+        0
+    """
+    make()
+    return live_bytes()
+
+
+def device_bytes(step: Step, apart: int) -> int:
+    """Return `live_bytes` without `apart` of libraries, and without the host arena, which is in a CPU's own memory."""
+    return live_bytes() - apart - _host_bytes(step)
 
 
 def _host_bytes(step: Step) -> int:
     return 0 if step.plan is None else step.plan.host_size
 
 
-def by_events(step: Step, rounds: int) -> dict[str, Cell]:
-    """Return time, standing bytes, the peak by memory events, and what the contender's plan had predicted."""
+def by_events(step: Step, rounds: int, apart: int) -> dict[str, Cell]:
+    """Return time, standing bytes, the peak by memory events, and what the contender's plan had predicted.
+
+    `apart` are bytes that are alive and not the step's, as `library_bytes`.
+    """
     seconds = median_seconds(step, rounds)
     step.clear()
-    standing = device_bytes(step)
+    standing = device_bytes(step, apart)
     return {
         "ms": seconds * 1e3,
         "standing": standing,
@@ -212,10 +227,13 @@ def by_events(step: Step, rounds: int) -> dict[str, Cell]:
     }
 
 
-def by_resident_set(step: Step, rounds: int) -> dict[str, Cell]:
-    """Return standing bytes, and their sum with the growth of the resident set, the median of `rounds` steps."""
+def by_resident_set(step: Step, rounds: int, apart: int) -> dict[str, Cell]:
+    """Return standing bytes, and their sum with the growth of the resident set, the median of `rounds` steps.
+
+    `apart` is that of `by_events`.
+    """
     step.clear()
-    standing = device_bytes(step)
+    standing = device_bytes(step, apart)
     growth = statistics.median([resident_growth(step) for _ in range(rounds)])
     return {"standing": standing, "resident": standing + round(growth)}
 
@@ -234,12 +252,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    make = partial(MODELS[options.model], options.size)
+    apart = library_bytes(make)
     started = time.perf_counter()
-    step = CONTENDERS[options.contender].step(*MODELS[options.model](options.size), options.mode)
+    step = CONTENDERS[options.contender].step(*make(), options.mode)
     for _ in range(WARM_UP):
         step.run()
     setup = time.perf_counter() - started
-    print(json.dumps(METHODS[options.method](step, options.rounds) | {"setup_s": setup, "pid": os.getpid()}))
+    print(json.dumps(METHODS[options.method](step, options.rounds, apart) | {"setup_s": setup, "pid": os.getpid()}))
     return 0
 
 
