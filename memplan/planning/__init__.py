@@ -1,6 +1,7 @@
 """Makes plans of scheduled graphs: evictions that keep a budget, placement in the arena, checks, plan files.
 
 In: a `Graph` with its `Schedule`, and a budget. Out: a `Plan`. Start at `options.py` (what the user asks for) and
-`make_plan.py` (place), then `budget.py` (keep a budget), `fit.py` (a budget in bytes), `multi_device.py` (one arena per
-device), `frontier.py` (many budgets), `consistency.py` and `planfile.py` (files).
+`make_plan.py` (place), then `budget.py` (keep a budget), `planner.py` (plans under limits of bytes), `fit.py` (one
+limit of live bytes), `multi_device.py` (one arena per device), `frontier.py` (many budgets), `consistency.py` and
+`planfile.py` (files).
 """

@@ -15,10 +15,11 @@ from memplan.evict.judge.arrays import measure
 from memplan.evict.policies.checkpoint import checkpoint
 from memplan.evict.rng_states import only_used, with_saved_states
 from memplan.evict.workload import in_order
-from memplan.planning.budget import eviction_of, plan_within
+from memplan.planning.budget import plan_within
 from memplan.planning.fit import Fitted, make_workload
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
+from memplan.planning.planner import eviction_of
 from memplan.schedule import order
 
 

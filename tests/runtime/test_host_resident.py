@@ -16,9 +16,9 @@ from memplan.devices.kinds import alignment_of
 from memplan.evict.events import Event, Events, Kind
 from memplan.evict.judge.arrays import measure
 from memplan.evict.workload import Workload
-from memplan.planning.budget import eviction_of
 from memplan.planning.fit import fit, make_workload
 from memplan.planning.make_plan import ScheduledGraph, make_plan
+from memplan.planning.planner import eviction_of
 from memplan.runtime.copies.copy_threads import ThreadCopies
 from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.runner import Runner
