@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import memplan
+from benchmarks.peak_measure import live_bytes
 from memplan.errors import BudgetInfeasible, UnsupportedCall
 from memplan.runtime.api import kernel_choice
 from memplan.runtime.api.kernel_choice import TriedKernels, choose
 from memplan.runtime.execute import step_time
+from memplan.runtime.execute.runner import Runner
 from memplan.runtime.execute.step_time import step_seconds
 from memplan.runtime.options import CompileOptions
 
@@ -104,7 +106,7 @@ def test_the_report_says_which_kernels_were_chosen_and_why(
 ) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.linspace(-1, 1, 32).view(8, 4)
-    found = iter(seconds)  # of Inductor's kernels, which are tried first, and of eager's
+    found = iter([*reversed(seconds), *(9.0, 9.0), *(9.0, 9.0)])  # of eager's kernels and Inductor's, in each turn
     monkeypatch.setattr(kernel_choice, "step_seconds", lambda *_: next(found))
     compiled = memplan.compile(model, x, kernels="auto")
     plan = compiled.plan
@@ -117,6 +119,23 @@ def test_the_report_says_which_kernels_were_chosen_and_why(
     assert torch.equal(named(x[:4]), result)
 
 
+def test_both_programs_run_in_turns_in_one_arena_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU()), torch.linspace(-1, 1, 512).view(8, 64)
+    turns: list[str] = []
+    beside: list[int] = []  # bytes that are alive beside one arena
+
+    def timed(runner: Runner, example: Any) -> float:
+        turns.append("inductor" if any(op.target.startswith("inductor.") for op in runner.plan.graph.ops) else "aten")
+        beside.append(live_bytes() - before - runner.arena.nbytes)
+        return step_seconds(runner, example)
+
+    before = live_bytes()
+    monkeypatch.setattr(kernel_choice, "step_seconds", timed)
+    memplan.compile(model, x, kernels="auto")
+    assert turns == ["aten", "inductor"] * kernel_choice._TURNS
+    assert max(beside) < 1024
+
+
 def test_eagers_kernels_are_kept_where_inductors_cannot_be_had() -> None:
     x = torch.linspace(-1, 1, 32).view(8, 4)
     compiled = memplan.compile(nn.Linear(4, 4), x, kernels="auto", divide=2)
@@ -124,12 +143,11 @@ def test_eagers_kernels_are_kept_where_inductors_cannot_be_had() -> None:
 
 
 def test_inductors_kernels_are_kept_where_eagers_keep_no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tried(*_: Any, options: CompileOptions, **__: Any) -> TriedKernels:
+    def built(*_: Any, options: CompileOptions, **__: Any) -> None:
         if options.kernels == "aten":
             raise BudgetInfeasible("none", op="", smallest=1)
-        return _tried("inductor", 1.0, 100)
 
-    monkeypatch.setattr(kernel_choice, "_tried", tried)
+    monkeypatch.setattr(kernel_choice, "_built", built)
     options = CompileOptions(kernels="auto", budget="1GiB")
     chosen = kernel_choice.with_chosen_kernels(nn.Linear(1, 1), (), {}, options=options, train=True, given=None)
     assert (chosen.kernels, chosen.why_kernels) == ("inductor", "inductor: no plan with eager's keeps the budget")
