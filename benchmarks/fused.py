@@ -368,25 +368,29 @@ def _row(
     *,
     base: str,
 ) -> Row:
-    """Return the row of one contender, relative to that of the name `base`."""
+    """Return the row of one contender, relative to that of the name `base` and to its reference, where these ran."""
+    row: dict[str, Any] = {**dict.fromkeys(COLUMNS), "model": model, "contender": name}
     if name not in ready:
-        return {**dict.fromkeys(COLUMNS), "model": model, "contender": name, "failed": failed[name]}
-    contender, one, other = {**CONTENDERS, **WHOLE}[name], ready[name].measured, ready[base].measured
+        return {**row, "failed": failed[name]}
+    contender, one = {**CONTENDERS, **WHOLE}[name], ready[name].measured
     budget = ready[name].budget
     against = contender.against if one.layouts or FLAT not in ready else FLAT
-    return {
-        "model": model,
-        "contender": name,
+    row |= {
         "ms": statistics.median(seconds[name]) * 1e3,
-        "speed": statistics.median(a / b for a, b in zip(seconds[base], seconds[name], strict=True)),
         "peak_mb": one.peak / 1e6,
-        "peak_ratio": one.peak / other.peak,
         "budget_mb": None if budget is None else budget / 1e6,
         "share": None if contender.share is None else f"{contender.share:.3g} of {contender.of}'s peak",
-        "first": one.first / other.first if one.first and other.first else None,
-        "bits": _bits(one.numbers, ready[against].measured.numbers, against),
-        "failed": None,
     }
+    if against in ready:
+        row["bits"] = _bits(one.numbers, ready[against].measured.numbers, against)
+    if base in ready:
+        other = ready[base].measured
+        row |= {
+            "speed": statistics.median(a / b for a, b in zip(seconds[base], seconds[name], strict=True)),
+            "peak_ratio": one.peak / other.peak,
+            "first": one.first / other.first if one.first and other.first else None,
+        }
+    return row
 
 
 def _bits(one: Sequence[Any], other: Sequence[Any], against: str) -> str:

@@ -128,6 +128,15 @@ def test_fused_kernels_are_compared_and_rows_are_kept(tmp_path: Path, monkeypatc
     assert asked == ["mlp", "vit"]
 
 
+def test_contenders_are_measured_without_those_that_they_are_compared_with() -> None:
+    eager, planned = fused.rows_of("mlp", "nano", 1, chosen=["eager", "memplan"])
+    assert eager["bits"] == planned["bits"] == "eager's"
+    assert eager["peak_ratio"] is planned["speed"] is None
+    (alone,) = fused.rows_of("mlp", "nano", 1, chosen=["memplan"])
+    assert alone["bits"] is None
+    assert alone["peak_mb"] == planned["peak_mb"]
+
+
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_models_outside_the_zoo_are_the_same_each_time(name: str) -> None:
     (one, inputs), (two, _) = OUTSIDE[name](), OUTSIDE[name]()
