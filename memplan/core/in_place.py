@@ -94,6 +94,11 @@ def with_candidates(graph: Graph, pairs: Iterable[tuple[int, int]]) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
+def without_candidates(graph: Graph) -> Graph:
+    """Return the graph with every result in bytes of its own, but for what a kernel itself changes."""
+    return replace(graph, ops=tuple(replace(op, inplace_candidates=()) for op in graph.ops))
+
+
 def _interchangeable(graph: Graph, born: int, donor: int) -> bool:
     """Return whether a storage could take the bytes of another."""
     one, two = graph.storages[born], graph.storages[donor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch._inductor.virtualized import V
 
 import memplan
 from memplan.core.graph import Op, Phase
+from memplan.trace import capture_call
 from memplan.trace.fused.blocks import Block, BlockView
 from memplan.trace.fused.kernel_runs import Replay
 from memplan.trace.fused.overwriting import Overwriting
@@ -156,6 +158,13 @@ def test_the_gradient_of_logits_takes_their_bytes_and_has_inductors_bits() -> No
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
     torch._dynamo.reset()
+
+
+def test_results_have_bytes_of_their_own_where_in_place_is_off() -> None:
+    captured = capture_call(Head(), (torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)), kernels="inductor")
+    apart = replace(captured, in_place=False).retrace()  # type: ignore[type-var]
+    assert any(op.inplace_candidates for op in captured.retrace().graph.ops)
+    assert not any(op.inplace_candidates for op in apart.graph.ops)
 
 
 def _overwrites(op: Op, plan: memplan.Plan, nbytes: int) -> bool:
