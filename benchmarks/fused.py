@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -194,11 +194,18 @@ class Running:
 
 
 def rows_of(
-    model: str, size: str, rounds: int, *, whole: bool = False, chosen: Sequence[str] | None = None
+    model: str,
+    size: str,
+    rounds: int,
+    *,
+    whole: bool = False,
+    warm: bool = False,
+    chosen: Sequence[str] | None = None,
 ) -> list[Row]:
     """Return the rows of one model, all contenders measured in turns.
 
-    `whole`: those of whole training steps. `chosen`: the contenders to measure; None: all.
+    `whole`: those of whole training steps. `warm`: no contender starts from empty caches. `chosen`: the contenders to
+    measure; None: all.
     """
     known = WHOLE if whole else CONTENDERS
     contenders = known if chosen is None else {name: known[name] for name in known if name in chosen}
@@ -212,7 +219,7 @@ def rows_of(
                 failed[name] = f"{contender.of} did not run"
                 continue
             budget = int(contender.share * base.measured.peak) if contender.share is not None and base else None
-            started = _started(name, model, size, budget)
+            started = _started(name, model, size, budget, warm=warm)
             if isinstance(started, str):
                 failed[name] = started
             else:
@@ -225,11 +232,13 @@ def rows_of(
             one.end()
 
 
-def _started(name: str, model: str, size: str, budget: int | None) -> Running | str:
+def _started(name: str, model: str, size: str, budget: int | None, *, warm: bool) -> Running | str:
     """Start the process of a contender and wait until it is warm; its error, in one line, if it does not run."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_take_turns, args=(theirs, name, model, size, budget), daemon=False)
+    process = context.Process(
+        target=_take_turns, args=(theirs, name, model, size, budget), kwargs={"warm": warm}, daemon=False
+    )
     process.start()
     theirs.close()
     try:
@@ -242,11 +251,13 @@ def _started(name: str, model: str, size: str, budget: int | None) -> Running | 
     return Running(process=process, turns=ours, measured=found, budget=budget)
 
 
-def _take_turns(turns: Connection, name: str, model: str, size: str, budget: int | None) -> None:
+def _take_turns(turns: Connection, name: str, model: str, size: str, budget: int | None, *, warm: bool = False) -> None:
     """Compile and warm up a contender, send its figures, and then run a step whenever one is asked for."""
     torch.set_num_threads(1)
+    contender = {**CONTENDERS, **WHOLE}[name]
+    contender = replace(contender, cold=contender.cold and not warm)
     try:
-        step, measured = _ready({**CONTENDERS, **WHOLE}[name], model, size, budget)
+        step, measured = _ready(contender, model, size, budget)
     except (memplan.MemplanError, TypeError) as error:  # an option that this version does not have is a TypeError
         turns.send(str(error).splitlines()[0][:160])
         return
@@ -368,25 +379,29 @@ def _row(
     *,
     base: str,
 ) -> Row:
-    """Return the row of one contender, relative to that of the name `base`."""
+    """Return the row of one contender, relative to that of the name `base` and to its reference, where these ran."""
+    row: dict[str, Any] = {**dict.fromkeys(COLUMNS), "model": model, "contender": name}
     if name not in ready:
-        return {**dict.fromkeys(COLUMNS), "model": model, "contender": name, "failed": failed[name]}
-    contender, one, other = {**CONTENDERS, **WHOLE}[name], ready[name].measured, ready[base].measured
+        return {**row, "failed": failed[name]}
+    contender, one = {**CONTENDERS, **WHOLE}[name], ready[name].measured
     budget = ready[name].budget
     against = contender.against if one.layouts or FLAT not in ready else FLAT
-    return {
-        "model": model,
-        "contender": name,
+    row |= {
         "ms": statistics.median(seconds[name]) * 1e3,
-        "speed": statistics.median(a / b for a, b in zip(seconds[base], seconds[name], strict=True)),
         "peak_mb": one.peak / 1e6,
-        "peak_ratio": one.peak / other.peak,
         "budget_mb": None if budget is None else budget / 1e6,
         "share": None if contender.share is None else f"{contender.share:.3g} of {contender.of}'s peak",
-        "first": one.first / other.first if one.first and other.first else None,
-        "bits": _bits(one.numbers, ready[against].measured.numbers, against),
-        "failed": None,
     }
+    if against in ready:
+        row["bits"] = _bits(one.numbers, ready[against].measured.numbers, against)
+    if base in ready:
+        other = ready[base].measured
+        row |= {
+            "speed": statistics.median(a / b for a, b in zip(seconds[base], seconds[name], strict=True)),
+            "peak_ratio": one.peak / other.peak,
+            "first": one.first / other.first if one.first and other.first else None,
+        }
+    return row
 
 
 def _bits(one: Sequence[Any], other: Sequence[Any], against: str) -> str:
@@ -408,10 +423,16 @@ def _table(rows: Sequence[Row], output: str, options: argparse.Namespace) -> Tab
             "Peak: what lives between steps (parameters, buffers, inputs, an arena), and by how much one step exceeds"
             " it, by memory events. MB = 10^6 bytes.",
             f"The knob is activation_memory_budget={KNOB}; tighter is {TIGHTER:.0%} of the peak that it reaches.",
-            f"Command: python -m benchmarks.fused --models {','.join(options.models)} --size {options.size} "
-            f"--rounds {options.rounds}{' --whole' if options.whole else ''}",
+            f"Command: python -m benchmarks.fused {_said(options)}",
         ),
     )
+
+
+def _said(options: argparse.Namespace) -> str:
+    """Return the arguments that say what was measured."""
+    said = f"--models {','.join(options.models)} --size {options.size} --rounds {options.rounds}"
+    said += f' --contenders "{",".join(options.contenders)}"' if options.contenders else ""
+    return f"{said}{' --whole' if options.whole else ''}{' --warm' if options.warm else ''}"
 
 
 def _settings(options: argparse.Namespace) -> str:
@@ -425,7 +446,9 @@ def _settings(options: argparse.Namespace) -> str:
 def _batches(options: argparse.Namespace) -> Iterator[Sequence[Row]]:
     """Yield the rows of each model."""
     chosen = None if options.whole else options.contenders
-    measure = partial(rows_of, size=options.size, rounds=options.rounds, whole=options.whole, chosen=chosen)
+    measure = partial(
+        rows_of, size=options.size, rounds=options.rounds, whole=options.whole, warm=options.warm, chosen=chosen
+    )
     return kept_rows(options.models, options.keep, lambda: _settings(options), measure)
 
 
@@ -436,6 +459,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--contenders", type=names(list(CONTENDERS)), help="comma-separated; none named: all")
     parser.add_argument("--whole", action="store_true", help="measure whole training steps")
+    parser.add_argument("--warm", action="store_true", help="start from full caches: first calls are not compared")
     parser.add_argument("--keep", type=Path, help="a file that keeps each model's rows: a run that was ended goes on")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

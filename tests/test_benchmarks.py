@@ -116,16 +116,25 @@ def test_fused_kernels_are_compared_and_rows_are_kept(tmp_path: Path, monkeypatc
     assert fused._bits(other, measured.numbers, "eager") == "1.0e+00 off eager's"
     asked: list[str] = []
 
-    def rows_of(model: str, size: str, rounds: int, *, whole: bool, chosen: list[str] | None) -> list[Row]:
-        assert chosen == ["inductor"]
+    def rows_of(model: str, size: str, rounds: int, *, whole: bool, warm: bool, chosen: list[str] | None) -> list[Row]:
+        assert (chosen, warm) == (["inductor"], True)
         asked.append(model)
         return [{**dict.fromkeys(fused.COLUMNS), "model": model}]
 
     monkeypatch.setattr(fused, "rows_of", rows_of)
     arguments = ["--models", "mlp,vit", "--keep", str(tmp_path / "kept"), "--directory", str(tmp_path)]
-    arguments += ["--contenders", "inductor"]
+    arguments += ["--contenders", "inductor", "--warm"]
     assert [fused.main(arguments), fused.main(arguments)] == [0, 0]
     assert asked == ["mlp", "vit"]
+
+
+def test_contenders_are_measured_without_those_that_they_are_compared_with() -> None:
+    eager, planned = fused.rows_of("mlp", "nano", 1, chosen=["eager", "memplan"])
+    assert eager["bits"] == planned["bits"] == "eager's"
+    assert eager["peak_ratio"] is planned["speed"] is None
+    (alone,) = fused.rows_of("mlp", "nano", 1, chosen=["memplan"])
+    assert alone["bits"] is None
+    assert alone["peak_mb"] == planned["peak_mb"]
 
 
 @pytest.mark.parametrize("name", OUTSIDE)

@@ -10,7 +10,7 @@ a true `out=` kernel returns fresh memory first, so its result may be copied any
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from memplan.core.collectives import ALL_REDUCE
@@ -67,6 +67,42 @@ def with_inplace_candidates(graph: Graph) -> Graph:
         replace(op, inplace_candidates=tuple(_inplace_candidates(graph, op, new[op.name], kept))) for op in graph.ops
     )
     return replace(graph, ops=ops)
+
+
+def with_candidates(graph: Graph, pairs: Iterable[tuple[int, int]]) -> Graph:
+    """Return the graph with candidates for in-place results that its kernels are known to allow.
+
+    Args:
+        graph: The graph.
+        pairs: Storages (of a result, of an input): the kernel that makes the one may write it over the other. Those
+            that no plan can have are left out.
+    """
+    wanted = {pair for pair in pairs if _interchangeable(graph, *pair)}
+    kept = {graph.values[v].storage for v in (*graph.outputs, *graph.gradients)}
+    born: set[int] = set()
+    ops = []
+    for op in graph.ops:
+        found = []
+        for result in op.writes:
+            for read in op.reads:
+                pair = (graph.values[result].storage, graph.values[read].storage)
+                fresh = pair[0] not in born and pair[1] not in graph.written(op)
+                if pair in wanted and fresh and not kept.intersection(pair):
+                    found.append((result, read))
+        born.update(graph.touched(op))
+        ops.append(replace(op, inplace_candidates=tuple(found)) if found else op)
+    return replace(graph, ops=tuple(ops))
+
+
+def without_candidates(graph: Graph) -> Graph:
+    """Return the graph with every result in bytes of its own, but for what a kernel itself changes."""
+    return replace(graph, ops=tuple(replace(op, inplace_candidates=()) for op in graph.ops))
+
+
+def _interchangeable(graph: Graph, born: int, donor: int) -> bool:
+    """Return whether a storage could take the bytes of another."""
+    one, two = graph.storages[born], graph.storages[donor]
+    return one.planned and two.planned and (one.nbytes, one.device) == (two.nbytes, two.device)
 
 
 def _inplace_candidates(graph: Graph, op: Op, new: set[int], kept: set[int]) -> Iterator[tuple[int, int]]:

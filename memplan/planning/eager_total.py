@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from memplan.core.graph import Graph
+from memplan.core.in_place import without_candidates
 from memplan.core.schedule import live_bytes
 from memplan.core.totals import MODEL_KINDS, outside_profile
 from memplan.evict.costs import DEVICES
@@ -23,7 +23,7 @@ def eager_total(graph: Graph, temporaries: Sequence[int] = ()) -> int:
     bytes that the kernel of each op allocates beside its results, if they are known.
     """
     temporaries = temporaries or [0] * len(graph.ops)
-    separate = replace(graph, ops=tuple(replace(op, inplace_candidates=()) for op in graph.ops))
+    separate = without_candidates(graph)
     order = tuple(range(len(graph.ops)))
     if any(op.checkpoint for op in graph.ops):
         workload = Workload(graph=separate, sources=order, costs=DEVICES["cpu"], budget=0)

@@ -113,7 +113,8 @@ def capture_call(
 ) -> CapturedCall:
     """Return one step of `model`, captured. The arguments and errors are those of `trace`.
 
-    `kernels`: what computes the ops ("inductor": kernels that Inductor generates, which decides what is in place).
+    `kernels`: what computes the ops ("inductor": kernels that Inductor generates, of which some change what they are
+    given, whatever `in_place` says).
     """
     if kernels == "inductor":
         with quiet():
@@ -124,6 +125,7 @@ def capture_call(
             example_inputs,
             example_kwargs,
             train=train,
+            in_place=in_place,
             gradients_in_arena=gradients_in_arena,
             copy_gradients=copy_gradients,
         )
@@ -220,7 +222,12 @@ def trace_graph(
             from memplan.trace.fused.step import trace_fused_graph  # imports Inductor
 
         return trace_fused_graph(
-            module, inputs, train=train, gradients_in_arena=gradients_in_arena, copy_gradients=copy_gradients
+            module,
+            inputs,
+            train=train,
+            in_place=in_place,
+            gradients_in_arena=gradients_in_arena,
+            copy_gradients=copy_gradients,
         )
     captured = capture(module, inputs, {}, train=train, by_dynamo=True)
     name = type(module).__name__

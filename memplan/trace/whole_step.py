@@ -106,7 +106,7 @@ class CapturedLoss:
         if self.generated is not None:
             from memplan.trace.fused.step import FusedWholeStep
 
-            return FusedWholeStep(original=self.captured, generated=self.generated, update=update)
+            return FusedWholeStep(original=self.captured, generated=self.generated, update=update, in_place=in_place)
         return CapturedStep(
             captured=self.captured,
             model=type(self.model).__name__,

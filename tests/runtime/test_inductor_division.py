@@ -85,7 +85,7 @@ def test_blocks_lower_what_is_needed_and_compute_the_same(options: dict[str, boo
     assert plan.division is not None
     assert (_widest(free.plan), plan.division.blocks) == (_logits(), 4)
     assert _widest(plan) <= max(_logits(24), 4 * WIDE * 16)  # a block of logits, or the gradient of the embedding
-    assert plan.arena_size < free.plan.arena_size - _logits()
+    assert plan.arena_size < 0.75 * free.plan.arena_size
     for seed in range(2):
         for one, two in zip(_step(compiled, model, seed), _step(free, twin, seed), strict=True):
             torch.testing.assert_close(one, two)  # sums over rows are added up block by block

@@ -7,7 +7,7 @@ buffers with everything that is written in place there. What the forward saves i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 
 from memplan.core.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value, check_graph
+from memplan.core.in_place import with_candidates
 from memplan.integrations.inductor.lowering import LoweredStep
 from memplan.integrations.inductor.wrapper_lines import storage_bytes
 
@@ -110,7 +111,7 @@ class _SchedulerReader:
             outputs=(),
             gradients=tuple(ends),
         )
-        graph = _with_pairs(graph, self._in_place())
+        graph = with_candidates(graph, self._in_place())
         check_graph(graph)
         return KernelStep(graph=graph, nodes=self._nodes)
 
@@ -243,32 +244,6 @@ class _SchedulerReader:
                 if new in tensors.of and old in tensors.of:
                     found.append((self._storage(tensors, new), self._storage(tensors, old)))
         return found
-
-
-def _with_pairs(graph: Graph, pairs: Iterable[tuple[int, int]]) -> Graph:
-    """Return the graph with candidates for in-place results where Inductor has them and a plan may have them."""
-    wanted = {pair for pair in pairs if _fit(graph, *pair)}
-    kept = graph.gradients_in_arena
-    born: set[int] = set()
-    ops = []
-    for op in graph.ops:
-        touched = set(graph.touched(op))
-        found = []
-        for result in op.writes:
-            for read in op.reads:
-                pair = (graph.values[result].storage, graph.values[read].storage)
-                fresh = pair[0] not in born and pair[1] not in graph.written(op)
-                if pair in wanted and fresh and not kept.intersection(pair):
-                    found.append((result, read))
-        born |= touched
-        ops.append(replace(op, inplace_candidates=tuple(found)))
-    return replace(graph, ops=tuple(ops))
-
-
-def _fit(graph: Graph, born: int, donor: int) -> bool:
-    """Return whether a storage could take the bytes of another."""
-    one, two = graph.storages[born], graph.storages[donor]
-    return one.planned and two.planned and (one.nbytes, one.device) == (two.nbytes, two.device)
 
 
 def _draws(kernel: Any) -> bool:

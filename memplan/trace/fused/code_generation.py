@@ -23,8 +23,9 @@ from torch._inductor.virtualized import V
 
 from memplan.core.code_options import CodeOptions
 from memplan.errors import UnsupportedGraph
+from memplan.trace.fused.blocks import Block, BlockView, extent, piece_of
 from memplan.trace.fused.kept_code import keep, key_of, known_code
-from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, Replay, extent, piece_of
+from memplan.trace.fused.kernel_runs import KernelRun, Replay
 from memplan.trace.fused.refusals import inductors_errors, refused
 from memplan.trace.fused.sums_in_place import with_sums_in_place
 from memplan.trace.fused.wrapper import recording

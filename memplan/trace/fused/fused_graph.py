@@ -20,10 +20,12 @@ from torch._ops import OpOverload
 
 from memplan.core.code_options import CodeOptions
 from memplan.core.graph import GIVEN, Graph, Op, Origin, Phase, Storage, StorageKind, Value
+from memplan.core.in_place import with_candidates
 from memplan.trace.capture.joint_graph import Captured
+from memplan.trace.fused.blocks import Block, BlockView, extent
 from memplan.trace.fused.code_generation import Half, Halves
 from memplan.trace.fused.deferred import DeferredKernel
-from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, extent
+from memplan.trace.fused.kernel_runs import KernelRun
 from memplan.trace.fused.refusals import refused
 from memplan.trace.graph.build import KIND_OF, binding_of
 from memplan.trace.graph.output_spec import read_results
@@ -335,15 +337,16 @@ class _Builder:
         results, value_of = self._results(pieces)
         read = read_results(results, value_of, self.values, bindings, made, self.captured.differentiable, self.needs)
         captured = self.captured
+        graph = Graph(
+            ops=tuple(ops),
+            values=tuple(self.values),
+            storages=tuple(self.storages),
+            outputs=read.fresh,
+            gradients=read.gradients,
+        )
         return TracedGraph(
             model=self.model,
-            graph=Graph(
-                ops=tuple(ops),
-                values=tuple(self.values),
-                storages=tuple(self.storages),
-                outputs=read.fresh,
-                gradients=read.gradients,
-            ),
+            graph=with_candidates(graph, self._overwritable()),
             kernels=tuple(kernels),
             bindings=bindings,
             results=read,
@@ -355,6 +358,12 @@ class _Builder:
             readings=captured.readings,
             device=torch.device("cpu"),
         )
+
+    def _overwritable(self) -> Iterable[tuple[int, int]]:
+        """Yield the storages that a kernel makes and those that it may write them over."""
+        for step in self.steps:
+            for made, read in step.run.overwritable if step.run is not None else ():
+                yield self.storage_of[made.block], self.storage_of[read.block]
 
     def _results(self, pieces: Sequence[Any]) -> tuple[fx.Graph, dict[fx.Node, int]]:
         """Return a graph of inputs and outputs only, in which each output is a node of its own, and their values."""

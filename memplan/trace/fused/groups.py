@@ -1,4 +1,4 @@
-"""Bounds what one generated kernel of the CPU touches.
+"""Decides which loops one generated kernel of the CPU runs, and notes what they may overwrite.
 
 Inductor writes loops that have nothing to do with each other into one kernel, as long as no other kernel has to run
 between them. All that they touch is then alive at once. The same holds for loops over several blocks of rows, which it
@@ -12,63 +12,70 @@ from typing import Any
 from torch._inductor import config
 from torch._inductor.codegen.cpp import CppScheduling
 
+from memplan.trace.fused.overwriting import Overwriting
 from memplan.trace.fused.row_division import BLOCK
 
 
-def bounded(make: Any, most: int | None, *, in_blocks: bool = False) -> Any:
-    """Return what makes the scheduling of a graph: `make`, or one whose kernels of several loops touch few bytes.
+def followed(make: Any, overwriting: Overwriting, most: int | None = None, *, in_blocks: bool = False) -> Any:
+    """Return what makes the scheduling of a graph: as `make`, but `overwriting` follows the loops of its kernels.
 
     Each loop stays as it is, and so do its results.
 
     Args:
-        make: Inductor's own.
+        make: Inductor's own; it is returned where it does not write C++.
+        overwriting: Is told of each loop.
         most: The bytes that kernels of several loops touch at most; None: there is no limit.
         in_blocks: The graph was divided by rows: no kernel computes parts of two blocks.
     """
-    if (most is None and not in_blocks) or config.cpu_backend != "cpp":
+    if config.cpu_backend != "cpp":
         return make
-    return lambda scheduler: _BoundedGroups(scheduler, most)
+    return lambda scheduler: _FollowedGroups(scheduler, overwriting, most, in_blocks=in_blocks)
 
 
-class _BoundedGroups(CppScheduling):
+class _FollowedGroups(CppScheduling):
     """Inductor's scheduling, which begins a new kernel where a loop would make the present one touch too much, or
     another block of rows.
     """
 
-    def __init__(self, scheduler: Any, most: int | None) -> None:
+    def __init__(self, scheduler: Any, overwriting: Overwriting, most: int | None, *, in_blocks: bool) -> None:
         super().__init__(scheduler)  # type: ignore[no-untyped-call]
+        self._overwriting, self._in_blocks = overwriting, in_blocks
         self._most, self._touched = most, 0
         self._blocks: set[int] = set()
 
     def codegen_node(self, node: Any) -> None:
         """Write the loop of one node, into a new kernel if need be."""
-        nbytes, blocks = int(node.get_read_write_buffers_sizes()), _blocks_of(node)
+        nbytes = 0 if self._most is None else int(node.get_read_write_buffers_sizes())
+        blocks = _blocks_of(node) if self._in_blocks else set()
         too_much = self._most is not None and self._touched and self._touched + nbytes > self._most
         if too_much or (self._blocks and blocks and blocks != self._blocks):
             self.flush()
         self._touched += nbytes
         self._blocks |= blocks
+        self._overwriting.add(node.get_nodes())
         super().codegen_node(node)
 
     def can_fuse_horizontal(self, node1: Any, node2: Any) -> bool:
         """Return whether two loops may become one."""
-        return not _apart(node1, node2) and bool(super().can_fuse_horizontal(node1, node2))  # type: ignore[no-untyped-call]
+        return not self._apart(node1, node2) and bool(super().can_fuse_horizontal(node1, node2))  # type: ignore[no-untyped-call]
 
     def can_fuse_vertical(self, node1: Any, node2: Any) -> bool:
         """Return whether a loop and one that reads its result may become one."""
-        return not _apart(node1, node2) and bool(super().can_fuse_vertical(node1, node2))  # type: ignore[no-untyped-call]
+        return not self._apart(node1, node2) and bool(super().can_fuse_vertical(node1, node2))  # type: ignore[no-untyped-call]
 
     def flush(self) -> None:
         """End the present kernel."""
         super().flush()  # type: ignore[no-untyped-call]
+        self._overwriting.end()
         self._touched = 0
         self._blocks = set()
 
-
-def _apart(one: Any, other: Any) -> bool:
-    """Return whether two loops compute different blocks of rows."""
-    mine, theirs = _blocks_of(one), _blocks_of(other)
-    return bool(mine and theirs and mine != theirs)
+    def _apart(self, one: Any, other: Any) -> bool:
+        """Return whether two loops compute different blocks of rows."""
+        if not self._in_blocks:
+            return False
+        mine, theirs = _blocks_of(one), _blocks_of(other)
+        return bool(mine and theirs and mine != theirs)
 
 
 def _blocks_of(node: Any) -> set[int]:

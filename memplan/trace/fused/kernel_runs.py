@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 
 from memplan.core.graph import Origin
 from memplan.errors import MemplanError
+from memplan.trace.fused.blocks import Block, BlockView, fills, piece_of, pieces_of
 from memplan.trace.fused.refusals import refused
 from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode
 
@@ -28,45 +28,14 @@ _PLAIN = (
 )
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Block:
-    """The bytes behind one or more of Inductor's buffers, which share them in place or as views.
-
-    `given`: the step's caller or model owns them. `constant`: the tensor, if the generated code holds it. `node`: the
-    node of the graph that they hold, "" if none is known. `touched`: a kernel has used them already.
-    """
-
-    name: str
-    device: torch.device
-    nbytes: int
-    given: bool = False
-    constant: torch.Tensor | None = None
-    node: str = ""
-    touched: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockView:
-    """The stand-in for a tensor: a strided view of a block."""
-
-    block: Block
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-    def view(self, shape: Sequence[int], strides: Sequence[int], offset: int = 0) -> BlockView:
-        """Return what `reinterpret_tensor` does: another view, `offset` elements behind this one."""
-        return replace(self, shape=tuple(shape), strides=tuple(strides), offset=self.offset + offset)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRun:
     """One call of a kernel.
 
     `function` is called with `args` and `kwargs`, where `BlockView`s stand for tensors. `results` are those of its
     results that are new tensors, by position; empty for a kernel that writes into its arguments. `overload` is the op
-    that returns them. `source` is the source code of a generated kernel.
+    that returns them. `source` is the source code of a generated kernel. `overwritable` are pairs (written, read): what
+    is written first may take the bytes of what is read for the last time.
     """
 
     name: str
@@ -80,6 +49,7 @@ class KernelRun:
     source: str
     origin: Origin
     known: bool
+    overwritable: tuple[tuple[BlockView, BlockView], ...] = ()
 
 
 @dataclass(slots=True)
@@ -187,7 +157,7 @@ class Replay(MutableMapping[str, Any]):
         reads: dict[BlockView, None] = {}
         writes: dict[BlockView, None] = {}
         for place, thing in given.items():
-            for piece in _pieces(thing):
+            for piece in pieces_of(thing):
                 written = not line.known or place in line.written or piece.block in changed
                 if written:
                     writes[piece] = None
@@ -200,6 +170,7 @@ class Replay(MutableMapping[str, Any]):
             writes[piece] = None
         for piece in (*reads, *writes):
             piece.block.touched = True
+        new = [piece for piece in writes if piece.block in first]
         overload = call.function if isinstance(call.function, OpOverload) else line.overload
         return KernelRun(
             name=line.kernel or call.path,
@@ -213,7 +184,22 @@ class Replay(MutableMapping[str, Any]):
             source=self._source(line.kernel),
             origin=line.origin,
             known=line.known,
+            overwritable=tuple(self._overwritable(call, new, [*reads])) if line.kernel else (),
         )
+
+    def _overwritable(
+        self, call: _Call, new: Sequence[BlockView], reads: Sequence[BlockView]
+    ) -> Iterator[tuple[BlockView, BlockView]]:
+        """Yield the pairs of `KernelRun.overwritable` of a generated kernel that makes the blocks of `new`."""
+        uses = Counter(piece.block for piece in pieces_of(call.args))
+        for made in new:
+            names = self._code.overwritable.get(made.block.name.removeprefix(self._label), ())
+            named = (self._names.get(name) for name in names)
+            donors = {view.block for view in named if isinstance(view, BlockView)}
+            for read in reads:
+                alone = uses[made.block] == uses[read.block] == 1 and read.dtype == made.dtype
+                if read.block in donors and alone and fills(made) and fills(read):
+                    yield made, read
 
     def _changed(self, line: KernelLine, name: str) -> BlockView:
         """Return the buffer that a call changes beside the arguments that it is known to write."""
@@ -292,29 +278,5 @@ def _shortened(text: str) -> str:
     return text.splitlines()[0][:60]
 
 
-def piece_of(block: Block, tensor: torch.Tensor) -> BlockView:
-    """Return the piece that stands for a real or fake tensor whose bytes are `block`."""
-    return BlockView(
-        block=block,
-        dtype=tensor.dtype,
-        shape=tuple(map(int, tensor.shape)),
-        strides=tuple(map(int, tensor.stride())),
-        offset=int(tensor.storage_offset()),
-    )
-
-
-def extent(piece: BlockView) -> int:
-    """Return the bytes from the start of its block to the end of a piece."""
-    if not math.prod(piece.shape):
-        return 0
-    last = sum((n - 1) * stride for n, stride in zip(piece.shape, piece.strides, strict=True))
-    return int((piece.offset + last + 1) * piece.dtype.itemsize)
-
-
 def _piece(block: Block, spec: TensorSpec) -> BlockView:
     return BlockView(block=block, dtype=spec.dtype, shape=spec.shape, strides=spec.strides, offset=spec.offset)
-
-
-def _pieces(thing: Any) -> list[BlockView]:
-    leaves = pytree.tree_leaves(thing, is_leaf=lambda leaf: isinstance(leaf, BlockView))
-    return [leaf for leaf in leaves if isinstance(leaf, BlockView)]

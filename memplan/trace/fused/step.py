@@ -14,6 +14,7 @@ from torch._inductor.decomposition import select_decomp_table
 from memplan.core.arguments import arguments_of
 from memplan.core.code_options import CodeOptions
 from memplan.core.division import SUMS_HINT, WITHOUT_SUMS, Division
+from memplan.core.in_place import without_candidates
 from memplan.core.timed import timed
 from memplan.errors import UnsupportedProblem
 from memplan.trace.capture.joint_graph import Captured, capture
@@ -40,6 +41,7 @@ def capture_fused(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
+    in_place: bool = True,
     gradients_in_arena: bool = False,
     copy_gradients: bool = False,
 ) -> FusedStep:
@@ -50,6 +52,7 @@ def capture_fused(
         example_inputs: A tuple of positional arguments, a dict of keywords, or the only argument.
         example_kwargs: Keyword arguments.
         train: Trace forward and backward (True) or the forward alone (False); None follows `model.training`.
+        in_place: Kernels may write over what has its last use there, where Inductor itself has not decided that.
         gradients_in_arena: Parameters' gradients stay in the arena to the end of the step.
         copy_gradients: Each gradient of a parameter is made in the arena and copied out as soon as it is complete.
 
@@ -61,7 +64,11 @@ def capture_fused(
     train = bool(getattr(model, "training", True)) if train is None else train
     captured = capture_decomposed(model, args, kwargs, train=train)
     return FusedStep(
-        captured=captured, model=model, gradients_in_arena=gradients_in_arena, copy_gradients=copy_gradients
+        captured=captured,
+        model=model,
+        in_place=in_place,
+        gradients_in_arena=gradients_in_arena,
+        copy_gradients=copy_gradients,
     )
 
 
@@ -82,13 +89,18 @@ def trace_fused_graph(
     inputs: tuple[Any, ...],
     *,
     train: bool,
+    in_place: bool = True,
     gradients_in_arena: bool = False,
     copy_gradients: bool = False,
 ) -> TracedGraph:
     """Trace a graph that dynamo made from a part of a model; the arguments are those of `trace_graph`."""
     captured = capture_decomposed(module, inputs, {}, train=train, by_dynamo=True)
     step = FusedStep(
-        captured=captured, model=module, gradients_in_arena=gradients_in_arena, copy_gradients=copy_gradients
+        captured=captured,
+        model=module,
+        in_place=in_place,
+        gradients_in_arena=gradients_in_arena,
+        copy_gradients=copy_gradients,
     )
     step.warn()
     return step.first()
@@ -160,10 +172,14 @@ def _without_numbers(graph: fx.Graph) -> Sequence[fx.Node]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedStep:
-    """A captured step, whose kernels Inductor generates: the `Retracer` of a call of a model."""
+    """A captured step, whose kernels Inductor generates: the `Retracer` of a call of a model.
+
+    `in_place`, `gradients_in_arena` and `copy_gradients` are as in `capture_fused`.
+    """
 
     captured: Captured
     model: nn.Module
+    in_place: bool
     gradients_in_arena: bool
     copy_gradients: bool
 
@@ -192,7 +208,7 @@ class FusedStep:
             gradients_in_arena=self.gradients_in_arena,
             copy_gradients=self.copy_gradients,
         )
-        return replace(step, division=made.division)
+        return _finished(step, made.division, in_place=self.in_place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,12 +216,13 @@ class FusedWholeStep:
     """A captured training step, whose kernels Inductor generates: the `Retracer` of a step with an optimizer's update.
 
     `generated` has the code that was generated first for `original`. `update` replaces the gradients that a
-    graph returns by ops of the update.
+    graph returns by ops of the update. `in_place` is as in `capture_fused`.
     """
 
     original: Captured
     generated: GeneratedStep
     update: Callable[[fx.Graph], None]
+    in_place: bool
 
     @property
     def captured(self) -> Captured:
@@ -230,7 +247,13 @@ class FusedWholeStep:
         if (code, division) != (made.code, made.division):
             made = generated(self.original, made.model, code, division)
         step = fused_graph(made.captured, made.halves, made.model, made.needs, code=code, whole=True)
-        return replace(with_updates(step, made.captured, self.update), division=made.division)
+        return _finished(with_updates(step, made.captured, self.update), made.division, in_place=self.in_place)
+
+
+def _finished(step: TracedGraph, division: Division | None, *, in_place: bool) -> TracedGraph:
+    """Return a step with the division that was made of it, and with candidates for in-place reuse if asked for."""
+    graph = step.graph if in_place else without_candidates(step.graph)
+    return replace(step, division=division, graph=graph)
 
 
 def _require_plain(division: Division | None, compress: str) -> None:

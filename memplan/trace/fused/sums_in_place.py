@@ -12,7 +12,8 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 
-from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, extent
+from memplan.trace.fused.blocks import Block, BlockView, extent
+from memplan.trace.fused.kernel_runs import KernelRun
 
 _ADDMM = "extern_kernels.addmm"
 
@@ -55,7 +56,7 @@ def with_sums_in_place(
 
     if not taken:
         return tuple(runs), tuple(outputs)
-    fields = ("args", "kwargs", "reads", "writes", "results")
+    fields = ("args", "kwargs", "reads", "writes", "results", "overwritable")
     made = (replace(run, **{name: all_moved(getattr(run, name)) for name in fields}) for run in runs)
     return tuple(made), tuple(map(moved, outputs))
 

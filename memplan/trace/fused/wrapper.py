@@ -27,7 +27,8 @@ from torch._inductor.virtualized import V
 from memplan.core.graph import Origin
 from memplan.trace.capture.origins import origin_of
 from memplan.trace.fused.deferred import DeferringCompile
-from memplan.trace.fused.groups import bounded
+from memplan.trace.fused.groups import followed
+from memplan.trace.fused.overwriting import Overwriting
 from memplan.trace.fused.refusals import refused
 from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode, WrittenLine
 
@@ -36,15 +37,14 @@ _current = threading.local()  # .code: what the compilation of this thread write
 
 @contextlib.contextmanager
 def recording(device_type: str, group_bytes: int | None = None, *, in_blocks: bool = False) -> Iterator[WrittenCode]:
-    """Record the code of the one graph that this thread compiles inside. The options are those of `bounded`."""
+    """Record the code of the one graph that this thread compiles inside. The options are those of `followed`."""
     common.init_backend_registration()
     with compile_lock:
-        own = common.device_codegens[device_type]
+        own, code = common.device_codegens[device_type], WrittenCode()
+        scheduling = followed(own.scheduling, Overwriting(code.overwritable), group_bytes, in_blocks=in_blocks)
         # not by register_backend_for_device, which forgets the passes and settings of the device
-        common.device_codegens[device_type] = replace(
-            own, scheduling=bounded(own.scheduling, group_bytes, in_blocks=in_blocks), wrapper_codegen=RecordingWrapper
-        )
-        _current.code = code = WrittenCode()
+        common.device_codegens[device_type] = replace(own, scheduling=scheduling, wrapper_codegen=RecordingWrapper)
+        _current.code = code
         try:
             yield code
         finally:

@@ -65,7 +65,8 @@ class WrittenCode:
     """The code of one graph. `inputs` are the names of its arguments, `outputs` the sources of what it returns.
 
     `specs` are the layouts of its buffers by name, and `sources` the source code of its generated kernels by name.
-    `nodes` are the nodes of the graph that its buffers hold, by name. `namespace` are the globals of the loaded code.
+    `nodes` are the nodes of the graph that its buffers hold, by name. `overwritable` are the buffers, by the name of a
+    result, whose bytes it may take where nothing reads them afterwards. `namespace` are the globals of the loaded code.
     """
 
     lines: list[WrittenLine] = field(default_factory=list)
@@ -74,4 +75,5 @@ class WrittenCode:
     specs: dict[str, TensorSpec] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     nodes: dict[str, str] = field(default_factory=dict)
+    overwritable: dict[str, tuple[str, ...]] = field(default_factory=dict)
     namespace: Mapping[str, Any] = field(default_factory=dict)

@@ -133,7 +133,7 @@ def test_a_budget_takes_the_fastest_variant_and_a_saved_plan_runs_it_again(tmp_p
     torch.manual_seed(0)
     model, x = Wide(), torch.randn(256, 16)
     free = memplan.plan(model, x, kernels="inductor")
-    budget = int(free.total - 0.4 * free.arena_size)
+    budget = int(free.total - 0.3 * free.arena_size)
     plan = memplan.plan(model, x, kernels="inductor", budget=budget, policy="recompute")
     assert plan.on_device <= budget
     assert plan.code is not None

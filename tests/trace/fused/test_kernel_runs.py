@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from memplan.errors import UnsupportedGraph
-from memplan.trace.fused.kernel_runs import Block, BlockView, Replay, extent, piece_of
+from memplan.trace.fused.blocks import Block, BlockView, extent, piece_of
+from memplan.trace.fused.kernel_runs import Replay
 from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode
 
 CPU = torch.device("cpu")

@@ -1,0 +1,184 @@
+"""What a generated kernel may write over: what it reads at the same index, and nothing reads later."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import nn
+from torch._inductor.dependencies import MemoryDep, StarDep
+from torch._inductor.virtualized import V
+
+import memplan
+from memplan.core.graph import Op, Phase
+from memplan.trace import capture_call
+from memplan.trace.fused.blocks import Block, BlockView
+from memplan.trace.fused.kernel_runs import Replay
+from memplan.trace.fused.overwriting import Overwriting
+from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode
+
+# torch's own compilation, which is the reference, imports modules of torch that warn
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+CPU = torch.device("cpu")
+ROW, COLUMN = sympy.Symbol("d0"), sympy.Symbol("d1")
+
+
+def _dep(name: str, index: Any = 8 * ROW + COLUMN, mode: str | None = None) -> MemoryDep:
+    return MemoryDep(name, index, (ROW, COLUMN), (sympy.Integer(4), sympy.Integer(8)), mode)
+
+
+class _Loop:
+    """A loop with what is asked of Inductor's: its reads and writes, and its only result."""
+
+    def __init__(self, result: str, *reads: Any, write: Any = None, aliases: tuple[str, ...] = ()) -> None:
+        writes = {write or _dep(result)}
+        self.read_writes = SimpleNamespace(reads={*reads}, writes=writes, reads_and_writes=lambda: {*reads, *writes})
+        out = SimpleNamespace(get_name=lambda: result, get_aliases=lambda: aliases, get_mutations=tuple)
+        self.is_template, self.get_outputs = (lambda: False), (lambda: [out])
+
+
+def _found(*kernels: list[list[_Loop]], fixed: tuple[str, ...] = (), changed: tuple[str, ...] = ()) -> Any:
+    """The pairs of kernels, each of which runs loops that were fused into one, one after another."""
+    found: dict[str, tuple[str, ...]] = {}
+    overwriting = Overwriting(found)
+    scheduler = SimpleNamespace(mutation_real_name=dict.fromkeys(changed, "real"))
+    with V.set_graph_handler(SimpleNamespace(never_reuse_buffers={*fixed}, scheduler=scheduler)):  # type: ignore[arg-type]
+        for kernel in kernels:
+            for fused in kernel:
+                overwriting.add(fused)
+            overwriting.end()
+    return found
+
+
+def test_a_result_may_lie_over_each_read_at_the_same_index() -> None:
+    loop = _Loop("r", _dep("a"), _dep("b"), _dep("row", ROW), StarDep("c"))
+    found = _found([[loop]])
+    assert {name: {*buffers} for name, buffers in found.items()} == {"r": {"a", "b"}}
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        [[_Loop("r", _dep("a"))], [_Loop("s", _dep("a", ROW))]],  # a later loop reads it
+        [[_Loop("r", _dep("a")), _Loop("s", _dep("a", ROW))]],  # so does a later one of those that were fused
+        [[_Loop("s", _dep("a", ROW)), _Loop("r", _dep("a"))]],  # at another index, row by row
+        [[_Loop("r", _dep("a", ROW + 4 * COLUMN))]],  # the loop itself reads another index
+        [[_Loop("r", _dep("a"), _dep("a", ROW))]],  # and this one both
+        [[_Loop("r", _dep("a"), write=_dep("r", mode="atomic_add"))]],
+        [[_Loop("r", _dep("a"), write=_dep("other"))]],
+        [[_Loop("r", _dep("a"), write=StarDep("r"))]],
+        [[_Loop("r", _dep("a"), aliases=("x",))]],
+    ],
+)
+def test_no_result_lies_over_what_is_read_otherwise(kernel: list[list[_Loop]]) -> None:
+    assert "a" not in _found(kernel).get("r", ())
+
+
+def test_an_earlier_loop_and_another_kernel_may_read_it() -> None:
+    earlier = [[_Loop("s", _dep("a", ROW))], [_Loop("r", _dep("a"))]]
+    assert _found(earlier) == {"r": ("a",)}
+    assert _found([[_Loop("r", _dep("a"))]], [[_Loop("s", _dep("a", ROW))]]) == {"r": ("a",)}  # the order decides
+
+
+def test_what_inductor_never_reuses_or_changes_elsewhere_stays() -> None:
+    loop = [[_Loop("r", _dep("a"))]]
+    assert _found(loop, fixed=("a",)) == _found(loop, fixed=("r",)) == _found(loop, changed=("a",)) == {}
+
+
+def _replayed(text: str, at: int, made: TensorSpec | None = None) -> list[tuple[str, str]]:
+    """The pairs of a call that reads the saved tensor `x` and writes its argument `at`, `buf1`, later called `buf2`."""
+    code = WrittenCode(specs={"buf1": made or _spec(16)}, inputs=("x",))
+    code.overwritable = {"buf1": ("x", "unknown"), "buf2": ("y",)}
+    code.sources["cpp_fused"], code.namespace = "void kernel() {}", {"cpp_fused": len}
+    call = KernelLine(text=text, kernel="cpp_fused", written=frozenset((at,)))
+    code.lines = [Allocation(name="buf1"), call, Renaming(text="buf2 = buf1; del buf1  # reuse")]
+    blocks = [Block(name=name, device=CPU, nbytes=64, touched=True) for name in ("x", "y")]
+    views = [BlockView(block=b, dtype=torch.float32, shape=(16,), strides=(1,), offset=0) for b in blocks]
+    (run,) = Replay(code, dict(zip("xy", views, strict=True))).run()
+    return [(made.block.name, read.block.name) for made, read in run.overwritable]
+
+
+def _spec(elements: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
+    return TensorSpec(dtype=dtype, device=CPU, shape=(elements,), strides=(1,), offset=0, nbytes=4 * elements)
+
+
+def test_a_call_has_the_pairs_of_its_loops() -> None:
+    assert _replayed("cpp_fused(x, buf1)", 1) == [("buf1", "x")]
+    assert _replayed("cpp_fused(x, y, buf1)", 2) == [("buf1", "x")]  # `y` is a pair of a later kernel's
+
+
+@pytest.mark.parametrize(
+    ("text", "at", "made"),
+    [
+        ("cpp_fused(x, reinterpret_tensor(x, (4, 4), (1, 4), 0), buf1)", 2, None),  # two views, one transposed
+        ("cpp_fused(x, x, buf1)", 2, None),  # two names of the same place: only one was looked at
+        ("cpp_fused(reinterpret_tensor(x, (8,), (1,), 8), buf1)", 1, None),  # another place
+        ("cpp_fused(x, buf1)", 1, _spec(16, torch.int32)),
+    ],
+)
+def test_a_call_that_sees_other_places_has_none(text: str, at: int, made: TensorSpec | None) -> None:
+    assert _replayed(text, at, made) == []
+
+
+class Head(nn.Module):
+    """A loss head whose logits need more than everything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.head = nn.Linear(8, 8), nn.Linear(8, 512)
+
+    def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.project(x).tanh())
+        return nn.functional.cross_entropy(logits, classes)
+
+
+def test_the_gradient_of_logits_takes_their_bytes_and_has_inductors_bits() -> None:
+    torch.manual_seed(0)
+    model, data = Head(), (torch.randn(256, 8), torch.randint(512, (256,)))
+    twin = copy.deepcopy(model)
+    compiled = memplan.compile(model, data, kernels="inductor")
+    logits = 256 * 512 * 4
+    assert logits < compiled.plan.arena_size < 1.2 * logits
+    assert [op.name for op in compiled.plan.graph.ops if _overwrites(op, compiled.plan, logits)]
+    torch._dynamo.reset()
+    reference = torch.compile(twin)
+    for _ in range(2):
+        losses = []
+        for call, module in ((compiled, model), (reference, twin)):
+            module.zero_grad()
+            losses.append(call(*data))
+            losses[-1].backward()
+        assert torch.equal(*losses)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+    torch._dynamo.reset()
+
+
+def test_results_have_bytes_of_their_own_where_in_place_is_off() -> None:
+    captured = capture_call(Head(), (torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)), kernels="inductor")
+    apart = replace(captured, in_place=False).retrace()  # type: ignore[type-var]
+    assert any(op.inplace_candidates for op in captured.retrace().graph.ops)
+    assert not any(op.inplace_candidates for op in apart.graph.ops)
+
+
+def _overwrites(op: Op, plan: memplan.Plan, nbytes: int) -> bool:
+    """Whether an op of the backward may write over a tensor of the forward of so many bytes."""
+    graph = plan.graph
+    sizes = (graph.storages[graph.values[read].storage].nbytes for _, read in op.inplace_candidates)
+    return op.phase is Phase.BACKWARD and nbytes in sizes
+
+
+def test_a_budget_may_drop_what_a_kernel_could_have_overwritten() -> None:
+    torch.manual_seed(0)
+    data = torch.randn(256, 8), torch.randint(512, (256,))
+    whole = memplan.plan(Head(), data, kernels="inductor")
+    saved = {s for op in whole.graph.ops for _, r in op.inplace_candidates for s in [whole.graph.values[r].storage]}
+    assert saved
+    written = {s for op in whole.graph.ops if op.phase is Phase.BACKWARD for s in whole.graph.written(op)}
+    assert not saved & written  # an op that changes what is saved would keep it from being computed again
