@@ -35,8 +35,30 @@ class WithLoss(nn.Module):
         return loss
 
 
-def _trained(make: MakeOptimizer, *, planned: bool, width: int = 256) -> tuple[int, list[torch.Tensor], Any]:
-    """Return the peak of the fifth step of a model, its parameters then, and the compiled model."""
+def _plain(called: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    called(x).backward()
+    optimizer.step()
+
+
+def _in_closure(called: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    """Train a step as Lightning does: `step()` calls the model."""
+
+    def again() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = called(x)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(again)  # type: ignore[arg-type]
+
+
+def _trained(
+    make: MakeOptimizer, *, planned: bool, width: int = 256, update: Callable[..., None] | None = None
+) -> tuple[int, list[torch.Tensor], Any]:
+    """Return the peak of the fifth step of a model, its parameters then, and the compiled model.
+
+    `update`: trains one step, in the place of a plain loop's.
+    """
     gc.collect()
     before = live_bytes()
     torch.manual_seed(0)
@@ -46,8 +68,7 @@ def _trained(make: MakeOptimizer, *, planned: bool, width: int = 256) -> tuple[i
 
     def step() -> None:
         optimizer.zero_grad()
-        called(x).backward()
-        optimizer.step()
+        (update or _plain)(called, optimizer, x)
 
     for _ in range(3):
         step()
@@ -77,6 +98,20 @@ def test_arena_and_update_need_no_more_than_eager(name: str, caplog: pytest.LogC
     assert all(map(torch.equal, expected, found))
 
 
+def test_an_update_that_calls_the_model_itself_needs_no_more_than_eager() -> None:
+    eager, expected, _ = _trained(OPTIMIZERS["foreach"], planned=False, update=_in_closure)
+    peak, found, called = _trained(OPTIMIZERS["foreach"], planned=True, update=_in_closure)
+    assert peak <= eager + called.plan.padding
+    assert all(map(torch.equal, expected, found))
+
+
+def test_a_small_model_needs_no_more_than_eager_either() -> None:
+    eager, expected, _ = _trained(OPTIMIZERS["foreach"], planned=False, width=48)
+    peak, found, called = _trained(OPTIMIZERS["foreach"], planned=True, width=48)
+    assert peak <= eager + called.plan.padding
+    assert all(map(torch.equal, expected, found))
+
+
 def _plan_of_now(make: MakeOptimizer, step: Callable[[Any, torch.optim.Optimizer, torch.Tensor], None]) -> bool:
     """Return whether the plan of a small model changed in three steps."""
     torch.manual_seed(0)
@@ -89,14 +124,10 @@ def _plan_of_now(make: MakeOptimizer, step: Callable[[Any, torch.optim.Optimizer
     return called.plan is not first
 
 
-def _plain(called: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-    called(x).backward()
-    optimizer.step()
-
-
 def test_bytes_that_are_not_worth_it_change_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     foreach = OPTIMIZERS["foreach"]
     monkeypatch.setattr(measured, "WORTH_PLANNING", 1 << 20)
+    monkeypatch.setattr(measured, "WORTH_PLANNING_SHARE", 1.0)
     assert not _plan_of_now(foreach, _plain)
     monkeypatch.setattr(measured, "WORTH_PLANNING", 1)
     assert _plan_of_now(foreach, _plain)
@@ -108,18 +139,8 @@ def test_what_allocates_nothing_or_is_not_known_changes_no_plan(monkeypatch: pyt
     class Own(torch.optim.AdamW):
         """An optimizer of a user, which might hold anything."""
 
-    def closure(called: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-        def again() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss: torch.Tensor = called(x)
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss
-
-        optimizer.step(again)  # type: ignore[arg-type]
-
     assert not _plan_of_now(lambda parameters: torch.optim.AdamW(parameters, fused=True), _plain)
     assert not _plan_of_now(lambda parameters: Own(parameters, foreach=True), _plain)
-    assert not _plan_of_now(OPTIMIZERS["foreach"], closure)
     assert not _plan_of_now(lambda _: torch.optim.AdamW(nn.Linear(64, 64).parameters()), _plain), "other parameters"
 
 
