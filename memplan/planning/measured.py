@@ -69,7 +69,11 @@ class AsEager:
         most = eager + plan.padding + self.options.reserved
         limit = most - eager // _PRECISION
         need = self._need(_one_by_one(plan))
-        if need <= limit or plan.redzone or (self.after and need - most < min(WORTH_PLANNING, eager * WORTH_PLANNING_SHARE)):
+        if (
+            need <= limit
+            or plan.redzone
+            or (self.after and need - most < min(WORTH_PLANNING, eager * WORTH_PLANNING_SHARE))
+        ):
             return None
         found = self._outside(plan, limit, saved=need > most)
         if found is not None and self._need(found) <= limit:

@@ -33,6 +33,7 @@ from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwnership, part_of
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
+from memplan.runtime.room_for_update import made_room
 from memplan.trace import CapturedCall, capture_call
 from memplan.trace.capture.refusals import require_traceable
 from memplan.trace.optimizer.first_update import FirstUpdate
@@ -76,7 +77,7 @@ class Builder:
         self._warned = False
         self._new_arenas = NewArenas()
         self.smaller: dict[InputGuards, tuple[TracedGraph, Plan]] = {}  # what programs of these guards are to become
-        self._after = 0  # bytes that the optimizer allocates beside the arena, which smaller programs leave room for
+        self.after = 0  # bytes that the optimizer allocates beside the arena, which smaller programs leave room for
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None = None) -> Runner:
         """Return a program for calls like this one, with the `given` plan or a new one."""
@@ -88,7 +89,7 @@ class Builder:
                     *(self.options, traced, captured, self.assemble),
                     given=given,
                     room=room,
-                    after=self._after if train else 0,
+                    after=self.after if train else 0,
                 ).runner
             forget_example(runner)
         if given is not None and given.eviction is not None:  # other programs keep that budget too
@@ -114,10 +115,16 @@ class Builder:
                     found[runner.input_guards] = smaller
         if found:
             self.free_arena()
-            self.smaller, self._after = found, update.nbytes
+            self.smaller, self.after = found, update.nbytes
             for runner in runners:
                 if runner.input_guards in found:
                     update.report(runner.plan, found[runner.input_guards][1])
+        return bool(found)
+
+    def leave_room_together(self, coordinator: ArenaCoordinator, update: FirstUpdate) -> bool:
+        """Do the same for the programs of calls that wait together for their backward, which a coordinator places."""
+        found = made_room(coordinator, self.options, update)
+        self.smaller = {instance.runner.input_guards: smaller for instance, smaller in found}
         return bool(found)
 
     def made_smaller(self, runner: Runner, leaves: Iterable[Any]) -> Runner:
