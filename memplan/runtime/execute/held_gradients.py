@@ -27,7 +27,7 @@ def note_held_by_autograd_alone(free: Free | None, gradients: Sequence[torch.Ten
     if free is not None:
         alone = _counts_alone()
         free[:] = [
-            weakref.ref(g) for g in gradients if type(g) is torch.Tensor and _is_plain(g) and _counts(g) == alone
+            weakref.ref(g) for g in gradients if type(g) is torch.Tensor and _is_plain(g) and _counts(g) in alone
         ]
 
 
@@ -45,10 +45,15 @@ def _is_plain(gradient: torch.Tensor) -> bool:
     return storage.resizable() and storage.nbytes() >= LEAST
 
 
-def _counts(gradient: torch.Tensor) -> tuple[int, int, int]:
-    """Return the references to a tensor's Python object, to the tensor in C++, and to its storage."""
-    in_cpp: int = gradient._use_count()  # type: ignore[attr-defined]
-    return sys.getrefcount(gradient), in_cpp, torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+def _counts(gradient: torch.Tensor) -> tuple[int, ...]:
+    """Return the references to a tensor's Python object, to the tensor in C++, and to its storage.
+
+    Those of a view, as `view` in a model's loss makes one of the gradient, are followed by those to its base.
+    """
+    storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    found = sys.getrefcount(gradient), gradient._use_count(), storage  # type: ignore[attr-defined]
+    base = gradient._base
+    return found if base is None else (*found, sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
 
 
 class _Probe(torch.autograd.Function):
@@ -71,11 +76,12 @@ def _counts_of_each(gradients: Sequence[torch.Tensor | None]) -> list[Any]:
 
 
 @cache
-def _counts_alone() -> tuple[int, int, int] | None:
-    """Return the counts of a gradient that autograd alone holds, in this build of torch; None if they vary."""
+def _counts_alone() -> tuple[tuple[int, ...], ...]:
+    """Return the counts of gradients that autograd alone holds, in this build of torch; none if they vary."""
     found: list[Any] = []
     with torch.inference_mode(False), torch.enable_grad():
-        for _ in range(2):
+        for viewed in (False, True) * 2:
             x = torch.zeros(LEAST, requires_grad=True)
-            _Probe.apply(x, found).square().sum().backward()  # type: ignore[no-untyped-call]
-    return found[0] if len(found) == 2 and found[0] == found[1] else None
+            result: Any = _Probe.apply(x, found)
+            (result.view(-1, 1) if viewed else result).square().sum().backward()
+    return tuple(found[:2]) if len(found) == 4 and found[:2] == found[2:] else ()
