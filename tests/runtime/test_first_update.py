@@ -61,7 +61,7 @@ def _two_waiting(called: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor)
     """Train a step of two calls, of which one waits for its backward while the other runs."""
     optimizer.zero_grad()
     losses = [called(part) for part in x.chunk(2)]
-    sum(losses).backward()  # type: ignore[union-attr]
+    sum(losses).backward()
     optimizer.step()
 
 

@@ -37,17 +37,17 @@ def _loss(y: torch.Tensor, target: torch.Tensor, kept: list[Any]) -> torch.Tenso
 
 
 def _hook_keeps_it(y: torch.Tensor, target: torch.Tensor, kept: list[Any]) -> torch.Tensor:
-    y.register_hook(kept.append)
+    y.register_hook(kept.append)  # type: ignore[no-untyped-call]
     return _loss(y, target, kept)
 
 
 def _hook_keeps_a_view(y: torch.Tensor, target: torch.Tensor, kept: list[Any]) -> torch.Tensor:
-    y.register_hook(lambda g: kept.append(g.detach()[:1]))
+    y.register_hook(lambda g: kept.append(g.detach()[:1]))  # type: ignore[no-untyped-call]
     return _loss(y, target, kept)
 
 
 def _hook_keeps_an_array(y: torch.Tensor, target: torch.Tensor, kept: list[Any]) -> torch.Tensor:
-    y.register_hook(lambda g: kept.append(g.numpy()))
+    y.register_hook(lambda g: kept.append(g.numpy()))  # type: ignore[no-untyped-call]
     return _loss(y, target, kept)
 
 
@@ -71,13 +71,13 @@ def _is_that_of_a_view_too(y: torch.Tensor, target: torch.Tensor, kept: list[Any
 
 def _hook_keeps_the_base_of_a_view(y: torch.Tensor, target: torch.Tensor, kept: list[Any]) -> torch.Tensor:
     flat = y.view(-1)
-    flat.register_hook(kept.append)
+    flat.register_hook(kept.append)  # type: ignore[no-untyped-call]
     return nn.functional.mse_loss(flat, target.view(-1))
 
 
 def _hook_keeps_another_view(y: torch.Tensor, target: torch.Tensor, kept: list[Any]) -> torch.Tensor:
     flat = y.view(-1)
-    flat.register_hook(lambda g: kept.append(g.view(2, -1)))
+    flat.register_hook(lambda g: kept.append(g.view(2, -1)))  # type: ignore[no-untyped-call]
     return nn.functional.mse_loss(flat, target.view(-1))
 
 

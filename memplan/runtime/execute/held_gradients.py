@@ -82,6 +82,6 @@ def _counts_alone() -> tuple[tuple[int, ...], ...]:
     with torch.inference_mode(False), torch.enable_grad():
         for viewed in (False, True) * 2:
             x = torch.zeros(LEAST, requires_grad=True)
-            result: Any = _Probe.apply(x, found)
+            result: Any = _Probe.apply(x, found)  # type: ignore[no-untyped-call]
             (result.view(-1, 1) if viewed else result).square().sum().backward()
     return tuple(found[:2]) if len(found) == 4 and found[:2] == found[2:] else ()
