@@ -22,8 +22,9 @@ from memplan.planning.outside_arena import kept_bytes, need_with_update, plan_pa
 
 _PRECISION = 1000  # the prediction of eager's peak is exact to about one part in so many
 _MOST_OVERHEAD = 0.1  # the predicted share of the step's time that needing no more than eager may cost
-# bytes above eager's peak, while the optimizer runs, for which a program is made again
+# bytes above eager's peak, while the optimizer runs, for which a program is made again: that many, or such a share
 WORTH_PLANNING = 64 * 1024
+WORTH_PLANNING_SHARE = 0.002
 _log = logging.getLogger("memplan")
 
 
@@ -68,7 +69,11 @@ class AsEager:
         most = eager + plan.padding + self.options.reserved
         limit = most - eager // _PRECISION
         need = self._need(_one_by_one(plan))
-        if need <= limit or plan.redzone or (self.after and need - most < WORTH_PLANNING):
+        if (
+            need <= limit
+            or plan.redzone
+            or (self.after and need - most < min(WORTH_PLANNING, eager * WORTH_PLANNING_SHARE))
+        ):
             return None
         found = self._outside(plan, limit, saved=need > most)
         if found is not None and self._need(found) <= limit:

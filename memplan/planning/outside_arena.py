@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -109,6 +109,20 @@ def plan_partly_outside(
             break
         aim -= above
     return None if best is plan else best
+
+
+def with_storages_outside(plan: Plan, names: Collection[str], options: PlanOptions) -> Plan:
+    """Return the plan of the same order with those of the named storages outside that may leave the arena.
+
+    Args:
+        plan: A plan on one device.
+        names: Names of storages; those that take the same bytes in place leave together or not at all.
+        options: Those of the solver.
+    """
+    storages = plan.graph.storages
+    found = _candidates(plan, gradients=True, saved=True)
+    chosen = [c for c in found if all(storages[s].name in names for s in c.storages)]
+    return _without(plan, chosen, options) if chosen else plan
 
 
 def leaving_first(plan: Plan, options: PlanOptions) -> Iterator[tuple[str, int, int]]:

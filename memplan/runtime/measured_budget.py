@@ -96,7 +96,8 @@ def first_program(
     """Return the program of a step, with the `given` plan or one that is made anew with what its trial run measures.
 
     `assemble` returns the program of a variant of the step and its plan, in the arena. `room`: the bytes of the arena
-    if it has other programs; else None. `after`: as in `plan_as_small_as_eager`.
+    if it has other programs; else None. `after`: as in `plan_as_small_as_eager`. A step that fits in an arena that is
+    there is not compared with eager.
 
     Raises `BudgetInfeasible` where no plan keeps the budgets.
     """
@@ -120,10 +121,11 @@ def first_program(
         return (Built(traced=settled, runner=runner),)
 
     built = build_measured(build, 1, again=given is None, alone=first)[0]
-    if given is not None or not first or len(traced.runs_on) > 1:
+    outgrown = room is not None and not options.has_budget and built.runner.plan.arena_size > room
+    if given is not None or not (first or outgrown) or len(traced.runs_on) > 1:
         return built
     smaller = smaller_plan(options, built, after=after)
-    if smaller is None:
+    if smaller is None or (room and _with_arena(smaller[1], room) >= _with_arena(built.runner.plan, room)):
         return built
     before, needed = (built.traced, built.runner.plan), _on_device(built.runner)
     discard([built])
@@ -135,6 +137,11 @@ def first_program(
     if options.budget == "min":
         adopt_need(runner)
     return Built(traced=traced, runner=runner)
+
+
+def _with_arena(plan: Plan, room: int) -> int:
+    """Return the bytes on the device at the peak of a plan in an arena that has at least `room` bytes."""
+    return plan.on_device + max(room - plan.arena_size, 0)
 
 
 def _count_numbers(error: BudgetInfeasible, traced: TracedGraph) -> None:
@@ -234,7 +241,7 @@ def adopt_need(runner: Runner) -> None:
 
 def _on_device(runner: Runner) -> int:
     """Return the bytes on the device at the peak, with all of the arena that the program runs in."""
-    return runner.plan.on_device + max(runner.arena.nbytes - runner.plan.arena_size, 0)
+    return _with_arena(runner.plan, runner.arena.nbytes)
 
 
 def measured(built: Built, before: Measured | None) -> Measured:

@@ -77,6 +77,12 @@ class RunOptions(PlanOptions):
         """Whether steps are recorded and replayed, so that nothing can be copied to the host beside them."""
         return False
 
+    @property
+    def plans_for_updates(self) -> bool:
+        """Whether programs are planned again for what an optimizer allocates: unless an option fixes the arena."""
+        fixed = self.has_budget or self.sanitize is not None or self.recorded or self.dynamic_shapes is not None
+        return not fixed and self.device is None and self.gradients in ("auto", "added", "safe")
+
     def _require_known_costs(self) -> None:
         """Raise as `PlanOptions` does, except for "measure" where steps can be measured."""
         if not self.measures:
@@ -190,12 +196,6 @@ class CompileOptions(RunOptions):
     def recorded(self) -> bool:
         """Whether `cuda_graph` is set."""
         return self.cuda_graph
-
-    @property
-    def plans_for_updates(self) -> bool:
-        """Whether programs are planned again for what an optimizer allocates: unless an option fixes the arena."""
-        fixed = self.has_budget or self.sanitize is not None or self.cuda_graph
-        return not fixed and self.dynamic_shapes is None and self.device is None and self.gradients == "auto"
 
     @property
     def gradients_in_arena(self) -> bool:

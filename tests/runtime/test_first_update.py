@@ -35,25 +35,77 @@ class WithLoss(nn.Module):
         return loss
 
 
-def _trained(make: MakeOptimizer, *, planned: bool, width: int = 256) -> tuple[int, list[torch.Tensor], Any]:
-    """Return the peak of the fifth step of a model, its parameters then, and the compiled model."""
+def _plain(called: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    called(x).backward()
+    optimizer.step()
+
+
+def _late(called: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    """Train a step that finds the gradients of the last one still set when the model is called."""
+    loss = called(x)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def _accumulated(called: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    """Train a step of two batches."""
+    optimizer.zero_grad()
+    for part in x.chunk(2):
+        called(part).backward()
+    optimizer.step()
+
+
+def _two_waiting(called: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    """Train a step of two calls, of which one waits for its backward while the other runs."""
+    optimizer.zero_grad()
+    losses = [called(part) for part in x.chunk(2)]
+    sum(losses).backward()
+    optimizer.step()
+
+
+def _in_closure(called: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    """Train a step as Lightning does: `step()` calls the model."""
+
+    def again() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = called(x)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(again)  # type: ignore[arg-type]
+
+
+def _trained(
+    make: MakeOptimizer,
+    *,
+    planned: bool,
+    width: int = 256,
+    update: Callable[..., None] | None = None,
+    kind: type[nn.Module] = WithLoss,
+    backend: memplan.Backend | None = None,
+) -> tuple[int, list[torch.Tensor], Any]:
+    """Return the peak of the sixth step of a model, its parameters then, and the compiled model.
+
+    `update`: trains one step, in the place of a plain loop's. `kind`: the model. `backend`: it is compiled by this.
+    """
+    torch._dynamo.reset()
     gc.collect()
     before = live_bytes()
     torch.manual_seed(0)
-    model, x = WithLoss(width), torch.randn(width, width)
-    called: Any = memplan.compile(model, x) if planned else model
+    model, x = kind(width), torch.randn(width, width)
+    called: Any = memplan.compile(model, x) if planned and backend is None else model
+    if backend is not None:
+        model.compile(backend=backend)
     optimizer = make(model.parameters())
 
     def step() -> None:
-        optimizer.zero_grad()
-        called(x).backward()
-        optimizer.step()
+        (update or _plain)(called, optimizer, x)
 
-    for _ in range(3):
+    for _ in range(4):
         step()
-    optimizer.zero_grad()
     allocations(step)  # from here on, the profiler knows all that is freed
-    optimizer.zero_grad()
     gc.collect()
     standing = live_bytes() - before
     peak = standing + max(accumulate(allocations(step)))
@@ -77,6 +129,56 @@ def test_arena_and_update_need_no_more_than_eager(name: str, caplog: pytest.LogC
     assert all(map(torch.equal, expected, found))
 
 
+@pytest.mark.parametrize("update", [_in_closure, _late, _accumulated, _two_waiting])
+def test_loops_of_other_kinds_and_their_update_need_no_more_than_eager(update: Callable[..., None]) -> None:
+    eager, expected, _ = _trained(OPTIMIZERS["foreach"], planned=False, update=update)
+    peak, found, called = _trained(OPTIMIZERS["foreach"], planned=True, update=update)
+    assert peak <= eager + called.plan.padding
+    assert all(map(torch.equal, expected, found))
+
+
+def _padding(backend: memplan.Backend) -> int:
+    """Return the bytes of alignment in the plans of a backend's graphs."""
+    return sum(plan.padding for graph in backend.graphs for plan in graph.plans)
+
+
+@pytest.mark.parametrize("update", [_plain, _in_closure, _late, _accumulated, _two_waiting])
+def test_the_arena_of_a_graph_of_dynamo_and_the_update_need_no_more_than_eager(update: Callable[..., None]) -> None:
+    backend = memplan.Backend()
+    eager, expected, _ = _trained(OPTIMIZERS["foreach"], planned=False, update=update)
+    peak, found, _ = _trained(OPTIMIZERS["foreach"], planned=True, update=update, backend=backend)
+    assert [graph.plans[0].outside.get("intermediate", 0) > 0 for graph in backend.graphs] == [True]
+    assert peak <= eager + _padding(backend)
+    assert all(map(torch.equal, expected, found))
+
+
+class InTwo(WithLoss):
+    """The same, in two graphs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = len(self.layers) // 2
+        x = self.layers[:half](x)
+        torch._dynamo.graph_break()
+        loss: torch.Tensor = self.layers[half:](x).square().mean()
+        return loss
+
+
+def test_the_arena_of_several_graphs_and_the_update_need_no_more_than_eager() -> None:
+    backend = memplan.Backend()
+    eager, expected, _ = _trained(OPTIMIZERS["foreach"], planned=False, kind=InTwo)
+    peak, found, _ = _trained(OPTIMIZERS["foreach"], planned=True, kind=InTwo, backend=backend)
+    assert len(backend.graphs) == 2
+    assert peak <= eager + _padding(backend)
+    assert all(map(torch.equal, expected, found))
+
+
+def test_a_small_model_needs_no_more_than_eager_either() -> None:
+    eager, expected, _ = _trained(OPTIMIZERS["foreach"], planned=False, width=48)
+    peak, found, called = _trained(OPTIMIZERS["foreach"], planned=True, width=48)
+    assert peak <= eager + called.plan.padding
+    assert all(map(torch.equal, expected, found))
+
+
 def _plan_of_now(make: MakeOptimizer, step: Callable[[Any, torch.optim.Optimizer, torch.Tensor], None]) -> bool:
     """Return whether the plan of a small model changed in three steps."""
     torch.manual_seed(0)
@@ -89,14 +191,10 @@ def _plan_of_now(make: MakeOptimizer, step: Callable[[Any, torch.optim.Optimizer
     return called.plan is not first
 
 
-def _plain(called: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-    called(x).backward()
-    optimizer.step()
-
-
 def test_bytes_that_are_not_worth_it_change_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     foreach = OPTIMIZERS["foreach"]
     monkeypatch.setattr(measured, "WORTH_PLANNING", 1 << 20)
+    monkeypatch.setattr(measured, "WORTH_PLANNING_SHARE", 1.0)
     assert not _plan_of_now(foreach, _plain)
     monkeypatch.setattr(measured, "WORTH_PLANNING", 1)
     assert _plan_of_now(foreach, _plain)
@@ -108,18 +206,8 @@ def test_what_allocates_nothing_or_is_not_known_changes_no_plan(monkeypatch: pyt
     class Own(torch.optim.AdamW):
         """An optimizer of a user, which might hold anything."""
 
-    def closure(called: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-        def again() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss: torch.Tensor = called(x)
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss
-
-        optimizer.step(again)  # type: ignore[arg-type]
-
     assert not _plan_of_now(lambda parameters: torch.optim.AdamW(parameters, fused=True), _plain)
     assert not _plan_of_now(lambda parameters: Own(parameters, foreach=True), _plain)
-    assert not _plan_of_now(OPTIMIZERS["foreach"], closure)
     assert not _plan_of_now(lambda _: torch.optim.AdamW(nn.Linear(64, 64).parameters()), _plain), "other parameters"
 
 
@@ -137,7 +225,7 @@ def test_gradients_that_something_else_refers_to_keep_their_arena(monkeypatch: p
     assert torch.equal(torch.from_numpy(view), was), "an address that is kept keeps its bytes"
     plan = called.plan
     del view, gradient
-    _plain(called, optimizer, x)  # its gradients are still set, so that they leave the arena for good
+    called(x).backward()  # the gradients are still set, so that they leave the arena for good
     assert called.plan is not plan
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,7 @@ from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwnership, part_of
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
+from memplan.runtime.room_for_update import made_room
 from memplan.trace import CapturedCall, capture_call
 from memplan.trace.capture.refusals import require_traceable
 from memplan.trace.optimizer.first_update import FirstUpdate
@@ -75,11 +77,13 @@ class Builder:
         self.arena: Arena | None = None
         self._warned = False
         self._new_arenas = NewArenas()
+        self._arenas: weakref.WeakSet[Arena] = weakref.WeakSet()  # all that it has made
         self.smaller: dict[InputGuards, tuple[TracedGraph, Plan]] = {}  # what programs of these guards are to become
-        self._after = 0  # bytes that the optimizer allocates beside the arena, which smaller programs leave room for
+        self.after = 0  # bytes that the optimizer allocates beside the arena, which smaller programs leave room for
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None = None) -> Runner:
         """Return a program for calls like this one, with the `given` plan or a new one."""
+        self._free_unused()
         with torch.inference_mode(False):
             traced, captured = self._trace(args, kwargs, train)
             room = None if (arena := self._arena_now) is None else arena.nbytes
@@ -88,7 +92,7 @@ class Builder:
                     *(self.options, traced, captured, self.assemble),
                     given=given,
                     room=room,
-                    after=self._after if train else 0,
+                    after=self.after if train else 0,
                 ).runner
             forget_example(runner)
         if given is not None and given.eviction is not None:  # other programs keep that budget too
@@ -114,10 +118,16 @@ class Builder:
                     found[runner.input_guards] = smaller
         if found:
             self.free_arena()
-            self.smaller, self._after = found, update.nbytes
+            self.smaller, self.after = found, update.nbytes
             for runner in runners:
                 if runner.input_guards in found:
                     update.report(runner.plan, found[runner.input_guards][1])
+        return bool(found)
+
+    def leave_room_together(self, coordinator: ArenaCoordinator, update: FirstUpdate) -> bool:
+        """Do the same for the programs of calls that wait together for their backward, which a coordinator places."""
+        found = made_room(coordinator, self.options, update)
+        self.smaller = {instance.runner.input_guards: smaller for instance, smaller in found}
         return bool(found)
 
     def made_smaller(self, runner: Runner, leaves: Iterable[Any]) -> Runner:
@@ -217,6 +227,18 @@ class Builder:
             arena = self._arena_for(runner.plan, runner.traced.device, 0)
             return runner.remade(runner.plan, arena, recorder=self._recorder(runner.traced.device))
 
+    def _free_unused(self) -> None:
+        """Free arenas in which no step has run: another call than the example's may be all that ever comes.
+
+        A program of theirs that is called after all is made anew then.
+        """
+        if self.measures or self.options.dynamic_shapes is not None:
+            return
+        for arena in self._arenas:
+            whole = getattr(arena, "whole", arena)
+            if not arena.ownership.steps and not whole.ownership.released:
+                whole.release()
+
     def free_arena(self) -> None:
         """Free the arena before all programs are made again; what runs of the present ones is made anew then.
 
@@ -267,8 +289,9 @@ class Builder:
         if self.coordinator is not None:
             require_budget(plan)
             self.make_room(self.options, plan)
-            made = self._new_arenas.keep(Arena(plan.arena_size, device))
-            return part_of(made, ObservedOwnership(self.coordinator))
+            part = part_of(self._new_arenas.keep(Arena(plan.arena_size, device)), ObservedOwnership(self.coordinator))
+            self._arenas.add(part)
+            return part
         arena = self._arena_now
         varies = self.options.dynamic_shapes is not None
         if arena is None:
@@ -281,6 +304,7 @@ class Builder:
                     ownership.require_free("a program that needs a larger arena")
             self.make_room(self.options, plan)
             arena = self.arena = self._new_arenas.keep(grown(arena, plan, device, room, keep=in_flight))
+        self._arenas.add(arena)
         found = arena.view_for(plan)
         assert found is not None
         return found

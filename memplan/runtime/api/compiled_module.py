@@ -187,9 +187,13 @@ class CompiledModule(SharedModule, MeasuredStep):
         arena, or a gradient in it, is in use.
         """
         with contextlib.suppress(MemplanError, GradientsInUse, torch.OutOfMemoryError), self._calling:
-            again = self._pending is None and self._several is None and self._again is None and self._guide is None
+            again = self._several is None and self._again is None and self._guide is None
+            if not again or not self._builder.options.plans_for_updates:
+                return False
+            if self._pending is not None:
+                return self._builder.leave_room_together(self._pending.coordinator, update)
             left = self._arena.ownership.left
-            if again and self._builder.options.plans_for_updates and (left is None or left.are_unshared):
+            if left is None or left.are_unshared:
                 return self._builder.leave_room_for_update(self._selector.programs_of_calls, update)
         return False
 

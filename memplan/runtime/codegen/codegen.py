@@ -32,27 +32,39 @@ from memplan.runtime.memory.arena import dtype_of, view_within
 from memplan.trace.traced import Computed, Live, OpaqueResult, Ref
 
 Callback = Callable[[], None]
+Drop = Callable[[Any, torch.Tensor], None]
 _MIN_CALLS = 3  # in a run: fewer calls take less time from Python than entering torch's interpreter
 
 
 LEFT = "left_outside"  # global list: activations outside the arena between a forward and its backward
+DROPPED = "dropped"  # global list: arguments of this call whose bytes are freed once they were read
 
 
 class FunctionWriter:
     """Generates one function: its arguments are dynamic values, its body calls ops, and it returns values.
 
     `taken` are values that another function of the program has left: memory outside the arena that nobody else refers
-    to, so that it is freed after its last use.
+    to, so that it is freed after its last use. `drops` are arguments whose bytes are freed then too, by the function
+    `drop` of a list and an argument: those that are in the list `DROPPED` when the function is called.
     """
 
     def __init__(
-        self, name: str, layout: Layout, namespace: Namespace, arguments: Sequence[int], taken: Sequence[int] = ()
+        self,
+        name: str,
+        layout: Layout,
+        namespace: Namespace,
+        arguments: Sequence[int],
+        taken: Sequence[int] = (),
+        *,
+        drops: Sequence[int] = (),
+        drop: Drop | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
         self.namespace = namespace
         self.arguments = arguments
         self.taken, self.left = taken, tuple[int, ...]()
+        self.drops, self.drop = drops, drop
         self.known = {*arguments, *taken}
         self.views: list[View] = []  # views of arguments: they come first
         self.lines: list[Line] = []
@@ -174,8 +186,10 @@ class FunctionWriter:
         written = [source for view in self.views for source in self._python(view)]
         last_use = {value: i for i, line in enumerate(self.lines) for value in line.uses}
         last_use |= dict.fromkeys(returned, len(self.lines))
-        dead = self._last_lines()
-        apart = [i in dead for i in range(-1, len(self.lines) - 1)]  # a run ends where memory is released
+        dead, dropped = self._last_lines(), self._dropped_after(returned)
+        apart = [
+            i in dead or i in dropped for i in range(-1, len(self.lines) - 1)
+        ]  # a run ends where memory is released
         runs = zip(fitting, accumulate(apart), self.lines, strict=True)
         native, names, end = False, set(self.taken), 0
         for (fit, _), group in groupby(runs, key=itemgetter(0, 1)):
@@ -193,6 +207,7 @@ class FunctionWriter:
             if gone:
                 written.append(f"del {', '.join(f'v{v}' for v in gone)}")
                 names.difference_update(gone)
+            written += [self._drop(value) for value in dropped.get(end - 1, ())]
         return written, native
 
     def _last_lines(self) -> dict[int, set[int]]:
@@ -207,6 +222,26 @@ class FunctionWriter:
         for storage, i in found.items():
             lines[i].add(storage)
         return lines
+
+    def _dropped_after(self, returned: Iterable[int]) -> dict[int, list[int]]:
+        """Return the arguments to drop, by the line (index) after which nothing uses them; not those of the last line.
+
+        What is `returned` may be a view of one, which stays.
+        """
+        values = self.layout.graph.values
+        kept = {values[value].storage for value in returned}
+        last = {values[value].storage: i for i, line in enumerate(self.lines) for value in (*line.makes, *line.uses)}
+        found = defaultdict[int, list[int]](list)
+        for value in self.drops:
+            storage = values[value].storage
+            if storage not in kept and 0 <= last.get(storage, -1) < len(self.lines) - 1:
+                found[last[storage]].append(value)
+        return found
+
+    def _drop(self, argument: int) -> str:
+        """Return the line that frees the bytes of an argument, if it is in the list of those that may be freed."""
+        self.namespace.names.setdefault(DROPPED, [])
+        return f"{self.namespace.add('k', self.drop)}({DROPPED}, v{argument})"
 
     def _fitting(self) -> list[bool]:
         """Return for each line whether torch's interpreter can run it, in a group that is large enough to gain time."""

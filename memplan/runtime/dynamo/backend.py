@@ -11,10 +11,11 @@ from torch import fx
 
 from memplan.errors import MemplanError, UnsupportedCall
 from memplan.runtime.debug.hooks import Hooks
+from memplan.runtime.dynamo.arena_coordinators import ArenaCoordinators
 from memplan.runtime.dynamo.crossings import Crossings
 from memplan.runtime.dynamo.joint_budget import keep_budgets
 from memplan.runtime.dynamo.joint_plan import joint_plan
-from memplan.runtime.dynamo.planned_graph import ArenaCoordinators, PlannedGraph
+from memplan.runtime.dynamo.planned_graph import PlannedGraph
 from memplan.runtime.dynamo.split_graph import SplitGraph, example_inputs, parts_of
 from memplan.runtime.memory.shared_arena import release_arenas
 from memplan.runtime.options import RunOptions

@@ -7,9 +7,9 @@ instances of one training step share one arena.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch._dynamo.convert_frame import compile_lock
 
 from memplan.core.choices import Gradients
 from memplan.core.plan import Plan
-from memplan.errors import UnsupportedGraph
+from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.runtime.debug.hooks import Hooks
+from memplan.runtime.dynamo.arena_coordinators import ArenaCoordinators
 from memplan.runtime.dynamo.crossings import Crossings
 from memplan.runtime.dynamo.graph_module import GraphModuleWithParams, is_kept, named_class
 from memplan.runtime.execute.arena_gradients import GradientsInUse
@@ -31,12 +32,14 @@ from memplan.runtime.guards.call_kinds import kind_of
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.measured_budget import first_program
 from memplan.runtime.memory.arena import Arena, NewArenas
-from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwnership, PrepareStep, part_of
+from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwnership, part_of
 from memplan.runtime.options import RunOptions
+from memplan.runtime.room_for_update import Smaller, made_room
 from memplan.trace import trace_graph
 from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
 from memplan.trace.capture.python_numbers import numbers_of, with_numbers
 from memplan.trace.capture.refusals import why_it_breaks
+from memplan.trace.optimizer.first_update import FirstUpdate
 from memplan.trace.traced import TracedGraph
 
 _log = logging.getLogger("memplan")
@@ -52,6 +55,7 @@ class GraphInstance(ProgramInstance):
     `module` has its parameters; `traced` is the graph as it was traced, before its plan. `inputs` and `results` are
     keys of what its first call took and returned, by which the joint plan knows what graphs pass to each other. `ends`:
     why the graph ends where it ends. `joint_budget`: the bytes that all graphs of its step may need together.
+    `smaller`: the step and the plan of the program that is to take the place of this one.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class GraphInstance(ProgramInstance):
         self.inputs: Mapping[int, Hashable] | None = None
         self.results: Mapping[int, Hashable] = {}
         self.joint_budget: int | None = None
+        self.smaller: Smaller | None = None
         self._crossings = crossings
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
@@ -89,13 +94,16 @@ def _first_program(
     options: RunOptions,
     coordinator: ArenaCoordinator,
     hooks: Hooks,
+    *,
+    smaller: Smaller | None = None,
 ) -> tuple[TracedGraph, Runner]:
     """Return the trace of a graph, and its first program, which is planned and tried.
 
-    `options`: with `gradients` as they are for this graph.
+    `options`: with `gradients` as they are for this graph. `smaller`: the trace and the plan, where they are known.
     """
     guards = ModuleGuards(module)
-    traced = _trace(module, module.set_kept(inputs), options)
+    rest = module.set_kept(inputs)
+    traced = smaller[0].with_example(rest) if smaller else _trace(module, rest, options)
 
     with torch.inference_mode(False), NewArenas() as made:
 
@@ -106,7 +114,7 @@ def _first_program(
                 guards, settled, plan, arena, sanitize=options.sanitize, gradients=options.gradients, hooks=hooks
             )
 
-        built = first_program(options, traced, None, assemble)
+        built = first_program(options, traced, None, assemble, given=smaller[1] if smaller else None)
     if options.has_budget:  # a joint plan of all graphs may be tried on the example
         return built.traced, built.runner
     built.runner.forget_example()  # the first batch: nobody else may hold it
@@ -144,6 +152,7 @@ class PlannedGraph:
         self._instances: dict[Any, list[GraphInstance]] = {}
         self._retained: list[GraphInstance] = []  # that run no new calls, and whose backward may run (again)
         self._eager = False  # whether no trace can hold it
+        self._update: FirstUpdate | None = None
         for warning in gradients_that_eager_lacks(graph.graph) if torch.is_grad_enabled() else ():
             _log.warning("%s", warning)
 
@@ -207,9 +216,40 @@ class PlannedGraph:
             return self._graph(*inputs)
         return self._graph(*inputs) if instance is None else instance(inputs)
 
+    def _replace(self, instances: list[GraphInstance], make: Callable[[Smaller | None], GraphInstance]) -> None:
+        """Replace instances that are to be smaller by one that is; if its trial run fails, they stay as they were."""
+        smaller = instances[0].smaller
+        for instance in instances:
+            instance.smaller = None
+        with contextlib.suppress(MemplanError):
+            made = make(smaller)
+            self._retain(instances)
+            instances[:] = [made]
+
+    def _wait_for_update(self, traced: TracedGraph) -> None:
+        """Have the first update of an optimizer measured, from the first program on that it may follow."""
+        if self._update is None and traced.training and self._options.plans_for_updates:
+            self._update = FirstUpdate(self._parameters, self._make_room)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for instance in self.instances for p in instance.module.parameters()]
+
+    def _make_room(self, update: FirstUpdate) -> bool:
+        """Have the graphs of a step made smaller while an optimizer runs for the first time, if that is needed."""
+        with contextlib.suppress(MemplanError, GradientsInUse, torch.OutOfMemoryError):
+            found = made_room(self._coordinators.of_this_thread(), self._options, update)
+            for instance, smaller in found:
+                assert isinstance(instance, GraphInstance)
+                instance.smaller = smaller
+            return bool(found)
+        return False
+
     def _drop(self, keys: Sequence[Any]) -> None:
         """Drop the instances of other gradients, apart from those to which an autograd graph refers."""
-        dropped = [instance for key in keys for instance in self._instances.pop(key)]
+        self._retain([instance for key in keys for instance in self._instances.pop(key)])
+
+    def _retain(self, dropped: Sequence[GraphInstance]) -> None:
+        """Keep those of the instances to which an autograd graph refers: their backward may run (again)."""
         self._retained = [one for one in (*self._retained, *dropped) if one.ownership.has_graph]
 
     def _instance(
@@ -222,17 +262,20 @@ class PlannedGraph:
         """Return an idle instance, preferably one with the same parameters, or a new one; None beyond the limit."""
         options = replace(self._options, gradients=self._gradients_for(coordinator))
 
-        def make() -> GraphInstance:
+        def make(smaller: Smaller | None = None) -> GraphInstance:
             """Return a new instance; the trace, the plan and the bound ops of the first one are reused."""
             module = named_class(self._graph)(with_numbers(self._graph, numbers), self._kept, inputs)
             with compile_lock:  # torch can trace in one thread at a time
-                if instances:
+                if instances and smaller is None:
                     module.set_kept(inputs)
                     traced, runner = instances[0].traced, instances[0].another(coordinator, ModuleGuards(module))
                 else:
-                    traced, runner = _first_program(module, inputs, options, coordinator, self._hooks)
+                    traced, runner = _first_program(module, inputs, options, coordinator, self._hooks, smaller=smaller)
+                self._wait_for_update(traced)
                 return GraphInstance(module, traced, runner, crossings=self._crossings, ends=self._ends)
 
+        if instances and instances[0].smaller is not None:
+            self._replace(instances, make)
         found = idle_instance(
             instances,
             coordinator,
@@ -246,30 +289,6 @@ class PlannedGraph:
             what = "%s: %d calls of a graph wait for their backward; further ones run eagerly"
             _log.warning(what, instances[0].plan.model, len(instances))
         return found
-
-
-class ArenaCoordinators:
-    """An `ArenaCoordinator` for each thread: threads run at the same time, so they cannot share an arena."""
-
-    def __init__(self, prepare: PrepareStep | None = None) -> None:
-        self.warned = False  # that so many calls wait that further ones run eagerly
-        self._logged = False  # that gradients are outside of the arena from now on
-        self._local = threading.local()
-        self._prepare = prepare
-
-    def of_this_thread(self) -> ArenaCoordinator:
-        """Return the coordinator of the calling thread."""
-        if not hasattr(self._local, "coordinator"):
-            self._local.coordinator = ArenaCoordinator(self._prepare)
-        found: ArenaCoordinator = self._local.coordinator
-        return found
-
-    def put_gradients_outside(self, coordinator: ArenaCoordinator, why: str, graph: fx.GraphModule) -> None:
-        """Have the gradients of all graphs outside of the arena from now on, in the thread of a coordinator."""
-        if coordinator.gradients_in_arena and not self._logged:
-            self._logged = True
-            _log.info("%s: %s; gradients are outside of the arena from now on", named_class(graph).__name__, why)
-        coordinator.put_gradients_outside()
 
 
 def _trace(module: GraphModuleWithParams, rest: Sequence[Any], options: RunOptions) -> TracedGraph:

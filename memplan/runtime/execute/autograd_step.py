@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memplan.errors import StaleActivationsError, UnsupportedCall
+from memplan.runtime.execute.held_gradients import note_held_by_autograd_alone
 from memplan.runtime.execute.repeated_step import Repeatable
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.ranks import in_ddp
@@ -87,6 +88,7 @@ class PlannedStep(torch.autograd.Function):
                 repeatable.keep()
             else:
                 ctx.watched, ctx.repeatable = None, None
+            note_held_by_autograd_alone(runner.dropped, grads)
             tangents, missing = runner.tangents_from(grads)
             if ctx.adds is not None and not missing and not runner.is_observed:
                 nodes = [node for node, _ in ctx.next_functions[: len(ctx.adds)]]

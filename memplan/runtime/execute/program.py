@@ -13,13 +13,14 @@ from memplan.core.happens_before import require_no_races
 from memplan.core.plan import Plan
 from memplan.devices.kinds import is_accelerator
 from memplan.recording.places import places
-from memplan.runtime.codegen.codegen import LEFT, FunctionWriter
+from memplan.runtime.codegen.codegen import DROPPED, LEFT, FunctionWriter
 from memplan.runtime.codegen.namespace import Namespace
 from memplan.runtime.codegen.step_ir import Layout
 from memplan.runtime.codegen.torchscript_runs import AVAILABLE
 from memplan.runtime.copies.copies import Copy
 from memplan.runtime.debug.hooks import Hook, observing
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Callback, Sanitizers
+from memplan.runtime.execute.held_gradients import LEAST, Free, drop
 from memplan.runtime.execute.trial import run_trial
 from memplan.runtime.kernels.callables import bytes_of_numbers, tensors_among
 from memplan.runtime.kernels.fused_updates import fuse_updates
@@ -128,6 +129,12 @@ class Program:
         return found
 
     @property
+    def dropped(self) -> Free | None:
+        """The gradients of outputs whose bytes the next backward frees once it has read them; None if it frees none."""
+        found: Free | None = self.namespace.names.get(DROPPED)
+        return found
+
+    @property
     def stalled(self) -> float:
         """Seconds that all steps so far have waited for copies."""
         return sum(copy.stalled for copy in self.copies)
@@ -229,7 +236,10 @@ def _functions(
     backward = None
     if traced.training:
         tangents = [b.value for b in traced.bound(Source.TANGENT)]
-        writer = FunctionWriter(f"{prefix}backward", layout, namespace, [*saved, *tangents, *given], left)
+        large = [v for v in tangents if graph.storages[graph.values[v].storage].nbytes >= LEAST] if join else []
+        writer = FunctionWriter(
+            f"{prefix}backward", layout, namespace, [*saved, *tangents, *given], left, drops=large, drop=drop
+        )
         _write(writer, steps[split:], sanitizers, last)
         backward = writer.finish([graph.gradients])
     return forward.finish([traced.results.fresh, saved], left=left), backward

@@ -97,7 +97,7 @@ class Runner:
         else:
             self.program = build_program(traced, plan, arena, host, tensors, sanitizers=sanitizers, bound=bound)
         self.plan = self.program.plan
-        self.left_outside = self.program.left_outside
+        self.left_outside, self.dropped = self.program.left_outside, self.program.dropped
         self.cuda_graphs = None if recorder is None else CudaGraphProgram(self.program, recorder, whole=whole)
         self.forward = self.program.forward if self.cuda_graphs is None else self.cuda_graphs.forward
         self.backward = self.program.backward if self.cuda_graphs is None else self.cuda_graphs.backward

@@ -240,6 +240,17 @@ class ArenaCoordinator:
                 self._events, self._shared = [], None
 
     @property
+    def step_so_far(self) -> list[InstanceEvent]:
+        """The forwards and backwards of the step that has begun, in their order; none once the next one has."""
+        with self._lock:
+            return list(self._events)
+
+    def forget_step(self) -> None:
+        """Place the instances of the step that has begun no more: others take their place."""
+        with self._lock:
+            self._events = []
+
+    @property
     def shared(self) -> Arena | None:
         """The arena that instances share; None until the first step is complete."""
         return None if self._shared is None else self._shared()

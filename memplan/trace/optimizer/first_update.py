@@ -1,7 +1,7 @@
-"""Calls compiled modules right before the first step of an optimizer, with the bytes that it will allocate.
+"""Calls compiled modules around the first step of an optimizer, with the bytes that it allocates.
 
-Torch calls the hooks on all optimizers one after another, and none may be removed meanwhile. So there is one hook of
-memplan's, from the first time that something waits; it does nothing else than tell what waits.
+Torch calls the hooks on all optimizers one after another, and none may be removed meanwhile. So there are two hooks of
+memplan's, before and after a step, from the first time that something waits; they do nothing else than tell what waits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
@@ -28,8 +28,8 @@ class FirstUpdate:
 
     `make_room` is a method, whose object is not kept alive. It is called with this: `name` is the optimizer's class,
     and `nbytes` are what its `step()` allocates beside its state. It returns whether that is settled, for all
-    optimizers; it is called again a few times if not. It is not called where the bytes are not known, or none, nor for
-    a `step()` that calls the model.
+    optimizers; it is called again a few times if not. It is not called where the bytes are not known, or none. Where
+    `step(closure)` calls the model itself, it is called right after it: there are no gradients before.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class FirstUpdate:
         _WAITING.add(self)
         _hook_into_optimizers()
 
-    def measure(self, optimizer: torch.optim.Optimizer, *, calls_model: bool) -> None:
-        """Measure an optimizer that is about to run, if it updates any of the parameters, and if it was not before."""
+    def measure(self, optimizer: torch.optim.Optimizer) -> None:
+        """Measure an optimizer whose gradients are there, if it updates any of the parameters, and was not before."""
         tries = self._tries.get(optimizer, _TRIES)
         if not tries:
             return
         own = {id(p) for p in self._parameters()}
         updates = not own.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"])
-        nbytes = bytes_of_step(optimizer) if updates and not calls_model else None
+        nbytes = bytes_of_step(optimizer) if updates else None
         make_room = self._make_room()
-        self._tries[optimizer] = tries - 1 if nbytes or calls_model else 0
+        self._tries[optimizer] = tries - 1 if nbytes else 0
         if nbytes and make_room is not None:
             self.name, self.nbytes = type(optimizer).__name__, nbytes
             if make_room(self):
@@ -72,11 +72,30 @@ _WAITING: weakref.WeakSet[FirstUpdate] = weakref.WeakSet()
 @cache
 def _hook_into_optimizers() -> None:
     register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
 
 
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Let those that wait measure an optimizer that is about to run."""
-    if _WAITING and not torch.compiler.is_compiling():
-        calls_model = any(callable(x) for x in (*args[1:], *kwargs.values()))
+    """Let those that wait measure an optimizer that is about to run, unless it calls the model itself."""
+    if _WAITING and not _calls_model(args, kwargs):
+        _measure(optimizer)
+
+
+def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Let those that wait measure an optimizer that has called the model itself, and has run."""
+    if _WAITING and _calls_model(args, kwargs):
+        _measure(optimizer)
+
+
+HOOKS = (before_step, after_step)
+
+
+def _calls_model(args: Any, kwargs: Any) -> bool:
+    """Return whether a `step()` got a closure; the optimizer itself is the first argument."""
+    return any(callable(x) for x in (*args[1:], *kwargs.values()))
+
+
+def _measure(optimizer: torch.optim.Optimizer) -> None:
+    if not torch.compiler.is_compiling():
         for waiting in tuple(_WAITING):
-            waiting.measure(optimizer, calls_model=calls_model)
+            waiting.measure(optimizer)

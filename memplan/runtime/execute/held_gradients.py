@@ -1,0 +1,87 @@
+"""Tells which gradients of outputs nothing but a running backward refers to, so that their bytes can be freed early.
+
+Autograd holds what it has handed to a node until the node's backward returns. In eager that is one op. A planned step
+is one node, whose backward reads the gradient of an output at its beginning, and would hold it to the end.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+Free = list[weakref.ref[torch.Tensor]]
+LEAST = 1024  # bytes of a gradient that are worth it
+
+
+def note_held_by_autograd_alone(free: Free | None, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Put those of the gradients into `free` that were handed to a running backward and to which nothing else refers.
+
+    It is called right in the `backward` of a `torch.autograd.Function`, with all that it has got. No other tensor,
+    name, hook, buffer of autograd or array has the bytes of what is put there, and they can be resized.
+    """
+    if free is not None:
+        alone = _counts_alone()
+        free[:] = [
+            weakref.ref(g) for g in gradients if type(g) is torch.Tensor and _is_plain(g) and _counts(g) in alone
+        ]
+
+
+def drop(free: Free, gradient: torch.Tensor) -> None:
+    """Free the bytes of a gradient that will not be read again, if it is one of `free`."""
+    if any(one() is gradient for one in free):
+        gradient.untyped_storage().resize_(0)
+
+
+def _is_plain(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient is a tensor with memory that can be resized, and enough of it."""
+    if gradient.layout is not torch.strided or not torch._C._has_storage(gradient):  # torch.func's wrappers have none
+        return False
+    storage = gradient.untyped_storage()
+    return storage.resizable() and storage.nbytes() >= LEAST
+
+
+def _counts(gradient: torch.Tensor) -> tuple[int, ...]:
+    """Return the references to a tensor's Python object, to the tensor in C++, and to its storage.
+
+    Those of a view, as `view` in a model's loss makes one of the gradient, are followed by those to its base.
+    """
+    storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    found = sys.getrefcount(gradient), gradient._use_count(), storage  # type: ignore[attr-defined]
+    base = gradient._base
+    return found if base is None else (*found, sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
+
+
+class _Probe(torch.autograd.Function):
+    """Counts the references to a gradient to which nothing else can refer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, found: list[Any]) -> torch.Tensor:
+        ctx.found = found
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.found += _counts_of_each(grads)
+        return None, None
+
+
+def _counts_of_each(gradients: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Return the counts of each gradient, from as deep in calls as `note_held_by_autograd_alone` takes them."""
+    return [_counts(g) for g in gradients if type(g) is torch.Tensor and _is_plain(g)]
+
+
+@cache
+def _counts_alone() -> tuple[tuple[int, ...], ...]:
+    """Return the counts of gradients that autograd alone holds, in this build of torch; none if they vary."""
+    found: list[Any] = []
+    with torch.inference_mode(False), torch.enable_grad():
+        for viewed in (False, True) * 2:
+            x = torch.zeros(LEAST, requires_grad=True)
+            result: Any = _Probe.apply(x, found)  # type: ignore[no-untyped-call]
+            (result.view(-1, 1) if viewed else result).square().sum().backward()
+    return tuple(found[:2]) if len(found) == 4 and found[:2] == found[2:] else ()
