@@ -35,7 +35,7 @@ class RunningGraph:
 
 
 def room_together(
-    graphs: Sequence[RunningGraph], timeline: Timeline, after: int, options: PlanOptions
+    graphs: Sequence[RunningGraph], timeline: Timeline, after: int, options: PlanOptions, *, least: int = 0
 ) -> tuple[Plan, ...] | None:
     """Return smaller plans of the graphs of one step, as what follows it allocates bytes beside their arena.
 
@@ -44,6 +44,7 @@ def room_together(
         timeline: (position in `graphs`, whether its backward runs), in the order in which they run.
         after: The bytes that the optimizer's own `step()` allocates beside its state.
         options: Those of the graphs.
+        least: The bytes that their arena has in any case, because other steps need them.
 
     Returns:
         A plan for each graph; None where the arena and the update need no more than eager, or no smaller plans are
@@ -64,8 +65,13 @@ def room_together(
     if smaller is None:
         return None
     made = _of_each(graphs, now, smaller, options)
-    needed = need_with_update(_together(graphs, made, timeline, options), after)
-    return made if needed < need_with_update(now, after) else None
+    needed = need_in_arena(_together(graphs, made, timeline, options), after, least)
+    return made if needed < need_in_arena(now, after, least) else None
+
+
+def need_in_arena(plan: Plan, after: int, least: int) -> int:
+    """Return the most bytes of a step and the update that follows, in an arena that has at least so many bytes."""
+    return need_with_update(plan, after) + max(least - plan.arena_size, 0)
 
 
 def _of_each(graphs: Sequence[RunningGraph], now: Plan, smaller: Plan, options: PlanOptions) -> tuple[Plan, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memplan.core.plan import Plan
-from memplan.planning.room_together import RunningGraph, Timeline, room_together
+from memplan.planning.room_together import RunningGraph, Timeline, need_in_arena, room_together
 from memplan.runtime.execute.instances import ProgramInstance
 from memplan.runtime.measured_budget import Built, plan_as_small_as_eager
 from memplan.runtime.memory.joint_placement import completed_events
@@ -37,33 +37,36 @@ def made_room(
             return ()
         position = {id(one): i for i, one in enumerate(instances)}
         timeline = tuple(dict.fromkeys((position[id(e.instance)], e.backward) for e in completed_events(events)))
-        found = _smaller(instances, timeline, options, update.nbytes)
+        least = coordinator.needed_by_others(instances)
+        found = _smaller(instances, timeline, options, update.nbytes, least)
         if found is None or not release_arenas(instances):
             return ()
-        coordinator.forget_step()
+        coordinator.forget_step(max(plan.arena_size for _, plan in found))
         for one, (_, plan) in zip(instances, found, strict=True):
             update.report(one.plan, plan)
         return tuple(zip(instances, found, strict=True))
 
 
 def _smaller(
-    instances: Sequence[ProgramInstance], timeline: Timeline, options: RunOptions, after: int
+    instances: Sequence[ProgramInstance], timeline: Timeline, options: RunOptions, after: int, least: int
 ) -> Sequence[Smaller] | None:
     """Return what each instance is to run by, so that all of a step and an update need no more than eager.
 
-    None where they do not need more.
+    None where they do not need more. `least`: as in `room_together`.
     """
     first = instances[0]
     if len(instances) == 1 and first.runner.plan.arena_size == first.plan.arena_size:
         alone = plan_as_small_as_eager(options, Built(traced=first.runner.as_traced, runner=first.runner), after=after)
-        return None if alone is None else [alone]
+        plans = (first.plan, first.plan if alone is None else alone[1])
+        before, now = (need_in_arena(plan, after, least) for plan in plans)
+        return None if alone is None or (least and now >= before) else [alone]
     steps = [one.runner.as_traced for one in instances]
     numbers = {id(step): i for i, step in enumerate(steps)}  # instances of one program are of one trace
     graphs = [
         RunningGraph(traced=step.graph, plan=one.plan, program=numbers[id(step)])
         for step, one in zip(steps, instances, strict=True)
     ]
-    plans = room_together(graphs, timeline, after, options)
-    if plans is None:
+    made = room_together(graphs, timeline, after, options, least=least)
+    if made is None:
         return None
-    return [(outside_as_in(step, plan, gradients=True), plan) for step, plan in zip(steps, plans, strict=True)]
+    return [(outside_as_in(step, plan, gradients=True), plan) for step, plan in zip(steps, made, strict=True)]

@@ -193,7 +193,8 @@ class ArenaCoordinator:
     def __init__(self, prepare: PrepareStep | None = None) -> None:
         self._prepare = prepare
         self._layouts = 0
-        self._needs: deque[int] = deque(maxlen=_SHRINKS_AFTER)
+        # of the last steps with a backward: the bytes of the shared arena that each needs, and its instances (by id)
+        self._needs: deque[tuple[int, frozenset[int]]] = deque(maxlen=_SHRINKS_AFTER)
         self.running = threading.Lock()
         self.calling = threading.RLock()
         self._lock = threading.Lock()
@@ -245,8 +246,14 @@ class ArenaCoordinator:
         with self._lock:
             return list(self._events)
 
-    def forget_step(self) -> None:
-        """Place the instances of the step that has begun no more: others take their place."""
+    def needed_by_others(self, instances: Sequence[ArenaUser]) -> int:
+        """Return the bytes of the arena that recent steps of none of these instances need."""
+        own = set(map(id, instances))
+        return max((need for need, of in self._needs if own.isdisjoint(of)), default=0)
+
+    def forget_step(self, nbytes: int) -> None:
+        """Place the instances of the step that has begun no more: others, which need `nbytes`, take their place."""
+        self._needs.append((nbytes, frozenset()))
         with self._lock:
             self._events = []
 
@@ -312,7 +319,8 @@ class ArenaCoordinator:
                 with torch.inference_mode(False):
                     self._lay_out(instances, completed_events(events))
             if any(e.backward for e in events):
-                self._needs.append(max(instance.placed.arena_size for instance in instances))
+                need = max(instance.placed.arena_size for instance in instances)
+                self._needs.append((need, frozenset(map(id, instances))))
                 self._shrink(instances)
         finally:
             self.running.release()
@@ -327,13 +335,13 @@ class ArenaCoordinator:
             self._prepare is not None
             or shared is None
             or len(self._needs) < _SHRINKS_AFTER
-            or max(self._needs) >= shared.nbytes
+            or (most := max(need for need, _ in self._needs)) >= shared.nbytes
         ):
             return
         if any(instance.arena.whole is not shared for instance in instances):
             return
         shared.release()
-        smaller = Arena(max(self._needs), shared.device)
+        smaller = Arena(most, shared.device)
         self._shared = weakref.ref(smaller)
         with torch.inference_mode(False):
             for instance in instances:
