@@ -8,18 +8,25 @@ and the pairs that are found here become in-place candidates.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+from memplan.trace.fused.masked_reads import reads_where_it_writes
+
+_DIVISIONS = (FloorDiv, ModularIndexing)  # Inductor simplifies indices without them by itself
 
 
 class Overwriting:
     """Follows the loops that are written into one kernel after another.
 
     `found` are the buffers, by the name of a result, whose bytes it may take: the loop that writes the result reads
-    such a buffer at the index that it writes, and no later loop of the kernel reads it.
+    such a buffer at the index that it writes, and no later loop of the kernel reads it. Of loops that were fused into
+    one, those that read it do so at the same index.
     """
 
     def __init__(self, found: dict[str, tuple[str, ...]]) -> None:
@@ -29,14 +36,15 @@ class Overwriting:
     def add(self, loops: Sequence[Any]) -> None:
         """Follow loops that were fused into one, in their order."""
         seen: dict[str, set[Any]] = {}
+        users = Counter[str]()
         for loop in loops:
-            reads = loop.read_writes.reads
             for dep in loop.read_writes.reads_and_writes():
                 seen.setdefault(dep.name, set()).add(dep)
-            read = {dep.name for dep in reads}
+            read = {dep.name for dep in loop.read_writes.reads}
+            users.update(read)
             self._pairs = {pair: None for pair in self._pairs if pair[1] not in read}
-            for result, dep in _same_index(loop):
-                if len(seen[dep.name]) == 1:
+            for result, dep, masked in _same_index(loop):
+                if len(seen[dep.name]) == 1 and not (masked and users[dep.name] > 1):
                     self._pairs[result, dep.name] = None
 
     def end(self) -> None:
@@ -46,8 +54,11 @@ class Overwriting:
         self._pairs = {}
 
 
-def _same_index(loop: Any) -> Iterator[tuple[str, MemoryDep]]:
-    """Yield the result of a loop, and a read, for each that is at the index of the loop's only write."""
+def _same_index(loop: Any) -> Iterator[tuple[str, MemoryDep, bool]]:
+    """Yield the result of a loop, and a read, for each that is at the index of the loop's only write.
+
+    True with it: it is so only where the mask of the read holds.
+    """
     if loop.is_template() or len(loop.read_writes.writes) != 1:
         return
     (write,) = loop.read_writes.writes
@@ -58,6 +69,8 @@ def _same_index(loop: Any) -> Iterator[tuple[str, MemoryDep]]:
     if result.get_aliases() or result.get_mutations() or write.name in fixed:
         return
     for read in loop.read_writes.reads:
-        same = isinstance(read, MemoryDep) and (read.index, read.size) == (write.index, write.size)
-        if same and read.name not in fixed and read.name not in V.graph.scheduler.mutation_real_name:
-            yield write.name, read
+        if not isinstance(read, MemoryDep) or read.name in fixed or read.name in V.graph.scheduler.mutation_real_name:
+            continue
+        same = (read.index, read.size) == (write.index, write.size)
+        if same or (read.index.has(*_DIVISIONS) and reads_where_it_writes(loop, read.name)):
+            yield write.name, read, not same
