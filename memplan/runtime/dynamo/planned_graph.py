@@ -24,18 +24,17 @@ from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.arena_coordinators import ArenaCoordinators
 from memplan.runtime.dynamo.crossings import Crossings
 from memplan.runtime.dynamo.graph_module import GraphModuleWithParams, is_kept, named_class
+from memplan.runtime.dynamo.graph_program import first_program_of
 from memplan.runtime.execute.arena_gradients import GradientsInUse
 from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, idle_instance
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.call_kinds import kind_of
 from memplan.runtime.guards.module_guards import ModuleGuards
-from memplan.runtime.measured_budget import first_program
-from memplan.runtime.memory.arena import Arena, NewArenas
-from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwnership, part_of
+from memplan.runtime.memory.arena import Arena
+from memplan.runtime.memory.shared_arena import ArenaCoordinator, part_of
 from memplan.runtime.options import RunOptions
 from memplan.runtime.room_for_update import Smaller, made_room
-from memplan.trace import trace_graph
 from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
 from memplan.trace.capture.python_numbers import numbers_of, with_numbers
 from memplan.trace.capture.refusals import why_it_breaks
@@ -88,39 +87,6 @@ class GraphInstance(ProgramInstance):
         self.plan = self.runner.plan
 
 
-def _first_program(
-    module: GraphModuleWithParams,
-    inputs: Sequence[Any],
-    options: RunOptions,
-    coordinator: ArenaCoordinator,
-    hooks: Hooks,
-    *,
-    smaller: Smaller | None = None,
-) -> tuple[TracedGraph, Runner]:
-    """Return the trace of a graph, and its first program, which is planned and tried.
-
-    `options`: with `gradients` as they are for this graph. `smaller`: the trace and the plan, where they are known.
-    """
-    guards = ModuleGuards(module)
-    rest = module.set_kept(inputs)
-    traced = smaller[0].with_example(rest) if smaller else _trace(module, rest, options)
-
-    with torch.inference_mode(False), NewArenas() as made:
-
-        def assemble(settled: TracedGraph, plan: Plan) -> Runner:
-            """Return the program of a plan in an arena of its own."""
-            arena = part_of(made.keep(Arena(plan.arena_size, traced.device)), ObservedOwnership(coordinator))
-            return Runner(
-                guards, settled, plan, arena, sanitize=options.sanitize, gradients=options.gradients, hooks=hooks
-            )
-
-        built = first_program(options, traced, None, assemble, given=smaller[1] if smaller else None)
-    if options.has_budget:  # a joint plan of all graphs may be tried on the example
-        return built.traced, built.runner
-    built.runner.forget_example()  # the first batch: nobody else may hold it
-    return built.traced.without_data(), built.runner
-
-
 class PlannedGraph:
     """The callable that replaces a graph of dynamo. It is planned at the first call, and again for each new shape."""
 
@@ -153,6 +119,7 @@ class PlannedGraph:
         self._retained: list[GraphInstance] = []  # that run no new calls, and whose backward may run (again)
         self._eager = False  # whether no trace can hold it
         self._update: FirstUpdate | None = None
+        self._after = 0  # bytes that the optimizer allocates beside the arena, for which later programs leave room
         for warning in gradients_that_eager_lacks(graph.graph) if torch.is_grad_enabled() else ():
             _log.warning("%s", warning)
 
@@ -241,6 +208,8 @@ class PlannedGraph:
             for instance, smaller in found:
                 assert isinstance(instance, GraphInstance)
                 instance.smaller = smaller
+            if len(found) == 1 and self._whole:  # programs of gradients elsewhere may take its place
+                self._after = update.nbytes
             return bool(found)
         return False
 
@@ -270,7 +239,9 @@ class PlannedGraph:
                     module.set_kept(inputs)
                     traced, runner = instances[0].traced, instances[0].another(coordinator, ModuleGuards(module))
                 else:
-                    traced, runner = _first_program(module, inputs, options, coordinator, self._hooks, smaller=smaller)
+                    traced, runner = first_program_of(
+                        module, inputs, options, coordinator, self._hooks, smaller=smaller, after=self._after
+                    )
                 self._wait_for_update(traced)
                 return GraphInstance(module, traced, runner, crossings=self._crossings, ends=self._ends)
 
@@ -291,24 +262,5 @@ class PlannedGraph:
         return found
 
 
-def _trace(module: GraphModuleWithParams, rest: Sequence[Any], options: RunOptions) -> TracedGraph:
-    """Return the trace of a graph, with its backward if autograd would record the call."""
-    train = torch.is_grad_enabled() and any(_wants_gradient(x) for x in (*module.parameters(), *rest))
-    with torch.inference_mode(False):  # this enables gradients, too
-        return trace_graph(
-            module,
-            tuple(rest),
-            train=train,
-            in_place=options.in_place,
-            gradients_in_arena=options.gradients_in_arena,
-            copy_gradients=options.gradients_copied,
-            kernels=options.kernels,
-        )
-
-
 def _is_symbolic(x: Any) -> bool:
     return isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def _wants_gradient(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.requires_grad

@@ -1,0 +1,76 @@
+"""`first_program_of`: traces, plans and tries a graph of dynamo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from memplan.core.plan import Plan
+from memplan.runtime.debug.hooks import Hooks
+from memplan.runtime.dynamo.graph_module import GraphModuleWithParams
+from memplan.runtime.execute.runner import Runner
+from memplan.runtime.guards.module_guards import ModuleGuards
+from memplan.runtime.measured_budget import first_program
+from memplan.runtime.memory.arena import Arena, NewArenas
+from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwnership, part_of
+from memplan.runtime.options import RunOptions
+from memplan.runtime.room_for_update import Smaller
+from memplan.trace import trace_graph
+from memplan.trace.traced import TracedGraph
+
+
+def first_program_of(
+    module: GraphModuleWithParams,
+    inputs: Sequence[Any],
+    options: RunOptions,
+    coordinator: ArenaCoordinator,
+    hooks: Hooks,
+    *,
+    smaller: Smaller | None = None,
+    after: int = 0,
+) -> tuple[TracedGraph, Runner]:
+    """Return the trace of a graph, and its first program, which is planned and tried.
+
+    `options`: with `gradients` as they are for this graph. `smaller`: the trace and the plan, where they are known.
+    `after`: as in `first_program`, for a graph that trains.
+    """
+    guards = ModuleGuards(module)
+    rest = module.set_kept(inputs)
+    traced = smaller[0].with_example(rest) if smaller else _trace(module, rest, options)
+
+    with torch.inference_mode(False), NewArenas() as made:
+
+        def assemble(settled: TracedGraph, plan: Plan) -> Runner:
+            """Return the program of a plan in an arena of its own."""
+            arena = part_of(made.keep(Arena(plan.arena_size, traced.device)), ObservedOwnership(coordinator))
+            return Runner(
+                guards, settled, plan, arena, sanitize=options.sanitize, gradients=options.gradients, hooks=hooks
+            )
+
+        given, after = smaller[1] if smaller else None, after if traced.training else 0
+        built = first_program(options, traced, None, assemble, given=given, after=after)
+    if options.has_budget:  # a joint plan of all graphs may be tried on the example
+        return built.traced, built.runner
+    built.runner.forget_example()  # the first batch: nobody else may hold it
+    return built.traced.without_data(), built.runner
+
+
+def _trace(module: GraphModuleWithParams, rest: Sequence[Any], options: RunOptions) -> TracedGraph:
+    """Return the trace of a graph, with its backward if autograd would record the call."""
+    train = torch.is_grad_enabled() and any(_wants_gradient(x) for x in (*module.parameters(), *rest))
+    with torch.inference_mode(False):  # this enables gradients, too
+        return trace_graph(
+            module,
+            tuple(rest),
+            train=train,
+            in_place=options.in_place,
+            gradients_in_arena=options.gradients_in_arena,
+            copy_gradients=options.gradients_copied,
+            kernels=options.kernels,
+        )
+
+
+def _wants_gradient(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
