@@ -286,7 +286,6 @@ def table_of(verdicts: Sequence[Verdict]) -> Table:
         "forward runs, which the comparison with eager counts in the backward alone (torchvision_resnet: 542 KB, "
         "timm_resnet: 27 KB).",
         "",
-        "",
         *counts,
         "",
         *(["Above eager's peak:", "", *above] if above else ["No program is above eager's peak."]),
