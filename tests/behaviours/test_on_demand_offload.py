@@ -53,7 +53,7 @@ def test_P3_another_shape_runs_within_the_budget(caplog: pytest.LogCaptureFixtur
     assert "(96, 16)" in record.getMessage()
     assert "without a plan" in record.getMessage()
     # and calls that the plan is for run by it
-    compiled.__dict__["passive"] = None
+    compiled._fallbacks.passive = None
     assert outcome_of(model, compiled, x, seed=0).same_as(outcome_of(model, memplan.compile(model, x), x, seed=0))
     assert compiled.passive is None
     assert compiled.plan is plan

@@ -30,8 +30,9 @@ from memplan.runtime.measured_budget import (
     plan_as_small_as_eager,
 )
 from memplan.runtime.memory.arena import Arena, NewArenas, arena_for, grown
+from memplan.runtime.memory.arena_parts import ObservedOwnership, part_of
 from memplan.runtime.memory.host import prepare_host
-from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwnership, part_of
+from memplan.runtime.memory.shared_arena import ArenaCoordinator
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
 from memplan.runtime.room_for_update import made_room

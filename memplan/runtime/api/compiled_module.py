@@ -16,7 +16,7 @@ from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, InputMismatch, MemplanError, StaleActivationsError, UnsupportedGraph
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.compilation import Compilation, compile_example
-from memplan.runtime.api.mismatch import UnplannedCalls
+from memplan.runtime.api.fallbacks import Fallbacks
 from memplan.runtime.api.pending_calls import PendingCalls, several_can_wait
 from memplan.runtime.api.pickling import example_of, modes_by_name, rebuild, recipe
 from memplan.runtime.api.recompile import (
@@ -30,7 +30,7 @@ from memplan.runtime.api.recompile import (
     varying_sizes,
 )
 from memplan.runtime.api.select import BeginsToTrain, RunsEagerly, Selector, TooManyPrograms
-from memplan.runtime.api.several_graphs import SeveralGraphs, can_be_several
+from memplan.runtime.api.several_graphs import SeveralGraphs
 from memplan.runtime.api.shared_module import SharedModule
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.arena_gradients import ArenaGradients, GradientsInUse
@@ -38,17 +38,16 @@ from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import ArenaInUse, OneThread
-from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, offload_for, run_within
+from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import MeasuredStep, ProfileGuide
-from memplan.trace.capture.refusals import require_traceable, why_it_breaks
+from memplan.trace.capture.refusals import require_traceable
 from memplan.trace.optimizer.first_update import FirstUpdate
 
 if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan
 
 _log = logging.getLogger("memplan")
-_APART = "%s: a kind of call is planned as several graphs, because one cannot hold it: %s; .plan is that of the others"
 _MAX_REBUILDS = 8  # times that all programs are made again because the model has changed
 
 
@@ -77,11 +76,10 @@ class CompiledModule(SharedModule, MeasuredStep):
     """
 
     hooks: Hooks
-    passive: OnDemandOffload | None
     _compilation: Compilation
     _pending: PendingCalls | None
     _again: Recompilation | CopyOfCompiled | None
-    _several: SeveralGraphs | None
+    _fallbacks: Fallbacks
     _copied: CopyOfCompiled | None
     _update: FirstUpdate | None
 
@@ -104,11 +102,9 @@ class CompiledModule(SharedModule, MeasuredStep):
         require_traceable(model)
         super().__init__(model)
         # without nn.Module.__setattr__: the model may have a submodule of any name
-        self.__dict__.update(hooks=Hooks(), passive=None, _options=options, _train=train, _pending=None, _again=None)
-        self.__dict__.update(
-            _unplanned=UnplannedCalls(model), _warned=set(), _copied=None, _copy_refused=None, _calling=OneThread()
-        )
-        self.__dict__.update(_rebuilt=0, _sizes_refused=False, _several=None, _update=None)
+        self.__dict__.update(hooks=Hooks(), _options=options, _train=train, _pending=None, _again=None)
+        self.__dict__.update(_fallbacks=Fallbacks(model, options, train, self.hooks), _calling=OneThread())
+        self.__dict__.update(_copied=None, _copy_refused=None, _rebuilt=0, _sizes_refused=False, _update=None)
         if copied_in is None:
             self.__dict__["_measurements"] = ()
             self._compile(args, kwargs, model.training if train is None else train, given)
@@ -165,6 +161,15 @@ class CompiledModule(SharedModule, MeasuredStep):
     def symbolic(self) -> SymbolicPlan | None:
         """With `dynamic_shapes`, the plan for all shapes; else None."""
         return self._compilation.symbolic
+
+    @property
+    def passive(self) -> OnDemandOffload | None:
+        """With `on_mismatch="passive"`, the state of the last call that ran without a plan; else None."""
+        return self._fallbacks.passive
+
+    @property
+    def _several(self) -> SeveralGraphs | None:
+        return self._fallbacks.several
 
     @property
     def _selector(self) -> Selector:
@@ -245,7 +250,7 @@ class CompiledModule(SharedModule, MeasuredStep):
         if self._again is not None:
             if self._again is self._copied:
                 if (why := self._compile_copy(args, kwargs)) is not None:
-                    return self._run_uncompiled(why, args, kwargs)
+                    return self._fallbacks.uncompiled(why, args, kwargs)
             else:
                 self._compile_again(args, kwargs)
         if self._pending is None:
@@ -273,11 +278,11 @@ class CompiledModule(SharedModule, MeasuredStep):
         except (InputMismatch, BudgetInfeasible) as error:
             return self._call_that_differs(error, args, kwargs)
         except RunsEagerly as why:
-            return self._run_eagerly(why, args, kwargs)
+            return self._fallbacks.eagerly(why, self._compilation, args, kwargs)
         except BeginsToTrain:
             return self._begin_to_train(args, kwargs)
         except UnsupportedGraph as refused:  # in this mode
-            return self._call_refused(refused, refused, args, kwargs)
+            return self._as_several(refused, refused, args, kwargs)
         if self._guide is not None:
             runner, current = self._compilation.measured(runner, current)
         return self._run(runner, leaves, current, args, kwargs)
@@ -303,54 +308,37 @@ class CompiledModule(SharedModule, MeasuredStep):
         try:
             return runner(leaves, current, training=runner.traced.training)
         except InputMismatch as shared:  # an input is a tensor that the step changes, which no plan is for
-            return self._run_without_plan(shared, shared, args, kwargs)
+            return self._fallbacks.without_plan(shared, shared, self._compilation, args, kwargs)
 
     def _call_that_differs(
         self, differs: InputMismatch | BudgetInfeasible, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Do what `on_mismatch` says with a call for which there is no program yet."""
         if self._options.on_mismatch != "replan" or isinstance(differs, BudgetInfeasible):
-            return self._run_without_plan(differs, None, args, kwargs)
+            return self._fallbacks.without_plan(differs, None, self._compilation, args, kwargs)
         try:
             runner, leaves, current = self._replan(args, kwargs, differs)
         except RunsEagerly as why:
-            return self._run_eagerly(why, args, kwargs)
+            return self._fallbacks.eagerly(why, self._compilation, args, kwargs)
         except BeginsToTrain:
             return self._begin_to_train(args, kwargs)
         except TooManyPrograms:
             if self._plan_all_sizes(args, kwargs):
                 return self._call(args, kwargs)
-            return self._run_without_plan(differs, None, args, kwargs)
+            return self._fallbacks.without_plan(differs, None, self._compilation, args, kwargs)
         except (BudgetInfeasible, StaleActivationsError):
             raise
         except UnsupportedGraph as refused:
-            return self._call_refused(differs, refused, args, kwargs)
+            return self._as_several(differs, refused, args, kwargs)
         except MemplanError as refused:
-            return self._run_without_plan(differs, refused, args, kwargs)
+            return self._fallbacks.without_plan(differs, refused, self._compilation, args, kwargs)
         return self._run(runner, leaves, current, args, kwargs)
 
-    def _call_refused(
+    def _as_several(
         self, differs: MemplanError, refused: UnsupportedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a call that one graph cannot hold: as several graphs if that helps, else as `on_mismatch` says.
-
-        `differs`: how the call differs from the example; `refused` itself if it is in another mode.
-        """
-        options = self._options
-        if options.fullgraph and differs is refused:
-            raise refused
-        several = options.on_mismatch == "replan" and not options.fullgraph and can_be_several(refused, options)
-        if not several or not (self._made_way() or not options.has_budget):
-            return self._run_without_plan(differs, refused, args, kwargs)
-        if self._several is None:
-            _log.warning(_APART, self.plan.model, why_it_breaks(refused))
-            base = replace(self._compilation.base_options, gradients=options.gradients)
-            several_graphs = SeveralGraphs(self._original, base, self.hooks)
-            self.__dict__["_several"] = several_graphs
-            self._builder.make_room = several_graphs.make_room
-        assert self._several is not None
-        with torch.no_grad() if self._train is False else contextlib.nullcontext():
-            return self._several(*args, **kwargs)
+        """Run a call that one graph cannot hold."""
+        return self._fallbacks.as_several_graphs(differs, refused, self._compilation, self._made_way, args, kwargs)
 
     def _made_way(self) -> bool:
         """Free the arena for graphs that have another one, if nothing in it is in use; its programs are made anew."""
@@ -361,25 +349,6 @@ class CompiledModule(SharedModule, MeasuredStep):
         except (StaleActivationsError, GradientsInUse):
             return False
         return True
-
-    def _run_without_plan(
-        self, differs: MemplanError, refused: MemplanError | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run the original for a call that no program is for, or raise `differs`, as `on_mismatch` says.
-
-        `refused`: why there is no program; None if there are too many.
-        """
-        how, device = self._options.on_mismatch, self._selector.main.traced.device
-        if how == "passive":
-            passive = offload_for(differs, self.plan, device)
-            self.__dict__["passive"] = passive
-            return run_within(passive, self._original, args, kwargs)
-        if how == "error" or isinstance(differs, BudgetInfeasible) or differs.see == "no-numbers":
-            raise differs
-        if how == "eager":
-            return self._original(*args, **kwargs)
-        unplanned: UnplannedCalls = self._unplanned
-        return unplanned.run(differs, refused, self.plan, device, args, kwargs)
 
     def _put_gradients_outside(self, gradients: ArenaGradients, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for gradients outside the arena, because those of the last step are still in use at the next call."""
@@ -396,7 +365,7 @@ class CompiledModule(SharedModule, MeasuredStep):
         """Compile a copy, which was only evaluated so far, as what it is a copy of was compiled, and call it."""
         self._builder.free_arena()
         if (refused := self._compile_copy(args, kwargs, self._builder)) is not None:
-            return self._run_uncompiled(refused, args, kwargs)
+            return self._fallbacks.uncompiled(refused, args, kwargs)
         return self._call(args, kwargs)
 
     def _compile_copy(
@@ -426,23 +395,6 @@ class CompiledModule(SharedModule, MeasuredStep):
             return None
         self.__dict__.update(_rebuilt=self._rebuilt + 1, _copy_refused=copy.copy(refused))  # without its traceback
         return refused
-
-    def _run_uncompiled(self, refused: MemplanError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the original of a copy that cannot be compiled since its model was changed, or raise `refused`."""
-        options = self._options
-        if options.on_mismatch != "eager":
-            if (
-                options.on_mismatch != "replan"
-                or options.fullgraph
-                or options.has_budget
-                or refused.see == "no-numbers"
-            ):
-                raise refused
-            if "copy" not in self._warned:
-                self._warned.add("copy")
-                what = "%s: a copy of a compiled module runs eagerly: neither the example nor this call is planned: %s"
-                _log.warning(what, type(self._original).__name__, refused.summary)
-        return self._original(*args, **kwargs)
 
     def _let_calls_wait(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for several calls in flight, because one begins while another waits for its backward."""
@@ -489,14 +441,6 @@ class CompiledModule(SharedModule, MeasuredStep):
             return False
         self._use(made)
         return True
-
-    def _run_eagerly(self, why: RunsEagerly, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the original, and warn once: the call needs autograd, and the module was compiled in eval mode."""
-        if str(why) not in self._warned:
-            self._warned.add(str(why))
-            how = "call it under torch.no_grad(), or compile with train=False for results without gradients"
-            _log.warning("%s: compiled in eval mode; a call runs eagerly: %s; %s", self.plan.model, why, how)
-        return self._original(*args, **kwargs)
 
     @property
     def pool_bytes(self) -> int:

@@ -79,7 +79,7 @@ class DividedModule(CompiledModule):
             plan=main.plan,
             backward_on_demand=False,
         )
-        self.__dict__.update(hooks=hooks, passive=None, _options=options, _train=train, _pending=None, _copied=None)
+        self.__dict__.update(hooks=hooks, _options=options, _train=train, _pending=None, _copied=None)
         self.__dict__.update(_guards=guards, _together=together, _known=[_collectives(main)])
         self._use(made)
 
@@ -112,6 +112,11 @@ class DividedModule(CompiledModule):
             current = runner.current()
             self._agree(runner)
             return runner(leaves, current, training=runner.traced.training)
+
+    @property
+    def passive(self) -> None:
+        """None: no call of several ranks runs without a plan."""
+        return None
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
         """Return the program of a call, and the leaves that it takes."""

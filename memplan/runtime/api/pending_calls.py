@@ -19,7 +19,8 @@ from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, id
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import in_another_thread
-from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaPart, release_arenas
+from memplan.runtime.memory.arena_parts import ArenaPart
+from memplan.runtime.memory.shared_arena import ArenaCoordinator, release_arenas
 from memplan.runtime.options import CompileOptions
 
 _log = logging.getLogger("memplan")

@@ -14,7 +14,8 @@ from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.measured_budget import first_program
 from memplan.runtime.memory.arena import Arena, NewArenas
-from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwnership, part_of
+from memplan.runtime.memory.arena_parts import ObservedOwnership, part_of
+from memplan.runtime.memory.shared_arena import ArenaCoordinator
 from memplan.runtime.options import RunOptions
 from memplan.runtime.room_for_update import Smaller
 from memplan.trace import trace_graph

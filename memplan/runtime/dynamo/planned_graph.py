@@ -32,7 +32,8 @@ from memplan.runtime.guards import transforms
 from memplan.runtime.guards.call_kinds import kind_of
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import Arena
-from memplan.runtime.memory.shared_arena import ArenaCoordinator, part_of
+from memplan.runtime.memory.arena_parts import part_of
+from memplan.runtime.memory.shared_arena import ArenaCoordinator
 from memplan.runtime.options import RunOptions
 from memplan.runtime.room_for_update import Smaller, made_room
 from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks

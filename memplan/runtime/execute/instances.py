@@ -12,7 +12,8 @@ from memplan.core.plan import Plan
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import Arena
-from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaPart, ArenaSlot, ObservedOwnership, part_of
+from memplan.runtime.memory.arena_parts import ArenaPart, ArenaSlot, ObservedOwnership, part_of
+from memplan.runtime.memory.shared_arena import ArenaCoordinator
 
 MAX_IN_FLIGHT = 64  # calls that wait for their backward; a further one runs eagerly
 

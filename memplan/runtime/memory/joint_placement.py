@@ -11,7 +11,7 @@ from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import solve
 
 if TYPE_CHECKING:
-    from memplan.runtime.memory.shared_arena import ArenaUser
+    from memplan.runtime.memory.arena_parts import ArenaUser
 
 
 @dataclass(frozen=True, eq=False, slots=True)
