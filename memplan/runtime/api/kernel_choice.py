@@ -34,7 +34,7 @@ class TriedKernels:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Candidate:
+class _TriedProgram:
     """A program that can be run on the example, in an arena that is there only while it runs."""
 
     options: CompileOptions
@@ -116,16 +116,16 @@ def choose(
 
 def _built(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, options: CompileOptions, train: bool
-) -> _Candidate:
+) -> _TriedProgram:
     """Return a program, whose arena is freed."""
     builder = Builder(model, options, Hooks())
     runner = builder.build(args, kwargs, train)
     builder.free_arena()
     leaves = runner.input_guards.leaves_of(args, kwargs)
-    return _Candidate(options=options, builder=builder, runner=runner, leaves=leaves)
+    return _TriedProgram(options=options, builder=builder, runner=runner, leaves=leaves)
 
 
-def _tried_in_turns(*candidates: _Candidate) -> list[TriedKernels]:
+def _tried_in_turns(*candidates: _TriedProgram) -> list[TriedKernels]:
     """Return the figures of each program: the fewest seconds of several turns, in each of which all of them run."""
     turns = [[candidate.seconds() for candidate in candidates] for _ in range(_TURNS)]
     found = []

@@ -1,4 +1,4 @@
-"""What shares an arena: instances of programs, their places in it, and the report of what they do to a coordinator."""
+"""Describes what shares an arena: instances of programs, their places, and their reports to a coordinator."""
 
 from __future__ import annotations
 
