@@ -73,7 +73,7 @@ class LateCopies:
     def forget(self, host: torch.Tensor) -> None:
         """Does nothing: a copy alone refers to its memory."""
 
-    def close(self) -> None:
+    def close(self, memory: object = None) -> None:
         """Forget what has not run: its memory may be gone."""
         for queue in self.queues.values():
             queue.clear()

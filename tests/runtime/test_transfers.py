@@ -10,10 +10,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from memplan.core.evictions import DeviceArena
+from memplan.core.graph import Value
 from memplan.runtime.copies.copies import Direction
 from memplan.runtime.copies.copy_streams import StreamCopies
 from memplan.runtime.copies.copy_threads import ThreadCopies
-from memplan.runtime.memory.arena import Arena
+from memplan.runtime.memory.arena import Arena, Arenas, view_of
 
 HOST = torch.empty(0, dtype=torch.uint8)
 
@@ -27,6 +29,18 @@ def copies() -> Iterator[ThreadCopies]:
 
 def _threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("memplan copies")]
+
+
+def _arena(sections: int, size: int) -> Arena:
+    """Return an arena of this many sections on the CPU, of `size` bytes each."""
+    if sections == 1:
+        return Arena(size, torch.device("cpu"))
+    return Arenas(
+        [
+            DeviceArena(device="cpu", start=i * size, size=size, max_live=size, arena_budget=size)
+            for i in range(sections)
+        ]
+    )
 
 
 def _slow(_: int) -> None:
@@ -129,6 +143,47 @@ def test_an_arena_that_is_gone_leaves_no_thread() -> None:
     del arena, host, copy
     gc.collect()
     assert _threads() == before
+
+
+@pytest.mark.parametrize("sections", [1, 2])
+def test_an_arena_is_freed_after_its_copies(sections: int) -> None:
+    size = 1 << 20
+    arena = _arena(sections, size)
+    host, source = arena.host(size), arena.bytes_at((sections - 1) * size, sections * size).fill_(3)
+    copy = arena.copies.copy(Direction.TO_HOST, host.memory)
+    assert isinstance(arena.copies, ThreadCopies)
+    arena.copies.before_each(_slow)
+    copy.start(host.memory, source)  # of a forward whose backward will not run
+    arena.release()
+    assert bool((host.memory == 3).all())
+
+
+@pytest.mark.parametrize("sections", [1, 2])
+def test_memory_of_an_arena_that_is_collected_in_the_thread_of_its_copies_stays_until_they_end(sections: int) -> None:
+    size = 1 << 26  # freed at once when nothing refers to it: a copy would read unmapped memory
+    arenas = [_arena(sections, size)]
+    arenas[0].bytes_at((sections - 1) * size, sections * size).fill_(3)
+    hosts = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
+    copies = arenas[0].copies
+    planned = [copies.copy(Direction.TO_HOST, host) for host in hosts]
+    value = Value(name="x", storage=0, shape=(size,), strides=(1,), offset=0, dtype="uint8")
+    source = view_of(arenas[0].storage((sections - 1) * size, size), value)  # as programs have it
+    started = threading.Event()
+
+    def collect(_: int) -> None:
+        started.wait()
+        arenas.clear()
+        gc.collect()
+
+    assert isinstance(copies, ThreadCopies)
+    copies.before_each(collect)
+    del copies
+    for copy, host in zip(planned, hosts, strict=True):
+        copy.start(host, source)
+    started.set()
+    for copy, host in zip(planned, hosts, strict=True):
+        copy.wait()
+        assert bool((host == 3).all())
 
 
 def test_the_host_memory_is_shared_where_it_is_large_enough() -> None:

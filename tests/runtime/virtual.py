@@ -52,7 +52,7 @@ class VirtualCopies:
     def forget(self, host: torch.Tensor) -> None:
         """See `Copies`."""
 
-    def close(self) -> None:
+    def close(self, memory: object = None) -> None:
         """See `Copies`."""
 
 

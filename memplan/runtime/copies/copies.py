@@ -61,5 +61,9 @@ class Copies(Protocol):
     def forget(self, host: torch.Tensor) -> None:
         """Release the memory of copies that will not run again; none of them may be running."""
 
-    def close(self) -> None:
-        """Drain, and release the threads, streams or memory that copies use."""
+    def close(self, memory: object = None) -> None:
+        """Drain, and release the threads, streams or memory that copies use.
+
+        `memory` is kept until no copy uses it: in a thread that runs copies, the garbage collector may call this while
+        one is running there.
+        """

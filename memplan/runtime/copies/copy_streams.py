@@ -65,7 +65,7 @@ class StreamCopies:
         """Release the memory of copies that will not run again; none of them may be running."""
         self._hosts.pop(host.data_ptr(), None)
 
-    def close(self) -> None:
+    def close(self, memory: object = None) -> None:
         """Block the host until all copies are complete, and release the host memory."""
         for stream in self._streams.values():
             stream.synchronize()

@@ -55,10 +55,10 @@ class ThreadCopies:
     def forget(self, host: torch.Tensor) -> None:
         """Does nothing: a copy alone refers to its memory."""
 
-    def close(self) -> None:
-        """Drain, and end the threads; a later copy starts them again."""
+    def close(self, memory: object = None) -> None:
+        """Drain, and end the threads; a later copy starts them again. `memory` is kept until no copy uses it."""
         for lane in self._lanes.values():
-            lane.close()
+            lane.close(memory)
 
 
 class ThreadCopy:
@@ -123,6 +123,7 @@ class _Lane:
         self.before: Before | None = None
         self.timed = False
         self.pending: set[ThreadCopy] = set()  # copies that were started, and neither waited for nor drained
+        self._kept: object = None  # the memory of copies that still run after `close`
 
     def put(self, copy: ThreadCopy, move: Action) -> None:
         if self._thread is None or not self._thread.is_alive():
@@ -138,13 +139,15 @@ class _Lane:
             done.wait()
         self.pending.clear()
 
-    def close(self) -> None:
+    def close(self, memory: object) -> None:
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._queue.put((None, _stop))
-        if thread is not threading.current_thread():  # the garbage collector may call close in this thread
+        if thread is not threading.current_thread():
             thread.join()
+        else:  # called by the garbage collector: the copy that runs here, and those in the queue, refer to the lane
+            self._kept = memory
         self.pending.clear()
 
 

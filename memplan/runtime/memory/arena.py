@@ -71,7 +71,7 @@ class Arena(Memory):
     def __init__(self, nbytes: int, device: torch.device, *others: torch.device) -> None:
         super().__init__(nbytes, device)
         self.copies, self.collectives = make_copies(self.device, *others), StartedCollectives()
-        weakref.finalize(self, self.copies.close)  # before its bytes are freed
+        self._closing = weakref.finalize(self, self.copies.close, self._allocated)  # before its bytes are freed
         self.uses = StreamUses(self._allocated)
         self.numbers: MutableMapping[Any, torch.Tensor] = weakref.WeakValueDictionary()
         drain = partial(_drain, self.copies, self.collectives)
@@ -90,8 +90,12 @@ class Arena(Memory):
         return ()
 
     def release(self) -> None:
-        """Free its memory, although programs that nobody will run again may still refer to it."""
+        """Free its memory, although programs that nobody will run again may still refer to it.
+
+        Copies of a forward whose backward will not run are waited for.
+        """
         self.ownership.released = True
+        _drain(self.copies, self.collectives)
         for made in self._allocated:
             made.untyped_storage().resize_(0)
         self.nbytes = 0
@@ -149,7 +153,10 @@ class Arenas(Arena):
     def __init__(self, sections: Sequence[DeviceArena]) -> None:
         super().__init__(0, *(torch.device(section.device) for section in sections))
         self._memories = tuple(Memory(section.size, torch.device(section.device)) for section in sections)
-        self.uses = StreamUses(*(memory._allocated for memory in self._memories))
+        allocated = [memory._allocated for memory in self._memories]
+        self.uses = StreamUses(*allocated)
+        self._closing.detach()
+        self._closing = weakref.finalize(self, self.copies.close, allocated)
         devices = dict.fromkeys(memory.device for memory in self._memories)
         self.ownership.order_streams = make_stream_ordering(*devices, used_by=self.uses.by)
         self._sections = tuple(sections)
