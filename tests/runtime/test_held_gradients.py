@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 import memplan
 from benchmarks.peak_measure import live_bytes
+from memplan.runtime.copies import copy_threads
 from memplan.runtime.execute import held_gradients
 from tests.runtime.allocated import allocations
 
@@ -173,3 +175,30 @@ def test_the_gradient_of_a_large_output_is_gone_when_the_backward_needs_most(los
     eager = _peak(model, model, x, target, loss)
     compiled = memplan.compile(model, x)
     assert _peak(compiled, model, x, target, loss) <= eager + compiled.plan.padding
+
+
+def test_what_a_copy_to_the_device_reads_stays_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x, target = Widens(), torch.randn(8, 8, 96, 96), torch.randn(8, 8, 96, 96)
+    expected = copy.deepcopy(model)
+    compiled = memplan.compile(model, x, device="cpu")  # the gradient of its result comes from the host
+    freed: list[int] = []
+    monkeypatch.setattr(copy_threads, "_move", _late(copy_threads._move, freed))
+    for called in (compiled, expected):
+        _loss(called(x), target, []).backward()  # type: ignore[no-untyped-call]
+    assert not freed
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in pairs if p.grad is not None and q.grad is not None)
+
+
+def _late(move: Callable[..., None], freed: list[int]) -> Callable[..., None]:
+    """Return `move` as a slow link runs it, which notes the size of what was freed before it was read."""
+
+    def moved(destination: torch.Tensor, source: torch.Tensor, before: Any) -> None:
+        time.sleep(0.05)
+        if source.untyped_storage().nbytes() < source.nbytes:
+            freed.append(source.nbytes)
+        else:
+            move(destination, source, before)
+
+    return moved

@@ -226,10 +226,11 @@ class FunctionWriter:
     def _dropped_after(self, returned: Iterable[int]) -> dict[int, list[int]]:
         """Return the arguments to drop, by the line (index) after which nothing uses them; not those of the last line.
 
-        What is `returned` may be a view of one, which stays.
+        What is `returned` may be a view of one, which stays, and so does what a copy reads after the line of its start.
         """
         values = self.layout.graph.values
-        kept = {values[value].storage for value in returned}
+        started = (line for line in self.lines if isinstance(line, Call) and line.bound.form is CallForm.START)
+        kept = {values[value].storage for value in (*returned, *(v for line in started for v in line.uses))}
         last = {values[value].storage: i for i, line in enumerate(self.lines) for value in (*line.makes, *line.uses)}
         found = defaultdict[int, list[int]](list)
         for value in self.drops:
