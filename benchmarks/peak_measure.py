@@ -132,8 +132,10 @@ def live_bytes() -> int:
     """
     gc.collect()
     spans = []
-    for found in gc.get_objects():
-        if not issubclass(type(found), torch.Tensor) or found.layout is not torch.strided:
+    objects = gc.get_objects()
+    tensors = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
+    for found in objects:
+        if type(found) not in tensors or found.layout is not torch.strided:
             continue
         with suppress(NotImplementedError, RuntimeError):  # a wrapper without a storage of its own
             storage = found.untyped_storage()

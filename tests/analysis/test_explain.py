@@ -29,6 +29,7 @@ from memplan.report.sections import sections_markdown
 from memplan.schedule import traced
 from tests.graph_strategies import GraphBuilder, plans
 from tests.samples import deep_plan, sample_plan
+from tests.slow import slow
 
 
 def test_the_sample_is_explained() -> None:
@@ -137,7 +138,9 @@ def test_gradients_save_what_planning_them_in_the_same_order_does(plan: Plan) ->
     inside = tuple(replace(s, planned=s.planned or i in beside) for i, s in enumerate(graph.storages))
     before = max(live_bytes(graph, order), default=0) + sum(graph.storages[s].nbytes for s in beside)
     saved = before - max(live_bytes(replace(graph, storages=inside), order), default=0)
-    assert sum(lever.saves for lever in levers(plan) if lever.name == "gradients") == saved
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("memplan.analysis.advice.LEAST", 0)  # what is too little to be worth a line counts too
+        assert sum(lever.saves for lever in levers(plan) if lever.name == "gradients") == saved
 
 
 # Differences.
@@ -188,7 +191,7 @@ def _advised(plan: Plan, step: int) -> str:
     return next((lever.text for lever in levers(plan, step) if lever.name == "evict"), "")
 
 
-@pytest.mark.parametrize("policy", ["recompute", "genoa", "flow"])
+@pytest.mark.parametrize("policy", [slow("recompute"), "genoa", "flow"])
 def test_no_advice_to_evict_what_is_evicted(policy: str) -> None:
     plan = deep_plan(policy)
     origins = {s.name: s.origin.module for s in plan.graph.storages}

@@ -19,6 +19,7 @@ from tests.graph_strategies import plans
 from tests.models import traced_nano
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, plan_of_everything
 from tests.runtime.test_host_resident import _plan as streamed_plan
+from tests.slow import slow
 
 _ON_DEVICE = (Residence.ARENA, Residence.OUTSIDE)
 
@@ -74,7 +75,7 @@ def test_what_an_op_touches_is_there(plan: Plan) -> None:
     _check(plan)
 
 
-@pytest.mark.parametrize("model", ["mlp", "gpt2"])
+@pytest.mark.parametrize("model", ["mlp", slow("gpt2")])
 def test_evicted_is_what_the_plan_evicts(model: str) -> None:
     for plan in _evicting(model):
         _check(plan)

@@ -22,6 +22,7 @@ from memplan.trace.capture.joint_graph import capture
 from memplan.trace.compression.quantize import group_of, quantize
 from memplan.trace.passes.rewrite import copy_of
 from tests.runtime.budgets import QUICK
+from tests.slow import slow
 from tests.steps import outcome_of
 
 
@@ -195,7 +196,7 @@ def test_P9_the_plan_says_what_waits_as_codes_and_when_it_is_back(dtype: torch.d
     assert len({e.storage for e in plan.evictions}) == len(plan.evictions)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize("name", [slow("gpt2"), "resnet"])
 def test_P9_codes_take_half_of_the_arena_away(name: str) -> None:  # noqa: N802
     model, args = getattr(zoo, name)("nano")
     whole = memplan.plan(model, args, gradients="safe")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from memplan.evict.judge.arrays import measure
+from memplan.evict.search import search_kernel
 from memplan.evict.search.decisions import PIN, DecisionSearch
 from memplan.evict.search.descent import anneal_walk, descend, descend_classes, singles, storage_classes
 from tests.evict.judge import workload_of
@@ -81,3 +84,25 @@ def test_a_walk_that_has_nowhere_to_go_keeps_what_fits() -> None:
     assert fits is not None
     walked = anneal_walk(search, fits, singles(search), work=0, seed=0, soft=1.0)
     assert walked.best is walked.last is fits
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_walk_over_few_options_takes_as_many_rounds_for_each(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = _search(0.6)
+    fits = descend(search, search.start(), 1.0)
+    assert fits is not None
+    options = singles(search)
+    monkeypatch.setattr("memplan.evict.search.descent._ROUNDS", rounds)
+    taken: list[int] = []
+    anneal = search_kernel.anneal
+
+    def counted(*arguments: Any) -> Any:
+        taken.append(arguments[6])
+        return anneal(*arguments)
+
+    monkeypatch.setattr(search_kernel, "anneal", counted)
+    work = (len(search.workload.graph.ops) + 1) * 100_000
+    walk = anneal_walk(search, fits, options, work=work, seed=3, soft=0.5)
+    assert taken == [rounds * sum(map(len, options))]
+    assert walk.best is not None
+    assert walk.best.seconds <= fits.seconds

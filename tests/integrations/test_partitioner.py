@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedGraph
 from memplan.integrations.inductor.partitioner import BudgetPartitioner
 from memplan.trace.passes.saved_nodes import TAG
 from tests.models import Counted
+from tests.slow import slow
 
 TIMES = 16  # the batch of a nano model, so that activations weigh more than gradients
 
@@ -104,13 +106,18 @@ def gradients(step: Step, model: nn.Module) -> tuple[torch.Tensor, list[torch.Te
     return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+def _blocks() -> tuple[nn.Module, tuple[Any, ...]]:
+    return Blocks(), (torch.randn(512, 32),)
+
+
 def repeated(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     model, inputs = ZOO[name]("nano")
     return model, tuple(torch.cat([x] * TIMES) for x in inputs)
 
 
-def test_peak_within_budget() -> None:
-    model, inputs = repeated("vit")  # benchmarks/fused.py measures the other models: each takes a minute to lower
+@pytest.mark.parametrize("make", [_blocks, slow(partial(repeated, "vit"))])  # benchmarks/fused.py: the other models
+def test_peak_within_budget(make: Callable[[], tuple[nn.Module, tuple[Any, ...]]]) -> None:
+    model, inputs = make()
     partitioner = memplan.partitioner(budget=0.85)
     step = step_of(compiled(model, partitioner), model, inputs)
     measured = peak_of(step)
@@ -142,7 +149,7 @@ def test_bits_are_those_of_inductor_with_the_same_tags(monkeypatch: pytest.Monke
     assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
 
 
-@pytest.mark.parametrize("fallback_random", [False, True])
+@pytest.mark.parametrize("fallback_random", [False, slow(True)])
 def test_masks_are_the_same_in_forward_and_backward(fallback_random: bool) -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:

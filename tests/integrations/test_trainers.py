@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import memplan
 from benchmarks.program_run import load_torchvision
 from memplan.errors import UnknownName
 from memplan.integrations.loggers import PAGE
+from tests.slow import slow
 
 load_torchvision()
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -52,6 +53,14 @@ def _trained(folder: Path, how: str, report_to: Sequence[str] = (), **options: A
     return trainer, callback, net
 
 
+def _both_ways(loops: Iterable[str]) -> list[Any]:
+    """Each loop with the callback and with `memplan.compile`; one of them is slow, in turns."""
+    ways = ("callback", "compile")
+    return [
+        (loop, how) if i % 2 == k else slow(loop, how) for i, loop in enumerate(loops) for k, how in enumerate(ways)
+    ]
+
+
 LOOPS: dict[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 2},
     "checkpointing": {"gradient_checkpointing": True},
@@ -61,8 +70,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", ["callback", "compile"])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("loop", "how"), _both_ways(LOOPS))
 def test_loops_of_the_trainer_of_transformers(tmp_path: Path, loop: str, how: str) -> None:
     pytest.importorskip("accelerate", reason="pip install 'memplan[programs]'")
     logs, models = [], []
@@ -251,8 +259,7 @@ def _fit(loop: str, how: str, folder: Path) -> tuple[list[Tensor], nn.Module]:
     return losses, net
 
 
-@pytest.mark.parametrize("how", ["callback", "compile"])
-@pytest.mark.parametrize("loop", FITS)
+@pytest.mark.parametrize(("loop", "how"), _both_ways(FITS))
 def test_loops_of_lightning(tmp_path: Path, loop: str, how: str) -> None:
     pytest.importorskip("lightning", reason="pip install 'memplan[programs]'")
     (losses, net), (expected, eager) = (_fit(loop, h, tmp_path) for h in (how, "eager"))

@@ -1,4 +1,4 @@
-"""A fixed hundredth of the sweep, and what happens when a worker does not come back."""
+"""A fixed part of the sweep (one case of 250), and what happens when a worker does not come back."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.parity.sweep import sweep
 from tests.parity.verdicts import Result, Verdict
 
 
-def test_hundredth() -> None:
-    verdicts = list(sweep(Selection(every=100)))
-    assert sum(v.result is Result.PASSED for v in verdicts) > 25  # the databases were found, and most of it passes
+def test_a_fixed_part() -> None:
+    verdicts = list(sweep(Selection(every=250)))
+    assert sum(v.result is Result.PASSED for v in verdicts) > 10  # the databases were found, and most of it passes
     found = refusals.findings(verdicts, refusals.expected(), refusals.expected(refusals.ROUNDINGS))
     assert not found, "\n".join(found)
 

@@ -19,6 +19,7 @@ from memplan.errors import StaleActivationsError
 from memplan.runtime import CompiledModule, compile
 from memplan.runtime.execute import added_gradients
 from memplan.runtime.execute.added_gradients import AddedGradients
+from tests.slow import slow
 
 WAYS = ("auto", "added", "safe")
 
@@ -130,7 +131,7 @@ def test_what_is_done_between_accumulating_steps(do: Any, gradients: str) -> Non
         pair.both(what)
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2", "vit", "resnet", "lstm"])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", slow("vit"), "resnet", "lstm"])
 def test_three_micro_batches(name: str) -> None:
     """Sums over three calls, twice, are those of a program that returns its gradients."""
     model, inputs = ZOO[name]("nano")

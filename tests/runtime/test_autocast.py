@@ -10,10 +10,11 @@ from torch import nn
 
 from benchmarks.zoo import ZOO
 from memplan.runtime import compile as memplan_compile
+from tests.slow import slow
 from tests.steps import outcomes_of, same_outcomes, under_autocast
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2", "swin", "lstm"])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", slow("swin"), "lstm"])
 def test_the_zoo_is_eagers_bits(name: str) -> None:
     torch.manual_seed(0)
     model, inputs = ZOO[name]("nano")

@@ -24,6 +24,7 @@ from memplan.core.choices import Gradients
 from memplan.errors import BudgetInfeasible, MemplanError, StaleActivationsError, UnsupportedCall
 from memplan.runtime.dynamo.backend import Backend
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
+from tests.slow import slow
 
 # Dynamo itself looks at .grad of what one graph hands to the next.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -90,7 +91,7 @@ def test_a_graph_break_gives_two_planned_graphs() -> None:
     assert max(plan.arena_size for plan in plans) <= backend.arena_size <= sum(plan.arena_size for plan in plans)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "resnet", slow("bert")])
 def test_models_of_the_zoo_train_like_eager(name: str) -> None:
     model, inputs = ZOO[name]("nano")
     backend = Backend(sanitize="poison")

@@ -26,6 +26,7 @@ from memplan.evict.workload import Workload
 from memplan.planning.fit import make_workload
 from memplan.schedule import order
 from memplan.trace import capture_call, plan, trace
+from tests.slow import slow
 
 _WIDTH, _ROWS, _BLOCKS = 32, 64, 6
 
@@ -114,7 +115,7 @@ def _traversed(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [slow(0.0), 0.3])
 @pytest.mark.parametrize(
     "call",
     [
@@ -139,7 +140,7 @@ def _saves(found: memplan.Plan) -> int:
     return sum(op.target == SAVE_RNG for op in found.graph.ops)
 
 
-@pytest.mark.parametrize("draws", _RANDOM)
+@pytest.mark.parametrize("draws", [d if d in ("dropout", "randn_like", "attention") else slow(d) for d in _RANDOM])
 def test_random_numbers_are_drawn_again_with_eagers_bits(draws: str, tmp_path: Any) -> None:
     model = Net(draws=draws)
     compiled = memplan.compile(model, _x().requires_grad_())
@@ -151,7 +152,7 @@ def test_random_numbers_are_drawn_again_with_eagers_bits(draws: str, tmp_path: A
     assert all(map(torch.equal, _step(again), _step(model)))
 
 
-@pytest.mark.parametrize(("draws", "sanitize"), [("dropout", "redzone"), ("randn_like", "poison")])
+@pytest.mark.parametrize(("draws", "sanitize"), [("dropout", "redzone"), slow("randn_like", "poison")])
 def test_random_numbers_under_budgets_from_all_to_the_least(draws: str, sanitize: Any) -> None:
     model = Net(_PLAIN, draws=draws)
     expected, saves = _step(model), 0
@@ -223,7 +224,7 @@ def test_blocks_that_share_their_parameters_and_are_traversed_twice() -> None:
     assert compiled.plan.max_live < 0.6 * plan(Twice(_PLAIN), _x().requires_grad_()).max_live
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [slow(0.0), 0.1])
 def test_transformers_gradient_checkpointing(dropout: float) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -299,7 +300,7 @@ def test_where_checkpoints_are_not_followed_the_log_says_so(caplog: pytest.LogCa
     assert re.search("activation checkpoints .*are not followed", caplog.text)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [slow(0.0), 0.3])
 def test_with_dynamic_shapes_no_more_is_kept(dropout: float, tmp_path: Path) -> None:
     shapes = {"x": {0: torch.export.Dim("rows", min=2, max=256)}}
     model = Net(dropout=dropout)
@@ -322,7 +323,7 @@ def test_with_dynamic_shapes_no_more_is_kept(dropout: float, tmp_path: Path) -> 
     assert memplan.load_symbolic(tmp_path / "symbolic.json") == compiled.symbolic
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [slow(0.0), 0.3])
 def test_where_the_step_runs_on_another_device_no_more_is_kept(dropout: float) -> None:
     model = Net(dropout=dropout)
     compiled = memplan.compile(model, _x().requires_grad_(), device="cpu")
@@ -335,11 +336,11 @@ def test_where_the_step_runs_on_another_device_no_more_is_kept(dropout: float) -
     "options",
     [
         {"gradients": "arena"},
-        {"gradients": "owned"},
+        slow({"gradients": "owned"}),
         {"sanitize": "poison"},
         {"divide": 4},
         {"compress": "bits"},
-        {"schedule": "traced", "in_place": False},
+        slow({"schedule": "traced", "in_place": False}),
     ],
     ids=str,
 )
@@ -350,7 +351,7 @@ def test_other_options_beside_checkpoints(options: dict[str, Any]) -> None:
     assert compiled.plan.eviction is not None
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [slow(0.0), 0.3])
 def test_a_hint_needs_no_more_bytes_and_no_more_time(dropout: float) -> None:
     model = Net(dropout=dropout)
     followed, hinted = (memplan.plan(model, _x().requires_grad_(), checkpoint=how) for how in ("follow", "plan"))
@@ -465,7 +466,7 @@ class Nested(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [slow(0.0), 0.3])
 def test_a_checkpoint_within_another_keeps_no_more_than_eager_keeps(dropout: float) -> None:
     model = Nested(dropout)
     compiled = memplan.compile(model, _x().requires_grad_())

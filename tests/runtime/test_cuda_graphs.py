@@ -20,6 +20,7 @@ from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime import compile, compile_step
 from memplan.runtime.execute import recorders
 from memplan.runtime.kernels.pool_placement import Placer
+from tests.slow import slow
 
 
 class Nowhere:
@@ -66,7 +67,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Rerun:
 
 
 @pytest.mark.parametrize("gradients", ["safe", "owned"])
-@pytest.mark.parametrize("name", ["gpt2", "resnet", "lstm"])
+@pytest.mark.parametrize("name", [slow("gpt2"), "resnet", "lstm"])
 def test_replays_are_the_steps_themselves(name: str, gradients: Gradients, recorder: Rerun) -> None:
     """Dropout, running statistics and accumulated gradients included."""
     model, args = ZOO[name]("nano")

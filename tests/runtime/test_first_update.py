@@ -19,6 +19,7 @@ from memplan.planning import measured
 from memplan.runtime.api.compiled_module import CompiledModule
 from memplan.trace.optimizer.update_bytes import bytes_of_step
 from tests.runtime.allocated import allocations
+from tests.slow import slow
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -118,7 +119,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["foreach", slow("one by one")])
 def test_arena_and_update_need_no_more_than_eager(name: str, caplog: pytest.LogCaptureFixture) -> None:
     eager, expected, _ = _trained(OPTIMIZERS[name], planned=False)
     with caplog.at_level(logging.INFO, logger="memplan"):

@@ -12,6 +12,7 @@ from torch import nn
 
 import memplan
 from memplan.errors import UnsupportedCall
+from tests.slow import slow
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -76,7 +77,7 @@ def _same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
-@pytest.mark.parametrize("options", [{"sanitize": "poison"}, {"budget": "min"}])
+@pytest.mark.parametrize("options", [{"budget": "min"}, slow({"sanitize": "poison"})])
 def test_graphs_have_the_bits_of_torch_compile_in_one_arena(options: Any, expected: list[torch.Tensor]) -> None:
     model, backend = _model(), memplan.Backend(kernels="inductor", **options)
     compiled: Any = torch.compile(model, backend=backend)

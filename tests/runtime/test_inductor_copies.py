@@ -20,6 +20,7 @@ from memplan.trace import capture_call
 from tests.runtime.budgets import FAST_LINK, QUICK, plan_of_everything
 from tests.runtime.late_copies import LateCopies
 from tests.runtime.test_inductor_kernels import Block, _tokens
+from tests.slow import slow
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -84,7 +85,7 @@ def _offloads(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["dropout and attention", slow("convolutions and batch norm")])
 def test_everything_goes_to_the_host_and_comes_back(name: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin, x = _made(name)
     traced = capture_call(model, x, kernels="inductor").first()

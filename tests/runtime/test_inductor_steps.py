@@ -16,6 +16,7 @@ import memplan
 from benchmarks.zoo import ZOO
 from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, UnsupportedCall
 from memplan.runtime import CompiledStep
+from tests.slow import slow
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -126,7 +127,7 @@ def _seeded(step: CompiledStep, batch: tuple[Any, ...], count: int) -> list[torc
     return losses
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [slow(name) if "gpt2" in name else name for name in CASES])
 def test_updates_are_bitwise_those_of_torch_compile_and_the_optimizer(name: str) -> None:
     case = CASES[name]
     torch.manual_seed(0)

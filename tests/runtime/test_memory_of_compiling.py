@@ -16,6 +16,7 @@ from memplan.core.graph import Graph
 from memplan.devices.measure import quiet_kineto
 from memplan.runtime.kernels import stand_ins
 from memplan.runtime.memory.arena import Arena, Memory
+from tests.slow import slow
 
 _TRACING = 8192  # bytes: small tensors that dynamo and AOTAutograd make
 
@@ -49,7 +50,7 @@ def _one_op(graph: Graph) -> int:
 
 
 @pytest.mark.parametrize("options", [{}, {"budget": "min", "policy": "recompute"}, {"gradients": "safe"}])
-@pytest.mark.parametrize("name", ["gpt2", "bert", "mlp", "resnet"])
+@pytest.mark.parametrize("name", ["gpt2", slow("bert"), "mlp", "resnet"])
 def test_compiling_needs_no_more_than_the_step(name: str, options: dict[str, Any]) -> None:
     model, inputs = ZOO[name]("nano")
     plan = memplan.compile(model, inputs, **options).plan  # its total has the kernels' temporaries

@@ -49,6 +49,7 @@ from tests.runtime.budgets import (
     runner_of,
     step_of,
 )
+from tests.slow import zoo
 from tests.steps import Outcome, outcome_after, outcome_of
 
 SHARES = (0.8, 0.6, 0.5, 0.4)
@@ -81,7 +82,7 @@ def _plans(traced: TracedGraph, shares: Sequence[float] = SHARES) -> Iterator[tu
                 break
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", zoo())
 def test_bitwise_equal_to_the_step_without_a_budget(name: str) -> None:
     model, args = ZOO[name]("nano")
     before = copy.deepcopy(model.state_dict())

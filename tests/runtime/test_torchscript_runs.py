@@ -25,6 +25,7 @@ from memplan.runtime import compile as memplan_compile
 from memplan.runtime.codegen import torchscript_runs
 from memplan.runtime.codegen.torchscript_runs import AVAILABLE
 from memplan.runtime.execute import program as programs
+from tests.slow import slow
 from tests.steps import Outcome, outcome_of, outcomes_of, same_outcomes
 
 _interpreted = pytest.mark.skipif(not AVAILABLE, reason="this torch has no TorchScript graphs")
@@ -42,7 +43,7 @@ def _runs(compiled: CompiledModule) -> list[str]:
 
 
 @_interpreted
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5", "resnet", "lstm"])
+@pytest.mark.parametrize("name", ["gpt2", slow("mixtral"), slow("t5"), "resnet", "lstm"])
 def test_the_same_bits_as_from_python(name: str) -> None:
     model, inputs = ZOO[name]("nano")
     other = copy.deepcopy(model)

@@ -18,6 +18,7 @@ from memplan.trace import plan_traced, trace
 from tests.models import traced_nano
 from tests.runtime.allocated import assert_allocates_what_it_plans, other_bytes
 from tests.runtime.reference import Interpreted
+from tests.slow import zoo
 from tests.steps import loss_of
 
 
@@ -25,7 +26,7 @@ def _relative(one: torch.Tensor, two: torch.Tensor) -> float:
     return float((one - two).abs().max() / two.abs().max().clamp_min(1e-30))
 
 
-@pytest.fixture(scope="module", params=ZOO)
+@pytest.fixture(scope="module", params=zoo())
 def poisoned(request: pytest.FixtureRequest) -> tuple[CompiledModule, nn.Module, tuple[Any, ...], int]:
     """A model of the zoo, compiled with poison in its arena; itself, its inputs, and bytes that were alive before."""
     model, args = ZOO[request.param]("nano")
@@ -95,20 +96,20 @@ def test_no_kernel_writes_outside_its_buffer(name: str) -> None:
     assert torch.isfinite(loss_of(compiled, *args, seed=0))
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", zoo())
 def test_the_arena_is_max_live(name: str) -> None:
     best = plan_traced(traced_nano(name))
     assert best.arena_size == best.max_live
     assert best.solution.status is Status.OPTIMAL
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", zoo())
 def test_greedy_is_close_to_max_live_without_reuse(name: str) -> None:
     p = plan_traced(traced_nano(name, in_place=False), PlanOptions(schedule="traced", solver="greedy"))
     assert p.max_live <= p.arena_size <= (1.10 if name == "t5" else 1.02) * p.max_live
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", zoo())
 def test_reuse_in_place_never_needs_more(name: str) -> None:
     with_reuse, without = (plan_traced(traced_nano(name, in_place=choice)) for choice in (True, False))
     assert with_reuse.max_live <= without.max_live

@@ -17,6 +17,7 @@ from memplan.runtime import compile as memplan_compile
 from memplan.runtime import compile_step as memplan_compile_step
 from memplan.schedule import Schedule, make_schedule, predecessors, require_legal
 from tests.models import traced_nano
+from tests.slow import slow
 
 
 def shuffled(seed: int) -> Any:
@@ -54,7 +55,7 @@ def results(
     return found | dict(own.named_buffers()), compiled.plan.schedule.order, compiled.plan.graph
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet"])
+@pytest.mark.parametrize("name", ["mlp", slow("gpt2"), "resnet"])
 def test_random_legal_orders_give_the_same_bits(name: str) -> None:
     model, args = ZOO[name]("nano")
     expected, plain, whole = results(model, args, "traced")
@@ -84,7 +85,7 @@ def trained(
     return found | own.state_dict() | state, step.plan.schedule.order, step.plan.graph
 
 
-@pytest.mark.parametrize(("name", "clip"), [("mlp", 0.1), ("gpt2", None), ("bert", None), ("resnet", 0.1)])
+@pytest.mark.parametrize(("name", "clip"), [("mlp", 0.1), ("gpt2", None), slow("bert", None), slow("resnet", 0.1)])
 def test_random_legal_orders_of_whole_steps_give_the_same_bits(name: str, clip: float | None) -> None:
     """Updates between gradients, weights that readers of the old value must have seen, and in-place reuse."""
     model, batch = ZOO[name]("nano")
@@ -98,7 +99,7 @@ def test_random_legal_orders_of_whole_steps_give_the_same_bits(name: str, clip: 
             assert torch.equal(found[key], tensor), key
 
 
-@pytest.mark.parametrize("name", ["mlp", "vit"])
+@pytest.mark.parametrize("name", ["mlp", slow("vit")])
 def test_the_default_order_lowers_the_arena_and_gives_the_same_bits(name: str) -> None:
     model, args = ZOO[name]("nano")
     expected, _, _ = results(model, args, "traced")

@@ -19,6 +19,7 @@ from memplan.trace import trace
 from memplan.trace.passes.fold import SMALL
 from memplan.trace.traced import Source
 from tests.runtime.reference import Interpreted
+from tests.slow import slow
 
 
 class Apply(nn.Module):
@@ -173,7 +174,7 @@ def test_sizes_that_vary_are_not_folded() -> None:
     assert compiled.plan.graph.folded_bytes == 4 * 4
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", slow("t5")])
 def test_a_loaded_plan_folds_alike(name: str, tmp_path: Path) -> None:
     model, args = ZOO[name]("nano")
     plan = memplan.plan(model, args)

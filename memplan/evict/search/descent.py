@@ -20,6 +20,7 @@ Option = tuple[Move, ...]  # moves of different storages that are made together
 
 _CHEAPEST = 1e-9  # seconds: options that cost no time are compared by bytes
 _HEAT = 0.1  # the first temperature, in mean costs of one decision
+_ROUNDS = 100  # of annealing for each option: more found nothing better for models of the zoo
 
 
 def singles(search: DecisionSearch) -> tuple[tuple[Option, ...], ...]:
@@ -128,14 +129,17 @@ class Descended:
 def anneal_walk(
     search: DecisionSearch, state: Decisions, choices: Sequence[Sequence[Option]], *, work: int, seed: int, soft: float
 ) -> Descended:
-    """Anneal over one or two options at a time, for `work` measured ops; `soft` is that of `search_kernel.anneal`."""
+    """Anneal over one or two options at a time; `soft` is that of `search_kernel.anneal`.
+
+    `work` limits it, in ops measured; with few options, a number of rounds for each of them does.
+    """
     from memplan.evict.search.search_kernel import anneal
 
     plain = sum(search.workload.seconds)
-    rounds = work // (len(search.workload.graph.ops) + 1)
-    if rounds < 1 or state.seconds <= plain or not choices:
-        return Descended(state if state.area == 0 else None, state)
     options = [option for options in choices for option in options]
+    rounds = min(work // (len(search.workload.graph.ops) + 1), _ROUNDS * len(options))
+    if rounds < 1 or state.seconds <= plain:
+        return Descended(state if state.area == 0 else None, state)
     members = [move for option in options for move in option]
     overhead = state.seconds - plain
     taken = sum(any(state.decision[move.storage] == move.decision for move in option) for option in options) or 1

@@ -231,9 +231,10 @@ class Builder:
     def _free_unused(self) -> None:
         """Free arenas in which no step has run: another call than the example's may be all that ever comes.
 
-        A program of theirs that is called after all is made anew then.
+        A program of theirs that is called after all is made anew then. Under a budget, an arena stays: what it needs is
+        the room of other programs.
         """
-        if self.measures or self.options.dynamic_shapes is not None:
+        if self.measures or self.options.dynamic_shapes is not None or self.options.has_budget:
             return
         for arena in self._arenas:
             whole = getattr(arena, "whole", arena)
