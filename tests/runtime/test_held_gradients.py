@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
 from benchmarks.peak_measure import live_bytes
@@ -50,6 +51,11 @@ def _hook_keeps_a_view(y: torch.Tensor, target: torch.Tensor, kept: list[Any]) -
 
 def _hook_keeps_an_array(y: torch.Tensor, target: torch.Tensor, kept: list[Any]) -> torch.Tensor:
     y.register_hook(lambda g: kept.append(g.numpy()))  # type: ignore[no-untyped-call]
+    return _loss(y, target, kept)
+
+
+def _hook_keeps_the_storage(y: torch.Tensor, target: torch.Tensor, kept: list[Any]) -> torch.Tensor:
+    y.register_hook(lambda g: kept.append(g.untyped_storage()))  # type: ignore[no-untyped-call]
     return _loss(y, target, kept)
 
 
@@ -94,6 +100,7 @@ LOSSES = [
     _hook_keeps_it,
     _hook_keeps_a_view,
     _hook_keeps_an_array,
+    _hook_keeps_the_storage,
     _is_retained,
     _is_that_of_a_leaf_too,
     _is_that_of_a_view_too,
@@ -105,9 +112,17 @@ LOSSES = [
 
 def _numbers(kept: list[Any]) -> list[torch.Tensor]:
     """Return copies of what a loss has kept, and of the gradients of that."""
-    tensors = [torch.as_tensor(one) for one in kept]
+    bytes_of = torch.empty(0, dtype=torch.uint8)
+    tensors = [bytes_of.set_(one) if isinstance(one, torch.UntypedStorage) else torch.as_tensor(one) for one in kept]
     grads = [t.grad for t in tensors if t.requires_grad and t.grad is not None]
     return [t.detach().clone() for t in (*tensors, *grads)]
+
+
+def _assert_same_gradients(one: nn.Module, two: nn.Module) -> None:
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -124,10 +139,9 @@ def test_whatever_else_has_a_gradient_keeps_its_numbers(loss: Loss, gradients: A
             called.zero_grad()
             loss(called(x), target, kept).backward()  # type: ignore[no-untyped-call]
             found.append(_numbers(kept))
-        assert all(map(torch.equal, *found))
         assert len(found[0]) == len(found[1])
-        pairs = zip(model.parameters(), expected.parameters(), strict=True)
-        assert all(torch.equal(p.grad, q.grad) for p, q in pairs if p.grad is not None and q.grad is not None)
+        assert all(map(torch.equal, *found))
+        _assert_same_gradients(model, expected)
 
 
 def test_a_gradient_that_the_caller_passes_stays() -> None:
@@ -147,6 +161,27 @@ def test_a_gradient_that_the_caller_passes_stays() -> None:
 def test_what_autograd_alone_holds_is_known_in_this_build_of_torch() -> None:
     one, view = held_gradients._counts_alone()
     assert len(view) > len(one)
+
+
+class _Keeps(TorchDispatchMode):
+    """Keeps the results of all ops, as a debugger does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.kept.append(func(*args, **(kwargs or {})))
+        return self.kept[-1]
+
+
+def test_what_a_mode_holds_while_references_are_counted_first_is_not_taken_for_autograds() -> None:
+    expected = held_gradients._counts_alone()
+    held_gradients._counts_alone.cache_clear()
+    with _Keeps() as mode:
+        assert held_gradients._counts_alone() == expected
+        torch.ones(2)
+    assert mode.kept
 
 
 def _flat_loss(y: torch.Tensor, target: torch.Tensor, kept: list[Any]) -> torch.Tensor:
@@ -187,8 +222,7 @@ def test_what_a_copy_to_the_device_reads_stays_until_it_ends(monkeypatch: pytest
     for called in (compiled, expected):
         _loss(called(x), target, []).backward()  # type: ignore[no-untyped-call]
     assert not freed
-    pairs = zip(model.parameters(), expected.parameters(), strict=True)
-    assert all(torch.equal(p.grad, q.grad) for p, q in pairs if p.grad is not None and q.grad is not None)
+    _assert_same_gradients(model, expected)
 
 
 def _late(move: Callable[..., None], freed: list[int]) -> Callable[..., None]:

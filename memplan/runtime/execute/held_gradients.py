@@ -7,6 +7,7 @@ is one node, whose backward reads the gradient of an output at its beginning, an
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from functools import cache
@@ -46,12 +47,13 @@ def _is_plain(gradient: torch.Tensor) -> bool:
 
 
 def _counts(gradient: torch.Tensor) -> tuple[int, ...]:
-    """Return the references to a tensor's Python object, to the tensor in C++, and to its storage.
+    """Return the references to a tensor and to its storage, in Python and in C++.
 
     Those of a view, as `view` in a model's loss makes one of the gradient, are followed by those to its base.
     """
-    storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
-    found = sys.getrefcount(gradient), gradient._use_count(), storage  # type: ignore[attr-defined]
+    storage = gradient.untyped_storage()
+    in_python = sys.getrefcount(gradient), sys.getrefcount(storage)
+    found = (*in_python, gradient._use_count(), torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
     base = gradient._base
     return found if base is None else (*found, sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
 
@@ -77,11 +79,23 @@ def _counts_of_each(gradients: Sequence[torch.Tensor | None]) -> list[Any]:
 
 @cache
 def _counts_alone() -> tuple[tuple[int, ...], ...]:
-    """Return the counts of gradients that autograd alone holds, in this build of torch; none if they vary."""
+    """Return the counts of gradients that autograd alone holds, in this build of torch; none if they vary.
+
+    They are counted in a thread of their own: the caller's modes, hooks, tracer and profiler, any of which may hold a
+    gradient, are not there.
+    """
     found: list[Any] = []
-    with torch.inference_mode(False), torch.enable_grad():
-        for viewed in (False, True) * 2:
-            x = torch.zeros(LEAST, requires_grad=True)
-            result: Any = _Probe.apply(x, found)  # type: ignore[no-untyped-call]
-            (result.view(-1, 1) if viewed else result).square().sum().backward()
+    thread = threading.Thread(target=_count, args=(found,), name="memplan counts references")
+    thread.start()
+    thread.join()
     return tuple(found[:2]) if len(found) == 4 and found[:2] == found[2:] else ()
+
+
+def _count(found: list[Any]) -> None:
+    """Put into `found` the counts of a gradient and of a view of one, both twice."""
+    sys.settrace(None)  # of `threading.settrace`
+    sys.setprofile(None)
+    for viewed in (False, True) * 2:
+        x = torch.zeros(LEAST, dtype=torch.float32, device="cpu", requires_grad=True)
+        result: Any = _Probe.apply(x, found)  # type: ignore[no-untyped-call]
+        (result.view(-1, 1) if viewed else result).square().sum().backward()
