@@ -163,6 +163,22 @@ def test_layers_that_share_a_graph_keep_their_activations(gradients: Gradients) 
     assert sum(len(graph.instances) for graph in backend.graphs) == instances, "instances are used again"
 
 
+def test_instances_that_are_to_be_smaller_are_replaced_and_others_stay() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(3)), nn.Linear(8, 1), nn.Flatten(0))
+    backend = Backend()
+    x, eager = torch.randn(4, 8), copy.deepcopy(model)
+    compiled = torch.compile(model, backend=backend)
+    _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
+    graph = max(backend.graphs, key=lambda one: len(one.instances))
+    first, second, *_ = graph.instances
+    second.smaller = second.traced, second.plan  # as if an optimizer had updated the layers but for the first
+    _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
+    assert second not in graph.instances
+    assert first in graph.instances
+    assert all(one.smaller is None for one in graph.instances)
+
+
 class Block(nn.Module):
     """Needs much more while it runs than it saves."""
 

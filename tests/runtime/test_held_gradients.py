@@ -163,11 +163,11 @@ def test_what_autograd_alone_holds_is_known_in_this_build_of_torch() -> None:
     assert len(view) > len(one)
 
 
-class _Keeps(TorchDispatchMode):
+class _Keeps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the results of all ops, as a debugger does."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kept: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

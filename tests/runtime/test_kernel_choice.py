@@ -11,7 +11,7 @@ from torch import nn
 
 import memplan
 from benchmarks.peak_measure import live_bytes
-from memplan.errors import BudgetInfeasible, UnsupportedCall
+from memplan.errors import BudgetInfeasible, UnsupportedCall, UnsupportedGraph
 from memplan.runtime.api import kernel_choice
 from memplan.runtime.api.kernel_choice import TriedKernels, choose
 from memplan.runtime.execute import step_time
@@ -151,6 +151,42 @@ def test_inductors_kernels_are_kept_where_eagers_keep_no_budget(monkeypatch: pyt
     options = CompileOptions(kernels="auto", budget="1GiB")
     chosen = kernel_choice.with_chosen_kernels(nn.Linear(1, 1), (), {}, options=options, train=True, given=None)
     assert (chosen.kernels, chosen.why_kernels) == ("inductor", "inductor: no plan with eager's keeps the budget")
+
+
+@pytest.mark.parametrize(("failing", "kept"), [("aten", "inductor"), ("inductor", "aten")])
+def test_where_one_kind_cannot_run_the_other_is_kept(failing: str, kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(runner: Runner, example: Any) -> float:
+        if any(op.target.startswith("inductor.") for op in runner.plan.graph.ops) is (failing == "inductor"):
+            raise torch.OutOfMemoryError("too much")
+        return step_seconds(runner, example)
+
+    monkeypatch.setattr(kernel_choice, "step_seconds", timed)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.linspace(-1, 1, 32).view(8, 4)
+    compiled = memplan.compile(model, x, kernels="auto")
+    assert compiled.plan.kernels.startswith(f"{kept}: ")
+    assert compiled.plan.kernels.endswith("cannot run: too much")
+    compiled(x).sum().backward()
+
+
+def test_where_no_kind_can_run_the_error_is_that_of_eagers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> float:
+        raise torch.OutOfMemoryError("too much")
+
+    monkeypatch.setattr(kernel_choice, "step_seconds", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="too much"):
+        memplan.compile(nn.Linear(4, 4), torch.zeros(2, 4), kernels="auto")
+
+
+def test_inductors_kernels_are_kept_where_eagers_cannot_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(*_: Any, options: CompileOptions, **__: Any) -> None:
+        if options.kernels == "aten":
+            raise UnsupportedGraph("op", "no", "none")
+
+    monkeypatch.setattr(kernel_choice, "_built", built)
+    options = CompileOptions(kernels="auto")
+    chosen = kernel_choice.with_chosen_kernels(nn.Linear(1, 1), (), {}, options=options, train=True, given=None)
+    assert chosen.kernels == "inductor"
+    assert chosen.why_kernels.startswith("inductor: eager's cannot be had: ")
 
 
 def test_a_choice_is_refused_where_nothing_can_be_tried() -> None:

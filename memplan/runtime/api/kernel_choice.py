@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from memplan.core.plan import Plan
@@ -35,20 +37,32 @@ class TriedKernels:
 
 @dataclass(slots=True, kw_only=True)
 class _TriedProgram:
-    """A program that can be run on the example, in an arena that is there only while it runs."""
+    """A program that is run on the example, in an arena that is there only while it runs.
 
-    options: CompileOptions
+    `seconds`: those of a step, the fewest so far. `failed`: what a run has raised, after which there are no more.
+    """
+
     builder: Builder
     runner: Runner
     leaves: Sequence[Any]
+    seconds: float = math.inf
+    failed: MemplanError | torch.OutOfMemoryError | None = None
 
-    def seconds(self) -> float:
-        """Return the seconds of a step."""
-        self.runner = self.builder.again(self.runner)
+    def run(self) -> None:
+        """Run the step a few times, and time it."""
+        if self.failed is not None:
+            return
         try:
-            return step_seconds(self.runner, self.leaves)
+            self.runner = self.builder.again(self.runner)
+            self.seconds = min(self.seconds, step_seconds(self.runner, self.leaves))
+        except (MemplanError, torch.OutOfMemoryError) as error:
+            self.failed = error.with_traceback(None)  # which refers to what it has allocated
         finally:
             self.builder.free_arena()
+
+    def tried(self, kernels: Literal["aten", "inductor"]) -> TriedKernels:
+        """Return its figures."""
+        return TriedKernels(kernels=kernels, seconds=self.seconds, total=self.runner.plan.total)
 
 
 def with_chosen_kernels(
@@ -63,7 +77,7 @@ def with_chosen_kernels(
     """Return the options with the kernels that are better for a call, and why.
 
     Both kinds are planned, and run on the example in turns; one arena is there at a time. Where only one kind can be
-    planned, it is taken; where none can, "aten", whose error the caller gets.
+    planned, or run, it is taken; where none can be planned, "aten", whose error the caller gets.
 
     Raises `UnsupportedCall` beside a given plan, which names its kernels, and beside measured costs.
     """
@@ -86,9 +100,16 @@ def with_chosen_kernels(
             first = _built(model, args, kwargs, options=aten, train=train)
     except BudgetInfeasible:
         return _chosen(fused, "no plan with eager's keeps the budget")
-    except UnsupportedGraph:
-        return aten
-    eager, inductor = _tried_in_turns(first, second)
+    except UnsupportedGraph as refused:
+        return _chosen(fused, f"eager's cannot be had: {str(refused).splitlines()[0]}")
+    with quiet():
+        _run_in_turns(first, second)
+    if first.failed is not None and second.failed is not None:
+        raise first.failed
+    for program, name, kept in ((first, "eager's", fused), (second, "inductor's", aten)):
+        if program.failed is not None:
+            return _chosen(kept, f"{name} cannot run: {str(program.failed).splitlines()[0]}")
+    eager, inductor = first.tried("aten"), second.tried("inductor")
     best = choose(eager, inductor, prefer=options.prefer, within_budget=options.has_budget)
     other = inductor if best is eager else eager
     why = (
@@ -122,18 +143,14 @@ def _built(
     runner = builder.build(args, kwargs, train)
     builder.free_arena()
     leaves = runner.input_guards.leaves_of(args, kwargs)
-    return _TriedProgram(options=options, builder=builder, runner=runner, leaves=leaves)
+    return _TriedProgram(builder=builder, runner=runner, leaves=leaves)
 
 
-def _tried_in_turns(*candidates: _TriedProgram) -> list[TriedKernels]:
-    """Return the figures of each program: the fewest seconds of several turns, in each of which all of them run."""
-    turns = [[candidate.seconds() for candidate in candidates] for _ in range(_TURNS)]
-    found = []
-    for candidate, seconds in zip(candidates, zip(*turns, strict=True), strict=True):
-        kernels = candidate.options.kernels
-        assert kernels != "auto"
-        found.append(TriedKernels(kernels=kernels, seconds=min(seconds), total=candidate.runner.plan.total))
-    return found
+def _run_in_turns(*candidates: _TriedProgram) -> None:
+    """Run each program several times, in turns."""
+    for _ in range(_TURNS):
+        for candidate in candidates:
+            candidate.run()
 
 
 def _chosen(options: CompileOptions, why: str) -> CompileOptions:

@@ -186,13 +186,16 @@ class PlannedGraph:
 
     def _replace(self, instances: list[GraphInstance], make: Callable[[Smaller | None], GraphInstance]) -> None:
         """Replace instances that are to be smaller by one that is; if its trial run fails, they stay as they were."""
-        smaller = instances[0].smaller
-        for instance in instances:
+        replaced = [one for one in instances if one.smaller is not None]
+        if not replaced:
+            return
+        smaller = replaced[0].smaller
+        for instance in replaced:
             instance.smaller = None
         with contextlib.suppress(MemplanError):
             made = make(smaller)
-            self._retain(instances)
-            instances[:] = [made]
+            self._retain(replaced)
+            instances[:] = [made, *(one for one in instances if one not in replaced)]
 
     def _wait_for_update(self, traced: TracedGraph) -> None:
         """Have the first update of an optimizer measured, from the first program on that it may follow."""
@@ -209,7 +212,8 @@ class PlannedGraph:
             for instance, smaller in found:
                 assert isinstance(instance, GraphInstance)
                 instance.smaller = smaller
-            if len(found) == 1 and self._whole:  # programs of gradients elsewhere may take its place
+            if self._whole and [one for one, _ in found if one in self.instances] == [one for one, _ in found[:1]]:
+                # it is the only one, and programs of gradients elsewhere may take its place
                 self._after = update.nbytes
             return bool(found)
         return False
@@ -246,8 +250,7 @@ class PlannedGraph:
                 self._wait_for_update(traced)
                 return GraphInstance(module, traced, runner, crossings=self._crossings, ends=self._ends)
 
-        if instances and instances[0].smaller is not None:
-            self._replace(instances, make)
+        self._replace(instances, make)
         found = idle_instance(
             instances,
             coordinator,

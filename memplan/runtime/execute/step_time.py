@@ -13,7 +13,7 @@ from memplan.devices.generators import forked
 from memplan.devices.streams import synchronizer
 from memplan.runtime.execute.runner import Runner
 
-_LEAST_STEPS, _MOST_STEPS = 5, 100
+_LEAST_STEPS, _MOST_STEPS = 2, 100
 _SECONDS = 0.5  # of measuring, after the fewest steps
 
 

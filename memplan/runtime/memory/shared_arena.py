@@ -49,8 +49,8 @@ class ArenaCoordinator:
     def __init__(self, prepare: PrepareStep | None = None) -> None:
         self._prepare = prepare
         self._layouts = 0
-        # of the last steps with a backward: the bytes of the shared arena that each needs, and its instances (by id)
-        self._needs: deque[tuple[int, frozenset[int]]] = deque(maxlen=_SHRINKS_AFTER)
+        # of the last steps with a backward: the bytes of the shared arena that each needs, and its instances
+        self._needs: deque[tuple[int, weakref.WeakSet[ArenaUser]]] = deque(maxlen=_SHRINKS_AFTER)
         self.running = threading.Lock()
         self.calling = threading.RLock()
         self._lock = threading.Lock()
@@ -104,12 +104,11 @@ class ArenaCoordinator:
 
     def needed_by_others(self, instances: Sequence[ArenaUser]) -> int:
         """Return the bytes of the arena that recent steps of none of these instances need."""
-        own = set(map(id, instances))
-        return max((need for need, of in self._needs if own.isdisjoint(of)), default=0)
+        return max((need for need, of in self._needs if of and not any(one in of for one in instances)), default=0)
 
     def forget_step(self, nbytes: int) -> None:
         """Place the instances of the step that has begun no more: others, which need `nbytes`, take their place."""
-        self._needs.append((nbytes, frozenset()))
+        self._needs.append((nbytes, weakref.WeakSet()))
         with self._lock:
             self._events = []
 
@@ -176,7 +175,7 @@ class ArenaCoordinator:
                     self._lay_out(instances, completed_events(events))
             if any(e.backward for e in events):
                 need = max(instance.placed.arena_size for instance in instances)
-                self._needs.append((need, frozenset(map(id, instances))))
+                self._needs.append((need, weakref.WeakSet(instances)))
                 self._shrink(instances)
         finally:
             self.running.release()
@@ -262,7 +261,7 @@ class ArenaCoordinator:
         for instance in instances:
             if instance.arena.whole is not shared and not instance.arena.whole.ownership.released:
                 instance.arena.whole.release()
-        if shared is None or shared.nbytes < nbytes:
+        if shared is None or shared.ownership.released or shared.nbytes < nbytes:
             if shared is not None and not shared.ownership.released:
                 shared.release()
             shared = Arena(nbytes, instances[0].arena.device)
