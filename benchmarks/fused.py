@@ -38,7 +38,7 @@ from benchmarks.arguments import names, parser_of
 from benchmarks.fused_models import OUTSIDE
 from benchmarks.peak_contenders import Step
 from benchmarks.peak_measure import MODELS as ZOO
-from benchmarks.peak_measure import WARM_UP, live_bytes, peak_growth
+from benchmarks.peak_measure import WARM_UP, library_bytes, live_bytes, peak_growth
 from benchmarks.results import Row, Table, collect
 from benchmarks.resumable import kept_rows
 
@@ -107,7 +107,7 @@ def eager(model: nn.Module, inputs: tuple[Any, ...], budget: int | None) -> Call
 
 FLAT: Literal["inductor without layouts"] = "inductor without layouts"
 Reference = Literal[
-    "inductor", "inductor without layouts", "eager", "inductor-knob", "inductor, fused AdamW", "eager, fused AdamW"
+    "inductor", "inductor without layouts", "eager", "inductor-knob", "inductor + fused AdamW", "eager + fused AdamW"
 ]
 Update = Literal["fused", "compiled", "planned"]
 
@@ -153,17 +153,17 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
 
 WHOLE: Mapping[str, Contender] = MappingProxyType(
     {
-        "inductor, compiled AdamW": Contender(compile=inductor, against="inductor, fused AdamW", update="compiled"),
-        "inductor, fused AdamW": Contender(compile=inductor, against="inductor, fused AdamW", update="fused"),
-        "eager, fused AdamW": Contender(compile=eager, against="eager, fused AdamW", update="fused"),
-        "memplan's step": Contender(compile=eager, against="eager, fused AdamW", update="planned"),
-        "memplan's step, inductor": Contender(compile=_fused, against="inductor, fused AdamW", update="planned"),
+        "inductor + compiled AdamW": Contender(compile=inductor, against="inductor + fused AdamW", update="compiled"),
+        "inductor + fused AdamW": Contender(compile=inductor, against="inductor + fused AdamW", update="fused"),
+        "eager + fused AdamW": Contender(compile=eager, against="eager + fused AdamW", update="fused"),
+        "memplan's step": Contender(compile=eager, against="eager + fused AdamW", update="planned"),
+        "memplan's step + inductor": Contender(compile=_fused, against="inductor + fused AdamW", update="planned"),
         **{
-            f"memplan's step, inductor {share:.3g}": Contender(
+            f"memplan's step + inductor {share:.3g}": Contender(
                 compile=_fused,
-                against="inductor, fused AdamW",
+                against="inductor + fused AdamW",
                 share=share,
-                of="inductor, compiled AdamW",
+                of="inductor + compiled AdamW",
                 update="planned",
             )
             for share in SHARES
@@ -225,7 +225,7 @@ def rows_of(
             else:
                 ready[name] = started
         seconds = _in_turns(ready, rounds)
-        against = "inductor, compiled AdamW" if whole else "inductor"
+        against = "inductor + compiled AdamW" if whole else "inductor"
         return [_row(model, name, ready, seconds, failed, base=against) for name in contenders]
     finally:
         for one in ready.values():
@@ -270,7 +270,7 @@ def _take_turns(turns: Connection, name: str, model: str, size: str, budget: int
 
 def _ready(contender: Contender, model: str, size: Any, budget: int | None) -> tuple[Step, Measured]:
     """Compile and warm up a contender, and take its figures but for the time."""
-    before = live_bytes()
+    before = library_bytes(partial(MODELS[model], size))
     own, inputs = MODELS[model](size)
     with contextlib.ExitStack() as stack:
         if contender.knob:

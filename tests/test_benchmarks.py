@@ -158,7 +158,7 @@ def test_first_steps_are_compared_in_the_same_process(monkeypatch: pytest.Monkey
 
 def test_whole_steps_of_one_kind_of_kernels_have_the_same_numbers() -> None:
     found = [
-        fused._ready(fused.WHOLE[name], "mlp", "nano", None)[1] for name in ("eager, fused AdamW", "memplan's step")
+        fused._ready(fused.WHOLE[name], "mlp", "nano", None)[1] for name in ("eager + fused AdamW", "memplan's step")
     ]
     assert fused._bits(found[1].numbers, found[0].numbers, "eager") == "eager's"
     assert found[1].peak < found[0].peak
