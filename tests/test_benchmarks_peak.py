@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,10 @@ def _step(run: Callable[[], object]) -> Step:
 
 
 @pytest.fixture(autouse=True)
-def _what_earlier_tests_left_is_collected() -> Iterator[None]:
-    """Collect garbage several times, as finalizers of what is freed leave more; the collector skips what is left."""
+def _what_earlier_tests_left_is_collected() -> None:
+    """Collect garbage several times: finalizers of what is freed leave more."""
     for _ in range(3):
         gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def test_the_peak_by_events_is_of_what_is_alive_at_once() -> None:

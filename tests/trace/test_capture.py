@@ -144,6 +144,7 @@ def test_buffers_know_where_they_come_from() -> None:
     assert {s.origin.module for s in plan(unet, inputs).graph.storages if s.planned} <= known
 
 
+@pytest.mark.slow
 def test_planning_seven_billion_parameters_allocates_next_to_nothing() -> None:
     code = """
 import resource, torch
