@@ -130,6 +130,32 @@ def test_arena_and_update_need_no_more_than_eager(name: str, caplog: pytest.LogC
     assert all(map(torch.equal, expected, found))
 
 
+class _Two:
+    """Two optimizers of one model, of which the second one allocates more."""
+
+    def __init__(self, parameters: Any) -> None:
+        first, *others = parameters
+        self.optimizers = [OPTIMIZERS["foreach"](some) for some in ([first, *others[:3]], others[3:])]
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def test_of_several_optimizers_the_one_that_allocates_most_has_room(caplog: pytest.LogCaptureFixture) -> None:
+    make: Any = _Two
+    eager, expected, _ = _trained(make, planned=False)
+    with caplog.at_level(logging.INFO, logger="memplan"):
+        peak, found, called = _trained(make, planned=True)
+    assert peak <= eager + called.plan.padding
+    assert sum("AdamW.step() allocates" in r.message for r in caplog.records) == 2
+    assert all(map(torch.equal, expected, found))
+
+
 @pytest.mark.parametrize("update", [_in_closure, _late, _accumulated, _two_waiting])
 def test_loops_of_other_kinds_and_their_update_need_no_more_than_eager(update: Callable[..., None]) -> None:
     eager, expected, _ = _trained(OPTIMIZERS["foreach"], planned=False, update=update)

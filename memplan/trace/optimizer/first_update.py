@@ -27,15 +27,17 @@ class FirstUpdate:
     """Waits for an optimizer that updates some of `parameters`, and calls `make_room` right before its first `step()`.
 
     `make_room` is a method, whose object is not kept alive. It is called with this: `name` is the optimizer's class,
-    and `nbytes` are what its `step()` allocates beside its state. It returns whether that is settled, for all
-    optimizers; it is called again a few times if not. It is not called where the bytes are not known, or none. Where
-    `step(closure)` calls the model itself, it is called right after it: there are no gradients before.
+    and `nbytes` are what its `step()` allocates beside its state. It returns whether room was made, which is room for
+    every optimizer that allocates no more; it is called again a few times if not. It is not called where the bytes are
+    not known, or none. Where `step(closure)` calls the model itself, it is called right after it: there are no
+    gradients before.
     """
 
     def __init__(
         self, parameters: Callable[[], Iterable[torch.Tensor]], make_room: Callable[[FirstUpdate], bool]
     ) -> None:
         self.name, self.nbytes = "", 0
+        self._room = 0  # bytes that room was made for
         self._parameters, self._make_room = parameters, weakref.WeakMethod(make_room)
         self._tries: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         _WAITING.add(self)
@@ -50,11 +52,13 @@ class FirstUpdate:
         updates = not own.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"])
         nbytes = bytes_of_step(optimizer) if updates else None
         make_room = self._make_room()
-        self._tries[optimizer] = tries - 1 if nbytes else 0
-        if nbytes and make_room is not None:
-            self.name, self.nbytes = type(optimizer).__name__, nbytes
-            if make_room(self):
-                _WAITING.discard(self)
+        if nbytes is None or nbytes <= self._room or make_room is None:
+            self._tries[optimizer] = 0
+            return
+        self._tries[optimizer] = tries - 1
+        self.name, self.nbytes = type(optimizer).__name__, nbytes
+        if make_room(self):
+            self._room, self._tries[optimizer] = nbytes, 0
 
     def report(self, before: Plan, after: Plan) -> None:
         """Log that a plan takes the place of another one because of the update."""
