@@ -130,6 +130,13 @@ def test_arena_and_update_need_no_more_than_eager(name: str, caplog: pytest.LogC
     assert all(map(torch.equal, expected, found))
 
 
+def test_where_no_room_was_made_later_programs_leave_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memplan.runtime.dynamo.planned_graph.made_room", lambda *_: ())
+    backend = memplan.Backend()
+    _trained(OPTIMIZERS["foreach"], planned=True, width=64, backend=backend)
+    assert [graph._after for graph in backend.graphs] == [0]
+
+
 class _Two:
     """Two optimizers of one model, of which the second one allocates more."""
 

@@ -212,9 +212,8 @@ class PlannedGraph:
             for instance, smaller in found:
                 assert isinstance(instance, GraphInstance)
                 instance.smaller = smaller
-            if self._whole and [one for one, _ in found if one in self.instances] == [one for one, _ in found[:1]]:
-                # it is the only one, and programs of gradients elsewhere may take its place
-                self._after = update.nbytes
+            if self._whole and len(found) == 1 and found[0][0] in self.instances:
+                self._after = update.nbytes  # programs of gradients elsewhere may take its place
             return bool(found)
         return False
 
