@@ -24,6 +24,6 @@ settings.load_profile("memplan")
 
 @pytest.fixture(autouse=True, scope="module")
 def _what_earlier_modules_left_is_frozen() -> None:
-    """Take what is there before a module's tests out of the garbage collector's sight: millions of objects, in time."""
+    """Take what is there before a module's tests out of the collector's sight: it grows to millions of objects."""
     gc.collect()
     gc.freeze()

@@ -20,7 +20,7 @@ Option = tuple[Move, ...]  # moves of different storages that are made together
 
 _CHEAPEST = 1e-9  # seconds: options that cost no time are compared by bytes
 _HEAT = 0.1  # the first temperature, in mean costs of one decision
-_ROUNDS = 100  # of annealing for each option: more found nothing better for models of the zoo
+_ROUNDS = 100  # of annealing for each option: more found nothing better for nano models
 
 
 def singles(search: DecisionSearch) -> tuple[tuple[Option, ...], ...]:

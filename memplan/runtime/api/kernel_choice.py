@@ -102,21 +102,7 @@ def with_chosen_kernels(
         return _chosen(fused, "no plan with eager's keeps the budget")
     except UnsupportedGraph as refused:
         return _chosen(fused, f"eager's cannot be had: {str(refused).splitlines()[0]}")
-    with quiet():
-        _run_in_turns(first, second)
-    if first.failed is not None and second.failed is not None:
-        raise first.failed
-    for program, name, kept in ((first, "eager's", fused), (second, "inductor's", aten)):
-        if program.failed is not None:
-            return _chosen(kept, f"{name} cannot run: {str(program.failed).splitlines()[0]}")
-    eager, inductor = first.tried("aten"), second.tried("inductor")
-    best = choose(eager, inductor, prefer=options.prefer, within_budget=options.has_budget)
-    other = inductor if best is eager else eager
-    why = (
-        f"{best.seconds * 1e3:.3g} ms and {format_bytes(best.total)} a step; "
-        f"{other.kernels}: {other.seconds * 1e3:.3g} ms and {format_bytes(other.total)} (prefer={options.prefer!r})"
-    )
-    return _chosen(aten if best is eager else fused, why)
+    return _better((aten, first), (fused, second), options)
 
 
 def choose(
@@ -146,11 +132,32 @@ def _built(
     return _TriedProgram(builder=builder, runner=runner, leaves=leaves)
 
 
-def _run_in_turns(*candidates: _TriedProgram) -> None:
-    """Run each program several times, in turns."""
-    for _ in range(_TURNS):
-        for candidate in candidates:
-            candidate.run()
+def _better(
+    eagers: tuple[CompileOptions, _TriedProgram], inductors: tuple[CompileOptions, _TriedProgram], asked: CompileOptions
+) -> CompileOptions:
+    """Return the options of the better one of two programs, which run in turns; of one that runs, if the other cannot.
+
+    Raises what a program has raised if none runs.
+    """
+    (aten, first), (fused, second) = eagers, inductors
+    with quiet():
+        for _ in range(_TURNS):
+            first.run()
+            second.run()
+    if first.failed is not None:
+        if second.failed is not None:
+            raise first.failed
+        return _chosen(fused, f"eager's cannot run: {str(first.failed).splitlines()[0]}")
+    if second.failed is not None:
+        return _chosen(aten, f"inductor's cannot run: {str(second.failed).splitlines()[0]}")
+    eager, inductor = first.tried("aten"), second.tried("inductor")
+    best = choose(eager, inductor, prefer=asked.prefer, within_budget=asked.has_budget)
+    other = inductor if best is eager else eager
+    why = (
+        f"{best.seconds * 1e3:.3g} ms and {format_bytes(best.total)} a step; "
+        f"{other.kernels}: {other.seconds * 1e3:.3g} ms and {format_bytes(other.total)} (prefer={asked.prefer!r})"
+    )
+    return _chosen(aten if best is eager else fused, why)
 
 
 def _chosen(options: CompileOptions, why: str) -> CompileOptions:

@@ -95,7 +95,7 @@ class Arena(Memory):
         Copies of a forward whose backward will not run are waited for.
         """
         self.ownership.released = True
-        _drain(self.copies, self.collectives)
+        self.ownership.drain()
         for made in self._allocated:
             made.untyped_storage().resize_(0)
         self.nbytes = 0

@@ -49,7 +49,8 @@ class ArenaCoordinator:
     def __init__(self, prepare: PrepareStep | None = None) -> None:
         self._prepare = prepare
         self._layouts = 0
-        # of the last steps with a backward: the bytes of the shared arena that each needs, and its instances
+        # of the last steps with a backward: the bytes of the shared arena that each needs, and its instances, without
+        # those that are gone or not made yet
         self._needs: deque[tuple[int, weakref.WeakSet[ArenaUser]]] = deque(maxlen=_SHRINKS_AFTER)
         self.running = threading.Lock()
         self.calling = threading.RLock()
