@@ -22,12 +22,14 @@ from torch._inductor import compile_fx, config
 from torch._inductor.virtualized import V
 
 from memplan.core.code_options import CodeOptions
+from memplan.devices.kinds import HOST
 from memplan.errors import UnsupportedGraph
 from memplan.trace.fused.blocks import Block, BlockView, extent, piece_of
 from memplan.trace.fused.kept_code import keep, key_of, known_code
-from memplan.trace.fused.kernel_runs import KernelRun, Replay
+from memplan.trace.fused.kernel_runs import KernelRun, RandomState, Replay
 from memplan.trace.fused.refusals import inductors_errors, refused
 from memplan.trace.fused.sums_in_place import with_sums_in_place
+from memplan.trace.fused.torch_versions import compiler_config, loaded_code, partition
 from memplan.trace.fused.wrapper import recording
 from memplan.trace.fused.written import WrittenCode
 from memplan.trace.passes.old_values import require_new_values, save_old_values
@@ -121,9 +123,10 @@ def generate(
         saved = _names_of_outputs(first)[returned:]
         forward = _forward(first, model, given, returned, how, inference=False)
         pairs = zip(saved, forward.outputs[returned:], strict=True)
-        found = {name: view for name, view in pairs if name is not None and isinstance(view, BlockView)}
+        found = {name: view for name, view in pairs if name is not None and isinstance(view, (BlockView, RandomState))}
         for name, view in found.items():
-            view.block.node = name
+            if isinstance(view, BlockView):
+                view.block.node = name
         backward = _backward(second, model, {**given, **found}, how)
     return Halves(forward=forward, backward=backward, given=given, returned=returned)
 
@@ -139,9 +142,11 @@ def _partition(
     primals = [n.meta.get("val") for n in placeholders if not _is_tangent(n)]
     tangents = [n.meta.get("val") for n in placeholders if _is_tangent(n)]
 
+    users = config.custom_partitioner_fn
+
     def keeping_old_values(gm: fx.GraphModule, inputs: Sequence[object], **options: Any) -> Any:
         """Partition a graph, on which Inductor's own passes have run, so that no value is read that has changed."""
-        own = config.custom_partitioner_fn or min_cut_rematerialization_partition
+        own = users or min_cut_rematerialization_partition
         if code.saved is None:
             save_old_values(gm.graph)
         else:
@@ -151,10 +156,10 @@ def _partition(
         return own(gm, inputs, compiler="inductor", **options)
 
     with inductors_errors(model):
-        first, second = compile_fx.partition_fn(
+        first, second = partition(
             joint,
             (primals, tangents),
-            partitioner_fn_override=keeping_old_values,
+            keeping_old_values,
             num_fwd_outputs=returned,
             static_lifetime_input_indices=list(static),
         )
@@ -189,44 +194,42 @@ def _forward(
             values,
             num_orig_model_outputs=returned,
             num_example_inputs=len(values),
-            compiler_config_extra=compile_fx.create_compiler_config_extra(graph),
+            compiler_config_extra=compiler_config(graph),
             inner_compile=inner,
             is_inference=inference,
         )
     return _half(code, [given.get(name) for name in names], label="")
 
 
-def _backward(graph: fx.GraphModule, model: str, known: Mapping[str, BlockView], how: _How) -> Half:
+def _backward(graph: fx.GraphModule, model: str, known: Mapping[str, BlockView | RandomState], how: _How) -> Half:
     """Generate the backward for the strides that the saved tensors have in the generated forward."""
     names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
     values = _values_of(graph)
     for i, (name, value) in enumerate(zip(names, values, strict=True)):
         view = known.get(name)
-        if isinstance(value, torch.Tensor) and view is not None and value.stride() != view.strides:
+        if isinstance(value, torch.Tensor) and isinstance(view, BlockView) and value.stride() != view.strides:
             values[i] = value.as_strided(value.size(), view.strides)
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         graph = copy.deepcopy(graph)
     with inductors_errors(model), _recorded(values, how) as (code, inner):
-        extra = compile_fx.create_compiler_config_extra(graph)
+        extra = compiler_config(graph)
         compile_fx.compile_fx_backward(graph, values, compiler_config_extra=extra, inner_compile=inner)
     return _half(code, [known.get(name) for name in names], label="backward_")
 
 
-def _half(code: WrittenCode, inputs: Sequence[BlockView | None], label: str) -> Half:
+def _half(code: WrittenCode, inputs: Sequence[BlockView | RandomState | None], label: str) -> Half:
     """Replay the code of a graph that is given `inputs` (None: no tensor)."""
     views = {name: view for name, view in zip(code.inputs, inputs, strict=True) if view is not None}
     replay = Replay(code, views, label)
-    runs, outputs = with_sums_in_place(replay.run(), replay.outputs(), {view.block for view in views.values()})
+    blocks = {view.block for view in views.values() if isinstance(view, BlockView)}
+    runs, outputs = with_sums_in_place(replay.run(), replay.outputs(), blocks)
     return Half(runs=runs, outputs=outputs, constants=tuple(replay.constants.values()))
 
 
 @contextlib.contextmanager
 def _recorded(values: Sequence[Any], how: _How) -> Iterator[tuple[WrittenCode, Any]]:
     """Record the code of the one graph that is compiled inside by the second result, an `inner_compile`."""
-    devices = {str(v.device) for v in values if isinstance(v, torch.Tensor)}
-    if devices - {"cpu"}:
-        raise refused(f"tensors on {', '.join(sorted(devices))}")
-    with recording("cpu", how.code.group_bytes, in_blocks=how.in_blocks) as code:
+    with recording(_device_of(values), how.code.group_bytes, in_blocks=how.in_blocks) as code:
 
         def inner(graph: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
             """Compile one graph, and keep the globals of its code. Inductor writes none for a graph without ops."""
@@ -242,14 +245,27 @@ def _recorded(values: Sequence[Any], how: _How) -> Iterator[tuple[WrittenCode, A
                 return graph.forward
             with config.patch(_WRITTEN_HERE):
                 made = compile_fx.compile_fx_inner(graph, inputs, **settings)
-            run = getattr(made, "current_callable", None)
-            if run is None or not hasattr(run, "__globals__"):
-                raise refused("no function of its own")
-            code.namespace = run.__globals__
+            module = loaded_code(made)
+            if module is None:
+                raise refused("no module of its own")
+            code.namespace = module.__dict__
             keep(key, code)
             return made
 
         yield code, inner
+
+
+def _device_of(values: Sequence[Any]) -> str:
+    """Return the kind of the device where all tensors of a graph are, but for random states."""
+    found = sorted({str(v.device) for v in values if isinstance(v, torch.Tensor) and not _may_be_state(v)})
+    if len(found) > 1:
+        raise refused(f"tensors on {', '.join(found)}")
+    return torch.device(found[0]).type if found else HOST
+
+
+def _may_be_state(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is like the random state of attention, which may be in the host's memory."""
+    return tensor.device.type == HOST and tensor.dim() == 0 and tensor.dtype in {torch.int64, torch.uint64}
 
 
 @contextlib.contextmanager

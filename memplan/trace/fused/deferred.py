@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch._dynamo.device_interface import get_interface_for_device
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.codecache import CodeCacheFuture, CppPythonBindingsCodeCache
 
 from memplan.trace.fused.refusals import inductors_errors
 
@@ -53,8 +54,72 @@ class DeferredKernel:
         return self._compiled
 
 
+class DeferredTritonKernel:
+    """A generated Triton kernel that is compiled when it is first asked for.
+
+    What it returns then runs it on the present stream of its device, as Inductor's own code does. Inductor chooses
+    among a few launch configurations by timing them at the first call.
+
+    Example:
+        >>> kernel = DeferredTritonKernel("triton_poi_fused_relu_0", source, "cuda")
+        >>> kernel.start()
+        >>> kernel.compiled()(x, out, 4096)
+    """
+
+    def __init__(self, name: str, source: str, device: str) -> None:
+        self._name, self._source, self._device = name, source, device
+        self._begun: Any = None
+        self._compiled: Callable[..., Any] | None = None
+
+    @property
+    def run(self) -> DeferredTritonKernel:
+        """The kernel itself: Inductor's code calls the attribute `run`."""
+        return self
+
+    def start(self) -> None:
+        """Begin to compile it, beside the caller if Inductor has threads for that; Inductor's cache is used."""
+        if self._begun is None:
+            with inductors_errors("a kernel"):
+                self._begun = AsyncCompile().triton(self._name, self._source, device_str=self._device)
+
+    def compiled(self) -> Callable[..., Any]:
+        """Return the function that runs it, when it is compiled.
+
+        Raises `UnsupportedGraph` if the compiler fails.
+        """
+        if self._compiled is None:
+            self.start()
+            with inductors_errors("a kernel"):
+                ready: Any = self._begun.result() if isinstance(self._begun, CodeCacheFuture) else self._begun
+            self._compiled = _on_present_stream(ready.run, self._device)
+        return self._compiled
+
+
+def _on_present_stream(run: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """Return a function that launches a Triton kernel on the stream that is current when it is called."""
+    found: Any = get_interface_for_device(device)
+    stream_of, present = found.get_raw_stream, found.current_device
+
+    def launch(*args: Any) -> None:
+        index = args[0].get_device()
+        if index in (-1, present()):  # -1: the CPU
+            run(*args, stream=stream_of(index))
+        else:
+            with found.device(index):
+                run(*args, stream=stream_of(index))
+
+    return launch
+
+
+Deferred = DeferredKernel | DeferredTritonKernel
+
+
 class DeferringCompile(AsyncCompile):
-    """Compiles the kernels in code that is recorded, but leaves those of the CPU for later."""
+    """Compiles the kernels in code that is recorded, but leaves those that memplan runs for later."""
+
+    def triton(self, kernel_name: str, source_code: str, device_str: str = "cuda") -> Any:
+        """Return the kernel, which is not compiled yet."""
+        return DeferredTritonKernel(kernel_name, source_code, device_str)
 
     def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:
         """Return the kernel, which is not compiled yet."""

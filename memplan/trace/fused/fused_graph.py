@@ -21,11 +21,12 @@ from torch._ops import OpOverload
 from memplan.core.code_options import CodeOptions
 from memplan.core.graph import GIVEN, Graph, Op, Origin, Phase, Storage, StorageKind, Value
 from memplan.core.in_place import with_candidates
+from memplan.devices.kinds import HOST
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.fused.blocks import Block, BlockView, extent
 from memplan.trace.fused.code_generation import Half, Halves
-from memplan.trace.fused.deferred import DeferredKernel
-from memplan.trace.fused.kernel_runs import KernelRun
+from memplan.trace.fused.deferred import Deferred
+from memplan.trace.fused.kernel_runs import KernelRun, RandomState
 from memplan.trace.fused.refusals import refused
 from memplan.trace.graph.build import KIND_OF, binding_of
 from memplan.trace.graph.output_spec import read_results
@@ -33,7 +34,16 @@ from memplan.trace.passes.out_variants import out_variant
 from memplan.trace.passes.own_outputs import returned_by
 from memplan.trace.passes.randomness import draws
 from memplan.trace.passes.rewrite import aten
-from memplan.trace.traced import Binding, GeneratedCall, GeneratedKernel, KernelCall, Ref, Source, TracedGraph
+from memplan.trace.traced import (
+    Binding,
+    GeneratedCall,
+    GeneratedKernel,
+    KernelCall,
+    OpaqueResult,
+    Ref,
+    Source,
+    TracedGraph,
+)
 
 _EXTERN = "extern_kernels."
 _DIGITS = 12  # of a digest in a target
@@ -102,6 +112,7 @@ class _Builder:
         self.bindings: list[Binding] = []
         self.storage_of: dict[Block, int] = {}
         self.value_of: dict[Any, int] = {}
+        self.states: dict[RandomState, OpaqueResult] = {}
         self.names: Counter[str] = Counter()
 
     def build(self, *, gradients_in_arena: bool, copy_gradients: bool, whole: bool) -> TracedGraph:
@@ -319,14 +330,27 @@ class _Builder:
         count = max(run.results) + 1 if listed else count
         args, kwargs = self._refs(_in_order(overload, run.args, run.kwargs))
         outs = tuple(self._value(run.results[i]) if i in run.results else None for i in range(count))
-        call = KernelCall(target=overload, args=args, kwargs=kwargs, outs=outs, returns_sequence=listed or count > 1)
+        call = KernelCall(
+            target=overload,
+            args=args,
+            kwargs=kwargs,
+            outs=outs,
+            returns_sequence=listed or count > 1,
+            opaque_results=tuple((i, self._state(state).number) for i, state in run.states.items()),
+        )
         return call, str(overload._opname)
 
     def _refs(self, tree: Any) -> Any:
         def ref(leaf: Any) -> Any:
+            if isinstance(leaf, RandomState):
+                return self._state(leaf)
             return Ref(self._value(leaf)) if isinstance(leaf, BlockView) else leaf
 
         return pytree.tree_map(ref, tree, is_leaf=lambda leaf: isinstance(leaf, BlockView))
+
+    def _state(self, state: RandomState) -> OpaqueResult:
+        """Return the opaque result that a random state is."""
+        return self.states.setdefault(state, OpaqueResult(len(self.states)))
 
     def _finish(
         self, ops: Sequence[Op], kernels: Sequence[KernelCall | GeneratedCall], pieces: Sequence[Any]
@@ -356,8 +380,15 @@ class _Builder:
             training=captured.training,
             autocast=captured.autocast,
             readings=captured.readings,
-            device=torch.device("cpu"),
+            device=self._device(),
         )
+
+    def _device(self) -> torch.device:
+        """Return where the step's own tensors are."""
+        found = {block.device for block in self.storage_of if not block.given} or {torch.device(HOST)}
+        if len(found) > 1:
+            raise refused(f"buffers on {', '.join(sorted(map(str, found)))}")
+        return found.pop()
 
     def _overwritable(self) -> Iterable[tuple[int, int]]:
         """Yield the storages that a kernel makes and those that it may write them over."""
@@ -395,7 +426,7 @@ def _generated(run: KernelRun) -> GeneratedKernel:
     elif name.startswith(_EXTERN):
         name = f"aten.{name.removeprefix(_EXTERN)}.out"
     drawing = draws(run.function, run.args, run.kwargs) if isinstance(run.function, OpOverload) else not run.known
-    later = run.function if isinstance(run.function, DeferredKernel) else None
+    later = run.function if isinstance(run.function, Deferred) else None
     function = None if later is not None else run.function
     return GeneratedKernel(name=name, function=function, later=later, source=run.source, draws=drawing)
 

@@ -12,22 +12,28 @@ from typing import Any
 from torch._inductor import config
 from torch._inductor.codegen.cpp import CppScheduling
 
+from memplan.devices.kinds import HOST
 from memplan.trace.fused.overwriting import Overwriting
 from memplan.trace.fused.row_division import BLOCK
 
 
-def followed(make: Any, overwriting: Overwriting, most: int | None = None, *, in_blocks: bool = False) -> Any:
+def followed(
+    make: Any, device_type: str, overwriting: Overwriting, most: int | None = None, *, in_blocks: bool = False
+) -> Any:
     """Return what makes the scheduling of a graph: as `make`, but `overwriting` follows the loops of its kernels.
 
-    Each loop stays as it is, and so do its results.
+    Each loop stays as it is, and so do its results. Where Inductor does not write C++, `make` is returned: a Triton
+    kernel is one loop, whose launch configuration Inductor chooses by running it several times on the same tensors, so
+    that its results may not lie over what it reads.
 
     Args:
-        make: Inductor's own; it is returned where it does not write C++.
+        make: Inductor's own.
+        device_type: The kind of the device.
         overwriting: Is told of each loop.
         most: The bytes that kernels of several loops touch at most; None: there is no limit.
         in_blocks: The graph was divided by rows: no kernel computes parts of two blocks.
     """
-    if config.cpu_backend != "cpp":
+    if device_type != HOST or config.cpu_backend != "cpp":
         return make
     return lambda scheduler: _FollowedGroups(scheduler, overwriting, most, in_blocks=in_blocks)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor import config
-from torch._inductor.codecache import BypassFxGraphCache, FxGraphCache, PyCodeCache, compiled_fx_graph_hash
+from torch._inductor.codecache import BypassFxGraphCache, PyCodeCache, compiled_fx_graph_hash
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._ops import OpOverload
 
@@ -28,6 +28,7 @@ from memplan.core.code_options import CodeOptions
 from memplan.core.files import write_atomic
 from memplan.errors import UnreadableFile
 from memplan.trace.capture.origins import origin_of
+from memplan.trace.fused.torch_versions import require_cacheable
 from memplan.trace.fused.written import WrittenCode
 from memplan.version import __version__
 
@@ -55,8 +56,8 @@ def key_of(
     if not config.fx_graph_cache or config.force_disable_caches:
         return None
     given: Any = settings
-    try:  # all sizes are numbers: there is no environment of shapes that a guard could be for
-        FxGraphCache._check_can_cache(graph, inputs, given, require_shape_env=False)
+    try:
+        require_cacheable(graph, inputs, given)
         found, _ = compiled_fx_graph_hash(graph, inputs, given, ())
     except BypassFxGraphCache:
         return None

@@ -21,6 +21,7 @@ from memplan.errors import MemplanError
 from memplan.trace.fused.blocks import Block, BlockView, fills, piece_of, pieces_of
 from memplan.trace.fused.refusals import refused
 from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode
+from memplan.trace.graph.opaque_outputs import is_random_state
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type),
@@ -28,12 +29,18 @@ _PLAIN = (
 )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RandomState:
+    """The stand-in for a random state that one kernel returns and its backward takes (see `OpaqueResult`)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRun:
     """One call of a kernel.
 
     `function` is called with `args` and `kwargs`, where `BlockView`s stand for tensors. `results` are those of its
-    results that are new tensors, by position; empty for a kernel that writes into its arguments. `overload` is the op
+    results that are new tensors, by position; empty for a kernel that writes into its arguments. `states` are those of
+    its results that are random states, by position. `overload` is the op
     that returns them. `source` is the source code of a generated kernel. `overwritable` are pairs (written, read): what
     is written first may take the bytes of what is read for the last time.
     """
@@ -50,17 +57,19 @@ class KernelRun:
     origin: Origin
     known: bool
     overwritable: tuple[tuple[BlockView, BlockView], ...] = ()
+    states: dict[int, RandomState] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Call:
-    """A call while it is replayed. `results`: as in `KernelRun`, filled as the code takes them."""
+    """A call while it is replayed. `results` and `states`: as in `KernelRun`, filled as the code takes them."""
 
     path: str
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: dict[int, BlockView] = field(default_factory=dict)
+    states: dict[int, RandomState] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +115,10 @@ def _as_type(piece: BlockView, dtype: torch.dtype) -> BlockView:
 class Replay(MutableMapping[str, Any]):
     """The names of the generated code while it is replayed.
 
-    `tensors` are the pieces of its inputs, by name. `label` begins the names of the blocks that it allocates.
+    `tensors` are what stands for its inputs, by name. `label` begins the names of the blocks that it allocates.
     """
 
-    def __init__(self, code: WrittenCode, tensors: Mapping[str, BlockView], label: str = "") -> None:
+    def __init__(self, code: WrittenCode, tensors: Mapping[str, BlockView | RandomState], label: str = "") -> None:
         self._code, self._label = code, label
         self._names: dict[str, Any] = {**tensors, "reinterpret_tensor": BlockView.view}
         self._calls: list[_Call] = []
@@ -145,8 +154,6 @@ class Replay(MutableMapping[str, Any]):
         return tuple(found)
 
     def _new_block(self, name: str, spec: TensorSpec) -> Block:
-        if spec.device.type != "cpu":
-            raise refused(f"a buffer on {spec.device}")
         node = self._code.nodes.get(name, "")
         return Block(name=f"{self._label}{name}", device=spec.device, nbytes=spec.nbytes, node=node)
 
@@ -180,6 +187,7 @@ class Replay(MutableMapping[str, Any]):
             reads=tuple(reads),
             writes=tuple(writes),
             results=dict(call.results),
+            states=dict(call.states),
             overload=overload,
             source=self._source(line.kernel),
             origin=line.origin,
@@ -242,8 +250,10 @@ class Replay(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return len(self._names)
 
-    def _adopted(self, name: str, result: _Result, spec: TensorSpec) -> BlockView:
-        """Return the piece of a new tensor that a call returned."""
+    def _adopted(self, name: str, result: _Result, spec: TensorSpec) -> BlockView | RandomState:
+        """Return what stands for a new tensor that a call returned."""
+        if is_random_state(result.call.function, result.position):
+            return result.call.states.setdefault(result.position, RandomState())
         known = result.call.results.get(result.position)
         if known is None:
             known = result.call.results[result.position] = _piece(self._new_block(name, spec), spec)

@@ -30,6 +30,7 @@ from memplan.trace.fused.deferred import DeferringCompile
 from memplan.trace.fused.groups import followed
 from memplan.trace.fused.overwriting import Overwriting
 from memplan.trace.fused.refusals import refused
+from memplan.trace.fused.torch_versions import lines_named
 from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode, WrittenLine
 
 _current = threading.local()  # .code: what the compilation of this thread writes
@@ -41,7 +42,8 @@ def recording(device_type: str, group_bytes: int | None = None, *, in_blocks: bo
     common.init_backend_registration()
     with compile_lock:
         own, code = common.device_codegens[device_type], WrittenCode()
-        scheduling = followed(own.scheduling, Overwriting(code.overwritable), group_bytes, in_blocks=in_blocks)
+        overwriting = Overwriting(code.overwritable)
+        scheduling = followed(own.scheduling, device_type, overwriting, group_bytes, in_blocks=in_blocks)
         # not by register_backend_for_device, which forgets the passes and settings of the device
         common.device_codegens[device_type] = replace(own, scheduling=scheduling, wrapper_codegen=RecordingWrapper)
         _current.code = code
@@ -131,9 +133,13 @@ class _RecordedLine(lines.WrapperLine):
             self._code.lines.append(found)
 
 
+_OF_STREAMS = {"EnterDeviceContextManagerWithStreamInfoLine", "ExitDeviceContextManagerWithStreamInfoLine"}
 _SILENT = (
-    *(lines.FreeIfNotReusedLine, lines.FreeLine, lines.NullLine, lines.AssertSizeStrideLine, lines.CommentLine),
+    *(lines.FreeIfNotReusedLine, lines.FreeLine, lines.NullLine, lines.CommentLine),
+    # there is one device, as `code_generation.py` sees to
+    *(lines.EnterDeviceContextManagerLine, lines.ExitDeviceContextManagerLine),
     LineContext,
+    *lines_named("AssertSizeStrideLine"),
 )
 
 
@@ -142,7 +148,7 @@ def read_line(line: Any, text: str) -> WrittenLine | None:
 
     Raises `UnsupportedGraph` for a kind of line that is not known.
     """
-    if isinstance(line, _SILENT):
+    if isinstance(line, _SILENT) and type(line).__name__ not in _OF_STREAMS:
         return None
     if type(line) is lines.UnbackedSymbolDefsLine and not line.unbacked_bindings:  # it defines nothing
         return None
@@ -156,7 +162,7 @@ def read_line(line: Any, text: str) -> WrittenLine | None:
     if read is None:
         raise refused(f"a line of Inductor's code that is not known ({type(line).__name__})")
     found: KernelLine = read(line)
-    return replace(found, text=text)
+    return replace(found, text=found.text or text)
 
 
 def _read_text(line: str) -> WrittenLine | None:
@@ -168,18 +174,39 @@ def _read_text(line: str) -> WrittenLine | None:
 
 
 def _generated(line: lines.KernelCallLine) -> KernelLine:
-    if line.triton or line.device.type != "cpu":
-        raise refused(f"a kernel for {line.device.type}")
+    if line.triton:
+        return _by_triton(line)
+    if line.device.type != "cpu":
+        raise refused(f"a kernel for {line.device.type} that Triton did not compile")
     written = [i for i, kind in enumerate(line.arg_types) if not str(kind).startswith("const ")]
     names = [str(line.call_args[i]) for i in written]
     return KernelLine(text="", kernel=line.kernel_name, written=frozenset(written), origin=_origin(names))
+
+
+def _by_triton(line: lines.KernelCallLine) -> KernelLine:
+    """Return the call of a Triton kernel. Its parameters have names that tell what it does with them."""
+    names = list((line.triton_meta or {}).get("signature", ()))
+    if len(names) < len(line.call_args):
+        raise refused(f"a Triton kernel whose parameters are not known ({line.kernel_name})")
+    changed = set((line.inductor_meta or {}).get("mutated_arg_names", ()))
+    written = []
+    for i, (name, kind) in enumerate(zip(names, line.arg_types, strict=False)):
+        if not isinstance(kind, torch.dtype):  # a number
+            continue
+        if name.startswith(("out_ptr", "in_out_ptr")) or name in changed:
+            written.append(i)
+        elif not name.startswith("in_ptr"):
+            raise refused(f"a parameter of a Triton kernel that is not known ({name} of {line.kernel_name})")
+    made = [str(line.call_args[i]) for i in written]
+    text = f"{line.kernel_name}.run({', '.join(map(str, line.call_args))})"
+    return KernelLine(text=text, kernel=line.kernel_name, written=frozenset(written), origin=_origin(made))
 
 
 def _extern_out(line: lines.ExternKernelOutLine) -> KernelLine:
     return KernelLine(text="", written=frozenset(("out",)), origin=_origin([line.node.get_name()]))
 
 
-def _extern_multi_out(line: lines.ExternKernelMultiOutLine) -> KernelLine:
+def _extern_multi_out(line: Any) -> KernelLine:
     return KernelLine(
         text="", written=frozenset(map(str, line.node.out_arg_names)), origin=_origin([line.node.get_name()])
     )
@@ -205,7 +232,7 @@ def _first_changed(line: Any) -> KernelLine:
 _READERS: dict[type, Any] = {
     lines.KernelCallLine: _generated,
     lines.ExternKernelOutLine: _extern_out,
-    lines.ExternKernelMultiOutLine: _extern_multi_out,
+    **dict.fromkeys(lines_named("ExternKernelMultiOutLine"), _extern_multi_out),
     lines.ExternKernelAllocLine: _extern_alloc,
     lines.IndexPutFallbackLine: _first_changed,
     lines.ScatterFallbackLine: _first_changed,

@@ -31,9 +31,15 @@ def is_mixed(node: fx.Node) -> bool:
 def opaque_positions(node: fx.Node) -> tuple[int, ...]:
     """Return the positions of those results of a node that are random states, read by backward kernels only."""
     assert isinstance(node.target, OpOverload)
-    names = [r.name for r in node.target._schema.returns]
-    named = [i for i, name in enumerate(names) if name in _STATES]
+    named = [i for i in range(len(node.target._schema.returns)) if is_random_state(node.target, i)]
     return tuple(i for i in named if isinstance(node.meta["val"][i], torch.Tensor) and all(_read_by(node, i)))
+
+
+def is_random_state(target: Any, position: int) -> bool:
+    """Return whether a result of an op is a random state, as its schema names it."""
+    if not isinstance(target, OpOverload) or position >= len(target._schema.returns):
+        return False
+    return target._schema.returns[position].name in _STATES
 
 
 def used_positions(node: fx.Node) -> set[Any]:

@@ -32,12 +32,14 @@ FIELDS = {
     "FreeIfNotReusedLine": {"wrapper", "node", "is_reused", "comm_buffer"},
     "KernelDefinitionLine": {"wrapper", "kernel_name", "kernel_body", "metadata", "gpu", "cpp_definition"},
 }
+SINCE_2_13 = {"ExternKernelMultiOutLine"}
 CALL_FIELDS = {"kernel_name", "call_args", "arg_types", "triton", "device"}
 
 
 def test_inductors_lines_have_the_fields_that_are_read() -> None:
     for name, fields in FIELDS.items():
-        assert {f.name for f in dataclasses.fields(getattr(lines, name))} == fields, name
+        if name not in SINCE_2_13 or hasattr(lines, name):
+            assert {f.name for f in dataclasses.fields(getattr(lines, name))} == fields, name
     assert {f.name for f in dataclasses.fields(lines.KernelCallLine)} >= CALL_FIELDS
 
 
