@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,14 +23,14 @@ from torch._inductor import compile_fx, config
 from torch._inductor.virtualized import V
 
 from memplan.core.code_options import CodeOptions
-from memplan.devices.kinds import HOST
+from memplan.devices.kinds import HOST, is_accelerator
 from memplan.errors import UnsupportedGraph
-from memplan.trace.fused.blocks import Block, BlockView, extent, piece_of
+from memplan.trace.fused.blocks import Block, BlockView, extent, fills, piece_of
 from memplan.trace.fused.kept_code import keep, key_of, known_code
 from memplan.trace.fused.kernel_runs import KernelRun, RandomState, Replay
 from memplan.trace.fused.refusals import inductors_errors, refused
 from memplan.trace.fused.sums_in_place import with_sums_in_place
-from memplan.trace.fused.torch_versions import compiler_config, loaded_code, partition
+from memplan.trace.fused.torch_versions import compiler_config, donating, loaded_code, partition
 from memplan.trace.fused.wrapper import recording
 from memplan.trace.fused.written import WrittenCode
 from memplan.trace.passes.old_values import require_new_values, save_old_values
@@ -127,7 +128,8 @@ def generate(
         for name, view in found.items():
             if isinstance(view, BlockView):
                 view.block.node = name
-        backward = _backward(second, model, {**given, **found}, how)
+        donated = _donated(found, forward.outputs[:returned])
+        backward = _backward(second, model, {**given, **found}, donated, how)
     return Halves(forward=forward, backward=backward, given=given, returned=returned)
 
 
@@ -201,17 +203,45 @@ def _forward(
     return _half(code, [given.get(name) for name in names], label="")
 
 
-def _backward(graph: fx.GraphModule, model: str, known: Mapping[str, BlockView | RandomState], how: _How) -> Half:
-    """Generate the backward for the strides that the saved tensors have in the generated forward."""
+def _donated(saved: Mapping[str, BlockView | RandomState], returned: Sequence[Any]) -> frozenset[str]:
+    """Return the saved tensors, by name, that the backward's kernels may overwrite: nothing else has their bytes.
+
+    On the CPU these are in-place candidates of the plan instead (`overwriting.py`), which an eviction can do without.
+    """
+    views = [view for view in saved.values() if isinstance(view, BlockView)]
+    uses = Counter(view.block for view in (*views, *returned) if isinstance(view, BlockView))
+    own = {view.block for view in views if uses[view.block] == 1 and not view.block.given and fills(view)}
+    return frozenset(
+        name
+        for name, view in saved.items()
+        if isinstance(view, BlockView) and view.block in own and is_accelerator(view.block.device)
+    )
+
+
+def _backward(
+    graph: fx.GraphModule,
+    model: str,
+    known: Mapping[str, BlockView | RandomState],
+    donated: Collection[str],
+    how: _How,
+) -> Half:
+    """Generate the backward for the strides that the saved tensors have in the generated forward.
+
+    Kernels may write over those that are `donated`.
+    """
     names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
     values = _values_of(graph)
     for i, (name, value) in enumerate(zip(names, values, strict=True)):
         view = known.get(name)
-        if isinstance(value, torch.Tensor) and isinstance(view, BlockView) and value.stride() != view.strides:
-            values[i] = value.as_strided(value.size(), view.strides)
+        if not isinstance(value, torch.Tensor) or not isinstance(view, BlockView):
+            continue
+        given = view.offset if is_accelerator(value.device) else value.storage_offset()  # what it tells of alignment
+        if (value.stride(), value.storage_offset()) != (view.strides, given):
+            values[i] = value.as_strided(value.size(), view.strides, given)
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         graph = copy.deepcopy(graph)
-    with inductors_errors(model), _recorded(values, how) as (code, inner):
+    taken = [i for i, name in enumerate(names) if name in donated]
+    with inductors_errors(model), donating(taken), _recorded(values, how) as (code, inner):
         extra = compiler_config(graph)
         compile_fx.compile_fx_backward(graph, values, compiler_config_extra=extra, inner_compile=inner)
     return _half(code, [known.get(name) for name in names], label="backward_")

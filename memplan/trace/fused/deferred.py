@@ -6,15 +6,19 @@ compiled, those of forward and backward at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 from torch._dynamo.device_interface import get_interface_for_device
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CodeCacheFuture, CppPythonBindingsCodeCache
 
+from memplan.errors import InputMismatch
 from memplan.trace.fused.refusals import inductors_errors
+
+_ALIGNMENT = 16  # bytes: what Inductor has its Triton kernels assume of the addresses of tensors
 
 
 class DeferredKernel:
@@ -95,6 +99,48 @@ class DeferredTritonKernel:
         return self._compiled
 
 
+class AligningKernel:
+    """A Triton kernel that is given copies of those arguments that are not aligned as its code assumes.
+
+    Inductor's kernels assume that all tensors begin at multiples of 16 bytes. That is so in an arena and for tensors
+    that own their memory, but not for any view that a caller may pass; Inductor's own code copies such inputs too.
+
+    Example:
+        >>> AligningKernel(kernel, positions=[0]).compiled()(x[1:], out, 4096)
+    """
+
+    def __init__(self, kernel: DeferredTritonKernel, positions: Sequence[int], written: Collection[int] = ()) -> None:
+        """Prepare the kernel. `positions`: the arguments that may be anywhere; of these it writes `written`."""
+        self._kernel, self._positions, self._written = kernel, tuple(positions), frozenset(written)
+
+    def start(self) -> None:
+        """Begin to compile it, as `DeferredTritonKernel.start`."""
+        self._kernel.start()
+
+    def compiled(self) -> Callable[..., Any]:
+        """Return the function that runs it, when it is compiled; it raises `InputMismatch` where a copy will not do."""
+        run, positions, written = self._kernel.compiled(), self._positions, self._written
+
+        def aligned(*args: Any) -> None:
+            if any(args[i].data_ptr() % _ALIGNMENT for i in positions):
+                args = tuple(_aligned(x, i in written) if i in positions else x for i, x in enumerate(args))
+            run(*args)
+
+        return aligned
+
+
+def _aligned(x: torch.Tensor, written: bool) -> torch.Tensor:
+    """Return a tensor at an address that Triton kernels take: itself, or a copy."""
+    if x.data_ptr() % _ALIGNMENT == 0:
+        return x
+    if written:
+        what = f"begins {x.data_ptr() % _ALIGNMENT} bytes behind a multiple of {_ALIGNMENT}, and the step changes it"
+        raise InputMismatch(
+            what, where="an input", hint='pass a tensor that owns its memory, or leave out kernels="inductor"'
+        )
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
 def _on_present_stream(run: Callable[..., Any], device: str) -> Callable[..., Any]:
     """Return a function that launches a Triton kernel on the stream that is current when it is called."""
     found: Any = get_interface_for_device(device)
@@ -111,7 +157,7 @@ def _on_present_stream(run: Callable[..., Any], device: str) -> Callable[..., An
     return launch
 
 
-Deferred = DeferredKernel | DeferredTritonKernel
+Deferred = DeferredKernel | DeferredTritonKernel | AligningKernel
 
 
 class DeferringCompile(AsyncCompile):

@@ -25,7 +25,7 @@ from memplan.devices.kinds import HOST
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.fused.blocks import Block, BlockView, extent
 from memplan.trace.fused.code_generation import Half, Halves
-from memplan.trace.fused.deferred import Deferred
+from memplan.trace.fused.deferred import AligningKernel, Deferred, DeferredTritonKernel
 from memplan.trace.fused.kernel_runs import KernelRun, RandomState
 from memplan.trace.fused.refusals import refused
 from memplan.trace.graph.build import KIND_OF, binding_of
@@ -113,6 +113,7 @@ class _Builder:
         self.storage_of: dict[Block, int] = {}
         self.value_of: dict[Any, int] = {}
         self.states: dict[RandomState, OpaqueResult] = {}
+        self.callers: set[Block] = set()  # which may be at any address
         self.names: Counter[str] = Counter()
 
     def build(self, *, gradients_in_arena: bool, copy_gradients: bool, whole: bool) -> TracedGraph:
@@ -202,6 +203,8 @@ class _Builder:
             if piece.block not in self.storage_of:
                 self._add_storage(piece.block, KIND_OF[binding.source], planned=False, origin=origin)
             self.bindings.append(replace(binding, value=self._new_value(piece)))
+            if binding.source in {Source.INPUT, Source.TANGENT}:
+                self.callers.add(piece.block)
         for half in self._halves():
             for block in half.constants:
                 self._add_storage(block, StorageKind.CONSTANT, planned=False, origin=Origin(op=GIVEN))
@@ -318,7 +321,16 @@ class _Builder:
         args, kwargs = self._refs((run.args, run.kwargs))
         short = run.name.rsplit(".", 1)[-1]
         short = run.name.split(".")[-2] if run.name.startswith("torch.ops.") else short
-        return GeneratedCall(kernel=_generated(run), args=args, kwargs=kwargs), short
+        return GeneratedCall(kernel=_generated(self._aligning(run)), args=args, kwargs=kwargs), short
+
+    def _aligning(self, run: KernelRun) -> KernelRun:
+        """Return a run whose kernel takes the caller's tensors from any address."""
+        positions = [i for i, x in enumerate(run.args) if isinstance(x, BlockView) and x.block in self.callers]
+        function: Any = run.function
+        if not positions or not isinstance(function, DeferredTritonKernel):
+            return run
+        aligning: Any = AligningKernel(function, positions, [i for i in positions if run.args[i] in run.writes])
+        return replace(run, function=aligning)
 
     def _functional(self, run: KernelRun) -> tuple[KernelCall, str]:
         """Return the call of an op that returns new tensors, with its arguments in the order of its schema."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import fx
+from torch._guards import TracingContext
 from torch._inductor import compile_fx, config
 from torch._inductor.codecache import FxGraphCache, PyCodeCache
 from torch._inductor.codegen import wrapper
@@ -54,6 +56,22 @@ def compiler_config(graph: fx.GraphModule) -> Any:
     make: Any = compile_fx.create_compiler_config_extra
     given = next(iter(inspect.signature(make).parameters))
     return make(config if given == "config" else graph)
+
+
+@contextlib.contextmanager
+def donating(inputs: Sequence[int]) -> Iterator[None]:
+    """Let Inductor's kernels write over these inputs (by position) of the backward that is compiled inside.
+
+    AOTAutograd says so in its metadata, of which nothing else is read for a backward.
+    """
+    context: Any = TracingContext.get()
+    before = context.fw_metadata
+    if inputs:
+        context.fw_metadata = SimpleNamespace(bw_donated_idxs=list(inputs), static_input_indices=[])
+    try:
+        yield
+    finally:
+        context.fw_metadata = before
 
 
 def loaded_code(compiled: Any) -> ModuleType | None:
