@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 import memplan
 from benchmarks.zoo import ZOO
+from memplan.errors import UnsupportedGraph
 from memplan.recording.places import places
 from memplan.runtime import CompiledModule, compile, compile_step
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
@@ -201,17 +202,32 @@ def test_whole_steps_follow_their_schedule(cuda_graph: bool, options: dict[str, 
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
 
 
-def test_an_optimizer_that_was_not_fused_is_taken_over() -> None:
-    """Its step counters are in the host's memory."""
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize("options", [{}, {"fused": False, "foreach": False}], ids=["as torch chooses", "not fused"])
+def test_an_optimizer_that_was_not_fused_is_taken_over(options: dict[str, Any], cuda_graph: bool) -> None:
+    """Its step counters are in the host's memory. Fused updates need them on the device, and its own ops do not."""
     model, args = _example("mlp")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=False, foreach=False)
-    loss_of(model, *args, seed=0)
-    optimizer.step()
-    optimizer.zero_grad()
-    step = compile_step(model, optimizer, lambda loss: loss, args, cuda_graph=True)
-    for _ in range(2):
-        assert torch.isfinite(step(*args))
-    assert all(int(state["step"]) == 3 for state in optimizer.state.values())
+    eager = copy.deepcopy(model)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), **options) for m in (model, eager))
+    for m, optimizer in ((model, ours), (eager, theirs)):
+        loss_of(m, *args, seed=0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(state["step"].device.type == "cpu" for state in ours.state.values())
+    if options and cuda_graph:
+        with pytest.raises(UnsupportedGraph, match="only fused updates of SGD, Adam and AdamW"):
+            compile_step(model, ours, lambda loss: loss, args, cuda_graph=True)
+        return
+    step = compile_step(model, ours, lambda loss: loss, args, cuda_graph=cuda_graph)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        torch.testing.assert_close(step(*args), loss_of(eager, *args, seed=seed), rtol=1e-4, atol=1e-5)
+        theirs.step()
+        theirs.zero_grad()
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+    assert all(int(state["step"]) == 3 for state in ours.state.values())
+    assert {state["step"].device.type for state in ours.state.values()} == {"cpu" if options else "cuda"}
 
 
 def test_steps_on_other_streams_take_turns() -> None:
