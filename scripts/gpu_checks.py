@@ -23,6 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 480.0  # seconds for all checks together
+_PROCESSES = 8  # that share the device in the last check, at most
 SHOWN = 30  # lines of output that the file has of a check
 PACKAGES = ("torch", "numpy", "numba", "ortools", "networkx", "typer", "rich", "transformers", "diffusers", "pytest")
 _OFFLINE = {"PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -42,21 +43,34 @@ class Check:
 def checks(python: str) -> tuple[Check, ...]:
     """Return the checks, the most doubtful first."""
 
-    def tests(name: str, chosen: str, *paths: str, seconds: float = 120.0, **environment: str) -> Check:
+    def tests(
+        name: str, chosen: str, *paths: str, seconds: float = 120.0, more: Sequence[str] = (), **environment: str
+    ) -> Check:
         options = ("-p", "no:cacheprovider", "-W", "default", "-m", "cuda", "-rs", "--tb=short")
         which = ("-k", chosen) if chosen else ()
-        command = (python, "-m", "pytest", *options, *which, *(paths or (_CUDA,)))
+        command = (python, "-m", "pytest", *options, *more, *which, *(paths or (_CUDA,)))
         return Check(name=name, command=command, seconds=seconds, environment=environment)
 
     return (
         tests("placed results, up to the end of the process", "large_fallbacks", seconds=90),
-        tests("races, by torch's sanitizer", "a_budget_changes_no_bit or other_streams", TORCH_CUDA_SANITIZER="1"),
+        tests("races, by torch's sanitizer", "torchs_sanitizer", seconds=150, MEMPLAN_TEST_SANITIZER="1"),
         tests("recordings", "cuda_graph or recordings or recorded or fused_attention or whole_steps"),
         tests("copies to the host", "a_budget_changes_no_bit"),
-        tests("measured peak", "measured_peak", seconds=60),
+        tests("measured peak", "measured_peak", seconds=90),
         tests("replayed allocations", "on_cuda", "tests/runtime/test_replay.py", seconds=60),
-        tests("all others", "", _CUDA, "tests/runtime"),
+        tests("all others", "", _CUDA, "tests/runtime", seconds=150, more=_several_at_once(python)),
     )
+
+
+def _several_at_once(python: str) -> tuple[str, ...]:
+    """Return pytest's options for tests in several processes, if `python` has the plugin (xdist)."""
+    processes = min(_PROCESSES, os.cpu_count() or 1)
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('xdist') is None)"
+    try:
+        found = processes > 1 and subprocess.run((python, "-c", look), check=False).returncode == 0
+    except OSError:  # each check says that there is no such program
+        found = False
+    return ("-n", str(processes), "--dist", "worksteal") if found else ()
 
 
 def run(check: Check, seconds: float) -> dict[str, Any]:

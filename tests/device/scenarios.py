@@ -187,7 +187,10 @@ def whole_step(device: LateDevice) -> dict[str, Any]:
 
 
 def captured(device: LateDevice) -> dict[str, Any]:
-    """Forwards and backwards that torch's graphs record at the first call, and replay with other inputs."""
+    """Forwards and backwards that torch's graphs record at the first call, and replay with other inputs.
+
+    Then with parameters that moved while a result is held, so that they are recorded anew.
+    """
     found: dict[str, Any] = {"wrong": []}
     for name in ("mlp", "gpt2", "resnet"):
         model, args = example(name)
@@ -200,6 +203,18 @@ def captured(device: LateDevice) -> dict[str, Any]:
             found["wrong"] += [f"{name} {o}" for o in wrong_orders(device, training(model, compiled, given), bits)]
         found[f"recorded of {name}"] = device.captured - began
         found[f"pool of {name}"] = compiled.pool_bytes
+    model, args = example("mlp")
+    compiled = memplan.compile(model, args, cuda_graph=True)
+    held = compiled(*args)
+    held.backward()
+    before, began = copied(held.detach()), device.captured
+    for p in model.parameters():
+        p.data = p.data.clone() * 0.5
+    expected_moved = training(model, model, args)()
+    orders = wrong_orders(device, training(model, compiled, args), expected_moved)
+    found["wrong"] += [f"moved {order}" for order in orders]
+    found["wrong"] += [] if same([copied(held.detach())], [before]) else ["a result that is held has changed"]
+    found["recorded anew"] = device.captured - began
     return found
 
 

@@ -21,6 +21,7 @@ from memplan.runtime import compile, compile_step
 from memplan.runtime.execute import recorders
 from memplan.runtime.kernels.pool_placement import Placer
 from tests.slow import slow
+from tests.steps import outcome_of
 
 
 class Nowhere:
@@ -109,6 +110,22 @@ def test_results_are_the_callers_and_moved_parameters_are_recorded_anew(recorder
     weight.data = weight.data.clone() * 2
     assert torch.equal(compiled(x), net(x))
     assert recorder.recorded == 4
+
+
+def test_a_step_that_is_recorded_anew_has_the_random_numbers_of_its_seed(recorder: Rerun) -> None:
+    """The model has dropout, and a result of the recording before is held."""
+    model, args = ZOO["mlp"]("nano")
+    compiled = compile(model, args, cuda_graph=True)
+    held = compiled(*args)
+    held.backward()
+    before, recorded = held.detach().clone(), recorder.recorded
+    for p in model.parameters():
+        p.data = p.data.clone() * 0.5
+    eager = copy.deepcopy(model)
+    for seed in range(2):
+        assert outcome_of(model, compiled, *args, seed=seed).same_as(outcome_of(eager, eager, *args, seed=seed))
+    assert recorder.recorded > recorded
+    assert torch.equal(held, before)
 
 
 def _net() -> nn.Sequential:
