@@ -94,11 +94,13 @@ def test_trains_like_eager(name: str, cuda_graph: bool) -> None:
     """The same random numbers too: seeds are set anew, and then go on by themselves across replays."""
     model, args = _example(name)
     eager = copy.deepcopy(model)
+    # Transformers gives BERT's attention a mask while it is traced, and none otherwise: CUDA then has another kernel.
+    reference: Any = torch.compile(eager, backend="aot_eager") if name == "bert" else eager
     compiled = compile(model, args, cuda_graph=cuda_graph)
     for seed in range(3):
-        _assert_like_eager(model, eager, loss_of(compiled, *args, seed=seed), loss_of(eager, *args, seed=seed))
+        _assert_like_eager(model, eager, loss_of(compiled, *args, seed=seed), loss_of(reference, *args, seed=seed))
     losses: list[list[torch.Tensor]] = []
-    for call in (compiled, eager):
+    for call in (compiled, reference):
         torch.manual_seed(7)
         losses.append([call(*args) for _ in range(1)])
         sum(losses[-1]).backward()  # type: ignore[union-attr]

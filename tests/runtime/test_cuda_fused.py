@@ -47,15 +47,12 @@ class Stack(nn.Module):
 
     def __init__(self, width: int = 64, layers: int = 6) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            *(
-                nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(), nn.Dropout(0.1))
-                for _ in range(layers)
-            )
-        )
+        made = ((nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(), nn.Dropout(0.1)) for _ in range(layers))
+        self.layers = nn.Sequential(*(layer for some in made for layer in some))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).square().mean()
+        loss: torch.Tensor = self.layers(x).square().mean()
+        return loss
 
 
 def _example(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -72,8 +69,8 @@ def _assert_same(one: nn.Module, other: nn.Module) -> None:
     for (name, p), (_, q) in zip(one.named_parameters(), other.named_parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), name
         assert p.grad is None or torch.equal(p.grad, q.grad), name  # type: ignore[arg-type]
-    for (name, p), (_, q) in zip(one.named_buffers(), other.named_buffers(), strict=True):
-        assert torch.equal(p, q), name
+    for (name, mine), (_, its) in zip(one.named_buffers(), other.named_buffers(), strict=True):
+        assert torch.equal(mine, its), name
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "llama", "bert", "vit", "resnet"])
