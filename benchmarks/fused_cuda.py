@@ -244,7 +244,7 @@ def _row(
         "budget_mb": None if budget is None else budget / 1e6,
         "arena_mb": None if one.arena is None else one.arena / 1e6,
         "ready": one.seconds,
-        "itself": one.itself or None,
+        "itself": f"{one.itself:.1e}" if one.itself else None,
     }
     against = CONTENDERS[name].against
     if (model, against) in ready:

@@ -82,8 +82,10 @@ def test_the_bits_are_inductors(name: str) -> None:
     assert any("triton" in op.target for op in ours.plan.graph.ops)
     theirs = torch.compile(other, fullgraph=True)
     for seed in range(3):
+        model.zero_grad()
+        other.zero_grad()  # torch's own gradients may share bytes, and then add up wrongly over several steps
         assert torch.equal(loss_of(ours, *args, seed=seed), loss_of(theirs, *args, seed=seed))
-    _assert_same(model, other)
+        _assert_same(model, other)
 
 
 @pytest.mark.parametrize("policy", [QUICK, QUICK_RECOMPUTE], ids=["offload", "recompute"])

@@ -270,6 +270,30 @@ def test_gradients_are_added_up_over_calls(block: tuple[Block, memplan.Plan]) ->
         assert torch.equal(p.grad, once[name] + once[name]), name  # type: ignore[arg-type]
 
 
+class Token(nn.Module):
+    """The gradient of `token` is a part of that of `positions`, and Inductor returns it as a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.positions = nn.Parameter(torch.ones(1, 1, 8)), nn.Parameter(torch.ones(1, 5, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.cat((self.token.expand(len(x), 1, 8), x), 1) + self.positions).square().mean()
+
+
+@pytest.mark.parametrize("gradients", ["safe", "arena"])
+def test_gradients_that_inductor_returns_as_views_are_added_up_as_eagers(gradients: Any) -> None:
+    """They have bytes of their own; torch.compile adds to the shared ones twice."""
+    model, x = Token(), torch.linspace(0, 1, 2 * 4 * 8).view(2, 4, 8)
+    eager = copy.deepcopy(model)
+    compiled = memplan.compile(model, x, kernels="inductor", gradients=gradients)
+    for _ in range(3):
+        compiled(x).backward()
+        eager(x).backward()
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
 def test_poisoned_buffers_change_nothing(block: tuple[Block, memplan.Plan]) -> None:
     model, twin = copy.deepcopy(block[0]), copy.deepcopy(block[0])
     checked = memplan.compile(model, _tokens(), kernels="inductor", sanitize="poison", gradients="safe")

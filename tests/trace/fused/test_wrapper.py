@@ -33,7 +33,7 @@ FIELDS = {
     "KernelDefinitionLine": {"wrapper", "kernel_name", "kernel_body", "metadata", "gpu", "cpp_definition"},
 }
 SINCE_2_13 = {"ExternKernelMultiOutLine"}
-CALL_FIELDS = {"kernel_name", "call_args", "arg_types", "triton", "device"}
+CALL_FIELDS = {"kernel_name", "call_args", "arg_types", "triton", "triton_meta", "inductor_meta", "device"}
 
 
 def test_inductors_lines_have_the_fields_that_are_read() -> None:
@@ -74,7 +74,7 @@ def test_a_line_that_is_not_known_is_refused_by_name() -> None:
     assert refused.value.see == "inductor-code"
 
 
-def test_a_buffer_of_a_collective_and_a_kernel_for_another_device_are_refused() -> None:
+def test_a_buffer_of_a_collective_and_a_kernel_of_another_compiler_are_refused() -> None:
     node = SimpleNamespace(get_name=lambda: "buf0")
     allocate: Any = object.__new__(lines.AllocateLine)
     allocate.node, allocate.comm_buffer = node, False
@@ -83,8 +83,8 @@ def test_a_buffer_of_a_collective_and_a_kernel_for_another_device_are_refused() 
     with pytest.raises(UnsupportedGraph, match="AllocateLine"):
         read_line(allocate, "")
     call: Any = object.__new__(lines.KernelCallLine)
-    call.triton, call.device = True, torch.device("cuda")
-    with pytest.raises(UnsupportedGraph, match="a kernel for cuda"):
+    call.triton, call.device = False, torch.device("cuda")
+    with pytest.raises(UnsupportedGraph, match="a kernel for cuda that Triton did not compile"):
         read_line(call, "")
 
 

@@ -1,0 +1,253 @@
+"""Triton kernels in Inductor's code: what their calls read and write, and how they are compiled and launched.
+
+What needs a GPU is in `tests/runtime/test_cuda_fused.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._guards import TracingContext, tracing
+from torch._inductor import compile_fx, config
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import LambdaFuture
+from torch._inductor.codegen import wrapper as lines
+from torch._inductor.utils import get_donated_idxs
+
+from memplan.errors import InputMismatch, UnsupportedGraph
+from memplan.trace.fused import wrapper
+from memplan.trace.fused.blocks import Block, BlockView
+from memplan.trace.fused.code_generation import _device_of, _donated
+from memplan.trace.fused.deferred import AligningKernel, DeferredTritonKernel, DeferringCompile
+from memplan.trace.fused.groups import followed
+from memplan.trace.fused.kernel_runs import RandomState, Replay
+from memplan.trace.fused.overwriting import Overwriting
+from memplan.trace.fused.torch_versions import donating, partition
+from memplan.trace.fused.wrapper import read_line
+from memplan.trace.fused.written import Allocation, KernelLine, TensorSpec, WrittenCode
+
+FLOAT, COUNT = torch.float32, int
+CUDA = torch.device("cuda:0")
+
+
+def _call(monkeypatch: pytest.MonkeyPatch, signature: dict[str, str], **fields: Any) -> Any:
+    """Return Inductor's line for a call of a Triton kernel whose parameters have these names."""
+    monkeypatch.setattr(wrapper, "_origin", lambda names: SimpleNamespace(names=names))
+    line: Any = object.__new__(lines.KernelCallLine)
+    line.kernel_name, line.triton, line.device = "triton_poi_fused_add_0", True, CUDA
+    line.triton_meta, line.inductor_meta = {"signature": signature}, {}
+    for name, value in fields.items():
+        setattr(line, name, value)
+    return line
+
+
+def test_the_names_of_parameters_say_what_a_triton_kernel_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    signature = dict.fromkeys(("in_out_ptr0", "in_ptr0", "in_ptr1", "out_ptr0"), "*fp32") | {"xnumel": "i32"}
+    call = _call(
+        monkeypatch,
+        signature,
+        call_args=["buf3", "primals_1", "primals_2", "buf4", 4096],
+        arg_types=[FLOAT, FLOAT, FLOAT, FLOAT, COUNT],
+        inductor_meta={"mutated_arg_names": ["in_out_ptr0", "in_ptr1"]},
+    )
+    found = read_line(call, "stream0 = get_raw_stream(0)\ntriton_poi_fused_add_0.run(..., stream=stream0)")
+    assert isinstance(found, KernelLine)
+    assert found.written == {0, 2, 3}
+    assert found.text == "triton_poi_fused_add_0.run(buf3, primals_1, primals_2, buf4, 4096)"
+    assert found.kernel == "triton_poi_fused_add_0"
+
+
+@pytest.mark.parametrize(
+    ("signature", "what"),
+    [({}, "whose parameters are not known"), ({"ws_ptr": "*u8", "xnumel": "i32"}, "ws_ptr of triton_poi_fused_add_0")],
+)
+def test_parameters_that_are_not_known_are_refused(
+    monkeypatch: pytest.MonkeyPatch, signature: dict[str, str], what: str
+) -> None:
+    call = _call(monkeypatch, signature, call_args=["workspace_0", 8], arg_types=[torch.uint8, COUNT])
+    with pytest.raises(UnsupportedGraph, match=what):
+        read_line(call, "")
+
+
+def _code(line: str, **namespace: Any) -> WrittenCode:
+    spec = TensorSpec(dtype=FLOAT, device=CUDA, shape=(8,), strides=(1,), offset=0, nbytes=32)
+    kernel = KernelLine(text=line, kernel="triton_0", written=frozenset({1}))
+    return WrittenCode(
+        lines=[Allocation(name="buf0"), kernel],
+        inputs=("primals_1",),
+        outputs=("buf0",),
+        specs={"buf0": spec},
+        sources={"triton_0": "source"},
+        namespace=namespace,
+    )
+
+
+def _given(name: str, device: torch.device = CUDA) -> BlockView:
+    block = Block(name=name, device=device, nbytes=32, given=True)
+    return BlockView(block=block, dtype=FLOAT, shape=(8,), strides=(1,), offset=0)
+
+
+def test_a_call_of_a_triton_kernel_is_replayed() -> None:
+    kernel = DeferredTritonKernel("triton_0", "source", "cuda")
+    x = _given("primals_1")
+    replay = Replay(_code("triton_0.run(primals_1, buf0, 8)", triton_0=kernel), {"primals_1": x})
+    (run,) = replay.run()
+    (made,) = replay.outputs()
+    assert run.function is kernel
+    assert (run.args, run.kwargs) == ((x, made, 8), {})
+    assert (run.reads, run.writes) == ((x,), (made,))
+    assert made.block.device == CUDA
+    assert run.overwritable == ()
+
+
+def test_the_random_state_of_attention_goes_from_one_kernel_to_the_other() -> None:
+    sdpa = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    scalar = TensorSpec(dtype=torch.int64, device=torch.device("cpu"), shape=(), strides=(), offset=0, nbytes=8)
+    spec = TensorSpec(dtype=FLOAT, device=CUDA, shape=(8,), strides=(1,), offset=0, nbytes=32)
+    taken = ["buf1 = buf0[0]", "buf2 = buf0[1]", "buf3 = buf0[2]", "buf4 = buf0[3]"]
+    code = WrittenCode(
+        lines=[
+            KernelLine(text="buf0 = attention(primals_1, primals_1, primals_1, None, True)", overload=sdpa),
+            *(wrapper.Renaming(text=text) for text in taken),
+        ],
+        inputs=("primals_1",),
+        outputs=("buf1", "buf3", "buf4"),
+        specs={"buf1": spec, "buf2": spec, "buf3": scalar, "buf4": scalar},
+        namespace={"attention": sdpa},
+    )
+    replay = Replay(code, {"primals_1": _given("primals_1")})
+    (run,) = replay.run()
+    out, seed, offset = replay.outputs()
+    assert run.results[0] is out
+    assert run.states == {2: seed, 3: offset}
+    assert isinstance(seed, RandomState)
+    assert seed is not offset
+    assert set(run.results) == {0, 1}
+
+
+class _Kernel:
+    """What Inductor's compilation returns: it notes how it is launched."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[tuple[Any, ...], Any]] = []
+
+    def run(self, *args: Any, stream: Any) -> None:
+        self.launches.append((args, stream))
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_triton_kernel_is_compiled_once_and_launched_on_the_present_stream(
+    monkeypatch: pytest.MonkeyPatch, later: bool
+) -> None:
+    made, asked = _Kernel(), []
+
+    def compile_it(self: Any, name: str, source: str, device_str: str = "cuda") -> Any:
+        asked.append((name, source, device_str))
+        return LambdaFuture(lambda: made) if later else made
+
+    monkeypatch.setattr(AsyncCompile, "triton", compile_it)
+    kernel = DeferringCompile.triton(object.__new__(DeferringCompile), "triton_0", "source", "cpu")
+    assert isinstance(kernel, DeferredTritonKernel)
+    assert not asked
+    kernel.start()
+    x = torch.zeros(8)
+    kernel.compiled()(x, 8)
+    kernel.run.compiled()(x, 8)
+    assert asked == [("triton_0", "source", "cpu")]
+    assert [(args[1], stream) for args, stream in made.launches] == [(8, 0), (8, 0)]
+
+
+def _aligning(monkeypatch: pytest.MonkeyPatch, *, written: bool) -> tuple[Callable[..., Any], _Kernel]:
+    made = _Kernel()
+    monkeypatch.setattr(AsyncCompile, "triton", lambda *_, **__: made)
+    positions = [1]
+    return AligningKernel(
+        DeferredTritonKernel("triton_0", "source", "cpu"), positions, positions if written else []
+    ).compiled(), made
+
+
+def test_an_input_at_any_address_is_copied_for_a_triton_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, made = _aligning(monkeypatch, written=False)
+    out, x = torch.zeros(8), torch.arange(9.0)[1:]
+    run(out, x, 8)
+    run(out, out, 8)
+    (first, _), (second, _) = made.launches
+    assert first[0] is out
+    assert first[1].data_ptr() % 16 == 0
+    assert torch.equal(first[1], x)
+    assert first[2] == 8
+    assert second[1] is out
+
+
+def test_an_input_that_is_changed_must_begin_where_triton_kernels_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, made = _aligning(monkeypatch, written=True)
+    with pytest.raises(InputMismatch, match="begins 4 bytes behind a multiple of 16"):
+        run(torch.zeros(8), torch.arange(9.0)[1:], 8)
+    assert not made.launches
+
+
+def test_kernels_of_other_devices_are_grouped_as_inductor_does() -> None:
+    def make(scheduler: Any) -> Any:
+        return scheduler
+
+    assert followed(make, "cuda", Overwriting({})) is make
+    assert followed(make, "cpu", Overwriting({})) is not make
+    with config.patch(cpu_backend="triton"):
+        assert followed(make, "cpu", Overwriting({})) is make
+
+
+def test_what_is_saved_alone_may_be_overwritten_on_a_device() -> None:
+    def saved(device: torch.device, nbytes: int = 32) -> BlockView:
+        block = Block(name="buf", device=device, nbytes=nbytes)
+        return BlockView(block=block, dtype=FLOAT, shape=(8,), strides=(1,), offset=0)
+
+    alone, shared, returned, part = saved(CUDA), saved(CUDA), saved(CUDA), saved(CUDA, 64)
+    found: dict[str, BlockView | RandomState] = {
+        **{"alone": alone, "one": shared, "two": shared, "returned": returned, "part": part},
+        **{"state": RandomState(), "host": saved(torch.device("cpu")), "given": _given("primals_1")},
+    }
+    assert _donated(found, [returned, 1, None]) == {"alone"}
+
+
+def test_donations_hold_for_one_compilation() -> None:
+    with tracing(TracingContext(None)):
+        assert get_donated_idxs() is None
+        with donating([1, 3]):
+            assert get_donated_idxs() == [1, 3]
+        assert get_donated_idxs() is None
+        with donating([]):
+            assert get_donated_idxs() is None
+
+
+def test_tensors_of_two_devices_are_refused_but_for_random_states() -> None:
+    def fake(device: str, *shape: int, dtype: torch.dtype = FLOAT) -> Any:
+        return torch.empty(shape, dtype=dtype, device="meta") if device == "meta" else torch.empty(shape, dtype=dtype)
+
+    assert _device_of([fake("cpu", 2), 3]) == "cpu"
+    assert _device_of([fake("meta", 2), fake("cpu", dtype=torch.int64)]) == "meta"
+    assert _device_of([]) == "cpu"
+    with pytest.raises(UnsupportedGraph, match="tensors on cpu, meta"):
+        _device_of([fake("meta", 2), fake("cpu", 2)])
+
+
+def test_an_older_inductor_partitions_by_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.13, its function takes the partitioner from the configuration."""
+    graph: Any = object()
+
+    def of_2_11(gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+        own: Any = config.custom_partitioner_fn
+        return own(gm, joint_inputs, compiler="inductor", **kwargs)
+
+    def mine(gm: Any, inputs: Any, **options: Any) -> Any:
+        return gm, (inputs, options)
+
+    assert "partitioner_fn_override" not in inspect.signature(of_2_11).parameters
+    monkeypatch.setattr(compile_fx, "partition_fn", of_2_11)
+    found: Any = partition(graph, [1], mine, num_fwd_outputs=2)
+    assert found == (graph, ([1], {"num_fwd_outputs": 2}))
+    assert config.custom_partitioner_fn is None
