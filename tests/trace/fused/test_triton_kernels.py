@@ -29,7 +29,7 @@ from memplan.trace.fused.kernel_runs import RandomState, Replay
 from memplan.trace.fused.overwriting import Overwriting
 from memplan.trace.fused.torch_versions import donating, partition
 from memplan.trace.fused.wrapper import read_line
-from memplan.trace.fused.written import Allocation, KernelLine, TensorSpec, WrittenCode
+from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode
 
 FLOAT, COUNT = torch.float32, int
 CUDA = torch.device("cuda:0")
@@ -93,7 +93,7 @@ def _given(name: str, device: torch.device = CUDA) -> BlockView:
 
 
 def test_a_call_of_a_triton_kernel_is_replayed() -> None:
-    kernel = DeferredTritonKernel("triton_0", "source", "cuda")
+    kernel: Any = DeferredTritonKernel("triton_0", "source", "cuda")
     x = _given("primals_1")
     replay = Replay(_code("triton_0.run(primals_1, buf0, 8)", triton_0=kernel), {"primals_1": x})
     (run,) = replay.run()
@@ -113,7 +113,7 @@ def test_the_random_state_of_attention_goes_from_one_kernel_to_the_other() -> No
     code = WrittenCode(
         lines=[
             KernelLine(text="buf0 = attention(primals_1, primals_1, primals_1, None, True)", overload=sdpa),
-            *(wrapper.Renaming(text=text) for text in taken),
+            *(Renaming(text=text) for text in taken),
         ],
         inputs=("primals_1",),
         outputs=("buf1", "buf3", "buf4"),
