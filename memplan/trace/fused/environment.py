@@ -9,7 +9,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from memplan.errors import UnsupportedDevice
 
-TESTED = ("2.11", "2.13")  # the releases of torch whose wrapper was compared with what `wrapper.py` expects
+TESTED = ("2.11", "2.12", "2.13")  # the releases of torch whose wrapper was compared with what `wrapper.py` expects
 _ATEN = 'or leave out kernels="inductor", which needs none of it'
 
 

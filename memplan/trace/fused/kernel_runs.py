@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 
 from memplan.core.graph import Origin
@@ -160,6 +161,8 @@ class Replay(MutableMapping[str, Any]):
     def _finished(self, line: KernelLine, call: _Call) -> KernelRun:
         """Return a call with what it reads and writes, once all of its results are known."""
         given = dict[int | str, Any]((*enumerate(call.args), *call.kwargs.items()))
+        if any(isinstance(leaf, _Result) for leaf in pytree.tree_leaves((call.args, call.kwargs))):
+            raise refused(f"a call of what another call returned ({_shortened(line.text)})")
         changed = {self._changed(line, name).block for name in line.changed}
         reads: dict[BlockView, None] = {}
         writes: dict[BlockView, None] = {}

@@ -8,6 +8,7 @@ Meanwhile, compilations of other threads still get Inductor's own class.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -133,6 +134,7 @@ class _RecordedLine(lines.WrapperLine):
             self._code.lines.append(found)
 
 
+_ALIGNS = re.compile(r"(\w+) = copy_if_misaligned\(\1\)")  # which `AligningKernel` does
 _OF_STREAMS = {"EnterDeviceContextManagerWithStreamInfoLine", "ExitDeviceContextManagerWithStreamInfoLine"}
 _SILENT = (
     *(lines.FreeIfNotReusedLine, lines.FreeLine, lines.NullLine, lines.CommentLine),
@@ -168,7 +170,7 @@ def read_line(line: Any, text: str) -> WrittenLine | None:
 def _read_text(line: str) -> WrittenLine | None:
     """Return what a line without an object does: some kernels write their calls as text."""
     text = line.strip()
-    if not text or text.startswith(("#", "del ", "assert_")):
+    if not text or text.startswith(("#", "del ", "assert_")) or _ALIGNS.fullmatch(text):
         return None
     return KernelLine(text=text, known=False)
 

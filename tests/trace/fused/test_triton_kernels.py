@@ -105,6 +105,13 @@ def test_a_call_of_a_triton_kernel_is_replayed() -> None:
     assert run.overwritable == ()
 
 
+def test_what_a_call_returns_without_a_name_of_a_buffer_is_no_argument() -> None:
+    code = _code("triton_0.run(x, buf0, 8)", triton_0=DeferredTritonKernel("triton_0", "source", "cuda"), make=max)
+    code.lines.insert(0, KernelLine(text="x = make(primals_1)"))
+    with pytest.raises(UnsupportedGraph, match="what another call returned"):
+        Replay(code, {"primals_1": _given("primals_1")}).run()
+
+
 def test_the_random_state_of_attention_goes_from_one_kernel_to_the_other() -> None:
     sdpa = torch.ops.aten._scaled_dot_product_efficient_attention.default
     scalar = TensorSpec(dtype=torch.int64, device=torch.device("cpu"), shape=(), strides=(), offset=0, nbytes=8)

@@ -91,6 +91,8 @@ def test_a_buffer_of_a_collective_and_a_kernel_of_another_compiler_are_refused()
 def test_text_without_an_object_is_a_call_of_which_nothing_is_known() -> None:
     assert read_line("# a comment", "# a comment") is None
     assert read_line("del buf0", "del buf0") is None
+    aligns = "primals_1 = copy_if_misaligned(primals_1)"  # which memplan does where it calls a kernel
+    assert read_line(aligns, aligns) is None
     assert read_line("aten.f(buf0)", "aten.f(buf0)") == KernelLine(text="aten.f(buf0)", known=False)
 
 
