@@ -140,7 +140,7 @@ def _take_turns(turns: Connection, key: tuple[str, str], size: str, device: str,
         step, measured = _ready(*key, size, device, budget)
     except (MemplanError, RuntimeError, TypeError) as error:
         traceback.print_exc()
-        turns.send(str(error).splitlines()[0][:200])
+        turns.send(f"{type(error).__name__}: {error}".splitlines()[0][:200])
         return
     turns.send(measured)
     while turns.recv():

@@ -16,7 +16,7 @@ from memplan.core.plan import Plan
 from memplan.core.schedule import live_bytes
 from memplan.core.totals import functional_transient, outside_bytes
 from memplan.core.units import format_bytes
-from memplan.devices.kinds import alignment_of
+from memplan.devices.kinds import alignment_of, is_accelerator
 from memplan.errors import BudgetInfeasible, UnsupportedGraph
 from memplan.evict.costs import CostModel
 from memplan.evict.policies.partition import kept_for_backward, partition
@@ -56,7 +56,7 @@ def smallest_code(traced: TracedGraph, retracer: Retracer, make: Make) -> Planne
         make: Plans a variant.
     """
     best = Planned(traced=traced, plan=make(traced))
-    if not _convolves(traced.graph) or not _largest_is_generated(traced.graph):
+    if is_accelerator(traced.device) or not _convolves(traced.graph) or not _largest_is_generated(traced.graph):
         return best
     code = replace(traced.code or CodeOptions(), group_bytes=_group_bytes(best.plan.max_live))
     return _smaller(best, retracer, make, code)
@@ -106,7 +106,8 @@ def _variants(
     """Yield the variants to plan; `seen` are those that were yielded."""
     yield traced
     own = traced.code or CodeOptions()
-    yield from _generated(retracer, replace(own, group_bytes=_group_bytes(_most_live(traced.graph))))
+    if not is_accelerator(traced.device):  # a Triton kernel is one loop
+        yield from _generated(retracer, replace(own, group_bytes=_group_bytes(_most_live(traced.graph))))
     if not traced.training or "min" in (options.budget, options.arena_budget) or not _partitions_freely():
         return
     best = seen[-1]

@@ -45,7 +45,9 @@ _SETTINGS: dict[str, Any] = {
     "graph_partition": False,
     "memory_planning": False,
     "profile_bandwidth": False,
+    "triton.cooperative_reductions": False,  # their kernels have workspaces
     "triton.cudagraphs": False,
+    "triton.mix_order_reduction": False,  # its kernels have workspaces
 }
 
 # Inductor's cache of whole graphs is off, because what comes out of it was not written by a wrapper: `kept_code.py`
@@ -241,7 +243,8 @@ def _backward(
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         graph = copy.deepcopy(graph)
     taken = [i for i, name in enumerate(names) if name in donated]
-    with inductors_errors(model), donating(taken), _recorded(values, how) as (code, inner):
+    placed = [v for name, v in zip(names, values, strict=True) if not isinstance(known.get(name), RandomState)]
+    with inductors_errors(model), donating(taken), _recorded(placed, how) as (code, inner):
         extra = compiler_config(graph)
         compile_fx.compile_fx_backward(graph, values, compiler_config_extra=extra, inner_compile=inner)
     return _half(code, [known.get(name) for name in names], label="backward_")
@@ -278,6 +281,8 @@ def _recorded(values: Sequence[Any], how: _How) -> Iterator[tuple[WrittenCode, A
             module = loaded_code(made)
             if module is None:
                 raise refused("no module of its own")
+            if len(code.inputs) != len(inputs):  # another device's wrapper has written it
+                raise refused("kernels for another device than that of its inputs")
             code.namespace = module.__dict__
             keep(key, code)
             return made
@@ -286,16 +291,11 @@ def _recorded(values: Sequence[Any], how: _How) -> Iterator[tuple[WrittenCode, A
 
 
 def _device_of(values: Sequence[Any]) -> str:
-    """Return the kind of the device where all tensors of a graph are, but for random states."""
-    found = sorted({str(v.device) for v in values if isinstance(v, torch.Tensor) and not _may_be_state(v)})
+    """Return the kind of the device where all these tensors are."""
+    found = sorted({str(v.device) for v in values if isinstance(v, torch.Tensor)})
     if len(found) > 1:
         raise refused(f"tensors on {', '.join(found)}")
     return torch.device(found[0]).type if found else HOST
-
-
-def _may_be_state(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is like the random state of attention, which may be in the host's memory."""
-    return tensor.device.type == HOST and tensor.dim() == 0 and tensor.dtype in {torch.int64, torch.uint64}
 
 
 @contextlib.contextmanager

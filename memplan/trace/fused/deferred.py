@@ -14,11 +14,12 @@ from torch._dynamo.device_interface import get_interface_for_device
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CodeCacheFuture, CppPythonBindingsCodeCache
+from torch._inductor.utils import clone_preserve_strides
 
 from memplan.errors import InputMismatch
 from memplan.trace.fused.refusals import inductors_errors
 
-_ALIGNMENT = 16  # bytes: what Inductor has its Triton kernels assume of the addresses of tensors
+ALIGNMENT = 16  # bytes: what Inductor has its Triton kernels assume of the addresses of tensors
 
 
 class DeferredKernel:
@@ -122,7 +123,7 @@ class AligningKernel:
         run, positions, written = self._kernel.compiled(), self._positions, self._written
 
         def aligned(*args: Any) -> None:
-            if any(args[i].data_ptr() % _ALIGNMENT for i in positions):
+            if any(args[i].data_ptr() % ALIGNMENT for i in positions):
                 args = tuple(_aligned(x, i in written) if i in positions else x for i, x in enumerate(args))
             run(*args)
 
@@ -131,14 +132,15 @@ class AligningKernel:
 
 def _aligned(x: torch.Tensor, written: bool) -> torch.Tensor:
     """Return a tensor at an address that Triton kernels take: itself, or a copy."""
-    if x.data_ptr() % _ALIGNMENT == 0:
+    if x.data_ptr() % ALIGNMENT == 0:
         return x
     if written:
-        what = f"begins {x.data_ptr() % _ALIGNMENT} bytes behind a multiple of {_ALIGNMENT}, and the step changes it"
+        what = f"begins {x.data_ptr() % ALIGNMENT} bytes behind a multiple of {ALIGNMENT}, and the step changes it"
         raise InputMismatch(
             what, where="an input", hint='pass a tensor that owns its memory, or leave out kernels="inductor"'
         )
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    copied: torch.Tensor = clone_preserve_strides(x)
+    return copied
 
 
 def _on_present_stream(run: Callable[..., Any], device: str) -> Callable[..., Any]:

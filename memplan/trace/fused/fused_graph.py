@@ -25,7 +25,7 @@ from memplan.devices.kinds import HOST
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.fused.blocks import Block, BlockView, extent
 from memplan.trace.fused.code_generation import Half, Halves
-from memplan.trace.fused.deferred import AligningKernel, Deferred, DeferredTritonKernel
+from memplan.trace.fused.deferred import ALIGNMENT, AligningKernel, Deferred, DeferredTritonKernel
 from memplan.trace.fused.kernel_runs import KernelRun, RandomState
 from memplan.trace.fused.refusals import refused
 from memplan.trace.graph.build import KIND_OF, binding_of
@@ -325,7 +325,8 @@ class _Builder:
 
     def _aligning(self, run: KernelRun) -> KernelRun:
         """Return a run whose kernel takes the caller's tensors from any address."""
-        positions = [i for i, x in enumerate(run.args) if isinstance(x, BlockView) and x.block in self.callers]
+        given = ((i, x) for i, x in enumerate(run.args) if isinstance(x, BlockView) and x.block in self.callers)
+        positions = [i for i, x in given if x.offset * x.dtype.itemsize % ALIGNMENT == 0]  # others: it assumes nothing
         function: Any = run.function
         if not positions or not isinstance(function, DeferredTritonKernel):
             return run
@@ -396,8 +397,8 @@ class _Builder:
         )
 
     def _device(self) -> torch.device:
-        """Return where the step's own tensors are."""
-        found = {block.device for block in self.storage_of if not block.given} or {torch.device(HOST)}
+        """Return where all tensors of the step are."""
+        found = {block.device for block in self.storage_of} or {torch.device(HOST)}
         if len(found) > 1:
             raise refused(f"buffers on {', '.join(sorted(map(str, found)))}")
         return found.pop()
@@ -420,6 +421,8 @@ class _Builder:
         output, _, descs = returned_by(self.graph)
         results: list[Any] = []
         for i, piece in enumerate(pieces):
+            if isinstance(piece, RandomState):
+                raise refused("a random state of attention among its results")
             if isinstance(piece, BlockView):
                 made = graph.call_function(aten.alias.default, name=f"result_{i}")
                 value_of[made] = self._value(piece)

@@ -134,8 +134,7 @@ class _RecordedLine(lines.WrapperLine):
             self._code.lines.append(found)
 
 
-_ALIGNS = re.compile(r"(\w+) = copy_if_misaligned\(\1\)")  # which `AligningKernel` does
-_OF_STREAMS = {"EnterDeviceContextManagerWithStreamInfoLine", "ExitDeviceContextManagerWithStreamInfoLine"}
+_ALIGNS = re.compile(r"(\w+) = copy_(?:if_)?misaligned\(\1\)")  # which `AligningKernel` does
 _SILENT = (
     *(lines.FreeIfNotReusedLine, lines.FreeLine, lines.NullLine, lines.CommentLine),
     # there is one device, as `code_generation.py` sees to
@@ -150,7 +149,7 @@ def read_line(line: Any, text: str) -> WrittenLine | None:
 
     Raises `UnsupportedGraph` for a kind of line that is not known.
     """
-    if isinstance(line, _SILENT) and type(line).__name__ not in _OF_STREAMS:
+    if type(line) in _SILENT:
         return None
     if type(line) is lines.UnbackedSymbolDefsLine and not line.unbacked_bindings:  # it defines nothing
         return None
@@ -187,14 +186,15 @@ def _generated(line: lines.KernelCallLine) -> KernelLine:
 
 def _by_triton(line: lines.KernelCallLine) -> KernelLine:
     """Return the call of a Triton kernel. Its parameters have names that tell what it does with them."""
-    names = list((line.triton_meta or {}).get("signature", ()))
-    if len(names) < len(line.call_args):
-        raise refused(f"a Triton kernel whose parameters are not known ({line.kernel_name})")
-    changed = set((line.inductor_meta or {}).get("mutated_arg_names", ()))
-    written = []
-    for i, (name, kind) in enumerate(zip(names, line.arg_types, strict=False)):
+    signature, meta = (line.triton_meta or {}).get("signature", {}), line.inductor_meta or {}
+    if len(signature) < len(line.call_args) or "mutated_arg_names" not in meta:
+        raise refused(f"a Triton kernel that is not Inductor's own ({line.kernel_name})")
+    changed, written = set(meta["mutated_arg_names"]), []
+    for i, (name, kind) in enumerate(zip(signature, line.arg_types, strict=False)):
         if not isinstance(kind, torch.dtype):  # a number
             continue
+        if not str(signature[name]).startswith("*"):
+            raise refused(f"a number in the memory of the host ({name} of {line.kernel_name})")
         if name.startswith(("out_ptr", "in_out_ptr")) or name in changed:
             written.append(i)
         elif not name.startswith("in_ptr"):

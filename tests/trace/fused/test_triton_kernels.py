@@ -6,7 +6,9 @@ What needs a GPU is in `tests/runtime/test_cuda_fused.py`.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ from memplan.trace.fused import wrapper
 from memplan.trace.fused.blocks import Block, BlockView
 from memplan.trace.fused.code_generation import _device_of, _donated
 from memplan.trace.fused.deferred import AligningKernel, DeferredTritonKernel, DeferringCompile
+from memplan.trace.fused.environment import TESTED
 from memplan.trace.fused.groups import followed
 from memplan.trace.fused.kernel_runs import RandomState, Replay
 from memplan.trace.fused.overwriting import Overwriting
@@ -31,6 +34,7 @@ from memplan.trace.fused.torch_versions import donating, partition
 from memplan.trace.fused.wrapper import read_line
 from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode
 
+ROOT = Path(__file__).resolve().parents[3]
 FLOAT, COUNT = torch.float32, int
 CUDA = torch.device("cuda:0")
 
@@ -40,7 +44,7 @@ def _call(monkeypatch: pytest.MonkeyPatch, signature: dict[str, str], **fields: 
     monkeypatch.setattr(wrapper, "_origin", lambda names: SimpleNamespace(names=names))
     line: Any = object.__new__(lines.KernelCallLine)
     line.kernel_name, line.triton, line.device = "triton_poi_fused_add_0", True, CUDA
-    line.triton_meta, line.inductor_meta = {"signature": signature}, {}
+    line.triton_meta, line.inductor_meta = {"signature": signature}, {"mutated_arg_names": []}
     for name, value in fields.items():
         setattr(line, name, value)
     return line
@@ -63,13 +67,20 @@ def test_the_names_of_parameters_say_what_a_triton_kernel_writes(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("signature", "what"),
-    [({}, "whose parameters are not known"), ({"ws_ptr": "*u8", "xnumel": "i32"}, "ws_ptr of triton_poi_fused_add_0")],
+    ("signature", "meta", "what"),
+    [
+        ({}, {"mutated_arg_names": []}, "not Inductor's own"),
+        ({"in_ptr0": "*fp32", "xnumel": "i32"}, {}, "not Inductor's own"),
+        ({"ws_ptr": "*u8", "xnumel": "i32"}, {"mutated_arg_names": []}, "ws_ptr of triton_poi_fused_add_0"),
+        ({"in_ptr0": "i64", "xnumel": "i32"}, {"mutated_arg_names": []}, "a number in the memory of the host"),
+    ],
+    ids=["no names", "a user's kernel", "a workspace", "a number"],
 )
 def test_parameters_that_are_not_known_are_refused(
-    monkeypatch: pytest.MonkeyPatch, signature: dict[str, str], what: str
+    monkeypatch: pytest.MonkeyPatch, signature: dict[str, str], meta: dict[str, Any], what: str
 ) -> None:
-    call = _call(monkeypatch, signature, call_args=["workspace_0", 8], arg_types=[torch.uint8, COUNT])
+    given = {"call_args": ["workspace_0", 8], "arg_types": [torch.uint8, COUNT]}
+    call = _call(monkeypatch, signature, **given, inductor_meta=meta)
     with pytest.raises(UnsupportedGraph, match=what):
         read_line(call, "")
 
@@ -191,6 +202,15 @@ def test_an_input_at_any_address_is_copied_for_a_triton_kernel(monkeypatch: pyte
     assert second[1] is out
 
 
+def test_a_copy_has_the_layout_of_an_expanded_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, made = _aligning(monkeypatch, written=False)
+    x = torch.arange(9.0)[1:2].expand(8)
+    run(torch.zeros(8), x, 8)
+    ((first, _),) = made.launches
+    assert first[1].stride() == (0,)
+    assert torch.equal(first[1], x)
+
+
 def test_an_input_that_is_changed_must_begin_where_triton_kernels_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     run, made = _aligning(monkeypatch, written=True)
     with pytest.raises(InputMismatch, match="begins 4 bytes behind a multiple of 16"):
@@ -231,15 +251,18 @@ def test_donations_hold_for_one_compilation() -> None:
             assert get_donated_idxs() is None
 
 
-def test_tensors_of_two_devices_are_refused_but_for_random_states() -> None:
-    def fake(device: str, *shape: int, dtype: torch.dtype = FLOAT) -> Any:
-        return torch.empty(shape, dtype=dtype, device="meta") if device == "meta" else torch.empty(shape, dtype=dtype)
-
-    assert _device_of([fake("cpu", 2), 3]) == "cpu"
-    assert _device_of([fake("meta", 2), fake("cpu", dtype=torch.int64)]) == "meta"
+def test_tensors_of_two_devices_are_refused() -> None:
+    assert _device_of([torch.empty(2), 3]) == "cpu"
+    assert _device_of([torch.empty(2, device="meta")]) == "meta"
     assert _device_of([]) == "cpu"
     with pytest.raises(UnsupportedGraph, match="tensors on cpu, meta"):
-        _device_of([fake("meta", 2), fake("cpu", 2)])
+        _device_of([torch.empty(2, device="meta"), torch.empty(())])
+
+
+def test_the_releases_that_are_said_to_be_tested_have_constraints() -> None:
+    others = {path.stem.removeprefix("torch-") for path in (ROOT / "constraints").glob("torch-*.txt")}
+    (newest,) = re.findall(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert set(TESTED) == others | {newest}
 
 
 def test_an_older_inductor_partitions_by_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
