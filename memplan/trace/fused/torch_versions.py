@@ -1,4 +1,4 @@
-"""What differs between the versions of torch whose Inductor memplan runs: 2.11, 2.12 and 2.13."""
+"""Calls what Inductor has under other names, or with other arguments, in torch 2.11, 2.12 and 2.13."""
 
 from __future__ import annotations
 
