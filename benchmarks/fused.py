@@ -27,7 +27,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -172,6 +172,13 @@ WHOLE: Mapping[str, Contender] = MappingProxyType(
 )
 
 
+class Timed(Protocol):
+    """A contender that is ready to run."""
+
+    def seconds(self) -> float:
+        """Run its turn and return the seconds of a step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
     """A contender that waits for its turns in a process of its own, and the bytes of its budget."""
@@ -224,7 +231,7 @@ def rows_of(
                 failed[name] = started
             else:
                 ready[name] = started
-        seconds = _in_turns(ready, rounds)
+        seconds = in_turns(ready, rounds)
         against = "inductor + compiled AdamW" if whole else "inductor"
         return [_row(model, name, ready, seconds, failed, base=against) for name in contenders]
     finally:
@@ -282,7 +289,7 @@ def _ready(contender: Contender, model: str, size: Any, budget: int | None) -> t
         optimizer = torch.optim.AdamW(own.parameters(), lr=1e-3, fused=contender.update != "compiled")
         started = time.perf_counter()
         if contender.update is None:
-            step = _step(contender.compile(own, inputs, budget), own, inputs)
+            step = step_of(contender.compile(own, inputs, budget), own, inputs)
         else:
             step = _whole_step(contender, own, inputs, budget, optimizer)
         step.run()
@@ -306,7 +313,7 @@ def _ready(contender: Contender, model: str, size: Any, budget: int | None) -> t
     return step, Measured(first=first if contender.cold else None, peak=peak, numbers=found, layouts=layouts)
 
 
-def _step(call: Callable[..., Any], module: nn.Module, inputs: tuple[Any, ...]) -> Step:
+def step_of(call: Callable[..., Any], module: nn.Module, inputs: tuple[Any, ...]) -> Step:
     """Return the step: forward and backward from empty gradients."""
 
     def clear() -> None:
@@ -360,7 +367,7 @@ def _restore(module: nn.Module, optimizer: torch.optim.Optimizer, initial: Seque
                 entry.zero_()
 
 
-def _in_turns(ready: Mapping[str, Running], rounds: int) -> dict[str, list[float]]:
+def in_turns(ready: Mapping[str, Timed], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each contender in each round."""
     names, found = list(ready), {name: list[float]() for name in ready}
     for number in range(rounds):
@@ -393,7 +400,7 @@ def _row(
         "share": None if contender.share is None else f"{contender.share:.3g} of {contender.of}'s peak",
     }
     if against in ready:
-        row["bits"] = _bits(one.numbers, ready[against].measured.numbers, against)
+        row["bits"] = bits(one.numbers, ready[against].measured.numbers, against)
     if base in ready:
         other = ready[base].measured
         row |= {
@@ -404,7 +411,7 @@ def _row(
     return row
 
 
-def _bits(one: Sequence[Any], other: Sequence[Any], against: str) -> str:
+def bits(one: Sequence[Any], other: Sequence[Any], against: str) -> str:
     """Say whether all numbers are equal, or by how much they differ at most."""
     pairs = list(zip(one, other, strict=True))
     if all((a == b).all() for a, b in pairs):

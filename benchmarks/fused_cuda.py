@@ -27,25 +27,21 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from benchmarks import fused
 from benchmarks.arguments import names, parser_of
-from benchmarks.fused import CONTENDERS, MODELS, _step
+from benchmarks.fused import CONTENDERS, MODELS, bits, in_turns, step_of
 from benchmarks.peak_measure import WARM_UP
 from benchmarks.results import Row, Table, write
 from memplan.errors import MemplanError
 
+_BEFORE_BITS = ("model", "contender", "ms", "speed", "peak_mb", "peak_ratio", "budget_mb")
 COLUMNS = {
-    "model": "model",
-    "contender": "contender",
-    "ms": "median ms/step",
-    "speed": "inductor's time / time",
-    "peak_mb": "peak, MB",
-    "peak_ratio": "peak / inductor's",
-    "budget_mb": "budget, MB",
+    **{key: fused.COLUMNS[key] for key in _BEFORE_BITS},
     "arena_mb": "arena, MB",
     "ready": "ready after, s",
-    "bits": "bits",
+    "bits": fused.COLUMNS["bits"],
     "itself": "off itself",
-    "failed": "did not run",
+    "failed": fused.COLUMNS["failed"],
 }
 CHOSEN = ("eager", "inductor", "memplan", "memplan-inductor", "memplan-inductor 0.85")
 _STEPS = 5  # of a turn
@@ -53,7 +49,7 @@ _STEPS = 5  # of a turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a contender that is ready has measured: bytes, seconds, loss and gradients, and how far these vary."""
+    """The figures of a contender that is ready: bytes, seconds, loss and gradients, and how far these vary."""
 
     peak: int
     arena: int | None
@@ -69,6 +65,12 @@ class Waiting:
     process: Any
     turns: Connection
     budget: int | None
+
+    def seconds(self) -> float:
+        """Run a turn and return the mean seconds of its steps."""
+        self.turns.send(True)
+        found: float = self.turns.recv()
+        return found
 
 
 def rows_of(models: Sequence[str], contenders: Sequence[str], options: argparse.Namespace) -> list[Row]:
@@ -99,8 +101,13 @@ def rows_of(models: Sequence[str], contenders: Sequence[str], options: argparse.
         for key in later + [key for key in waiting if key not in ready and key not in failed]:
             failed[key] = f"not ready after {options.seconds:g} s"
         _end([one for key, one in waiting.items() if key not in ready])
-        seconds = {model: _in_turns(model, waiting, ready, options.rounds) for model in models}
-        return [_row((model, name), ready, seconds[model], failed, waiting) for model in models for name in contenders]
+        running = {model: {name: waiting[one, name] for one, name in ready if one == model} for model in models}
+        seconds = {model: in_turns(running[model], options.rounds) for model in models if running[model]}
+        return [
+            _row((model, name), ready, seconds.get(model, {}), failed, waiting)
+            for model in models
+            for name in contenders
+        ]
     finally:
         _end(list(waiting.values()))
 
@@ -161,7 +168,7 @@ def _ready(model: str, name: str, size: str, device: str, budget: int | None) ->
     own, inputs = MODELS[model](size)
     own = own.to(device)
     inputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
-    step = _step(contender.compile(own, inputs, budget), own, inputs)
+    step = step_of(contender.compile(own, inputs, budget), own, inputs)
     for _ in range(1 + WARM_UP):
         step.run()
     _settle(step, device)
@@ -211,21 +218,6 @@ def _workspaces(device: str) -> int:
     return held - _bytes(device, "current")
 
 
-def _in_turns(
-    model: str, waiting: Mapping[Any, Waiting], ready: Mapping[Any, Measured], rounds: int
-) -> dict[str, list[float]]:
-    """Return the seconds of each contender of a model in each round."""
-    running = [name for one, name in ready if one == model]
-    found: dict[str, list[float]] = {name: [] for name in running}
-    for number in range(rounds):
-        turn = number % max(len(running), 1)
-        for name in running[turn:] + running[:turn]:
-            turns = waiting[model, name].turns
-            turns.send(True)
-            found[name].append(turns.recv())
-    return found
-
-
 def _row(
     key: tuple[str, str],
     ready: Mapping[Any, Measured],
@@ -248,7 +240,7 @@ def _row(
     }
     against = CONTENDERS[name].against
     if (model, against) in ready:
-        row["bits"] = _bits(one.numbers, ready[model, against].numbers, against)
+        row["bits"] = bits(one.numbers, ready[model, against].numbers, against)
     if (model, "inductor") in ready:
         base = zip(seconds["inductor"], seconds[name], strict=True)
         row |= {
@@ -256,13 +248,6 @@ def _row(
             "peak_ratio": one.peak / ready[model, "inductor"].peak if one.peak else None,
         }
     return row
-
-
-def _bits(one: Sequence[Any], other: Sequence[Any], against: str) -> str:
-    if all((a == b).all() for a, b in zip(one, other, strict=True)):
-        return f"{against}'s"
-    most = max(float(abs(a - b).max()) for a, b in zip(one, other, strict=True))
-    return f"{most:.1e} off {against}'s"
 
 
 def _device_name(device: str) -> str:

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from torch.utils import _pytree as pytree
 
 import memplan
 from benchmarks.zoo import ZOO, Block
@@ -24,6 +23,7 @@ from memplan.errors import UnsupportedGraph
 from memplan.recording.places import places
 from memplan.runtime import CompiledModule, compile, compile_step
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
+from tests.runtime.on_cuda import example_on_cuda, same_kernels_each_time
 from tests.runtime.reference import Interpreted
 from tests.steps import loss_of
 
@@ -39,24 +39,8 @@ REST = [name for name in ZOO if name not in NAMES]
 
 @pytest.fixture(autouse=True)
 def _same_kernels_each_time() -> Iterator[None]:
-    """Kernels that add up in any order would differ from themselves."""
-    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = True, False
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = before
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def _example(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, tuple[Any, ...]]:
-    model, args = ZOO[name]("nano")
-
-    def move(t: torch.Tensor) -> torch.Tensor:
-        return t.to("cuda", dtype) if t.is_floating_point() else t.to("cuda")
-
-    return model.to("cuda", dtype), pytree.tree_map_only(torch.Tensor, move, args)
+    with same_kernels_each_time():
+        yield
 
 
 def _assert_like_eager(model: nn.Module, eager: nn.Module, *losses: torch.Tensor, loose: float = 1.0) -> None:
@@ -71,7 +55,7 @@ def _assert_like_eager(model: nn.Module, eager: nn.Module, *losses: torch.Tensor
 @pytest.mark.parametrize("name", [*NAMES, *REST])
 def test_bitwise_equal_to_interpretation(name: str) -> None:
     """With poison in everything that is not alive."""
-    model, args = _example(name)
+    model, args = example_on_cuda(name)
     reference = Interpreted(copy.deepcopy(model), args)
     compiled = compile(model, args, sanitize="poison")
     assert compiled.plan.alignment == 512
@@ -92,7 +76,7 @@ def test_bitwise_equal_to_interpretation(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_trains_like_eager(name: str, cuda_graph: bool) -> None:
     """The same random numbers too: seeds are set anew, and then go on by themselves across replays."""
-    model, args = _example(name)
+    model, args = example_on_cuda(name)
     eager = copy.deepcopy(model)
     # Transformers gives BERT's attention a mask while it is traced, and none otherwise: CUDA then has another kernel.
     reference: Any = torch.compile(eager, backend="aot_eager") if name == "bert" else eager
@@ -153,7 +137,7 @@ def test_fused_attention_with_dropout(backend: Any, dtype: torch.dtype, cuda_gra
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_half_precision(name: str) -> None:
-    model, args = _example(name, torch.bfloat16)
+    model, args = example_on_cuda(name, torch.bfloat16)
     eager = copy.deepcopy(model)
     compiled = compile(model, args, sanitize="poison")
     _assert_like_eager(model, eager, loss_of(compiled, *args, seed=0), loss_of(eager, *args, seed=0), loose=500)
@@ -178,7 +162,7 @@ class Blocks(nn.Module):
 def _roomy_example(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     """Return a model with activations that a budget can evict, and its inputs."""
     if name != "blocks":
-        return _example(name)
+        return example_on_cuda(name)
     torch.manual_seed(0)
     return Blocks().cuda(), (torch.randn(16, 32, 32).cuda(),)
 
@@ -212,7 +196,7 @@ def _within_a_budget(model: nn.Module, args: tuple[Any, ...], policy: Any) -> Co
 )
 @pytest.mark.parametrize("cuda_graph", [False, True])
 def test_whole_steps_follow_their_schedule(cuda_graph: bool, options: dict[str, Any]) -> None:
-    model, args = _example("gpt2")
+    model, args = example_on_cuda("gpt2")
     eager = copy.deepcopy(model)
     count = options.get("accumulate", 1)
     ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True) for m in (model, eager))
@@ -240,7 +224,7 @@ def test_whole_steps_follow_their_schedule(cuda_graph: bool, options: dict[str, 
 @pytest.mark.parametrize("options", [{}, {"fused": False, "foreach": False}], ids=["as torch chooses", "not fused"])
 def test_an_optimizer_that_was_not_fused_is_taken_over(options: dict[str, Any], cuda_graph: bool) -> None:
     """Its step counters are in the host's memory. Fused updates need them on the device, and its own ops do not."""
-    model, args = _example("mlp")
+    model, args = example_on_cuda("mlp")
     eager = copy.deepcopy(model)
     ours, theirs = (torch.optim.AdamW(m.parameters(), **options) for m in (model, eager))
     for m, optimizer in ((model, ours), (eager, theirs)):
@@ -266,7 +250,7 @@ def test_an_optimizer_that_was_not_fused_is_taken_over(options: dict[str, Any], 
 
 def test_steps_on_other_streams_take_turns() -> None:
     """One arena: what a second stream computes must not overwrite what the first still reads."""
-    model, args = _example("gpt2")
+    model, args = example_on_cuda("gpt2")
     model.eval()
     compiled = compile(model, args, train=False)
     expected = compiled(*args).clone()
@@ -309,7 +293,7 @@ def test_torchs_sanitizer_finds_no_race() -> None:
         for policy in (QUICK, QUICK_RECOMPUTE):
             model, args = _roomy_example(name)
             trained.append((_within_a_budget(model, args, policy), args))
-    evaluated, inputs = _example("gpt2")
+    evaluated, inputs = example_on_cuda("gpt2")
     evaluated.eval()
     compiled = compile(evaluated, inputs, train=False)
     for _ in range(2):  # all that first calls make
@@ -390,7 +374,7 @@ def test_large_fallbacks_need_no_more_than_a_plain_capture() -> None:
 
 def test_recordings_keep_their_workspaces() -> None:
     """Torch's cuBLAS workspaces may be cleared by anybody who records, and their memory be unmapped."""
-    model, args = _example("gpt2")
+    model, args = example_on_cuda("gpt2")
     model.eval()
     compiled = compile(model, args, train=False, cuda_graph=True)
     expected = compiled(*args).clone()
@@ -407,7 +391,7 @@ def test_recordings_keep_their_workspaces() -> None:
 
 def test_moved_parameters_are_recorded_anew_while_results_are_held() -> None:
     """The model has dropout: both must begin at the same random numbers."""
-    model, args = _example("mlp")
+    model, args = example_on_cuda("mlp")
     compiled = compile(model, args, cuda_graph=True)
     held = compiled(*args)
     held.backward()
@@ -423,7 +407,7 @@ def test_moved_parameters_are_recorded_anew_while_results_are_held() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch 2.11's own reset, on CUDA
 def test_torch_compile_backend() -> None:
-    model, args = _example("gpt2")
+    model, args = example_on_cuda("gpt2")
     eager = copy.deepcopy(model)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=memplan.Backend(sanitize="poison"))
@@ -450,7 +434,7 @@ def test_measured_peak_is_the_predicted_one(name: str) -> None:
     torch._C._cuda_clearCublasWorkspaces()
     _free_garbage()  # of earlier tests: what one that failed had is freed only after its own clearing up
     before = _requested()
-    model, args = _example(name)
+    model, args = example_on_cuda(name)
     compiled = compile(model, args)
     _settle(model, compiled, args)
     standing = _requested()

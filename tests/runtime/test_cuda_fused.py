@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import memplan
-from benchmarks.zoo import ZOO
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
+from tests.runtime.on_cuda import example_on_cuda, same_kernels_each_time
 from tests.steps import loss_of
 
 pytestmark = [
@@ -29,17 +27,10 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _same_kernels_each_time() -> Iterator[None]:
-    """Kernels that add up in any order would differ from themselves."""
-    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = True, False
-    torch.use_deterministic_algorithms(True, warn_only=True)
     torch._dynamo.reset()
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = before
+    with same_kernels_each_time():
+        yield
     torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 class Stack(nn.Module):
@@ -53,11 +44,6 @@ class Stack(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.layers(x).square().mean()
         return loss
-
-
-def _example(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    model, args = ZOO[name]("nano")
-    return model.to("cuda"), pytree.tree_map_only(torch.Tensor, lambda t: t.to("cuda"), args)
 
 
 def _stack() -> tuple[nn.Module, torch.Tensor]:
@@ -75,7 +61,7 @@ def _assert_same(one: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "llama", "bert", "vit", "resnet"])
 def test_the_bits_are_inductors(name: str) -> None:
-    model, args = _example(name)
+    model, args = example_on_cuda(name)
     other = copy.deepcopy(model)
     ours = memplan.compile(model, args, kernels="inductor", sanitize="poison")
     assert ours.plan.alignment == 512
@@ -88,6 +74,12 @@ def test_the_bits_are_inductors(name: str) -> None:
         _assert_same(model, other)
 
 
+def _assert_same_steps(ours: Any, model: nn.Module, theirs: Any, other: nn.Module, x: torch.Tensor) -> None:
+    for seed in range(3):
+        assert torch.equal(loss_of(ours, x, seed=seed), loss_of(theirs, x, seed=seed))
+    _assert_same(model, other)
+
+
 @pytest.mark.parametrize("policy", [QUICK, QUICK_RECOMPUTE], ids=["offload", "recompute"])
 def test_a_budget_changes_no_bit(policy: Any) -> None:
     model, x = _stack()
@@ -96,21 +88,15 @@ def test_a_budget_changes_no_bit(policy: Any) -> None:
     size = int(plain.plan.arena_size * 0.7)
     kept = memplan.compile(other, x, kernels="inductor", arena_budget=size, policy=policy, costs=FAST_LINK)
     assert kept.plan.arena_size <= size
-    for seed in range(3):
-        assert torch.equal(loss_of(plain, x, seed=seed), loss_of(kept, x, seed=seed))
-    _assert_same(model, other)
+    _assert_same_steps(kept, other, plain, model, x)
 
 
 def test_a_recorded_step_has_the_same_bits() -> None:
     model, x = _stack()
     other = copy.deepcopy(model)
-    plain, recorded = (
-        memplan.compile(model, x, kernels="inductor"),
-        memplan.compile(other, x, kernels="inductor", cuda_graph=True),
-    )
-    for seed in range(3):
-        assert torch.equal(loss_of(plain, x, seed=seed), loss_of(recorded, x, seed=seed))
-    _assert_same(model, other)
+    plain = memplan.compile(model, x, kernels="inductor")
+    recorded = memplan.compile(other, x, kernels="inductor", cuda_graph=True)
+    _assert_same_steps(recorded, other, plain, model, x)
 
 
 def test_whole_steps_train_like_inductors() -> None:
@@ -146,10 +132,7 @@ def test_the_backend_runs_inductors_kernels() -> None:
     model, x = _stack()
     other = copy.deepcopy(model)
     ours = torch.compile(model, backend=memplan.Backend(kernels="inductor"))
-    theirs = torch.compile(other, fullgraph=True)
-    for seed in range(2):
-        assert torch.equal(loss_of(ours, x, seed=seed), loss_of(theirs, x, seed=seed))
-    _assert_same(model, other)
+    _assert_same_steps(ours, model, torch.compile(other, fullgraph=True), other, x)
 
 
 def test_kernels_run_on_the_present_stream() -> None:

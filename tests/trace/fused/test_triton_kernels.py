@@ -149,7 +149,7 @@ def test_the_random_state_of_attention_goes_from_one_kernel_to_the_other() -> No
 
 
 class _Kernel:
-    """What Inductor's compilation returns: it notes how it is launched."""
+    """A compiled kernel that notes how it is launched."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[tuple[Any, ...], Any]] = []
