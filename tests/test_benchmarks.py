@@ -111,9 +111,9 @@ def test_fused_kernels_are_compared_and_rows_are_kept(tmp_path: Path, monkeypatc
     step, measured = fused._ready(fused.CONTENDERS["memplan"], "mlp", "nano", None)
     assert step.plan is not None
     assert measured.peak >= step.plan.arena_size + step.plan.outside["parameters"] > step.plan.arena_size > 0
-    assert fused._bits(measured.numbers, measured.numbers, "eager") == "eager's"
+    assert fused.bits(measured.numbers, measured.numbers, "eager") == "eager's"
     other = (measured.numbers[0] + 1, *measured.numbers[1:])
-    assert fused._bits(other, measured.numbers, "eager") == "1.0e+00 off eager's"
+    assert fused.bits(other, measured.numbers, "eager") == "1.0e+00 off eager's"
     asked: list[str] = []
 
     def rows_of(model: str, size: str, rounds: int, *, whole: bool, warm: bool, chosen: list[str] | None) -> list[Row]:
@@ -160,7 +160,7 @@ def test_whole_steps_of_one_kind_of_kernels_have_the_same_numbers() -> None:
     found = [
         fused._ready(fused.WHOLE[name], "mlp", "nano", None)[1] for name in ("eager + fused AdamW", "memplan's step")
     ]
-    assert fused._bits(found[1].numbers, found[0].numbers, "eager") == "eager's"
+    assert fused.bits(found[1].numbers, found[0].numbers, "eager") == "eager's"
     assert found[1].peak < found[0].peak
 
 
