@@ -3,14 +3,15 @@
     python -m benchmarks.fused --models gpt2,llama --rounds 15 --keep /tmp/fused.jsonl
 
 Each contender runs in a process of its own, on the CPU with one thread, in turns with the others of its model: the
-order rotates from round to round, and a ratio is the median of the ratios of single rounds. Peaks are taken from
-outside, by memory events and by the tensors that live between steps. Budgets are shares of the peak of Inductor, and of
-the one that torch's knob (`activation_memory_budget`) reaches at .5. Only contenders whose first call is reported start
-from empty caches.
+order rotates from round to round, and a ratio is the median of the ratios of single rounds. Where a process has its
+memory changes its time by several per cent, so `--starts` has each contender start anew a few times. Peaks are taken
+from outside, by memory events and by the tensors that live between steps. Budgets are shares of the peak of Inductor,
+and of the one that torch's knob (`activation_memory_budget`) reaches at .5. Only contenders whose first call is
+reported start from empty caches.
 
 `--whole` measures whole training steps with AdamW: the compiled forward and backward with torch's fused update, and
-with the optimizer's `step()` compiled by Inductor, beside memplan's step. Numbers are then the loss and the parameters
-of the first update.
+with the optimizer's `step()` compiled by Inductor, Inductor's one graph of forward and backward (`trace_autograd_ops`),
+and memplan's step. Numbers are then the loss and the parameters of the first update.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ COLUMNS = {
     "share": "budget is a share of",
     "first": "first call / inductor's",
     "bits": "bits",
+    "kernels": "kernels",
     "failed": "did not run",
 }
 
@@ -66,12 +68,14 @@ class Measured:
     """The figures of a contender that is ready: seconds of the first call, peak in bytes, loss and gradients.
 
     `first` is None where caches were full already. `layouts`: convolutions may have layouts of Inductor's choice.
+    `kernels`: those that memplan has chosen; None where it had no choice.
     """
 
     first: float | None
     peak: int
     numbers: tuple[Any, ...]
     layouts: bool = True
+    kernels: str | None = None
 
 
 Compile = Callable[[nn.Module, tuple[Any, ...], int | None], Callable[..., Any]]
@@ -119,7 +123,7 @@ class Contender:
     `against` has the numbers that its own are compared with. Its budget is `share` times the peak of `of`. `knob`:
     torch's knob is at `KNOB`. `cold`: it starts from empty caches, so that its first call is comparable. `update`: what
     updates the parameters (torch's fused kernels, a compiled `step()`, or memplan's plan of the whole step); None:
-    nothing does.
+    nothing does. `one_graph`: what is compiled calls `backward` itself, which dynamo traces (`trace_autograd_ops`).
     """
 
     compile: Compile
@@ -129,6 +133,7 @@ class Contender:
     knob: bool = False
     cold: bool = False
     update: Update | None = None
+    one_graph: bool = False
 
 
 _fused = partial(planned, kernels="inductor", policy="recompute")  # the CPU's host copies are in its own memory
@@ -140,6 +145,7 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
         "memplan-inductor": Contender(compile=_fused, against="inductor", cold=True),
         "inductor-knob": Contender(compile=inductor, against="inductor", knob=True),
         "memplan": Contender(compile=planned, against="eager"),
+        "memplan-auto": Contender(compile=partial(planned, kernels="auto"), against="inductor"),
         **{
             f"memplan-inductor {share:.3g}": Contender(compile=_fused, against="inductor", share=share, of="inductor")
             for share in SHARES
@@ -154,6 +160,9 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
 WHOLE: Mapping[str, Contender] = MappingProxyType(
     {
         "inductor + compiled AdamW": Contender(compile=inductor, against="inductor + fused AdamW", update="compiled"),
+        "inductor's graph of both + compiled AdamW": Contender(
+            compile=inductor, against="inductor + fused AdamW", update="compiled", one_graph=True
+        ),
         "inductor + fused AdamW": Contender(compile=inductor, against="inductor + fused AdamW", update="fused"),
         "eager + fused AdamW": Contender(compile=eager, against="eager + fused AdamW", update="fused"),
         "memplan's step": Contender(compile=eager, against="eager + fused AdamW", update="planned"),
@@ -200,22 +209,54 @@ class Running:
         self.process.join()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The figures of a contender, the bytes of its budget, and the seconds of its steps."""
+
+    measured: Measured
+    budget: int | None
+    seconds: tuple[float, ...]
+
+    def after(self, earlier: Finished | None) -> Finished:
+        """Return the figures together with those of an earlier start."""
+        if earlier is None:
+            return self
+        measured = replace(earlier.measured, peak=max(earlier.measured.peak, self.measured.peak))
+        return replace(earlier, measured=measured, seconds=(*earlier.seconds, *self.seconds))
+
+
 def rows_of(
     model: str,
     size: str,
     rounds: int,
     *,
+    starts: int = 1,
     whole: bool = False,
     warm: bool = False,
     chosen: Sequence[str] | None = None,
 ) -> list[Row]:
     """Return the rows of one model, all contenders measured in turns.
 
-    `whole`: those of whole training steps. `warm`: no contender starts from empty caches. `chosen`: the contenders to
-    measure; None: all.
+    `starts`: how often each of them starts, for as many rounds each time; the first time is that of first calls, and a
+    peak is the highest. `whole`: those of whole training steps. `warm`: no contender starts from empty caches.
+    `chosen`: the contenders to measure; None: all.
     """
     known = WHOLE if whole else CONTENDERS
     contenders = known if chosen is None else {name: known[name] for name in known if name in chosen}
+    found: dict[str, Finished] = {}
+    failed: dict[str, str] = {}
+    for number in range(starts):
+        again, missing = _one_start(contenders, model, size, rounds, warm=warm or number > 0)
+        failed |= missing
+        found = {name: one.after(found.get(name)) for name, one in again.items()}
+    against = "inductor + compiled AdamW" if whole else "inductor"
+    return [_row(model, name, found, failed, base=against) for name in contenders]
+
+
+def _one_start(
+    contenders: Mapping[str, Contender], model: str, size: str, rounds: int, *, warm: bool
+) -> tuple[dict[str, Finished], dict[str, str]]:
+    """Start the contenders, and run them in turns; return their figures, and why the others did not run."""
     ready: dict[str, Running] = {}
     failed: dict[str, str] = {}
     try:
@@ -232,8 +273,10 @@ def rows_of(
             else:
                 ready[name] = started
         seconds = in_turns(ready, rounds)
-        against = "inductor + compiled AdamW" if whole else "inductor"
-        return [_row(model, name, ready, seconds, failed, base=against) for name in contenders]
+        return {
+            name: Finished(measured=one.measured, budget=one.budget, seconds=tuple(seconds[name]))
+            for name, one in ready.items()
+        }, failed
     finally:
         for one in ready.values():
             one.end()
@@ -282,6 +325,8 @@ def _ready(contender: Contender, model: str, size: Any, budget: int | None) -> t
     with contextlib.ExitStack() as stack:
         if contender.knob:
             stack.enter_context(torch._functorch.config.patch(activation_memory_budget=KNOB))
+        if contender.one_graph:
+            stack.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
         if contender.cold:
             stack.enter_context(fresh_cache())
         # copied first: a tensor that is shown as an array is taken for bytes that torch does not own
@@ -310,7 +355,14 @@ def _ready(contender: Contender, model: str, size: Any, budget: int | None) -> t
     step.clear()
     code = getattr(step.plan, "code", None)
     layouts = code is None or code.layouts
-    return step, Measured(first=first if contender.cold else None, peak=peak, numbers=found, layouts=layouts)
+    chosen = getattr(step.plan, "kernels", None)
+    return step, Measured(
+        first=first if contender.cold else None,
+        peak=peak,
+        numbers=found,
+        layouts=layouts,
+        kernels=str(chosen).partition(":")[0] if chosen else None,
+    )
 
 
 def step_of(call: Callable[..., Any], module: nn.Module, inputs: tuple[Any, ...]) -> Step:
@@ -340,17 +392,32 @@ def _whole_step(
         options: dict[str, Any] = {"kernels": "inductor", "policy": "recompute"} if contender.compile is _fused else {}
         planned: Any = memplan.compile_step(module, optimizer, _itself, inputs, budget=budget, **options)
         return Step(run=lambda: planned(*inputs), clear=module.zero_grad, plan=planned.plan)
-    call = contender.compile(module, inputs, budget)
+    call = contender.compile(_Both(module) if contender.one_graph else module, inputs, budget)
     update: Callable[[], object] = torch.compile(optimizer.step) if contender.update == "compiled" else optimizer.step
 
     def run() -> object:
         loss = call(*inputs)
-        loss.backward()
+        if not contender.one_graph:
+            loss.backward()
         update()
         optimizer.zero_grad()
         return loss.detach()
 
     return Step(run=run, clear=module.zero_grad)
+
+
+class _Both(nn.Module):
+    """A model's forward, and the backward of the loss that it returns."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any) -> Tensor:
+        """Return the loss, whose gradients have been added to those of the parameters."""
+        loss: Tensor = self.module(*inputs)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
 
 def _itself(loss: Tensor) -> Tensor:
@@ -377,36 +444,30 @@ def in_turns(ready: Mapping[str, Timed], rounds: int) -> dict[str, list[float]]:
     return found
 
 
-def _row(
-    model: str,
-    name: str,
-    ready: Mapping[str, Running],
-    seconds: Mapping[str, Sequence[float]],
-    failed: Mapping[str, str],
-    *,
-    base: str,
-) -> Row:
+def _row(model: str, name: str, found: Mapping[str, Finished], failed: Mapping[str, str], *, base: str) -> Row:
     """Return the row of one contender, relative to that of the name `base` and to its reference, where these ran."""
     row: dict[str, Any] = {**dict.fromkeys(COLUMNS), "model": model, "contender": name}
-    if name not in ready:
+    if name not in found:
         return {**row, "failed": failed[name]}
-    contender, one = {**CONTENDERS, **WHOLE}[name], ready[name].measured
-    budget = ready[name].budget
-    against = contender.against if one.layouts or FLAT not in ready else FLAT
+    contender, own = {**CONTENDERS, **WHOLE}[name], found[name]
+    one = own.measured
+    against = contender.against if one.layouts or FLAT not in found else FLAT
+    against = "eager" if one.kernels == "aten" else against
     row |= {
-        "ms": statistics.median(seconds[name]) * 1e3,
+        "ms": statistics.median(own.seconds) * 1e3,
         "peak_mb": one.peak / 1e6,
-        "budget_mb": None if budget is None else budget / 1e6,
+        "budget_mb": None if own.budget is None else own.budget / 1e6,
         "share": None if contender.share is None else f"{contender.share:.3g} of {contender.of}'s peak",
+        "kernels": one.kernels,
     }
-    if against in ready:
-        row["bits"] = bits(one.numbers, ready[against].measured.numbers, against)
-    if base in ready:
-        other = ready[base].measured
+    if against in found:
+        row["bits"] = bits(one.numbers, found[against].measured.numbers, against)
+    if base in found:
+        other = found[base]
         row |= {
-            "speed": statistics.median(a / b for a, b in zip(seconds[base], seconds[name], strict=True)),
-            "peak_ratio": one.peak / other.peak,
-            "first": one.first / other.first if one.first and other.first else None,
+            "speed": statistics.median(a / b for a, b in zip(other.seconds, own.seconds, strict=True)),
+            "peak_ratio": one.peak / other.measured.peak,
+            "first": one.first / other.measured.first if one.first and other.measured.first else None,
         }
     return row
 
@@ -425,7 +486,7 @@ def _table(rows: Sequence[Row], output: str, options: argparse.Namespace) -> Tab
         title=f"Fused kernels{', whole steps' if options.whole else ''}, {options.size} models, cpu",
         columns=COLUMNS,
         rows=rows,
-        settings={"size": options.size, "rounds": options.rounds, "threads": 1},
+        settings={"size": options.size, "rounds": options.rounds, "starts": options.starts, "threads": 1},
         notes=(
             "Peak: what lives between steps (parameters, buffers, inputs, an arena), and by how much one step exceeds"
             " it, by memory events. MB = 10^6 bytes.",
@@ -438,6 +499,7 @@ def _table(rows: Sequence[Row], output: str, options: argparse.Namespace) -> Tab
 def _said(options: argparse.Namespace) -> str:
     """Return the arguments that say what was measured."""
     said = f"--models {','.join(options.models)} --size {options.size} --rounds {options.rounds}"
+    said += f" --starts {options.starts}" if options.starts > 1 else ""
     said += f' --contenders "{",".join(options.contenders)}"' if options.contenders else ""
     return f"{said}{' --whole' if options.whole else ''}{' --warm' if options.warm else ''}"
 
@@ -445,16 +507,21 @@ def _said(options: argparse.Namespace) -> str:
 def _settings(options: argparse.Namespace) -> str:
     """Return what kept rows must have been measured with."""
     what = "whole steps, " if options.whole else ""
-    if options.contenders and not options.whole:
-        what = f"{','.join(options.contenders)}, "
-    return f"{what}{options.size}, {options.rounds} rounds, torch {torch.__version__}"
+    if options.contenders:
+        what += f"{','.join(options.contenders)}, "
+    return f"{what}{options.size}, {options.starts} times {options.rounds} rounds, torch {torch.__version__}"
 
 
 def _batches(options: argparse.Namespace) -> Iterator[Sequence[Row]]:
     """Yield the rows of each model."""
-    chosen = None if options.whole else options.contenders
     measure = partial(
-        rows_of, size=options.size, rounds=options.rounds, whole=options.whole, warm=options.warm, chosen=chosen
+        rows_of,
+        size=options.size,
+        rounds=options.rounds,
+        starts=options.starts,
+        whole=options.whole,
+        warm=options.warm,
+        chosen=options.contenders,
     )
     return kept_rows(options.models, options.keep, lambda: _settings(options), measure)
 
@@ -464,11 +531,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("fused", __doc__.splitlines()[0], list(MODELS), ["gpt2", "llama", "bert", "vit", "resnet"])
     parser.add_argument("--size", choices=["nano", "medium"], default="medium")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--contenders", type=names(list(CONTENDERS)), help="comma-separated; none named: all")
+    parser.add_argument("--starts", type=int, default=1, help="how often each contender starts, for as many rounds")
+    parser.add_argument("--contenders", type=names([*CONTENDERS, *WHOLE]), help="comma-separated; none named: all")
     parser.add_argument("--whole", action="store_true", help="measure whole training steps")
     parser.add_argument("--warm", action="store_true", help="start from full caches: first calls are not compared")
     parser.add_argument("--keep", type=Path, help="a file that keeps each model's rows: a run that was ended goes on")
     options = parser.parse_args(arguments)
+    known = WHOLE if options.whole else CONTENDERS
+    if options.starts < 1 or options.rounds < 1:
+        parser.error("--starts and --rounds are at least 1")
+    if others := [name for name in options.contenders or () if name not in known]:
+        parser.error(f"{', '.join(others)}: {'not of whole steps' if options.whole else 'only with --whole'}")
     torch.set_num_threads(1)
     return collect(_batches(options), partial(_table, output=options.output, options=options), options.directory)
 

@@ -16,9 +16,16 @@ from memplan.core.totals import MODEL_KINDS, beside_results
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.workload import Policy
+from memplan.planning.caller_side import CallerSide, graph_with_caller, plan_with_caller, transient_with_caller
 from memplan.planning.eager_total import eager_total
 from memplan.planning.options import PlanOptions
-from memplan.planning.outside_arena import kept_bytes, need_with_update, plan_partly_outside
+from memplan.planning.outside_arena import (
+    kept_bytes,
+    left_by,
+    need_with_update,
+    plan_partly_outside,
+    with_storages_outside,
+)
 
 _PRECISION = 1000  # the prediction of eager's peak is exact to about one part in so many
 _MOST_OVERHEAD = 0.1  # the predicted share of the step's time that needing no more than eager may cost
@@ -50,7 +57,7 @@ class AsEager:
         replan: Makes a plan of the step within a total by a policy, with what is known of its kernels.
         saved: Activations that the backward needs may leave the arena.
         copies: Results may be copied to the host.
-        after: The bytes that the optimizer's own `step()` allocates, while the arena is idle; 0 if not known.
+        after: The bytes that the optimizer's own `step()` allocates, while the arena is idle; None before a first one.
     """
 
     graph: Graph
@@ -59,57 +66,75 @@ class AsEager:
     replan: Callable[[int, str | Policy], Plan]
     saved: bool
     copies: bool
-    after: int = 0
+    after: int | None = None
 
     def instead_of(self, plan: Plan) -> Plan | None:
         """Return the plan that takes the place of `plan`, which has its temporaries; None if `plan` stays."""
         away = plan.eviction is not None and bool(plan.eviction.device)
         beside = beside_results(_placed(self.graph) if away else self.graph, self.transient)
-        eager = max(eager_total(self.graph, beside), self._eager_update(plan) if self.after else 0)
+        eager = max(eager_total(self.graph, beside), self._eager_update(plan, self.after))
         most = eager + plan.padding + self.options.reserved
         limit = most - eager // _PRECISION
         need = self._need(_one_by_one(plan))
         if (
             need <= limit
             or plan.redzone
-            or (self.after and need - most < min(WORTH_PLANNING, eager * WORTH_PLANNING_SHARE))
+            or (self.after is not None and need - most < min(WORTH_PLANNING, eager * WORTH_PLANNING_SHARE))
         ):
             return None
         found = self._outside(plan, limit, saved=need > most)
         if found is not None and self._need(found) <= limit:
             return found
-        cheaper = None if self.after else self._evicted(plan, limit, away=away)
+        cheaper = None if self.after is not None else self._evicted(plan, limit, away=away)
         if cheaper is None:
             needed = format_bytes(self._need(found or plan))
             _log.info("%s: needs %s, and eager %s", plan.model, needed, format_bytes(limit))
         return cheaper or found
 
-    def beside_update(self, now: Plan, after: int, unevicted: Callable[[], Plan]) -> Plan | None:
-        """Return the plan in the place of `now` if `step()` allocates `after` bytes beside the arena; None if it stays.
+    def beside_update(self, now: Plan, after: int) -> Plan | None:
+        """Return the plan in the place of `now` if `step()` allocates `after` bytes beside it; None if it stays."""
+        found = replace(self, after=after).instead_of(now)
+        return found if found is not None and need_with_update(found, after) < need_with_update(now, after) else None
+
+    def beside_caller(self, now: Plan, side: CallerSide, after: int, unevicted: Callable[[], Plan]) -> Plan | None:
+        """Do the same with what the caller does around the step.
 
         `unevicted`: makes the same plan without evictions, with its temporaries: results leave the arena instead.
         """
         kept = now.eviction is None or now.eviction.policy == "checkpoint"
-        found = replace(self, after=after).instead_of(now if kept else unevicted())
-        return found if found is not None and need_with_update(found, after) < need_with_update(now, after) else None
+        base = now if kept else unevicted()
+        with_it = replace(
+            self,
+            graph=graph_with_caller(self.graph, side),
+            transient=transient_with_caller(self.graph, self.transient, side),
+        )
+        before = plan_with_caller(base, side)
+        found = with_it.beside_update(before, after)
+        if found is None:
+            return None
+        made = with_storages_outside(base, left_by(before, found), self.options)
+        needs = [need_with_update(plan_with_caller(plan, side), after) for plan in (now, made)]
+        return made if needs[1] < needs[0] else None
 
     def _need(self, plan: Plan) -> int:
-        return need_with_update(plan, self.after) if self.after else plan.on_device
+        return plan.on_device if self.after is None else need_with_update(plan, self.after)
 
-    def _eager_update(self, plan: Plan) -> int:
+    def _eager_update(self, plan: Plan, after: int | None) -> int:
         """Return the bytes that eager has while the optimizer's own `step()` runs, beside the optimizer's state."""
+        if after is None:
+            return 0
         graph = plan.graph
         gradients = sum(graph.storages[s].nbytes for s in graph.gradients_in_arena)
-        return graph.bytes_of(*MODEL_KINDS) + kept_bytes(plan) + gradients + self.after
+        return graph.bytes_of(*MODEL_KINDS) + kept_bytes(plan) + gradients + after
 
     def _outside(self, plan: Plan, limit: int, *, saved: bool) -> Plan | None:
         """Return a smaller plan of the same order with results outside the arena; None if there is none."""
         if plan.eviction is not None and plan.eviction.policy != "checkpoint":
             return None
-        found = plan_partly_outside(plan, limit, self.options, after=self.after)
+        found = plan_partly_outside(plan, limit, self.options, after=self.after or 0)
         # Each call allocates what is left to the backward: only where nothing else helps.
         if saved and self.saved and plan.eviction is None and (found is None or self._need(found) > limit):
-            found = plan_partly_outside(plan, limit, self.options, saved=True, after=self.after)
+            found = plan_partly_outside(plan, limit, self.options, saved=True, after=self.after or 0)
         return found
 
     def _evicted(self, plan: Plan, limit: int, *, away: bool) -> Plan | None:

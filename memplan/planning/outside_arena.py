@@ -125,6 +125,12 @@ def with_storages_outside(plan: Plan, names: Collection[str], options: PlanOptio
     return _without(plan, chosen, options) if chosen else plan
 
 
+def left_by(before: Plan, after: Plan) -> frozenset[str]:
+    """Return the names of the storages in the arena of one plan that are outside in another one of the same step."""
+    inside = [frozenset(s.name for s in plan.graph.storages if s.planned) for plan in (before, after)]
+    return inside[0] - inside[1]
+
+
 def leaving_first(plan: Plan, options: PlanOptions) -> Iterator[tuple[str, int, int]]:
     """Yield the results that would have to leave the arena first if evictions could lower it elsewhere.
 

@@ -7,17 +7,18 @@ graphs need together, and each graph is planned with those of its own outside.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from memplan.core.graph import Graph, Phase
 from memplan.core.plan import GraphSection, Plan
 from memplan.core.schedule import make_schedule
 from memplan.evict.workload import Policy
+from memplan.planning.caller_side import CallerSide, plan_with_caller
 from memplan.planning.joint import JointPart, join, joint_graph
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.measured import AsEager
 from memplan.planning.options import PlanOptions
-from memplan.planning.outside_arena import need_with_update, with_storages_outside
+from memplan.planning.outside_arena import left_by, need_with_update, with_storages_outside
 
 Timeline = Sequence[tuple[int, bool]]
 
@@ -26,12 +27,14 @@ Timeline = Sequence[tuple[int, bool]]
 class RunningGraph:
     """A graph of a step: as it was `traced`, and the `plan` that it runs by, as if it had an arena of its own.
 
-    `program`: the same number for all that run the same program, whose plan is the same.
+    `program`: the same number for all that run the same program, whose plan is the same. `caller`: what was seen to
+    happen around it.
     """
 
     traced: Graph
     plan: Plan
     program: int
+    caller: CallerSide = field(default_factory=CallerSide)
 
 
 def room_together(
@@ -53,18 +56,19 @@ def room_together(
     if any(g.plan.eviction is not None or g.plan.devices or g.plan.redzone for g in graphs):
         return None
     now = _together(graphs, [g.plan for g in graphs], timeline, options)
+    as_traced = [plan_with_caller(_in_order(g), g.caller) for g in graphs]
     step = AsEager(
-        graph=joint_graph([_part(_in_order(g)) for g in graphs], timeline),
-        transient=[g.plan.transient[op] for g, op in _ran(graphs, timeline)],
+        graph=joint_graph([_part(plan) for plan in as_traced], timeline),
+        transient=list(_transient(as_traced, timeline)),
         options=options,
         replan=_no_evictions,
         saved=True,
         copies=False,
     )
-    smaller = step.beside_update(now, after, lambda: now)
+    smaller = step.beside_update(now, after)
     if smaller is None:
         return None
-    made = _of_each(graphs, now, smaller, options)
+    made = _of_each(graphs, left_by(now, smaller), options)
     needed = need_in_arena(_together(graphs, made, timeline, options), after, least)
     return made if needed < need_in_arena(now, after, least) else None
 
@@ -74,10 +78,8 @@ def need_in_arena(plan: Plan, after: int, least: int) -> int:
     return need_with_update(plan, after) + max(least - plan.arena_size, 0)
 
 
-def _of_each(graphs: Sequence[RunningGraph], now: Plan, smaller: Plan, options: PlanOptions) -> tuple[Plan, ...]:
+def _of_each(graphs: Sequence[RunningGraph], left: frozenset[str], options: PlanOptions) -> tuple[Plan, ...]:
     """Return the plan of each graph with those storages outside that have left the arena of all graphs."""
-    inside = {s.name for s in now.graph.storages if s.planned}
-    left = inside - {s.name for s in smaller.graph.storages if s.planned}
     of: dict[int, set[str]] = {}
     for i, graph in enumerate(graphs):
         mine = {name.removeprefix(f"{i}.") for name in left if name.startswith(f"{i}.")}
@@ -87,8 +89,9 @@ def _of_each(graphs: Sequence[RunningGraph], now: Plan, smaller: Plan, options: 
 
 
 def _together(graphs: Sequence[RunningGraph], plans: Sequence[Plan], timeline: Timeline, options: PlanOptions) -> Plan:
-    """Return the plan of the step in which the graphs run by these plans, in one arena."""
-    joined = join("", [_part(plan) for plan in plans], timeline)
+    """Return the plan of the step in which the graphs run by these plans in one arena, with their callers' ops."""
+    around = [plan_with_caller(plan, g.caller) for g, plan in zip(graphs, plans, strict=True)]
+    joined = join("", [_part(plan) for plan in around], timeline)
     return replace(make_plan(ScheduledGraph.of(joined), options), temporaries=joined.transient, numbers=joined.numbers)
 
 
@@ -98,12 +101,12 @@ def _in_order(graph: RunningGraph) -> Plan:
     return replace(graph.plan, graph=graph.traced, schedule=make_schedule(graph.traced, order, "traced"))
 
 
-def _ran(graphs: Sequence[RunningGraph], timeline: Timeline) -> Iterator[tuple[RunningGraph, int]]:
-    """Yield each graph and op that runs, in the order of the traces."""
+def _transient(plans: Sequence[Plan], timeline: Timeline) -> Iterator[int]:
+    """Yield the bytes that each op allocates that runs, in the order of the traces."""
     for i, backward in timeline:
-        for op, made in enumerate(graphs[i].traced.ops):
-            if (made.phase is Phase.BACKWARD) == backward:
-                yield graphs[i], op
+        for op, nbytes in zip(plans[i].graph.ops, plans[i].transient, strict=True):
+            if (op.phase is Phase.BACKWARD) == backward:
+                yield nbytes
 
 
 def _part(plan: Plan) -> JointPart:

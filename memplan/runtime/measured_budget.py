@@ -13,6 +13,7 @@ from memplan.core.timed import timed
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.workload import Policy
+from memplan.planning.caller_side import CallerSide
 from memplan.planning.measured import AsEager, with_temporaries
 from memplan.planning.outside_arena import plan_partly_outside
 from memplan.runtime.execute.runner import Runner
@@ -202,14 +203,18 @@ def smaller_plan(options: RunOptions, built: Built, *, after: int = 0) -> tuple[
     return outside_as_in(traced, found, gradients=True), found
 
 
-def plan_as_small_as_eager(options: RunOptions, built: Built, *, after: int = 0) -> tuple[TracedGraph, Plan] | None:
+def plan_as_small_as_eager(
+    options: RunOptions, built: Built, *, after: int = 0, caller: CallerSide | None = None
+) -> tuple[TracedGraph, Plan] | None:
     """Return a plan that needs at most what eager is predicted to need on its device, for a program without a budget
     that needs more; None if it needs no more, or if no such plan is found.
 
-    `after`: the bytes that the optimizer's own `step()` allocates once the step is over, if they count.
+    `after`: the bytes that the optimizer's own `step()` allocates once the step is over, if they count. `caller`: what
+    the caller was seen to do around a step; None before it ran.
     """
     traced, plan, known = built.traced, built.runner.plan, measured(built, None)
     on_host = not traced.runs_on and traced.device.type == "cpu"  # its host copies are in its own memory
+    side = CallerSide() if caller is None else caller
 
     def within(total: int, policy: str | Policy) -> Plan:
         """Return a plan within a total by a policy."""
@@ -228,7 +233,8 @@ def plan_as_small_as_eager(options: RunOptions, built: Built, *, after: int = 0)
         """Return the plan of the step without evictions."""
         return with_temporaries(known.settle(options)[1], known.transient)
 
-    found = step.beside_update(plan, after, unevicted) if after else step.instead_of(plan)
+    alone = caller is None and not after
+    found = step.instead_of(plan) if alone else step.beside_caller(plan, side, after, unevicted)
     return None if found is None else (outside_as_in(traced, found, gradients=True), found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memplan.core.plan import Plan
+from memplan.planning.caller_side import plan_with_caller
 from memplan.planning.room_together import RunningGraph, Timeline, need_in_arena, room_together
 from memplan.runtime.execute.instances import ProgramInstance
 from memplan.runtime.measured_budget import Built, plan_as_small_as_eager
@@ -43,7 +44,7 @@ def made_room(
             return ()
         coordinator.forget_step(max(plan.arena_size for _, plan in found))
         for one, (_, plan) in zip(instances, found, strict=True):
-            update.report(one.plan, plan)
+            update.report(one.plan, plan, one.runner.caller_side.loss)
         return tuple(zip(instances, found, strict=True))
 
 
@@ -56,14 +57,15 @@ def _smaller(
     """
     first = instances[0]
     if len(instances) == 1 and first.runner.plan.arena_size == first.plan.arena_size:
-        alone = plan_as_small_as_eager(options, Built(traced=first.runner.as_traced, runner=first.runner), after=after)
+        built, side = Built(traced=first.runner.as_traced, runner=first.runner), first.runner.caller_side
+        alone = plan_as_small_as_eager(options, built, after=after, caller=side)
         plans = (first.plan, first.plan if alone is None else alone[1])
-        before, now = (need_in_arena(plan, after, least) for plan in plans)
+        before, now = (need_in_arena(plan_with_caller(plan, side), after, least) for plan in plans)
         return None if alone is None or (least and now >= before) else [alone]
     steps = [one.runner.as_traced for one in instances]
     numbers = {id(step): i for i, step in enumerate(steps)}  # instances of one program are of one trace
     graphs = [
-        RunningGraph(traced=step.graph, plan=one.plan, program=numbers[id(step)])
+        RunningGraph(traced=step.graph, plan=one.plan, program=numbers[id(step)], caller=one.runner.caller_side)
         for step, one in zip(steps, instances, strict=True)
     ]
     made = room_together(graphs, timeline, after, options, least=least)

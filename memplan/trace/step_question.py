@@ -15,6 +15,7 @@ from memplan.core.timed import timed
 from memplan.distributed.fake_ranks import divided
 from memplan.evict.costs import cost_model
 from memplan.evict.workload import Policy
+from memplan.planning.caller_side import CallerSide
 from memplan.planning.capacity import Capacity
 from memplan.planning.eager_total import eager_total
 from memplan.planning.measured import AsEager, with_temporaries
@@ -171,7 +172,7 @@ def _as_compiled(plan: Plan, traced: TracedGraph, transient: Sequence[int], opti
     step = AsEager(graph=traced.graph, transient=transient, options=options, replan=within, saved=True, copies=False)
     plan = with_temporaries(plan, transient)
     found = step.instead_of(plan) or plan
-    return (step.beside_update(found, after, lambda: plan) if after else None) or found
+    return (step.beside_caller(found, CallerSide(), after, lambda: plan) if after else None) or found
 
 
 def updated_parameters(traced: TracedGraph, model: nn.Module) -> list[nn.Parameter]:

@@ -114,7 +114,7 @@ class Builder:
         for runner in runners:
             if runner.traced.training:
                 built = Built(traced=runner.as_traced, runner=runner)
-                smaller = plan_as_small_as_eager(self.options, built, after=update.nbytes)
+                smaller = plan_as_small_as_eager(self.options, built, after=update.nbytes, caller=runner.caller_side)
                 if smaller is not None:
                     found[runner.input_guards] = smaller
         if found:
@@ -122,7 +122,7 @@ class Builder:
             self.smaller, self.after = found, update.nbytes
             for runner in runners:
                 if runner.input_guards in found:
-                    update.report(runner.plan, found[runner.input_guards][1])
+                    update.report(runner.plan, found[runner.input_guards][1], runner.caller_side.loss)
         return bool(found)
 
     def leave_room_together(self, coordinator: ArenaCoordinator, update: FirstUpdate) -> bool:

@@ -70,7 +70,8 @@ class ArenaGradients:
     @property
     def are_unshared(self) -> bool:
         """Whether nothing but the `.grad` of parameters has their bytes: no view, array, or other tensor."""
-        given = Counter(p.grad.untyped_storage()._cdata for p in self._held.tensors() if p.grad is not None)
+        parameters = {id(p): p for p in self._held.tensors()}.values()  # those that modules share are held twice
+        given = Counter(p.grad.untyped_storage()._cdata for p in parameters if p.grad is not None)
         expected = [n + given[address] for address, n in zip(self._addresses, self._unreferenced, strict=False)]
         return self._references() == [*expected, *self._unreferenced[len(expected) :]]
 

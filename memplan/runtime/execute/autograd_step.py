@@ -21,8 +21,11 @@ _version = attrgetter("_version")
 class PlannedStep(torch.autograd.Function):
     """A step as an autograd node. Parameters are inputs, so that autograd accumulates their gradients.
 
-    The backward raises if a tensor that it reads was changed in place after the forward.
+    The backward raises if a tensor that it reads was changed in place after the forward. `is_planned`: by which nodes of
+    planned steps are known in autograd's graph.
     """
+
+    is_planned = True
 
     @staticmethod
     def forward(
@@ -53,6 +56,8 @@ class PlannedStep(torch.autograd.Function):
         ctx.runner, ctx.step = runner, step
         ctx.adds = runner.wanted(current) if runner.added is not None and not in_ddp() else None
         ctx.set_materialize_grads(False)
+        if not runner.caller.is_done:
+            runner.caller.forward_ended(fresh)
         if None in runner.tangents:
             ctx.mark_non_differentiable(*(t for t, dual in zip(fresh, runner.tangents, strict=True) if dual is None))
         return fresh
@@ -72,6 +77,8 @@ class PlannedStep(torch.autograd.Function):
                 hint="run this step on the original model",
                 see="one-gradient",
             )
+        if not runner.caller.is_done:
+            runner.caller.backward_begins(ctx, grads)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         with runner.arena.ownership as ownership:
             repeatable, watched = ctx.repeatable, ctx.watched

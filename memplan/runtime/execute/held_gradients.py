@@ -32,6 +32,12 @@ def note_held_by_autograd_alone(free: Free | None, gradients: Sequence[torch.Ten
         ]
 
 
+def note_own(free: Free | None, gradient: torch.Tensor) -> None:
+    """Put a gradient into `free` that the caller has made, and that nothing else has."""
+    if free is not None and _is_plain(gradient):
+        free.append(weakref.ref(gradient))
+
+
 def drop(free: Free, gradient: torch.Tensor) -> None:
     """Free the bytes of a gradient that will not be read again, if it is one of `free`."""
     if any(one() is gradient for one in free):

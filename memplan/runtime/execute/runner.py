@@ -17,12 +17,15 @@ from memplan.core.graph import Phase
 from memplan.core.plan import Plan
 from memplan.distributed.ops import updating
 from memplan.errors import UnsupportedCall
+from memplan.planning.caller_side import CallerSide
 from memplan.runtime.debug.hooks import Hook, Hooks
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Sanitizers, make_poison, make_redzone
 from memplan.runtime.execute.added_gradients import AddedGradients
 from memplan.runtime.execute.arena_gradients import ArenaGradients
 from memplan.runtime.execute.autograd_step import run_owning, run_planned
+from memplan.runtime.execute.caller_observer import CallerObserver
 from memplan.runtime.execute.cuda_graphs import CudaGraphProgram
+from memplan.runtime.execute.held_gradients import note_own
 from memplan.runtime.execute.owned_gradients import OwnedGradients
 from memplan.runtime.execute.program import Functions, build_program
 from memplan.runtime.execute.recorders import Recorder
@@ -104,6 +107,7 @@ class Runner:
         self._emit: Hook | None = None
         self._op_timer = NO_SANITIZERS
         self._observed: tuple[Hook | None, Sanitizers, Functions] | None = None
+        self.caller = CallerObserver()
         self._prepare_calls()
         self.owned = self._find_owned_gradients() if gradients == "owned" else None
         self.added = self._find_added_gradients() if gradients == "added" else None
@@ -135,12 +139,18 @@ class Runner:
             input_guards=self.input_guards,
             **self._options,
         )
-        made.example = self.example
+        made.example, made.caller = self.example, self.caller
         return made
 
     def replanned(self, plan: Plan, arena: Arena) -> Runner:
         """Return a program of the same step by another plan, which is tried first; nothing else uses `arena`."""
         return Runner(self._module_guards, self._before_plan, plan, arena, unused=True, **self._options)
+
+    @property
+    def caller_side(self) -> CallerSide:
+        """What the caller was seen to do around the last steps."""
+        storages, values = self.traced.graph.storages, self.traced.graph.values
+        return self.caller.side([storages[values[v].storage].name for v in self.traced.results.fresh])
 
     @property
     def as_traced(self) -> TracedGraph:
@@ -397,7 +407,10 @@ class Runner:
             torch.autograd.graph.increment_version(_versioned(inputs[i] for i in self._written_inputs))
 
     def tangents_from(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], set[int]]:
-        """Return the tangents with the traced strides, and the positions of missing ones, which are zeros."""
+        """Return the tangents with the traced strides, and the positions of missing ones, which are zeros.
+
+        Those that are made here are freed once they were read.
+        """
         made, missing = [], set()
         for position, (i, v) in enumerate(self._tangents):
             grad = grads[i]
@@ -409,6 +422,7 @@ class Runner:
                 if grad is None:
                     missing.add(position)
                 grad = laid_out.zero_() if grad is None else laid_out.copy_(grad)
+                note_own(self.dropped, grad)
             made.append(grad)
         return made, missing
 

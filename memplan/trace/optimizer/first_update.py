@@ -27,17 +27,16 @@ class FirstUpdate:
     """Waits for an optimizer that updates some of `parameters`, and calls `make_room` right before its first `step()`.
 
     `make_room` is a method, whose object is not kept alive. It is called with this: `name` is the optimizer's class,
-    and `nbytes` are what its `step()` allocates beside its state. It returns whether room was made, which is room for
-    every optimizer that allocates no more; it is called again a few times if not. It is not called where the bytes are
-    not known, or none. Where `step(closure)` calls the model itself, it is called right after it: there are no
-    gradients before.
+    and `nbytes` are what its `step()` allocates beside its state (0 if that is not known). It returns whether room was
+    made, which is room for every optimizer that allocates no more; it is called again a few times if not. Where
+    `step(closure)` calls the model itself, it is called right after it: there are no gradients before.
     """
 
     def __init__(
         self, parameters: Callable[[], Iterable[torch.Tensor]], make_room: Callable[[FirstUpdate], bool]
     ) -> None:
         self.name, self.nbytes = "", 0
-        self._room = 0  # bytes that room was made for
+        self._room = -1  # bytes that room was made for; -1: none was
         self._parameters, self._make_room = parameters, weakref.WeakMethod(make_room)
         self._tries: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         _WAITING.add(self)
@@ -50,9 +49,9 @@ class FirstUpdate:
             return
         own = {id(p) for p in self._parameters()}
         updates = not own.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"])
-        nbytes = bytes_of_step(optimizer) if updates else None
+        nbytes = (bytes_of_step(optimizer) or 0) if updates else -1
         make_room = self._make_room()
-        if nbytes is None or nbytes <= self._room or make_room is None:
+        if nbytes <= self._room or make_room is None:
             self._tries[optimizer] = 0
             return
         self._tries[optimizer] = tries - 1
@@ -60,12 +59,12 @@ class FirstUpdate:
         if make_room(self):
             self._room, self._tries[optimizer] = nbytes, 0
 
-    def report(self, before: Plan, after: Plan) -> None:
-        """Log that a plan takes the place of another one because of the update."""
+    def report(self, before: Plan, after: Plan, loss: int) -> None:
+        """Log that a plan takes the place of another one because of the update, and of `loss` bytes of the caller."""
         _log.info(
-            "%s: %s.step() allocates %s beside the idle arena, in all more than eager needs; planned again with an "
-            "arena of %s instead of %s, and results outside of it",
-            *(before.model, self.name, format_bytes(self.nbytes)),
+            "%s: %s.step() allocates %s beside the idle arena, and the loss before it %s, in all more than eager "
+            "needs; planned again with an arena of %s instead of %s, and results outside of it",
+            *(before.model, self.name, format_bytes(self.nbytes), format_bytes(loss)),
             *(format_bytes(after.arena_size), format_bytes(before.arena_size)),
         )
 

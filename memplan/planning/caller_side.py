@@ -1,0 +1,129 @@
+"""Puts what the caller of a step allocates and frees around it into the step, so that it counts at the peak.
+
+Between forward and backward, a loss outside of the module allocates what no plan has. A caller that takes only the loss
+out of a result frees the rest before the backward; one that keeps the result has that of the step before as well until
+the forward returns the next. Eager's peak and that of a plan are compared on the same graph, in which three more ops
+stand for the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from memplan.core.graph import Graph, Op, Origin, Phase, Storage, StorageKind
+from memplan.core.plan import Plan
+from memplan.core.problem import Buffer, Interval
+
+CALLER = "memplan.caller"  # the target of the ops that stand for the caller
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallerSide:
+    """What the caller of a step does with memory around it.
+
+    Attributes:
+        loss: The most bytes that it has at once between forward and backward, beside the step's outputs and the
+            gradients that it passes to the backward.
+        dropped: The names of the storages of outputs that it has freed when the step is over.
+    """
+
+    loss: int = 0
+    dropped: frozenset[str] = frozenset()
+
+
+def graph_with_caller(graph: Graph, side: CallerSide) -> Graph:
+    """Return the graph with ops for the caller; unchanged if it has no backward.
+
+    The first op of the forward makes what the caller keeps of the step before, and the last one frees it. The first op
+    of the backward makes the gradients that the backward gets. All these, and outputs that the caller drops, are
+    intermediate results outside the arena: they take bytes from their first use to the last.
+    """
+    at = graph.forward_ops
+    if at == len(graph.ops):
+        return graph
+    storage_of = [v.storage for v in graph.values]
+    returned = {storage_of[v] for v in graph.outputs}
+    outputs = [i for i, s in enumerate(graph.storages) if i in returned and _is_output(s)]
+    dropped = {i for i in outputs if graph.storages[i].name in side.dropped}
+    kept = [i for i in outputs if i not in dropped]
+    tangents = {i for i, s in enumerate(graph.storages) if s.kind is StorageKind.TANGENT and not s.planned}
+    first_of = {storage_of[v]: graph.values[v] for v in reversed(graph.outputs)}
+    before = range(len(graph.values), len(graph.values) + len(kept))
+    results = tuple(dict.fromkeys(graph.outputs))
+    earlier = _op("earlier results", Phase.FORWARD, writes=before)
+    received = _op("results", Phase.FORWARD, reads=(*before, *results))
+    loss = _op(
+        "loss", Phase.BACKWARD, reads=results, writes=(v for v, storage in enumerate(storage_of) if storage in tangents)
+    )
+    passing = tangents | dropped
+    storages = [replace(s, kind=StorageKind.ACTIVATION) if i in passing else s for i, s in enumerate(graph.storages)]
+    storages += [
+        replace(graph.storages[i], name=f"{graph.storages[i].name} of the step before", kind=StorageKind.ACTIVATION)
+        for i in kept
+    ]
+    copies = (replace(first_of[i], storage=len(graph.storages) + n) for n, i in enumerate(kept))
+    return replace(
+        graph,
+        ops=(earlier, *graph.ops[:at], received, loss, *graph.ops[at:]),
+        values=(*graph.values, *copies),
+        storages=tuple(storages),
+        outputs=tuple(v for v in graph.outputs if storage_of[v] not in dropped),
+    )
+
+
+def transient_with_caller(graph: Graph, transient: Sequence[int], side: CallerSide) -> tuple[int, ...]:
+    """Return the bytes that each op of `graph_with_caller` allocates for itself; `transient` are those of `graph`."""
+    at = graph.forward_ops
+    return tuple(transient) if at == len(graph.ops) else (0, *transient[:at], 0, side.loss, *transient[at:])
+
+
+def plan_with_caller(plan: Plan, side: CallerSide) -> Plan:
+    """Return the plan with `graph_with_caller`, with the same offsets; it is for comparisons, and nothing runs by it.
+
+    Args:
+        plan: A plan on one device.
+        side: What the caller does.
+    """
+    graph = graph_with_caller(plan.graph, side)
+    if graph is plan.graph:
+        return plan
+    at, eviction = plan.graph.forward_ops, plan.eviction
+    later = [op + (1 if op < at else 3) for op in plan.schedule.order]  # the forward comes first in every order
+    order = (0, *later[:at], at + 1, at + 2, *later[at:])
+    if eviction is not None:
+        eviction = replace(eviction, sources=(-1, *eviction.sources[:at], -1, -1, *eviction.sources[at:]))
+    return replace(
+        plan,
+        graph=graph,
+        schedule=replace(plan.schedule, order=order),
+        problem=replace(plan.problem, buffers=tuple(_later(b, at) for b in plan.problem.buffers)),
+        temporaries=transient_with_caller(plan.graph, plan.transient, side),
+        eviction=eviction,
+    )
+
+
+def _op(name: str, phase: Phase, *, reads: Iterable[int] = (), writes: Iterable[int] = ()) -> Op:
+    return Op(
+        name=f"{CALLER}: {name}",
+        target=CALLER,
+        phase=phase,
+        reads=tuple(reads),
+        writes=tuple(writes),
+        direct=True,
+        random=False,
+        origin=Origin(op=CALLER),
+    )
+
+
+def _is_output(storage: Storage) -> bool:
+    return storage.kind is StorageKind.OUTPUT and not storage.planned
+
+
+def _later(buffer: Buffer, forward: int) -> Buffer:
+    """Return a buffer whose live interval has one step more before it, and two after the forward's steps."""
+
+    def moved(live: Interval) -> Interval:
+        return Interval(live.start + (1 if live.start < forward else 3), live.end + (1 if live.end <= forward else 3))
+
+    return replace(buffer, live=moved(buffer.live), gaps=tuple(map(moved, buffer.gaps)))

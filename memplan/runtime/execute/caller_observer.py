@@ -1,0 +1,44 @@
+"""Sees in the first training steps what the caller of a program keeps of its results, and allocates for a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memplan.planning.caller_side import CallerSide
+from memplan.runtime.execute.loss_bytes import loss_bytes
+
+_BACKWARDS = 4  # that are observed: a caller may do something else in its first step
+
+
+class CallerObserver:
+    """Observes the calls of one program. `is_done`: nothing is to be told to it any more."""
+
+    def __init__(self) -> None:
+        self._left = _BACKWARDS
+        self._loss = 0
+        self._returned: list[StorageWeakRef] = []
+
+    @property
+    def is_done(self) -> bool:
+        return not self._left
+
+    def forward_ended(self, results: Sequence[torch.Tensor]) -> None:
+        """Take the tensors that a forward is about to return. They are not kept alive."""
+        self._returned = [StorageWeakRef(r.untyped_storage()) for r in results]  # type: ignore[no-untyped-call]
+
+    def backward_begins(self, step: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the node of a step in autograd's graph, whose backward begins with these gradients of its results."""
+        self._left -= 1
+        passed = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in gradients if g is not None}
+        self._loss = max(self._loss, loss_bytes(step) - sum(passed.values()))
+
+    def side(self, names: Sequence[str]) -> CallerSide:
+        """Return what was seen; `names` are those of the storages of the results."""
+        found: dict[bool, set[str]] = {True: set(), False: set()}
+        for name, ref in zip(names, self._returned, strict=False):  # none were returned before the first step
+            found[bool(ref.expired())].add(name)  # type: ignore[no-untyped-call]
+        return CallerSide(loss=self._loss, dropped=frozenset(found[True] - found[False]))

@@ -1,0 +1,195 @@
+"""Predicts what a loss outside of a module allocates between its forward and its backward, from autograd's graph.
+
+When the backward of a planned step begins, the caller's part of the graph has run. Its nodes still say which results
+they had, how large these were, and which of them they kept; the order of the nodes says when.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.autograd.graph import _engine_run_backward
+
+# what makes a node, without "Backward" and its number, by what its result and its gradients take
+_VIEWS = frozenset({
+    "Alias", "AsStrided", "Detach", "Diagonal", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split",
+    "SplitWithSizes", "Squeeze", "T", "Transpose", "Unbind", "Unfold", "UnsafeView", "Unsqueeze", "View", "ViewAsReal",
+})  # fmt: skip
+_ENLARGED = frozenset({"AsStrided", "Diagonal", "Select", "Slice", "Split", "SplitWithSizes", "Unbind", "Unfold"})
+_PASSED_ON = (_VIEWS - _ENLARGED) | {"Add", "Clone", "Sum"}  # the gradient is the one that comes, or a view of it
+# what the formula of a backward makes on its way, in gradients of its input
+_ON_THE_WAY = {
+    "Abs": 1, "BinaryCrossEntropy": 2, "BinaryCrossEntropyWithLogits": 1, "Div": 1, "KlDiv": 1, "LinalgVectorNorm": 2,
+    "MseLoss": 1, "Norm": 2, "Pow": 2, "SmoothL1Loss": 1, "Xlogy": 1,
+}  # fmt: skip
+_RESULTS = ("result", "output")  # how the attributes begin that hold a node's own result
+_NO_ORDER = 1 << 62  # sequence numbers from here on are of nodes without a place in the order: they add to `.grad`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bytes:
+    """Bytes that are allocated from one moment until before another one."""
+
+    start: int
+    end: int
+    nbytes: int
+
+
+def loss_bytes(step: Any) -> int:
+    """Return the most bytes at once that the caller had since the forward, whose backward begins now.
+
+    Its own results, those that autograd keeps for it and gradients count, and so do the gradients for the step; the
+    step's outputs do not, and what the caller allocates without autograd does not. Nothing is known (0) where the
+    backward was not begun by `torch.autograd`.
+
+    Args:
+        step: The node of the step in autograd's graph, while its backward runs.
+    """
+    nodes = _Nodes(step, _roots(step))
+    return nodes.peak() if nodes.order else 0
+
+
+def _roots(step: Any) -> list[Any]:
+    """Return the nodes at which the backward began that has come to `step`, in this thread or in one that waits.
+
+    No frame is kept in a variable, whose own frame it may be: what it refers to would live until garbage is collected.
+    """
+    this = threading.get_ident()
+    for thread in (this, *(other for other in sys._current_frames() if other != this)):
+        found = _begun_in(sys._current_frames().get(thread))
+        if any(node is step for node in _walk(found, step)):
+            return found
+    return []
+
+
+def _begun_in(frame: FrameType | None) -> list[Any]:
+    """Return the nodes at which a call of the autograd engine began, if a frame or one of its callers is one."""
+    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return []
+    outputs = frame.f_locals.get("t_outputs", ())
+    nodes = (getattr(one, "grad_fn", None) or getattr(one, "node", None) for one in outputs)
+    return [node for node in nodes if node is not None]
+
+
+def _walk(roots: Sequence[Any], step: Any) -> Iterator[Any]:
+    """Yield each node from the roots down to planned steps, these included, that is no older than `step`."""
+    seen: set[Any] = set()
+    oldest, todo = step._sequence_nr(), list(roots)
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or not oldest <= node._sequence_nr() < _NO_ORDER:
+            continue
+        seen.add(node)
+        yield node
+        if not _is_planned(node):
+            todo += [following for following, _ in node.next_functions]
+
+
+def _is_planned(node: Any) -> bool:
+    return getattr(getattr(type(node), "_forward_cls", None), "is_planned", False)
+
+
+class _Nodes:
+    """The nodes of the caller between a step and what ran after it, in the order of the forward.
+
+    Moments are numbered: the forward of each node, and then the backward of each in reverse order.
+    """
+
+    def __init__(self, step: Any, roots: Sequence[Any]) -> None:
+        found = list(_walk(roots, step))
+        later = [node._sequence_nr() for node in found if _is_planned(node) and node is not step]
+        newest = min(later, default=_NO_ORDER)  # what ran after another step belongs to that one
+        own = [node for node in found if not _is_planned(node) and node._sequence_nr() < newest]
+        self.order = sorted(own, key=lambda node: node._sequence_nr())
+        self._step, self._at = step, {node: i for i, node in enumerate(self.order)}
+        self._end = 2 * len(self.order)
+
+    def peak(self) -> int:
+        """Return the most bytes at once."""
+        change = [0] * (self._end + 1)
+        for one in (*self._results(), *self._gradients()):
+            change[one.start] += one.nbytes
+            change[one.end] -= one.nbytes
+        return max(accumulate(change), default=0)
+
+    def _backward(self, node: Any) -> int:
+        return self._end - 1 - self._at[node]
+
+    def _results(self) -> Iterator[_Bytes]:
+        """Yield the results of the forward: alive until the last node that takes them, or keeps them, has run."""
+        ends = {node: i + 1 for node, i in self._at.items()}
+        for i, node in enumerate(self.order):
+            keeps_result, keeps_inputs = _kept(node)
+            if keeps_result:
+                self._extend(ends, node, self._backward(node) + 1)
+            for taken, _ in node.next_functions:
+                self._extend(ends, taken, self._backward(node) + 1 if keeps_inputs else i + 1)
+        for i, node in enumerate(self.order):
+            taken = node.next_functions[0][0] if node.next_functions else None
+            nbytes = 0 if _kind(node) in _VIEWS else _nbytes(node)
+            yield _Bytes(start=i, end=ends[node], nbytes=nbytes)
+            if getattr(node, "_saved_reduction", 0):  # a loss that is reduced is made whole first
+                yield _Bytes(start=i, end=i + 1, nbytes=0 if taken is None else _nbytes(taken))
+
+    def _extend(self, ends: dict[Any, int], node: Any, end: int) -> None:
+        """Keep the result of a node until `end`, and that of which it is a view."""
+        while node in ends:
+            ends[node] = max(ends[node], end)
+            if _kind(node) not in _VIEWS or not node.next_functions:
+                return
+            node = node.next_functions[0][0]
+
+    def _gradients(self) -> Iterator[_Bytes]:
+        """Yield the gradients: alive from the backward that makes them until the one that takes them has run."""
+        for node in self.order:
+            made = self._backward(node)
+            passes = _kind(node) in _PASSED_ON
+            sizes = [_nbytes(*edge) for edge in node.next_functions if edge[0] is not None]
+            yield _Bytes(start=made, end=made + 1, nbytes=_ON_THE_WAY.get(_kind(node), 0) * max(sizes, default=0))
+            for taken, index in node.next_functions:
+                if taken is self._step or taken in self._at:
+                    end = self._end if taken is self._step else self._backward(taken) + 1
+                    yield _Bytes(start=made, end=end, nbytes=0 if passes else _nbytes(taken, index))
+
+
+def _kind(node: Any) -> str:
+    """Return what makes a node: "View" of "ViewBackward0"."""
+    return str(node.name()).rstrip("0123456789").removesuffix("Backward")
+
+
+def _kept(node: Any) -> tuple[bool, bool]:
+    """Return whether a node kept its result for the backward, and whether it kept what it took."""
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    if not names:
+        return (True, True) if hasattr(node, "saved_tensors") else (False, False)
+    result = inputs = False
+    for name in names:
+        if _is_tensor(node, name):
+            own = name.removeprefix("_saved_").startswith(_RESULTS)
+            result, inputs = result or own, inputs or not own
+    return result, inputs
+
+
+def _is_tensor(node: Any, name: str) -> bool:
+    """Return whether an attribute is a saved tensor: that is freed once its backward has run, and reading it raises."""
+    try:
+        found = getattr(node, name)
+    except RuntimeError:
+        return True
+    return isinstance(found, torch.Tensor) or (isinstance(found, tuple) and any(map(torch.is_tensor, found)))
+
+
+def _nbytes(node: Any, index: int | None = None) -> int:
+    """Return the bytes of the results of a node, or of one of them."""
+    made = node._input_metadata if index is None else node._input_metadata[index : index + 1]
+    return sum(math.prod(one.shape) * one.dtype.itemsize for one in made if not one.is_nested_tensor)
