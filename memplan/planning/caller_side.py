@@ -23,8 +23,8 @@ class CallerSide:
     """What the caller of a step does with memory around it.
 
     Attributes:
-        loss: The most bytes that it has at once between forward and backward, beside the step's outputs and the
-            gradients that it passes to the backward.
+        loss: The most bytes that it has at once between forward and backward, beside the outputs that it keeps and the
+            gradients that it passes to the backward; outputs that it drops count as long as it needs them.
         dropped: The names of the storages of outputs that it has freed when the step is over.
     """
 
@@ -53,9 +53,7 @@ def graph_with_caller(graph: Graph, side: CallerSide) -> Graph:
     results = tuple(dict.fromkeys(graph.outputs))
     earlier = _op("earlier results", Phase.FORWARD, writes=before)
     received = _op("results", Phase.FORWARD, reads=(*before, *results))
-    loss = _op(
-        "loss", Phase.BACKWARD, reads=results, writes=(v for v, storage in enumerate(storage_of) if storage in tangents)
-    )
+    loss = _op("loss", Phase.BACKWARD, writes=(v for v, storage in enumerate(storage_of) if storage in tangents))
     passing = tangents | dropped
     storages = [replace(s, kind=StorageKind.ACTIVATION) if i in passing else s for i, s in enumerate(graph.storages)]
     storages += [

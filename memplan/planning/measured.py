@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 
 from memplan.core.graph import Graph, StorageKind
 from memplan.core.plan import Plan
+from memplan.core.schedule import make_schedule
 from memplan.core.totals import MODEL_KINDS, beside_results
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.workload import Policy
 from memplan.planning.caller_side import CallerSide, graph_with_caller, plan_with_caller, transient_with_caller
 from memplan.planning.eager_total import eager_total
+from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
 from memplan.planning.outside_arena import (
     kept_bytes,
@@ -70,19 +72,11 @@ class AsEager:
 
     def instead_of(self, plan: Plan) -> Plan | None:
         """Return the plan that takes the place of `plan`, which has its temporaries; None if `plan` stays."""
-        away = plan.eviction is not None and bool(plan.eviction.device)
-        beside = beside_results(_placed(self.graph) if away else self.graph, self.transient)
-        eager = max(eager_total(self.graph, beside), self._eager_update(plan, self.after))
-        most = eager + plan.padding + self.options.reserved
-        limit = most - eager // _PRECISION
-        need = self._need(_one_by_one(plan))
-        if (
-            need <= limit
-            or plan.redzone
-            or (self.after is not None and need - most < min(WORTH_PLANNING, eager * WORTH_PLANNING_SHARE))
-        ):
+        if not self._is_above(plan):
             return None
-        found = self._outside(plan, limit, saved=need > most)
+        away, most = _is_away(plan), self._most(plan)
+        limit = self._limit(most, plan)
+        found = self._outside(plan, limit, saved=self._need(_one_by_one(plan)) > most)
         if found is not None and self._need(found) <= limit:
             return found
         cheaper = None if self.after is not None else self._evicted(plan, limit, away=away)
@@ -90,6 +84,25 @@ class AsEager:
             needed = format_bytes(self._need(found or plan))
             _log.info("%s: needs %s, and eager %s", plan.model, needed, format_bytes(limit))
         return cheaper or found
+
+    def _most(self, plan: Plan) -> int:
+        """Return the bytes that `plan` may need: what eager needs, and what alignment adds."""
+        beside = beside_results(_placed(self.graph) if _is_away(plan) else self.graph, self.transient)
+        eager = max(eager_total(self.graph, beside), self._eager_update(plan, self.after))
+        return eager + plan.padding + self.options.reserved
+
+    def _limit(self, most: int, plan: Plan) -> int:
+        """Return the total that a smaller plan aims for; `most`: that of `_most`."""
+        return most - (most - plan.padding - self.options.reserved) // _PRECISION
+
+    def _is_above(self, plan: Plan) -> bool:
+        """Return whether a plan needs more than eager, by so much that another one is worth it."""
+        most = self._most(plan)
+        need, limit = self._need(_one_by_one(plan)), self._limit(most, plan)
+        if need <= limit or plan.redzone:
+            return False
+        eager = most - plan.padding - self.options.reserved
+        return self.after is None or need - most >= min(WORTH_PLANNING, eager * WORTH_PLANNING_SHARE)
 
     def beside_update(self, now: Plan, after: int) -> Plan | None:
         """Return the plan in the place of `now` if `step()` allocates `after` bytes beside it; None if it stays."""
@@ -100,21 +113,33 @@ class AsEager:
         """Do the same with what the caller does around the step.
 
         `unevicted`: makes the same plan without evictions, with its temporaries: results leave the arena instead.
+        Gradients of outputs have no bytes for a scheduler, which may keep them long; so eager's order is tried too.
         """
         kept = now.eviction is None or now.eviction.policy == "checkpoint"
         base = now if kept else unevicted()
-        with_it = replace(
-            self,
-            graph=graph_with_caller(self.graph, side),
-            transient=transient_with_caller(self.graph, self.transient, side),
-        )
+        best = self._beside(base, side, after)
+        if now.eviction is None and self._exceeds(now if best is None else best, side, after):
+            in_order = _as_traced(now, self.graph, self.transient, self.options)
+            best = min(
+                (plan for plan in (best, self._beside(in_order, side, after) or in_order) if plan is not None),
+                key=lambda plan: _need_of(plan, side, after),
+            )
+        return best if best is not None and _need_of(best, side, after) < _need_of(now, side, after) else None
+
+    def _beside(self, base: Plan, side: CallerSide, after: int) -> Plan | None:
+        """Return the plan of the same order with what is to be outside of the arena; None if nothing is."""
         before = plan_with_caller(base, side)
-        found = with_it.beside_update(before, after)
-        if found is None:
-            return None
-        made = with_storages_outside(base, left_by(before, found), self.options)
-        needs = [need_with_update(plan_with_caller(plan, side), after) for plan in (now, made)]
-        return made if needs[1] < needs[0] else None
+        found = self._with_caller(side).beside_update(before, after)
+        return None if found is None else with_storages_outside(base, left_by(before, found), self.options)
+
+    def _exceeds(self, plan: Plan, side: CallerSide, after: int) -> bool:
+        """Return whether a plan needs more than eager with what the caller does, by so much that it is worth a plan."""
+        around = replace(self._with_caller(side), after=after)
+        return around._is_above(plan_with_caller(plan, side))
+
+    def _with_caller(self, side: CallerSide) -> AsEager:
+        graph = graph_with_caller(self.graph, side)
+        return replace(self, graph=graph, transient=transient_with_caller(self.graph, self.transient, side))
 
     def _need(self, plan: Plan) -> int:
         return plan.on_device if self.after is None else need_with_update(plan, self.after)
@@ -150,6 +175,23 @@ class AsEager:
             if kept.seconds <= (1 + _MOST_OVERHEAD) * before:  # nobody asked for this budget
                 return replace(cheaper, eviction=replace(kept, budget=None, arena_budget=cheaper.arena_size))
         return None
+
+
+def _is_away(plan: Plan) -> bool:
+    """Return whether a step runs on another device than its caller's."""
+    return plan.eviction is not None and bool(plan.eviction.device)
+
+
+def _need_of(plan: Plan, side: CallerSide, after: int) -> int:
+    """Return the bytes that a plan needs with what its caller does around the step."""
+    return need_with_update(plan_with_caller(plan, side), after)
+
+
+def _as_traced(plan: Plan, graph: Graph, transient: Sequence[int], options: PlanOptions) -> Plan:
+    """Return a plan in the order of the trace, without evictions."""
+    schedule = make_schedule(graph, tuple(range(len(graph.ops))), "traced")
+    made = make_plan(replace(ScheduledGraph.of(plan), graph=graph, schedule=schedule), options)
+    return replace(made, temporaries=tuple(transient), numbers=plan.numbers, code=plan.code)
 
 
 def _one_by_one(plan: Plan) -> Plan:

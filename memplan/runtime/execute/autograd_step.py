@@ -21,8 +21,8 @@ _version = attrgetter("_version")
 class PlannedStep(torch.autograd.Function):
     """A step as an autograd node. Parameters are inputs, so that autograd accumulates their gradients.
 
-    The backward raises if a tensor that it reads was changed in place after the forward. `is_planned`: by which nodes of
-    planned steps are known in autograd's graph.
+    The backward raises if a tensor that it reads was changed in place after the forward. `is_planned` tells nodes of
+    planned steps from others in autograd's graph.
     """
 
     is_planned = True

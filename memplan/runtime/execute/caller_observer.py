@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memplan.planning.caller_side import CallerSide
-from memplan.runtime.execute.loss_bytes import loss_bytes
+from memplan.runtime.execute.loss_bytes import LossProfile, loss_profile
 
 _BACKWARDS = 4  # that are observed: a caller may do something else in its first step
 
@@ -19,7 +19,7 @@ class CallerObserver:
 
     def __init__(self) -> None:
         self._left = _BACKWARDS
-        self._loss = 0
+        self._losses: list[tuple[LossProfile, int]] = []  # with the bytes of the gradients for the step
         self._returned: list[StorageWeakRef] = []
 
     @property
@@ -34,11 +34,12 @@ class CallerObserver:
         """Take the node of a step in autograd's graph, whose backward begins with these gradients of its results."""
         self._left -= 1
         passed = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in gradients if g is not None}
-        self._loss = max(self._loss, loss_bytes(step) - sum(passed.values()))
+        self._losses.append((loss_profile(step), sum(passed.values())))
 
     def side(self, names: Sequence[str]) -> CallerSide:
         """Return what was seen; `names` are those of the storages of the results."""
-        found: dict[bool, set[str]] = {True: set(), False: set()}
-        for name, ref in zip(names, self._returned, strict=False):  # none were returned before the first step
-            found[bool(ref.expired())].add(name)  # type: ignore[no-untyped-call]
-        return CallerSide(loss=self._loss, dropped=frozenset(found[True] - found[False]))
+        freed = [bool(ref.expired()) for ref in self._returned]  # type: ignore[no-untyped-call]
+        kept = {name for name, gone in zip(names, freed, strict=False) if not gone}  # none before the first step
+        dropped = [i for i, (name, gone) in enumerate(zip(names, freed, strict=False)) if gone and name not in kept]
+        losses = (max(profile.peak(dropped) - gradients, 0) for profile, gradients in self._losses)
+        return CallerSide(loss=max(losses, default=0), dropped=frozenset(names[i] for i in dropped))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from types import FrameType
 from typing import Any
@@ -35,7 +36,7 @@ _NO_ORDER = 1 << 62  # sequence numbers from here on are of nodes without a plac
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Bytes:
+class Held:
     """Bytes that are allocated from one moment until before another one."""
 
     start: int
@@ -43,18 +44,39 @@ class _Bytes:
     nbytes: int
 
 
-def loss_bytes(step: Any) -> int:
-    """Return the most bytes at once that the caller had since the forward, whose backward begins now.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossProfile:
+    """What a caller had from the end of a forward to the begin of its backward, in moments of its own.
 
-    Its own results, those that autograd keeps for it and gradients count, and so do the gradients for the step; the
-    step's outputs do not, and what the caller allocates without autograd does not. Nothing is known (0) where the
-    backward was not begun by `torch.autograd`.
+    Attributes:
+        own: Its results, those that autograd keeps for it, and gradients, those for the step included.
+        outputs: By the number of an output of the step: how long it is needed.
+    """
+
+    own: tuple[Held, ...] = ()
+    outputs: Mapping[int, Held] = field(default_factory=dict)
+
+    def peak(self, dropped: Collection[int]) -> int:
+        """Return the most bytes at once, where the caller drops these outputs as soon as it can, and has the others."""
+        held = [*self.own, *(self.outputs[i] for i in dropped if i in self.outputs)]
+        change = [0] * (1 + max((one.end for one in held), default=0))
+        for one in held:
+            change[one.start] += one.nbytes
+            change[one.end] -= one.nbytes
+        return max(accumulate(change), default=0)
+
+
+def loss_profile(step: Any) -> LossProfile:
+    """Return what the caller had since the forward, whose backward begins now.
+
+    What it allocates without autograd is not seen. Nothing is known where the backward was not begun by
+    `torch.autograd`.
 
     Args:
         step: The node of the step in autograd's graph, while its backward runs.
     """
     nodes = _Nodes(step, _roots(step))
-    return nodes.peak() if nodes.order else 0
+    return LossProfile(own=(*nodes.results(), *nodes.gradients()), outputs=nodes.outputs())
 
 
 def _roots(step: Any) -> list[Any]:
@@ -114,52 +136,56 @@ class _Nodes:
         self._step, self._at = step, {node: i for i, node in enumerate(self.order)}
         self._end = 2 * len(self.order)
 
-    def peak(self) -> int:
-        """Return the most bytes at once."""
-        change = [0] * (self._end + 1)
-        for one in (*self._results(), *self._gradients()):
-            change[one.start] += one.nbytes
-            change[one.end] -= one.nbytes
-        return max(accumulate(change), default=0)
-
     def _backward(self, node: Any) -> int:
         return self._end - 1 - self._at[node]
 
-    def _results(self) -> Iterator[_Bytes]:
+    def results(self) -> Iterator[Held]:
         """Yield the results of the forward: alive until the last node that takes them, or keeps them, has run."""
-        ends = {node: i + 1 for node, i in self._at.items()}
+        for i, node in enumerate(self.order):
+            yield Held(start=i, end=self._ends[node, None], nbytes=0 if _kind(node) in _VIEWS else _nbytes(node))
+            taken = node.next_functions[0][0] if node.next_functions else None
+            if getattr(node, "_saved_reduction", 0):  # a loss that is reduced is made whole first
+                yield Held(start=i, end=i + 1, nbytes=0 if taken is None else _nbytes(taken))
+
+    def outputs(self) -> dict[int, Held]:
+        """Return how long the outputs of the step are needed that the caller takes; it drops others at once."""
+        of = ((index, end) for (node, index), end in self._ends.items() if node is self._step and index is not None)
+        return {index: Held(start=0, end=end, nbytes=_nbytes(self._step, index)) for index, end in of}
+
+    @cached_property
+    def _ends(self) -> dict[tuple[Any, int | None], int]:
+        """When the result of a node is not needed any more, or an output of the step: (the step, its number)."""
+        ends: dict[tuple[Any, int | None], int] = {(node, None): i + 1 for node, i in self._at.items()}
         for i, node in enumerate(self.order):
             keeps_result, keeps_inputs = _kept(node)
             if keeps_result:
-                self._extend(ends, node, self._backward(node) + 1)
-            for taken, _ in node.next_functions:
-                self._extend(ends, taken, self._backward(node) + 1 if keeps_inputs else i + 1)
-        for i, node in enumerate(self.order):
-            taken = node.next_functions[0][0] if node.next_functions else None
-            nbytes = 0 if _kind(node) in _VIEWS else _nbytes(node)
-            yield _Bytes(start=i, end=ends[node], nbytes=nbytes)
-            if getattr(node, "_saved_reduction", 0):  # a loss that is reduced is made whole first
-                yield _Bytes(start=i, end=i + 1, nbytes=0 if taken is None else _nbytes(taken))
+                self._extend(ends, (node, 0), self._backward(node) + 1)
+            for edge in node.next_functions:
+                self._extend(ends, edge, self._backward(node) + 1 if keeps_inputs else i + 1)
+        return ends
 
-    def _extend(self, ends: dict[Any, int], node: Any, end: int) -> None:
-        """Keep the result of a node until `end`, and that of which it is a view."""
-        while node in ends:
-            ends[node] = max(ends[node], end)
+    def _extend(self, ends: dict[tuple[Any, int | None], int], edge: tuple[Any, int], end: int) -> None:
+        """Keep a result until `end`, and that of which it is a view."""
+        node, index = edge
+        while node in self._at:
+            ends[node, None] = max(ends[node, None], end)
             if _kind(node) not in _VIEWS or not node.next_functions:
                 return
-            node = node.next_functions[0][0]
+            node, index = node.next_functions[0]
+        if node is self._step:
+            ends[node, index] = max(ends.get((node, index), 0), end)
 
-    def _gradients(self) -> Iterator[_Bytes]:
+    def gradients(self) -> Iterator[Held]:
         """Yield the gradients: alive from the backward that makes them until the one that takes them has run."""
         for node in self.order:
             made = self._backward(node)
             passes = _kind(node) in _PASSED_ON
             sizes = [_nbytes(*edge) for edge in node.next_functions if edge[0] is not None]
-            yield _Bytes(start=made, end=made + 1, nbytes=_ON_THE_WAY.get(_kind(node), 0) * max(sizes, default=0))
+            yield Held(start=made, end=made + 1, nbytes=_ON_THE_WAY.get(_kind(node), 0) * max(sizes, default=0))
             for taken, index in node.next_functions:
                 if taken is self._step or taken in self._at:
                     end = self._end if taken is self._step else self._backward(taken) + 1
-                    yield _Bytes(start=made, end=end, nbytes=0 if passes else _nbytes(taken, index))
+                    yield Held(start=made, end=end, nbytes=0 if passes else _nbytes(taken, index))
 
 
 def _kind(node: Any) -> str:
