@@ -111,7 +111,7 @@ def pruning(run: Run) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     model = run.compile(net, batches[0][0])
     for i, (x, y) in enumerate(run.steps(batches)):
-        if i == 3:
+        if i == 1:
             prune.l1_unstructured(net.conv2, "weight", amount=0.3)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
@@ -130,7 +130,7 @@ def transfer(run: Run) -> None:
     optimizer = torch.optim.Adam(net.head.parameters(), lr=1e-2)
     model = run.compile(net, batches[0][0])
     for i, (x, y) in enumerate(run.steps(batches)):
-        if i == 2:
+        if i == 1:
             for p in body:
                 p.requires_grad_(True)
             optimizer.add_param_group({"params": body, "lr": 1e-3})
