@@ -26,10 +26,20 @@ class CallerSide:
         loss: The most bytes that it has at once between forward and backward, beside the outputs that it keeps and the
             gradients that it passes to the backward; outputs that it drops count as long as it needs them.
         dropped: The names of the storages of outputs that it has freed when the step is over.
+        missing: The names of the storages of gradients of outputs that it never passes. A plan has zeros for them, and
+            eager nothing.
     """
 
     loss: int = 0
     dropped: frozenset[str] = frozenset()
+    missing: frozenset[str] = frozenset()
+
+
+def eager_with_caller(graph: Graph, side: CallerSide) -> Graph:
+    """Return `graph_with_caller` as eager runs it: without the gradients that the caller does not pass."""
+    made = graph_with_caller(graph, side)
+    storages = (replace(s, nbytes=0) if s.name in side.missing else s for s in made.storages)
+    return replace(made, storages=tuple(storages)) if side.missing else made
 
 
 def graph_with_caller(graph: Graph, side: CallerSide) -> Graph:

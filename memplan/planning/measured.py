@@ -17,7 +17,7 @@ from memplan.core.totals import MODEL_KINDS, beside_results
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.workload import Policy
-from memplan.planning.caller_side import CallerSide, graph_with_caller, plan_with_caller, transient_with_caller
+from memplan.planning.caller_side import CallerSide, eager_with_caller, plan_with_caller, transient_with_caller
 from memplan.planning.eager_total import eager_total
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
@@ -138,7 +138,7 @@ class AsEager:
         return around._is_above(plan_with_caller(plan, side))
 
     def _with_caller(self, side: CallerSide) -> AsEager:
-        graph = graph_with_caller(self.graph, side)
+        graph = eager_with_caller(self.graph, side)
         return replace(self, graph=graph, transient=transient_with_caller(self.graph, self.transient, side))
 
     def _need(self, plan: Plan) -> int:

@@ -13,7 +13,7 @@ from memplan.core.graph import Graph, Phase
 from memplan.core.plan import GraphSection, Plan
 from memplan.core.schedule import make_schedule
 from memplan.evict.workload import Policy
-from memplan.planning.caller_side import CallerSide, plan_with_caller
+from memplan.planning.caller_side import CallerSide, eager_with_caller, plan_with_caller
 from memplan.planning.joint import JointPart, join, joint_graph
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.measured import AsEager
@@ -56,7 +56,7 @@ def room_together(
     if any(g.plan.eviction is not None or g.plan.devices or g.plan.redzone for g in graphs):
         return None
     now = _together(graphs, [g.plan for g in graphs], timeline, options)
-    as_traced = [plan_with_caller(_in_order(g), g.caller) for g in graphs]
+    as_traced = [_as_eager(g) for g in graphs]
     step = AsEager(
         graph=joint_graph([_part(plan) for plan in as_traced], timeline),
         transient=list(_transient(as_traced, timeline)),
@@ -93,6 +93,12 @@ def _together(graphs: Sequence[RunningGraph], plans: Sequence[Plan], timeline: T
     around = [plan_with_caller(plan, g.caller) for g, plan in zip(graphs, plans, strict=True)]
     joined = join("", [_part(plan) for plan in around], timeline)
     return replace(make_plan(ScheduledGraph.of(joined), options), temporaries=joined.transient, numbers=joined.numbers)
+
+
+def _as_eager(graph: RunningGraph) -> Plan:
+    """Return the plan of a graph as it was traced, in the order of the trace, with what eager has around it."""
+    made = plan_with_caller(_in_order(graph), graph.caller)
+    return replace(made, graph=eager_with_caller(graph.traced, graph.caller))
 
 
 def _in_order(graph: RunningGraph) -> Plan:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memplan.planning.caller_side import CallerSide
-from memplan.runtime.execute.loss_bytes import LossProfile, loss_profile
+from memplan.runtime.execute.loss_profile import LossProfile, loss_profile
 
 _BACKWARDS = 4  # that are observed: a caller may do something else in its first step
 
@@ -21,6 +21,7 @@ class CallerObserver:
         self._left = _BACKWARDS
         self._losses: list[tuple[LossProfile, int]] = []  # with the bytes of the gradients for the step
         self._returned: list[StorageWeakRef] = []
+        self._missing: set[int] | None = None  # of results, in all backwards so far
 
     @property
     def is_done(self) -> bool:
@@ -35,11 +36,17 @@ class CallerObserver:
         self._left -= 1
         passed = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in gradients if g is not None}
         self._losses.append((loss_profile(step), sum(passed.values())))
+        missing = {i for i, g in enumerate(gradients) if g is None}
+        self._missing = missing if self._missing is None else self._missing & missing
 
-    def side(self, names: Sequence[str]) -> CallerSide:
-        """Return what was seen; `names` are those of the storages of the results."""
+    def side(self, names: Sequence[str], gradients: Mapping[int, str]) -> CallerSide:
+        """Return what was seen; `names` are those of the storages of the results, `gradients` of their gradients."""
         freed = [bool(ref.expired()) for ref in self._returned]  # type: ignore[no-untyped-call]
         kept = {name for name, gone in zip(names, freed, strict=False) if not gone}  # none before the first step
         dropped = [i for i, (name, gone) in enumerate(zip(names, freed, strict=False)) if gone and name not in kept]
         losses = (max(profile.peak(dropped) - gradients, 0) for profile, gradients in self._losses)
-        return CallerSide(loss=max(losses, default=0), dropped=frozenset(names[i] for i in dropped))
+        return CallerSide(
+            loss=max(losses, default=0),
+            dropped=frozenset(names[i] for i in dropped),
+            missing=frozenset(gradients[i] for i in self._missing or () if i in gradients),
+        )

@@ -150,7 +150,8 @@ class Runner:
     def caller_side(self) -> CallerSide:
         """What the caller was seen to do around the last steps."""
         storages, values = self.traced.graph.storages, self.traced.graph.values
-        return self.caller.side([storages[values[v].storage].name for v in self.traced.results.fresh])
+        results = [storages[values[v].storage].name for v in self.traced.results.fresh]
+        return self.caller.side(results, {i: storages[v.storage].name for i, v in self._tangents})
 
     @property
     def as_traced(self) -> TracedGraph:

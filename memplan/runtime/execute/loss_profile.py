@@ -104,7 +104,7 @@ def _begun_in(frame: FrameType | None) -> list[Any]:
 
 
 def _walk(roots: Sequence[Any], step: Any) -> Iterator[Any]:
-    """Yield each node from the roots down to planned steps, these included, that is no older than `step`."""
+    """Yield each node from the roots down to `step`, this included, that is no older than it."""
     seen: set[Any] = set()
     oldest, todo = step._sequence_nr(), list(roots)
     while todo:
@@ -113,7 +113,7 @@ def _walk(roots: Sequence[Any], step: Any) -> Iterator[Any]:
             continue
         seen.add(node)
         yield node
-        if not _is_planned(node):
+        if node is not step:
             todo += [following for following, _ in node.next_functions]
 
 
