@@ -116,14 +116,16 @@ def test_fused_kernels_are_compared_and_rows_are_kept(tmp_path: Path, monkeypatc
     assert fused.bits(other, measured.numbers, "eager") == "1.0e+00 off eager's"
     asked: list[str] = []
 
-    def rows_of(model: str, size: str, rounds: int, *, whole: bool, warm: bool, chosen: list[str] | None) -> list[Row]:
-        assert (chosen, warm) == (["inductor"], True)
+    def rows_of(
+        model: str, size: str, rounds: int, *, starts: int, whole: bool, warm: bool, chosen: list[str] | None
+    ) -> list[Row]:
+        assert (chosen, warm, starts) == (["inductor"], True, 2)
         asked.append(model)
         return [{**dict.fromkeys(fused.COLUMNS), "model": model}]
 
     monkeypatch.setattr(fused, "rows_of", rows_of)
     arguments = ["--models", "mlp,vit", "--keep", str(tmp_path / "kept"), "--directory", str(tmp_path)]
-    arguments += ["--contenders", "inductor", "--warm"]
+    arguments += ["--contenders", "inductor", "--warm", "--starts", "2"]
     assert [fused.main(arguments), fused.main(arguments)] == [0, 0]
     assert asked == ["mlp", "vit"]
 
@@ -167,3 +169,33 @@ def test_whole_steps_of_one_kind_of_kernels_have_the_same_numbers() -> None:
 def test_what_fits_predicts_is_what_training_takes() -> None:
     found = fits.measured_apart("mlp", "nano", "memplan")
     assert 0 <= found["predicted"] - found["measured"] <= 64  # of 188 kB
+
+
+def test_a_contender_that_starts_again_has_all_its_times_and_its_highest_peak() -> None:
+    first, second = (
+        fused.Finished(
+            measured=fused.Measured(first=seconds, peak=peak, numbers=(peak,)), budget=9, seconds=(seconds, seconds)
+        )
+        for seconds, peak in ((1.0, 5), (2.0, 7))
+    )
+    both = second.after(first)
+    assert first.after(None) is first
+    assert both.seconds == (1.0, 1.0, 2.0, 2.0)
+    assert (both.measured.first, both.measured.peak, both.measured.numbers) == (1.0, 7, (5,))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--starts", "0"], "at least 1"),
+        (["--contenders", "memplan's step"], "only with --whole"),
+        (["--whole", "--contenders", "memplan-auto"], "not of whole steps"),
+    ],
+)
+def test_the_benchmark_of_fused_kernels_refuses_what_it_cannot_measure(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        fused.main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
