@@ -117,3 +117,17 @@ def test_frames_are_not_kept_alive() -> None:
 
     allocations(run)
     assert sum(allocations(run)) == 0  # the gradient of the run before is freed, and one is made
+
+
+def test_what_autograd_has_packed_is_not_unpacked_for_it() -> None:
+    """Hooks may copy from the host, or run a part of the model again."""
+    x, other = torch.randn(ROWS, CLASSES, requires_grad=True), torch.randn(ROWS, CLASSES, requires_grad=True)
+    unpacked: list[tuple[int, ...]] = []
+
+    def unpack(t: torch.Tensor) -> torch.Tensor:
+        unpacked.append(tuple(t.shape))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        (F.mse_loss(_step(x), TARGET) + other.exp().mean()).backward()  # type: ignore[no-untyped-call]
+    assert len(unpacked) == 3  # both tensors of the one, and the result of `exp`: once each

@@ -77,9 +77,9 @@ class PlannedStep(torch.autograd.Function):
                 hint="run this step on the original model",
                 see="one-gradient",
             )
-        if not runner.caller.is_done:
-            runner.caller.backward_begins(ctx, grads)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not (keeps or runner.caller.is_done):  # a graph that is kept is not freed by what ran of it
+            runner.caller.backward_begins(ctx, grads)
         with runner.arena.ownership as ownership:
             repeatable, watched = ctx.repeatable, ctx.watched
             repeats = step.done and repeatable is not None and repeatable.kept

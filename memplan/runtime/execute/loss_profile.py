@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from types import FrameType
 from typing import Any
@@ -117,6 +118,20 @@ def _walk(roots: Sequence[Any], step: Any) -> Iterator[Any]:
             todo += [following for following, _ in node.next_functions]
 
 
+def _passing_to(step: Any, nodes: Sequence[Any]) -> set[Any]:
+    """Return those of the nodes whose gradients come to `step`, this included."""
+    before = defaultdict[Any, list[Any]](list)
+    for node in nodes:
+        for following, _ in node.next_functions if node is not step else ():
+            before[following].append(node)
+    found, todo = {step}, [step]
+    while todo:
+        new = [node for node in before[todo.pop()] if node not in found]
+        found.update(new)
+        todo += new
+    return found
+
+
 def _is_planned(node: Any) -> bool:
     return getattr(getattr(type(node), "_forward_cls", None), "is_planned", False)
 
@@ -124,14 +139,16 @@ def _is_planned(node: Any) -> bool:
 class _Nodes:
     """The nodes of the caller between a step and what ran after it, in the order of the forward.
 
-    Moments are numbered: the forward of each node, and then the backward of each in reverse order.
+    Moments are numbered: the forward of each node, and then the backward of each in reverse order. All these nodes pass
+    gradients on to the step, so that their backward has run.
     """
 
     def __init__(self, step: Any, roots: Sequence[Any]) -> None:
         found = list(_walk(roots, step))
         later = [node._sequence_nr() for node in found if _is_planned(node) and node is not step]
         newest = min(later, default=_NO_ORDER)  # what ran after another step belongs to that one
-        own = [node for node in found if not _is_planned(node) and node._sequence_nr() < newest]
+        passing = _passing_to(step, found)
+        own = [n for n in found if n in passing and not _is_planned(n) and n._sequence_nr() < newest]
         self.order = sorted(own, key=lambda node: node._sequence_nr())
         self._step, self._at = step, {node: i for i, node in enumerate(self.order)}
         self._end = 2 * len(self.order)
@@ -194,25 +211,27 @@ def _kind(node: Any) -> str:
 
 
 def _kept(node: Any) -> tuple[bool, bool]:
-    """Return whether a node kept its result for the backward, and whether it kept what it took."""
-    names = [name for name in dir(node) if name.startswith("_saved_")]
-    if not names:
-        return (True, True) if hasattr(node, "saved_tensors") else (False, False)
-    result = inputs = False
-    for name in names:
-        if _is_tensor(node, name):
-            own = name.removeprefix("_saved_").startswith(_RESULTS)
-            result, inputs = result or own, inputs or not own
-    return result, inputs
+    """Return whether a node kept its result for the backward, which has run, and whether it kept what it took."""
+    if hasattr(node, "saved_tensors"):  # of a user's own function
+        return True, True
+    kind: Any = type(node)
+    kept = [name for name in _attributes(kind) if _was_kept(node, name)]
+    own = [name.removeprefix("_saved_").startswith(_RESULTS) for name in kept]
+    return any(own), not all(own)
 
 
-def _is_tensor(node: Any, name: str) -> bool:
-    """Return whether an attribute is a saved tensor: that is freed once its backward has run, and reading it raises."""
+@cache
+def _attributes(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_saved_"))
+
+
+def _was_kept(node: Any, name: str) -> bool:
+    """Return whether an attribute was a tensor: they are freed once the backward has run, and reading them raises."""
     try:
         found = getattr(node, name)
     except RuntimeError:
         return True
-    return isinstance(found, torch.Tensor) or (isinstance(found, tuple) and any(map(torch.is_tensor, found)))
+    return isinstance(found, torch.Tensor)
 
 
 def _nbytes(node: Any, index: int | None = None) -> int:
