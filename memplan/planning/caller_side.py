@@ -35,19 +35,23 @@ class CallerSide:
     missing: frozenset[str] = frozenset()
 
 
-def eager_with_caller(graph: Graph, side: CallerSide) -> Graph:
-    """Return `graph_with_caller` as eager runs it: without the gradients that the caller does not pass."""
-    made = graph_with_caller(graph, side)
+def eager_with_caller(graph: Graph, side: CallerSide, *, earlier: bool = True) -> Graph:
+    """Return `graph_with_caller` as eager runs it: without the gradients that the caller does not pass.
+
+    `earlier`: the caller has what it keeps of the step before while the forward runs. Without, it may have freed that.
+    """
+    made = graph_with_caller(graph, side, earlier=earlier)
     storages = (replace(s, nbytes=0) if s.name in side.missing else s for s in made.storages)
     return replace(made, storages=tuple(storages)) if side.missing else made
 
 
-def graph_with_caller(graph: Graph, side: CallerSide) -> Graph:
+def graph_with_caller(graph: Graph, side: CallerSide, *, earlier: bool = True) -> Graph:
     """Return the graph with ops for the caller; unchanged if it has no backward.
 
     The first op of the forward makes what the caller keeps of the step before, and the last one frees it. The first op
     of the backward makes the gradients that the backward gets. All these, and outputs that the caller drops, are
-    intermediate results outside the arena: they take bytes from their first use to the last.
+    intermediate results outside the arena: they take bytes from their first use to the last. Without `earlier`, the
+    caller keeps nothing of the step before.
     """
     at = graph.forward_ops
     if at == len(graph.ops):
@@ -56,12 +60,12 @@ def graph_with_caller(graph: Graph, side: CallerSide) -> Graph:
     returned = {storage_of[v] for v in graph.outputs}
     outputs = [i for i, s in enumerate(graph.storages) if i in returned and _is_output(s)]
     dropped = {i for i in outputs if graph.storages[i].name in side.dropped}
-    kept = [i for i in outputs if i not in dropped]
+    kept = [i for i in outputs if i not in dropped] if earlier else []
     tangents = {i for i, s in enumerate(graph.storages) if s.kind is StorageKind.TANGENT and not s.planned}
     first_of = {storage_of[v]: graph.values[v] for v in reversed(graph.outputs)}
     before = range(len(graph.values), len(graph.values) + len(kept))
     results = tuple(dict.fromkeys(graph.outputs))
-    earlier = _op("earlier results", Phase.FORWARD, writes=before)
+    began = _op("earlier results", Phase.FORWARD, writes=before)
     received = _op("results", Phase.FORWARD, reads=(*before, *results))
     loss = _op("loss", Phase.BACKWARD, writes=(v for v, storage in enumerate(storage_of) if storage in tangents))
     passing = tangents | dropped
@@ -73,7 +77,7 @@ def graph_with_caller(graph: Graph, side: CallerSide) -> Graph:
     copies = (replace(first_of[i], storage=len(graph.storages) + n) for n, i in enumerate(kept))
     return replace(
         graph,
-        ops=(earlier, *graph.ops[:at], received, loss, *graph.ops[at:]),
+        ops=(began, *graph.ops[:at], received, loss, *graph.ops[at:]),
         values=(*graph.values, *copies),
         storages=tuple(storages),
         outputs=tuple(v for v in graph.outputs if storage_of[v] not in dropped),

@@ -96,9 +96,12 @@ def _together(graphs: Sequence[RunningGraph], plans: Sequence[Plan], timeline: T
 
 
 def _as_eager(graph: RunningGraph) -> Plan:
-    """Return the plan of a graph as it was traced, in the order of the trace, with what eager has around it."""
+    """Return the plan of a graph as it was traced, in the order of the trace, with what eager has around it.
+
+    One name may hold what several calls return, one after another: nothing is counted of earlier ones.
+    """
     made = plan_with_caller(_in_order(graph), graph.caller)
-    return replace(made, graph=eager_with_caller(graph.traced, graph.caller))
+    return replace(made, graph=eager_with_caller(graph.traced, graph.caller, earlier=False))
 
 
 def _in_order(graph: RunningGraph) -> Plan:
