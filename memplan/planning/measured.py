@@ -118,7 +118,8 @@ class AsEager:
         kept = now.eviction is None or now.eviction.policy == "checkpoint"
         base = now if kept else unevicted()
         best = self._beside(base, side, after)
-        if now.eviction is None and self._exceeds(now if best is None else best, side, after):
+        plain = now.eviction is None and now.division is None and not now.compress
+        if plain and self._exceeds(now if best is None else best, side, after):
             in_order = _as_traced(now, self.graph, self.transient, self.options)
             best = min(
                 (plan for plan in (best, self._beside(in_order, side, after) or in_order) if plan is not None),

@@ -34,8 +34,9 @@ class CallerObserver:
     def backward_begins(self, step: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take the node of a step in autograd's graph, whose backward begins with these gradients of its results."""
         self._left -= 1
-        passed = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in gradients if g is not None}
-        self._losses.append((loss_profile(step), sum(passed.values())))
+        storages = [g.untyped_storage() for g in gradients if g is not None and _has_bytes(g)]
+        passed = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        self._losses.append((loss_profile(step), passed))
         missing = {i for i, g in enumerate(gradients) if g is None}
         self._missing = missing if self._missing is None else self._missing & missing
 
@@ -44,9 +45,14 @@ class CallerObserver:
         freed = [bool(ref.expired()) for ref in self._returned]  # type: ignore[no-untyped-call]
         kept = {name for name, gone in zip(names, freed, strict=False) if not gone}  # none before the first step
         dropped = [i for i, (name, gone) in enumerate(zip(names, freed, strict=False)) if gone and name not in kept]
-        losses = (max(profile.peak(dropped) - gradients, 0) for profile, gradients in self._losses)
+        losses = (max(profile.peak(dropped) - passed, 0) for profile, passed in self._losses)
         return CallerSide(
             loss=max(losses, default=0),
             dropped=frozenset(names[i] for i in dropped),
             missing=frozenset(gradients[i] for i in self._missing or () if i in gradients),
         )
+
+
+def _has_bytes(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient is dense: one that is sparse, or a wrapper, has no storage."""
+    return gradient.layout is torch.strided and bool(torch._C._has_storage(gradient))
