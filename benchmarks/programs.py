@@ -277,14 +277,11 @@ def table_of(verdicts: Sequence[Verdict]) -> Table:
         "own `step()` runs. Most programs need less than a megabyte, and what a compiled module keeps beside its "
         "arena is a large part of it: the ratios say little about large ones. Where they are above 1, the causes "
         "that were found are: arenas of other models of the program, which stay while one trains (dcgan, "
-        "fast_neural_style, forward_forward: 3 to 40 KB), or while a model that is not compiled runs (byol: 0.9 "
-        "KB); a program that is made and tried in the very step that is measured, beside the arena of the one "
-        "before (pruning: 28 KB of arena, 10 KB of the trial); what LBFGS allocates in its `step()`, which is not "
-        "counted before (time_sequence: 16 KB); calls of a number that changes from step to step, and alignment in "
-        "their arena (actor_critic: 1 KB); a prediction of eager's peak that is above it, so that a plan seems "
-        "small enough (gemma3, llama, decoder_cache: 5 to 15 KB); and gradients that are still set while the "
-        "forward runs, which the comparison with eager counts in the backward alone (torchvision_resnet: 542 KB, "
-        "timm_resnet: 27 KB).",
+        "fast_neural_style, forward_forward: 2 to 55 KB), or while a model that is not compiled runs (byol: 0.9 "
+        "KB); what LBFGS allocates in its `step()`, which is not counted before (time_sequence: 16 KB); updates "
+        "without an optimizer, so that nothing is planned for the loss outside (word_lm: 1 to 3 KB); calls of a "
+        "number that changes from step to step, and alignment in their arena (actor_critic: 1 KB); and zeros for "
+        "gradients of results that no loss uses, which eager does not make (gemma3: 4 KB).",
         "",
         *counts,
         "",
