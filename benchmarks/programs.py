@@ -304,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.programs", description="Third-party programs.")
     parser.add_argument("names", nargs="*", help="programs (default: all whose libraries are installed)")
     parser.add_argument("--ways", default=",".join(WAYS), help="comma-separated; eager and aot_eager always run")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="one program in N (5: what the tests run)")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="one program in N")
     parser.add_argument("--jobs", type=int, default=1, help="programs at a time (default 1)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time that each process may take")
     parser.add_argument("--results", type=Path, metavar="FILE", help="keep verdicts there, and go on from those there")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.zoo import ZOO
+from benchmarks.zoo import ZOO, Example
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import CapturedStep, capture_call
 
@@ -64,6 +64,31 @@ class TwoLayersLoss(TwoLayers):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).square().mean()
+
+
+class Shared(nn.Module):
+    """Blocks that run several times, and an output layer that is the embedding. Returns a loss."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(2))
+        self.times = times
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for _ in range(self.times):
+            for block in self.blocks:
+                x = x + block(x)
+        return nn.functional.cross_entropy(x @ self.embedding.weight.t(), tokens)
+
+
+def shared_or_nano(name: str) -> Example:
+    """`Shared` and its input for "shared", and otherwise a nano model of the zoo and its inputs."""
+    if name != "shared":
+        return ZOO[name]("nano")
+    torch.manual_seed(0)
+    return Shared(2), (torch.randint(50, (12,)),)
 
 
 class Apply(nn.Module):

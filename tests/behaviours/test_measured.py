@@ -26,6 +26,7 @@ from memplan.trace import trace
 from tests.models import Layers
 from tests.runtime.budgets import FAST_LINK, everything
 from tests.runtime.virtual import virtual
+from tests.slow import slow
 from tests.steps import outcome_of
 
 _MOST = 100  # steps
@@ -61,7 +62,7 @@ def _late(measured: Measurement) -> float:
 # -- P1 --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mlp"])
+@pytest.mark.parametrize("name", [slow("gpt2"), "mlp"])
 def test_P1_the_first_steps_record_every_access_op_and_copy(name: str) -> None:  # noqa: N802
     model, args = ZOO[name]("nano")
     compiled = memplan.compile(model, args, arena_budget=0.7, gradients="safe", policy="flow", costs="measure")

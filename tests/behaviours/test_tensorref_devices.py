@@ -20,6 +20,7 @@ from memplan.planning.consistency import check_consistency
 from memplan.runtime.debug.hooks import EventKind, StepEvent
 from memplan.runtime.debug.tracker import Tracker
 from tests.runtime.budgets import FAST_LINK
+from tests.slow import slow
 
 TWO = ("cpu:0", "cpu:1")
 
@@ -71,7 +72,7 @@ def test_T4_transfers_are_ops_and_every_op_finds_all_on_one_device() -> None:  #
     assert plan.forecast(name).uses
 
 
-@pytest.mark.parametrize(("name", "count"), [("vit", 2), ("resnet", 3)])
+@pytest.mark.parametrize(("name", "count"), [slow("vit", 2), ("resnet", 3)])
 def test_T4_two_arenas_give_the_same_bits_as_one(name: str, count: int) -> None:  # noqa: N802
     model, inputs = ZOO[name]("nano")
     reference = memplan.compile(copy.deepcopy(model), inputs)

@@ -16,6 +16,7 @@ from memplan.core.plan import Plan
 from memplan.core.validate import validate
 from memplan.planning.consistency import check_consistency
 from memplan.symbolic import SymbolicPlan
+from memplan.trace import trace
 
 LONGEST = 48
 batches, lengths = st.integers(2, 32), st.integers(3, LONGEST)
@@ -33,7 +34,7 @@ def _anew(batch: int, seq: int) -> Plan:
 
 
 @given(batch=batches, seq=lengths)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_C4_resolved_for_any_values_the_schema_is_valid(batch: int, seq: int) -> None:  # noqa: N802
     plan = _symbolic().resolve({"batch": batch, "seq": seq})
     validate(plan.problem, plan.solution)
@@ -68,12 +69,13 @@ def test_C4_sizes_are_those_of_a_trace_with_these_values(monkeypatch: pytest.Mon
         monkeypatch.setattr(f"memplan.trace.{name}", lambda *_: None)
     symbolic = _symbolic.__wrapped__()
     for batch, seq in ((4, 24), (2, LONGEST), (32, 3)):
-        resolved, anew = symbolic.resolve({"batch": batch, "seq": seq}), _anew(batch, seq)
+        resolved = symbolic.resolve({"batch": batch, "seq": seq})
+        anew = trace(ZOO["gpt2"]("nano")[0], (torch.zeros(batch, seq, dtype=torch.int64),))
         assert [s.nbytes for s in resolved.graph.storages] == [s.nbytes for s in anew.graph.storages]
 
 
 @given(batch=batches, seq=lengths)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_C5_peak_and_usage_for_given_values(batch: int, seq: int) -> None:  # noqa: N802
     symbolic = _symbolic()
     values = {"batch": batch, "seq": seq}

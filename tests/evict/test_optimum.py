@@ -22,6 +22,7 @@ from memplan.evict.workload_limits import floor
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import graphs
 from tests.models import traced_nano
+from tests.slow import slow
 
 
 def _everything(workload: Workload) -> Iterator[Events]:
@@ -69,7 +70,7 @@ def _model(name: str) -> tuple[Graph, Workload]:
     return graph, workload_of(graph, alignment=64)
 
 
-@pytest.mark.parametrize(("name", "share"), [("mlp", 0.8), ("resnet", 0.8), ("resnet", 0.5), ("vit", 0.6)])
+@pytest.mark.parametrize(("name", "share"), [("mlp", 0.8), ("resnet", 0.8), ("resnet", 0.5), slow("vit", 0.6)])
 def test_the_greedy_policy_is_within_half_a_point_of_the_proven_optimum(name: str, share: float) -> None:
     graph, workload = _model(name)
     workload = replace(workload, budget=int(measure(workload, workload.plain).peak * share))

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import memplan
-from benchmarks.zoo import ZOO
 from memplan.core.choices import Gradients
 from memplan.devices.measure import peak_bytes
 from memplan.errors import StaleActivationsError
 from memplan.runtime import CompiledModule, compile
 from memplan.runtime.execute import added_gradients
 from memplan.runtime.execute.added_gradients import AddedGradients
+from tests.models import shared_or_nano
 from tests.slow import slow
 
 WAYS = ("auto", "added", "safe")
@@ -131,10 +131,10 @@ def test_what_is_done_between_accumulating_steps(do: Any, gradients: str) -> Non
         pair.both(what)
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2", slow("vit"), "resnet", "lstm"])
+@pytest.mark.parametrize("name", ["mlp", "shared", slow("gpt2"), slow("vit"), "resnet", "lstm"])
 def test_three_micro_batches(name: str) -> None:
     """Sums over three calls, twice, are those of a program that returns its gradients."""
-    model, inputs = ZOO[name]("nano")
+    model, inputs = shared_or_nano(name)
     other = copy.deepcopy(model)
     ways: tuple[tuple[nn.Module, Gradients], ...] = ((model, "auto"), (other, "safe"))
     pairs = [(m, compile(m, inputs, gradients=how)) for m, how in ways]

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 import memplan
-from benchmarks.zoo import ZOO
 from memplan.errors import MemplanError, StaleActivationsError, UnsupportedCall
 from memplan.runtime import CompiledModule, compile
+from tests.models import shared_or_nano
 from tests.slow import slow
 
 
@@ -39,9 +39,9 @@ def _within(compiled: CompiledModule, tensor: torch.Tensor) -> bool:
     return bool(memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + memory.numel())
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2", slow("vit"), "resnet", slow("t5")])
+@pytest.mark.parametrize("name", ["mlp", "shared", slow("gpt2"), slow("vit"), "resnet", slow("t5")])
 def test_same_gradients_as_when_they_are_handed_out(name: str) -> None:
-    model, inputs = ZOO[name]("nano")
+    model, inputs = shared_or_nano(name)
     other = copy.deepcopy(model)
     resident, safe = (
         compile(model, inputs, gradients="arena", sanitize="poison"),
@@ -89,9 +89,11 @@ def test_gradients_lie_in_the_arena_and_the_plan_counts_them_there() -> None:
     assert compiled.plan.total < safe.total
 
 
-@pytest.mark.parametrize("name", ["gpt2", slow("vit"), slow("convnext"), "resnet", slow("unet"), "lstm"])
+@pytest.mark.parametrize(
+    "name", ["shared", slow("gpt2"), slow("vit"), slow("convnext"), "resnet", slow("unet"), "lstm"]
+)
 def test_never_more_bytes_in_all_than_outside(name: str) -> None:
-    model, inputs = ZOO[name]("nano")
+    model, inputs = shared_or_nano(name)
     assert memplan.plan(model, inputs, gradients="arena").max_live <= _all_outside(
         memplan.plan(model, inputs, gradients="safe")
     )

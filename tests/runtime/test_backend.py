@@ -91,7 +91,7 @@ def test_a_graph_break_gives_two_planned_graphs() -> None:
     assert max(plan.arena_size for plan in plans) <= backend.arena_size <= sum(plan.arena_size for plan in plans)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet", slow("bert")])
+@pytest.mark.parametrize("name", [slow("gpt2"), "resnet", slow("bert")])
 def test_models_of_the_zoo_train_like_eager(name: str) -> None:
     model, inputs = ZOO[name]("nano")
     backend = Backend(sanitize="poison")

@@ -12,6 +12,7 @@ from torch.export import Dim
 from torch.nn import functional as F  # noqa: N812  (torch's own convention)
 
 import memplan
+from tests.slow import slow
 from tests.steps import assert_same_step
 
 
@@ -38,7 +39,9 @@ def _x(n: int, rows: int = 6) -> torch.Tensor:
     return torch.randn(rows, 8, generator=torch.Generator().manual_seed(n))
 
 
-@pytest.mark.parametrize("options", [{}, {"gradients": "safe"}, {"dynamic_shapes": {"x": {0: Dim("rows", min=2)}}}])
+@pytest.mark.parametrize(
+    "options", [{}, slow({"gradients": "safe"}), {"dynamic_shapes": {"x": {0: Dim("rows", min=2)}}}]
+)
 def test_a_body_that_is_unfrozen_and_frozen_again(options: dict[str, Any]) -> None:
     """Its programs need arenas of several sizes, so that earlier ones are made again in the model of then."""
     model, eager = _models()

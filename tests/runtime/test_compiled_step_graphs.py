@@ -13,6 +13,7 @@ from memplan.errors import InputMismatch, UnsupportedGraph
 from memplan.planning.consistency import check_consistency
 from memplan.runtime.api.compiled_step_graphs import CompiledStepGraphs
 from tests.runtime.test_compiled_graphs import WIDTH, Checked, _batch, _made
+from tests.slow import slow
 
 
 def _loss(out: torch.Tensor) -> torch.Tensor:
@@ -39,8 +40,15 @@ def _eager(model: nn.Module, *, accumulate: int, clip: float | None, calls: int)
 
 
 # a branch on the data, a mask kept as an attribute, a buffer by assignment, rows chosen by nonzero, pruning's hooks
-@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (2, 0.1)])
-@pytest.mark.parametrize("name", ["label check", "mask cache", "assigned buffer", "nonzero", "pruning"])
+def _each_way() -> list[Any]:
+    """Each program with one batch for an update and with two, of clipped gradients; one of them is slow, in turns."""
+    names, ways = ("label check", "mask cache", "assigned buffer", "nonzero", "pruning"), ((1, None), (2, 0.1))
+    return [
+        (name, *way) if i % 2 != k else slow(name, *way) for i, name in enumerate(names) for k, way in enumerate(ways)
+    ]
+
+
+@pytest.mark.parametrize(("name", "accumulate", "clip"), _each_way())
 def test_losses_and_updates_are_eagers(name: str, accumulate: int, clip: float | None) -> None:
     eager, model = _made(name), _made(name)
     expected = _eager(eager, accumulate=accumulate, clip=clip, calls=4)

@@ -16,6 +16,7 @@ from torch import nn
 from memplan.errors import InputMismatch, StaleActivationsError, UnsupportedCall
 from memplan.runtime import CompiledModule, compile, compile_step
 from memplan.runtime.api.builder import Builder
+from tests.slow import slow
 
 
 class Normed(nn.Module):
@@ -244,8 +245,10 @@ def _double(twin: Any) -> None:
     twin.double()
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("change", [_grown, _shorter, _double])
+@pytest.mark.parametrize(
+    ("change", "evaluates"),
+    [(_grown, False), (_shorter, False), (_double, False), slow(_grown, True), (_shorter, True), slow(_double, True)],
+)
 def test_a_copy_whose_model_changed_before_its_first_use_is_compiled_for_the_call(
     change: Callable[[Any], None], evaluates: bool
 ) -> None:

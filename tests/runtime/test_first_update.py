@@ -163,7 +163,7 @@ def test_of_several_optimizers_the_one_that_allocates_most_has_room(caplog: pyte
     assert all(map(torch.equal, expected, found))
 
 
-@pytest.mark.parametrize("update", [_in_closure, _late, _accumulated, _two_waiting])
+@pytest.mark.parametrize("update", [_in_closure, slow(_late), _accumulated, _two_waiting])
 def test_loops_of_other_kinds_and_their_update_need_no_more_than_eager(update: Callable[..., None]) -> None:
     eager, expected, _ = _trained(OPTIMIZERS["foreach"], planned=False, update=update)
     peak, found, called = _trained(OPTIMIZERS["foreach"], planned=True, update=update)
@@ -176,7 +176,7 @@ def _padding(backend: memplan.Backend) -> int:
     return sum(plan.padding for graph in backend.graphs for plan in graph.plans)
 
 
-@pytest.mark.parametrize("update", [_plain, _in_closure, _late, _accumulated, _two_waiting])
+@pytest.mark.parametrize("update", [_plain, slow(_in_closure), _late, slow(_accumulated), _two_waiting])
 def test_the_arena_of_a_graph_of_dynamo_and_the_update_need_no_more_than_eager(update: Callable[..., None]) -> None:
     backend = memplan.Backend()
     eager, expected, _ = _trained(OPTIMIZERS["foreach"], planned=False, update=update)

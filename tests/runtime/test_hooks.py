@@ -22,6 +22,7 @@ from memplan.runtime.copies.copy_threads import ThreadCopies
 from memplan.runtime.debug.hooks import EventKind, StepEvent, When
 from memplan.trace import plan_traced, trace
 from tests.runtime.budgets import FAST_LINK, QUICK_RECOMPUTE, plan_of_everything
+from tests.slow import slow
 from tests.steps import outcome_of, same_tensors
 
 _TRANSFERS = {
@@ -69,7 +70,7 @@ def _check_events(events: list[StepEvent], plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("free", "mlp"), ("copies", "mlp"), ("recompute", "mlp"), ("copies", "gpt2")]
+    ("kind", "name"), [("free", "mlp"), ("copies", "mlp"), ("recompute", "mlp"), slow("copies", "gpt2")]
 )
 def test_events_are_the_plans_and_bits_stay(kind: str, name: str) -> None:
     model, args, compiled = _made(kind, name)

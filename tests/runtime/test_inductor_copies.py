@@ -84,7 +84,7 @@ def _offloads(plan: Plan) -> int:
     return found
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [slow(False), True])
 @pytest.mark.parametrize("name", ["dropout and attention", slow("convolutions and batch norm")])
 def test_everything_goes_to_the_host_and_comes_back(name: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin, x = _made(name)

@@ -49,8 +49,21 @@ def _one_op(graph: Graph) -> int:
     return max(map(sum, zip(operands, results, strict=True)))
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": "min", "policy": "recompute"}, {"gradients": "safe"}])
-@pytest.mark.parametrize("name", ["gpt2", slow("bert"), "mlp", "resnet"])
+_PLAIN: dict[str, Any] = {}
+_LEAST = {"budget": "min", "policy": "recompute"}
+_SAFE = {"gradients": "safe"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpt2", _LEAST), ("resnet", _PLAIN), ("resnet", _SAFE), ("mlp", _LEAST),
+        *(slow("gpt2", options) for options in (_PLAIN, _SAFE)),
+        *(slow("mlp", options) for options in (_PLAIN, _SAFE)),
+        *(slow("bert", options) for options in (_PLAIN, _LEAST, _SAFE)),
+        slow("resnet", _LEAST),
+    ],
+)  # fmt: skip
 def test_compiling_needs_no_more_than_the_step(name: str, options: dict[str, Any]) -> None:
     model, inputs = ZOO[name]("nano")
     plan = memplan.compile(model, inputs, **options).plan  # its total has the kernels' temporaries

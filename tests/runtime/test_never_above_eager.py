@@ -19,6 +19,7 @@ from memplan.core.graph import Phase
 from memplan.devices.measure import peak_bytes
 from tests.models import Saves
 from tests.runtime.budgets import QUICK
+from tests.slow import slow
 
 CPU = torch.device("cpu")
 
@@ -73,7 +74,7 @@ def _peaks() -> tuple[nn.Module, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "train"),
-    [("vit", False), ("resnet", False), ("lstm", False), ("llama", True), ("vit", True), ("resnet", True)],
+    [slow("vit", False), ("resnet", False), ("lstm", False), ("llama", True), ("vit", True), slow("resnet", True)],
 )
 def test_the_peak_of_a_model_is_at_most_eagers(name: str, train: bool) -> None:
     torch.manual_seed(0)
@@ -139,7 +140,7 @@ class Answers(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
-@pytest.mark.parametrize("name", ["t5", "swin"])
+@pytest.mark.parametrize("name", ["t5", slow("swin")])
 def test_the_peak_of_a_model_with_checkpoints_of_its_own_is_at_most_eagers_with_them(name: str) -> None:
     torch.manual_seed(0)
     model = Answers(name).train()
@@ -161,7 +162,7 @@ def test_the_peak_of_a_model_with_checkpoints_of_its_own_is_at_most_eagers_with_
     assert all(map(torch.equal, *gradients))
 
 
-@pytest.mark.parametrize("name", ["resnet", "lstm", "vit"])
+@pytest.mark.parametrize("name", ["resnet", "lstm", slow("vit")])
 def test_the_peak_of_a_whole_step_is_at_most_eagers(name: str) -> None:
     torch.manual_seed(0)
     model, inputs = ZOO[name]("nano")

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ from tests.runtime.budgets import (
     runner_of,
     step_of,
 )
-from tests.slow import zoo
+from tests.slow import slow, zoo
 from tests.steps import Outcome, outcome_after, outcome_of
 
 SHARES = (0.8, 0.6, 0.5, 0.4)
@@ -111,6 +112,14 @@ def _net(batch: int = 8) -> tuple[Layers, tuple[torch.Tensor]]:
     return Layers(), (torch.randn(batch, 16),)
 
 
+@cache
+def _traced_net() -> tuple[Layers, tuple[torch.Tensor], TracedGraph, Outcome]:
+    """The model, its input, its step and what this computes, for all examples of a property."""
+    model, args = _net()
+    traced = trace(model, args)
+    return model, args, traced, step_of(runner_of(model, traced, plan_traced(traced)), model, args, 0)
+
+
 class Recurrent(nn.Module):
     """Kernels with several results, and the workspaces of oneDNN's LSTM."""
 
@@ -143,9 +152,7 @@ def _names() -> list[str]:
 @settings(max_examples=15, deadline=None)
 def test_any_copies_at_any_steps_give_the_same_bits(seed: int) -> None:
     generator = random.Random(seed)
-    model, args = _net()
-    traced = trace(model, args)
-    expected = step_of(runner_of(model, traced, plan_traced(traced)), model, args, 0)
+    model, args, traced, expected = _traced_net()
 
     def some(workload: Workload) -> Any:
         """Of the events of `everything`, those of some storages; waits and starts as far apart as they may be."""
@@ -327,7 +334,7 @@ def test_a_module_that_is_gone_takes_its_threads_along() -> None:
     ("name", "kind", "policy"),
     [
         ("gpt2", "adamw", QUICK),
-        ("gpt2", "sgd", QUICK_RECOMPUTE),
+        slow("gpt2", "sgd", QUICK_RECOMPUTE),
         ("net", "sgd", QUICK),
         ("net", "adamw", QUICK_RECOMPUTE),
     ],

@@ -11,19 +11,20 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.zoo import ZOO
 from memplan.errors import MemplanError, UnsupportedCall
 from memplan.runtime import CompiledModule, compile
 from memplan.runtime.guards.hook_counts import hooks_of_node
+from tests.models import shared_or_nano
+from tests.slow import slow
 
 
 def _owned(model: nn.Module, *args: Any) -> CompiledModule:
     return compile(model, args, gradients="owned", sanitize="poison")
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet", "lstm"])
+@pytest.mark.parametrize("name", ["mlp", "shared", slow("gpt2"), "resnet", "lstm"])
 def test_same_gradients_as_handed_to_autograd(name: str) -> None:
-    model, args = ZOO[name]("nano")
+    model, args = shared_or_nano(name)
     other = copy.deepcopy(model)
     owned, safe = _owned(model, *args), compile(other, args)
     for seed in range(3):

@@ -15,6 +15,7 @@ from memplan.runtime import compile as memplan_compile
 from memplan.trace import trace
 from memplan.trace.capture.joint_graph import capture
 from tests.runtime.budgets import QUICK_RECOMPUTE
+from tests.slow import slow
 from tests.steps import outcome_of, under_autocast
 
 pytestmark = pytest.mark.skipif(
@@ -165,8 +166,7 @@ class ByFunction(nn.Module):
         return made
 
 
-@pytest.mark.parametrize("backend", [False, True])
-@pytest.mark.parametrize("name", ["gru", "lstm"])
+@pytest.mark.parametrize(("name", "backend"), [("gru", True), ("lstm", False), slow("gru", False), slow("lstm", True)])
 def test_the_functions_keep_their_dropout(name: str, backend: bool) -> None:
     torch.manual_seed(0)
     model, x = ByFunction(name), torch.randn(5, 3, 32)

@@ -21,6 +21,7 @@ from memplan.runtime.debug.tracker import HeldBytes, Tracker
 from memplan.trace import plan_traced, trace
 from memplan.trace.traced import TracedGraph
 from tests.runtime.budgets import FAST_LINK, QUICK, everything, plan_of_everything
+from tests.slow import slow
 
 
 def _alive(problem: Problem, held: HeldBytes, step: int) -> bool:
@@ -56,8 +57,13 @@ def _budgeted(traced: TracedGraph) -> Plan:
     return plan_traced(traced, PlanOptions(arena_budget="min", policy=QUICK, costs=FAST_LINK))
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet", "bert"])
-@pytest.mark.parametrize("budget", [False, True])
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        ("mlp", False), ("mlp", True), ("gpt2", True), ("resnet", False),
+        slow("gpt2", False), slow("resnet", True), slow("bert", False), slow("bert", True),
+    ],
+)  # fmt: skip
 def test_counts_what_the_plan_has(name: str, budget: bool) -> None:
     model, args = ZOO[name]("nano")
     traced = trace(model, args)

@@ -50,7 +50,8 @@ def _same_parameters(one: nn.Module, two: nn.Module) -> bool:
     ("name", "kind"),
     [
         *((name, "adamw") if name in FEW else slow(name, "adamw") for name in ZOO),
-        *((name, "momentum") for name in ("mlp", "gpt2", "resnet")),
+        ("mlp", "momentum"),
+        *(slow(name, "momentum") for name in ("gpt2", "resnet")),
     ],
 )
 def test_bitwise_equal_to_eager(name: str, kind: str) -> None:
@@ -490,7 +491,7 @@ def _close(one: torch.Tensor, two: torch.Tensor, *, exact: bool) -> bool:
     return torch.equal(one, two) if exact else torch.allclose(one, two, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize("name", [slow("gpt2"), "resnet"])
 def test_accumulation_on_models_of_the_zoo(name: str) -> None:
     model, batch = ZOO[name]("nano")
     eager = copy.deepcopy(model)

@@ -18,7 +18,7 @@ from memplan.trace import plan_traced, trace
 from tests.models import traced_nano
 from tests.runtime.allocated import assert_allocates_what_it_plans, other_bytes
 from tests.runtime.reference import Interpreted
-from tests.slow import zoo
+from tests.slow import slow, zoo
 from tests.steps import loss_of
 
 
@@ -115,7 +115,7 @@ def test_reuse_in_place_never_needs_more(name: str) -> None:
     assert with_reuse.max_live <= without.max_live
 
 
-@pytest.mark.parametrize(("name", "share"), [("gpt2", 0.89), ("bert", 0.87)])
+@pytest.mark.parametrize(("name", "share"), [("gpt2", 0.89), slow("bert", 0.87)])
 def test_reuse_in_place_lowers_the_peak_at_the_logits(name: str, share: float) -> None:
     model, args = ZOO[name]("medium")
     with_reuse, without = (plan_traced(trace(model, args, in_place=choice)) for choice in (True, False))

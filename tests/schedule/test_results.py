@@ -85,7 +85,9 @@ def trained(
     return found | own.state_dict() | state, step.plan.schedule.order, step.plan.graph
 
 
-@pytest.mark.parametrize(("name", "clip"), [("mlp", 0.1), ("gpt2", None), slow("bert", None), slow("resnet", 0.1)])
+@pytest.mark.parametrize(
+    ("name", "clip"), [("mlp", 0.1), ("mlp", None), slow("gpt2", None), slow("bert", None), slow("resnet", 0.1)]
+)
 def test_random_legal_orders_of_whole_steps_give_the_same_bits(name: str, clip: float | None) -> None:
     """Updates between gradients, weights that readers of the old value must have seen, and in-place reuse."""
     model, batch = ZOO[name]("nano")

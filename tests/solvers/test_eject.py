@@ -40,7 +40,7 @@ def _fitting(arrays: ProblemArrays, capacity: int) -> bool:
 
 
 @given(problem=problems(), data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_what_is_placed_is_valid_after_any_number_of_turns(problem: Problem, data: st.DataObject) -> None:
     arrays = make_problem_arrays(problem)
     capacity = data.draw(st.integers(problem.max_live, solve(problem, solver="greedy").arena_size))

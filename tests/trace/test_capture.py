@@ -20,6 +20,8 @@ from memplan.runtime import compile as memplan_compile
 from memplan.runtime.dynamo.backend import Backend
 from memplan.trace import plan, trace
 from memplan.trace.capture.joint_graph import capture
+from tests.models import traced_nano
+from tests.slow import slow
 
 
 class Breaks(nn.Module):
@@ -116,7 +118,7 @@ def test_training_follows_the_model_unless_told() -> None:
     assert not trace(model.eval(), x).training
 
 
-@pytest.mark.parametrize("name", ["vit", "resnet"])  # moving a model to meta unties its tied parameters
+@pytest.mark.parametrize("name", [slow("vit"), "resnet"])  # moving a model to meta unties its tied parameters
 def test_a_meta_model_gets_the_plan_of_the_real_one(name: str) -> None:
     model, args = ZOO[name]("nano")
     real = plan(model, args)
@@ -132,16 +134,17 @@ def test_the_same_model_gives_the_same_plan_twice() -> None:
 
 
 def test_buffers_know_where_they_come_from() -> None:
-    model, args = ZOO["gpt2"]("nano")
-    names = {name for name, _ in model.named_modules()}
-    p = plan(model, args)
-    origins = [s.origin for s in p.graph.storages if s.planned]
+    names = {name for name, _ in ZOO["gpt2"]("nano")[0].named_modules()}
+    origins = [s.origin for s in traced_nano("gpt2").graph.storages if s.planned]
     assert all(o.module in names for o in origins if o.module), {o.module for o in origins} - names
     assert sum(bool(o.module) for o in origins) > 0.8 * len(origins)
     assert any(o.source.startswith("modeling_gpt2.py:") for o in origins)
-    unet, inputs = ZOO["unet"]("nano")
-    known = {name for name, _ in unet.named_modules()}
-    assert {s.origin.module for s in plan(unet, inputs).graph.storages if s.planned} <= known
+
+
+@pytest.mark.slow
+def test_buffers_of_a_unet_know_their_modules() -> None:
+    known = {name for name, _ in ZOO["unet"]("nano")[0].named_modules()}
+    assert {s.origin.module for s in traced_nano("unet").graph.storages if s.planned} <= known
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import memplan
 from benchmarks.zoo import ZOO
 from memplan.core.units import parse_size
 from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, UnsupportedGraph
+from tests.slow import slow
 
 
 class GeluLayers(nn.Module):
@@ -62,7 +63,7 @@ def test_P7_gradients_in_the_arena_leave_room_for_more() -> None:  # noqa: N802
         memplan.max_batch(make, limit, gradients="stolen")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["mlp", "lstm"])
+@pytest.mark.parametrize("name", [slow("mlp"), "lstm"])
 def test_gradients_in_the_arena_never_let_less_fit(name: str) -> None:
     model, args = ZOO[name]("nano")
 

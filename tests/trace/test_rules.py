@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from memplan.runtime import compile as memplan_compile
-from memplan.trace import trace
+from memplan.trace import capture_call, trace
 from memplan.trace.lowering.rules import RULES
 from tests.models import Apply
 from tests.runtime.reference import Interpreted
@@ -141,14 +141,12 @@ def test_a_bias_gets_the_sum_itself() -> None:
 
 def test_every_rule_is_exercised() -> None:
     """Each op that has a rule occurs in a captured case, and none is left after lowering where the rule applies."""
-    from memplan.trace.capture.joint_graph import capture
-
     seen: set[Any] = set()
     left: set[str] = set()
     for function, xs in CASES.values():
-        captured = capture(Apply(function), xs, {}, train=True)
-        seen |= {n.target for n in captured.graph_module.graph.nodes}
-        left |= {op.target for op in trace(Apply(function), xs, train=True).graph.ops}
+        step = capture_call(Apply(function), xs, train=True)
+        seen |= {n.target for n in step.captured.graph_module.graph.nodes}
+        left |= {op.target for op in step.retrace().graph.ops}
     assert {str(t) for t in RULES} - {str(t) for t in seen} == set()
     # Run functionally: reduction="none", which has nothing to reduce, what rolls one dimension twice, normalisations of
     # what is transposed, means that are rounded. Few products have a factor that is scaled; few sums keep a dimension

@@ -7,32 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 import memplan
 from benchmarks.zoo import ZOO
 from memplan.core.choices import Gradients
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.trace import trace
+from tests.models import Shared
+from tests.slow import slow
 
 OUTSIDE_AND_IN: tuple[Gradients, ...] = ("safe", "owned", "arena")
-
-
-class Shared(nn.Module):
-    """Blocks that run several times, and an output layer that is the embedding."""
-
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(2))
-        self.times = times
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for _ in range(self.times):
-            for block in self.blocks:
-                x = x + block(x)
-        return F.cross_entropy(x @ self.embedding.weight.t(), tokens)
 
 
 def _eager(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
@@ -49,7 +33,7 @@ def _sums(graph: Graph) -> list[str]:
 
 
 @pytest.mark.parametrize("gradients", OUTSIDE_AND_IN)
-@pytest.mark.parametrize("times", [1, 2, 4])
+@pytest.mark.parametrize("times", [1, slow(2), 4])
 def test_shared_weights(times: int, gradients: Gradients) -> None:
     """Every sum is written over a term, and has eager's bits; one buffer holds the gradient of each parameter."""
     torch.manual_seed(0)
