@@ -25,7 +25,8 @@ class CallerSide:
     Attributes:
         loss: The most bytes that it has at once between forward and backward, beside the outputs that it keeps and the
             gradients that it passes to the backward; outputs that it drops count as long as it needs them.
-        dropped: The names of the storages of outputs that it has freed when the step is over.
+        dropped: The names of the storages of outputs that it has freed when the step is over. They count until the
+            forward returns, and as long as the loss and the backward need them.
         missing: The names of the storages of gradients of outputs that it never passes. A plan has zeros for them, and
             eager nothing.
     """
@@ -38,6 +39,7 @@ class CallerSide:
 def eager_with_caller(graph: Graph, side: CallerSide, *, earlier: bool = True) -> Graph:
     """Return `graph_with_caller` as eager runs it: without the gradients that the caller does not pass.
 
+    Ops that need such a gradient alone, which eager does not run, still count.
     `earlier`: the caller has what it keeps of the step before while the forward runs. Without, it may have freed that.
     """
     made = graph_with_caller(graph, side, earlier=earlier)
@@ -90,14 +92,15 @@ def transient_with_caller(graph: Graph, transient: Sequence[int], side: CallerSi
     return tuple(transient) if at == len(graph.ops) else (0, *transient[:at], 0, side.loss, *transient[at:])
 
 
-def plan_with_caller(plan: Plan, side: CallerSide) -> Plan:
+def plan_with_caller(plan: Plan, side: CallerSide, *, earlier: bool = True) -> Plan:
     """Return the plan with `graph_with_caller`, with the same offsets; it is for comparisons, and nothing runs by it.
 
     Args:
         plan: A plan on one device.
         side: What the caller does.
+        earlier: As in `graph_with_caller`.
     """
-    graph = graph_with_caller(plan.graph, side)
+    graph = graph_with_caller(plan.graph, side, earlier=earlier)
     if graph is plan.graph:
         return plan
     at, eviction = plan.graph.forward_ops, plan.eviction

@@ -115,6 +115,8 @@ class AsEager:
         `unevicted`: makes the same plan without evictions, with its temporaries: results leave the arena instead.
         Gradients of outputs have no bytes for a scheduler, which may keep them long; so eager's order is tried too.
         """
+        if not self._exceeds(now, side, after):
+            return None
         kept = now.eviction is None or now.eviction.policy == "checkpoint"
         base = now if kept else unevicted()
         best = self._beside(base, side, after)

@@ -90,7 +90,7 @@ def _of_each(graphs: Sequence[RunningGraph], left: frozenset[str], options: Plan
 
 def _together(graphs: Sequence[RunningGraph], plans: Sequence[Plan], timeline: Timeline, options: PlanOptions) -> Plan:
     """Return the plan of the step in which the graphs run by these plans in one arena, with their callers' ops."""
-    around = [plan_with_caller(plan, g.caller) for g, plan in zip(graphs, plans, strict=True)]
+    around = [plan_with_caller(plan, g.caller, earlier=False) for g, plan in zip(graphs, plans, strict=True)]
     joined = join("", [_part(plan) for plan in around], timeline)
     return replace(make_plan(ScheduledGraph.of(joined), options), temporaries=joined.transient, numbers=joined.numbers)
 
@@ -98,9 +98,9 @@ def _together(graphs: Sequence[RunningGraph], plans: Sequence[Plan], timeline: T
 def _as_eager(graph: RunningGraph) -> Plan:
     """Return the plan of a graph as it was traced, in the order of the trace, with what eager has around it.
 
-    One name may hold what several calls return, one after another: nothing is counted of earlier ones.
+    One name may hold what several calls return, one after another: nothing is counted of the step before.
     """
-    made = plan_with_caller(_in_order(graph), graph.caller)
+    made = plan_with_caller(_in_order(graph), graph.caller, earlier=False)
     return replace(made, graph=eager_with_caller(graph.traced, graph.caller, earlier=False))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from itertools import accumulate
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
+import memplan
 from memplan.runtime.execute.loss_profile import LossProfile, loss_profile
 from tests.runtime.allocated import allocations
 
@@ -40,6 +43,25 @@ class _Step(torch.autograd.Function):
 
 def _step(x: torch.Tensor) -> torch.Tensor:
     made: torch.Tensor = _Step.apply(x)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Squares(torch.autograd.Function):
+    """A loss of the user's own, that keeps what it takes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return x * grads[0]
+
+
+def _squares(x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = _Squares.apply(x)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -117,6 +139,52 @@ def test_frames_are_not_kept_alive() -> None:
 
     allocations(run)
     assert sum(allocations(run)) == 0  # the gradient of the run before is freed, and one is made
+
+
+def test_a_function_of_the_users_own_is_taken_to_keep_all() -> None:
+    x = torch.randn(ROWS, CLASSES, requires_grad=True)
+    _Step.found = []
+    _squares(_step(x)).sum().backward()  # type: ignore[no-untyped-call]
+    assert _Step.found[0].peak([0]) == 3 * RESULT  # what it takes, its result, and its gradient
+
+
+OTHER: dict[str, Loss] = {
+    "own function": lambda y: _squares(y).sum(),
+    "checkpoint": lambda y: checkpoint(lambda z: z.exp().sin().sum(), y, use_reentrant=False),
+    "reentrant checkpoint": lambda y: checkpoint(lambda z: z.exp().sin(), y, use_reentrant=True).sum(),
+    "compiled": torch.compile(lambda z: z.exp().sin().sum(), backend="aot_eager"),
+    "sparse": lambda y: (y.to_sparse().to_dense() * 2).sum(),
+    "used twice": lambda y: y.sin().sum() + y.cos().mean(),
+}
+
+
+@pytest.mark.parametrize("name", list(OTHER))
+def test_losses_of_any_kind_have_eagers_gradients(name: str) -> None:
+    torch._dynamo.reset()
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8)), torch.randn(4, 8)
+    OTHER[name](model(x)).backward()  # type: ignore[no-untyped-call]
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    OTHER[name](memplan.compile(model, x)(x)).backward()  # type: ignore[no-untyped-call]
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert gradient is not None
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_a_graph_that_cannot_be_read_changes_no_backward(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_: object) -> LossProfile:
+        raise ValueError("a node of another kind")
+
+    monkeypatch.setattr("memplan.runtime.execute.caller_observer.loss_profile", fails)
+    model, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    compiled = memplan.compile(model, x)
+    with caplog.at_level(logging.DEBUG, logger="memplan"):
+        compiled(x).square().mean().backward()
+    assert model.weight.grad is not None
+    assert "a node of another kind" in caplog.text
 
 
 def test_what_autograd_has_packed_is_not_unpacked_for_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memplan.planning.caller_side import CallerSide
 from memplan.runtime.execute.loss_profile import LossProfile, loss_profile
 
+_log = logging.getLogger("memplan")
 _BACKWARDS = 4  # that are observed: a caller may do something else in its first step
 
 
@@ -25,7 +27,7 @@ class CallerObserver:
 
     @property
     def is_done(self) -> bool:
-        return not self._left
+        return self._left <= 0  # threads may count at once
 
     def forward_ended(self, results: Sequence[torch.Tensor]) -> None:
         """Take the tensors that a forward is about to return. They are not kept alive."""
@@ -36,7 +38,10 @@ class CallerObserver:
         self._left -= 1
         storages = [g.untyped_storage() for g in gradients if g is not None and _has_bytes(g)]
         passed = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        self._losses.append((loss_profile(step), passed))
+        try:
+            self._losses.append((loss_profile(step), passed))
+        except Exception as error:  # it is a prediction: whatever a node of another library does, the backward runs
+            _log.debug("what the loss allocates is not known: %s: %s", type(error).__name__, error)
         missing = {i for i, g in enumerate(gradients) if g is None}
         self._missing = missing if self._missing is None else self._missing & missing
 

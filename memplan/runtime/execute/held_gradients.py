@@ -35,7 +35,7 @@ def note_held_by_autograd_alone(free: Free | None, gradients: Sequence[torch.Ten
 def note_own(free: Free | None, gradient: torch.Tensor) -> None:
     """Put a gradient into `free` that the caller has made, and that nothing else has."""
     if free is not None and _is_plain(gradient):
-        free.append(weakref.ref(gradient))
+        free[:] = [*(one for one in free if one() is not None), weakref.ref(gradient)]
 
 
 def drop(free: Free, gradient: torch.Tensor) -> None:

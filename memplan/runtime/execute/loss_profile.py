@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
 # what makes a node, without "Backward" and its number, by what its result and its gradients take
@@ -212,7 +213,7 @@ def _kind(node: Any) -> str:
 
 def _kept(node: Any) -> tuple[bool, bool]:
     """Return whether a node kept its result for the backward, which has run, and whether it kept what it took."""
-    if hasattr(node, "saved_tensors"):  # of a user's own function
+    if isinstance(node, BackwardCFunction):  # of a user's own function, which does not say what it has kept
         return True, True
     kind: Any = type(node)
     kept = [name for name in _attributes(kind) if _was_kept(node, name)]
