@@ -106,7 +106,7 @@ def test_live_bytes_do_not_count_views_by_address_of_an_arena_that_was_freed() -
 
 def test_what_is_offloaded_to_the_host_is_not_in_the_peak_of_the_device() -> None:
     before = live_bytes()  # of the tests before this one
-    step = CONTENDERS["memplan-min-auto"].step(*MODELS["two_traversals"]("nano"), "training")
+    step = CONTENDERS["memplan-min-auto"].step(*MODELS["lstm"]("nano"), "training")
     for _ in range(2):
         step.run()
     figures: Any = by_events(step, 1, before)

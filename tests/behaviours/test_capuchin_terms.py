@@ -12,6 +12,7 @@ from memplan.planning.options import PlanOptions
 from memplan.trace import plan_traced
 from tests.models import traced_nano
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, plan_of_everything
+from tests.slow import slow
 
 
 @cache
@@ -23,8 +24,13 @@ def _plan(kind: str, model: str) -> Plan:
     return plan_traced(traced, PlanOptions(arena_budget="min", policy=policy, costs=FAST_LINK))
 
 
-@pytest.mark.parametrize("kind", ["everything", "copies", "recompute"])
-@pytest.mark.parametrize("model", ["mlp", "gpt2"])
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("mlp", "everything"), ("mlp", "copies"), ("mlp", "recompute"), ("gpt2", "copies"),
+        slow("gpt2", "everything"), slow("gpt2", "recompute"),
+    ],
+)  # fmt: skip
 def test_P4_evicted_access_in_trigger_and_back_access_are_ops_of_the_plan(kind: str, model: str) -> None:  # noqa: N802
     plan = _plan(kind, model)
     graph, index = plan.graph, {s.name: i for i, s in enumerate(plan.graph.storages)}

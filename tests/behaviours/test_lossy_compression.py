@@ -204,8 +204,9 @@ def test_P9_codes_take_half_of_the_arena_away(name: str) -> None:  # noqa: N802
     assert lossy.arena_size <= 0.52 * whole.arena_size
 
 
-def test_P9_training_follows_eager() -> None:  # noqa: N802
-    model, args = zoo.gpt2("nano")
+@pytest.mark.parametrize("name", ["resnet", slow("gpt2")])
+def test_P9_training_follows_eager(name: str) -> None:  # noqa: N802
+    model, args = getattr(zoo, name)("nano")
     theirs, ours = deepcopy(model), model
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
     step = memplan.compile_step(

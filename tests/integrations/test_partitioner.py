@@ -175,7 +175,7 @@ def test_masks_are_the_same_in_forward_and_backward(fallback_random: bool) -> No
 
 
 def test_enough_room_leaves_the_partition_as_it_is() -> None:
-    model, x = Blocks(), torch.randn(64, 32)
+    model, x = Blocks(count=1), torch.randn(64, 32)
     partitioner = memplan.partitioner(budget="1GiB")
     ours = gradients(step_of(compiled(model, partitioner), model, (x,)), model)
     assert partitioner.tried == (partitioner.chosen,)
@@ -227,7 +227,7 @@ def test_reserve_counts() -> None:
 
 
 def test_sizes_that_vary_are_refused() -> None:
-    model = Blocks()
+    model = Blocks(count=1)
     call = torch.compile(
         model, dynamic=True, fullgraph=True, options={"custom_partitioner_fn": memplan.partitioner(budget=0.9)}
     )

@@ -50,11 +50,11 @@ def _dropping() -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 class Deep(nn.Module):
-    """Ten layers, whose weights need more than what the backward keeps; it returns its loss."""
+    """Six layers, whose weights need more than what the backward keeps; it returns its loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(10))
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

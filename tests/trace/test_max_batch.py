@@ -17,11 +17,11 @@ from tests.slow import slow
 
 
 class GeluLayers(nn.Module):
-    """Five layers with something to save, and a loss."""
+    """Three layers with something to save, and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(5)))
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(self.layers(x), x)
