@@ -20,7 +20,7 @@ CALLER = "memplan.caller"  # the target of the ops that stand for the caller
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallerSide:
-    """What the caller of a step does with memory around it.
+    """The memory that the caller of a step allocates and frees around it.
 
     Attributes:
         loss: The most bytes that it has at once between forward and backward, beside the outputs that it keeps and the

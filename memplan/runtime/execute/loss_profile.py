@@ -48,7 +48,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossProfile:
-    """What a caller had from the end of a forward to the begin of its backward, in moments of its own.
+    """The bytes that a caller had from the end of a forward to the begin of its backward, in moments of its own.
 
     Attributes:
         own: Its results, those that autograd keeps for it, and gradients, those for the step included.

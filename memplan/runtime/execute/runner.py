@@ -148,7 +148,7 @@ class Runner:
 
     @property
     def caller_side(self) -> CallerSide:
-        """What the caller was seen to do around the last steps."""
+        """The memory that the caller was seen to allocate and free around the last steps."""
         storages, values = self.traced.graph.storages, self.traced.graph.values
         results = [storages[values[v].storage].name for v in self.traced.results.fresh]
         return self.caller.side(results, {i: storages[v.storage].name for i, v in self._tangents})
