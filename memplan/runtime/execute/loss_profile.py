@@ -172,7 +172,7 @@ class _Nodes:
 
     @cached_property
     def _ends(self) -> dict[tuple[Any, int | None], int]:
-        """When the result of a node is not needed any more, or an output of the step: (the step, its number)."""
+        """The moments from which results of nodes are not needed, and outputs of the step: (the step, their number)."""
         ends: dict[tuple[Any, int | None], int] = {(node, None): i + 1 for node, i in self._at.items()}
         for i, node in enumerate(self.order):
             keeps_result, keeps_inputs = _kept(node)
