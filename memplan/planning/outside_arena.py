@@ -74,14 +74,16 @@ def kept_bytes(plan: Plan) -> int:
     return plan.outside["outputs"] + plan.outside["gradients"]
 
 
-def need_with_update(plan: Plan, after: int) -> int:
-    """Return the most bytes that a step and the update that follows need, where the arena stays allocated meanwhile.
+def need_with_update(plan: Plan, after: int, *, freed: bool = False) -> int:
+    """Return the most bytes that a step and the update that follows need.
 
     Args:
         plan: A plan on one device.
         after: The bytes that the optimizer's own `step()` allocates beside its state.
+        freed: Whether the arena is freed meanwhile; else it stays allocated.
     """
-    return plan.on_device + max(kept_bytes(plan) + after - max(plan.outside_profile, default=0), 0)
+    more = kept_bytes(plan) + after - max(plan.outside_profile, default=0)
+    return plan.on_device + max(more - plan.arena_size if freed else more, 0)
 
 
 def plan_partly_outside(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -229,13 +230,19 @@ def plan_as_small_as_eager(
         copies=not (on_host or options.recorded),  # recorded steps have none
     )
 
-    def unevicted() -> Plan:
-        """Return the plan of the step without evictions."""
-        return with_temporaries(known.settle(options)[1], known.transient)
-
     alone = caller is None and not after
-    found = step.instead_of(plan) if alone else step.beside_caller(plan, side, after, unevicted)
+    without = partial(unevicted, options, built)
+    found = step.instead_of(plan) if alone else step.beside_caller(plan, side, after, without)
     return None if found is None else (outside_as_in(traced, found, gradients=True), found)
+
+
+def unevicted(options: RunOptions, built: Built) -> Plan:
+    """Return the plan of a program without a budget as if nothing were evicted to need no more than eager."""
+    plan = built.runner.plan
+    if plan.eviction is None or plan.eviction.policy == "checkpoint":
+        return plan
+    known = measured(built, None)
+    return with_temporaries(known.settle(options)[1], known.transient)
 
 
 def adopt_need(runner: Runner) -> None:

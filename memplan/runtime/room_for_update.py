@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from memplan.core.plan import Plan
 from memplan.planning.caller_side import plan_with_caller
-from memplan.planning.room_together import RunningGraph, Timeline, need_in_arena, room_together
+from memplan.planning.room_together import RunningGraph, StepTogether, Timeline, need_in_arena
 from memplan.runtime.execute.instances import ProgramInstance
-from memplan.runtime.measured_budget import Built, plan_as_small_as_eager
+from memplan.runtime.measured_budget import Built, plan_as_small_as_eager, unevicted
 from memplan.runtime.memory.joint_placement import completed_events
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, release_arenas
 from memplan.runtime.options import RunOptions
@@ -21,12 +22,13 @@ Smaller = tuple[TracedGraph, Plan]
 
 def made_room(
     coordinator: ArenaCoordinator, options: RunOptions, update: FirstUpdate
-) -> Sequence[tuple[ProgramInstance, Smaller]]:
+) -> Sequence[tuple[ProgramInstance, Smaller]] | None:
     """Free the arena of the last step if it and an update need more than eager; return what is to be made smaller.
 
-    That is each instance that ran, and the step and the plan of the program that takes its place. There are none, and
-    nothing changes, while a call waits for its backward, or where something else than the `.grad` of a parameter refers
-    to a gradient in the arena.
+    That is each instance that ran, and the step and the plan of the program that takes its place. Where that is not
+    enough, the arena is freed while it is idle from now on. None if the programs stay: while a call waits for its
+    backward, where something else than the `.grad` of a parameter refers to a gradient in the arena, and where
+    gradients had to leave the arena first.
     """
     with coordinator.calling:
         events = coordinator.step_so_far
@@ -35,40 +37,78 @@ def made_room(
         )
         free = not coordinator.waiting and all(left.are_unshared for left in coordinator.left)
         if not free or not any(e.backward for e in events):
-            return ()
+            return None
+        coordinator.note_order()
         position = {id(one): i for i, one in enumerate(instances)}
         timeline = tuple(dict.fromkeys((position[id(e.instance)], e.backward) for e in completed_events(events)))
-        least = coordinator.needed_by_others(instances)
-        found = _smaller(instances, timeline, options, update.nbytes, least)
+        step = _together(instances, timeline, options, update.nbytes)
+        found = _alone(instances[0], options, step) if len(instances) == 1 else _smaller(instances, step)
+        plans = [one.plan for one in instances] if found is None else [plan for _, plan in found]
+        if not step.freed and step.is_more_than_eager(plans):
+            if any(one.runner.arena_gradients is not None for one in instances):
+                coordinator.put_gradients_outside()
+                coordinator.free_when_idle()
+                return None
+            step = replace(step, freed=True)
+            found = _smaller(instances, step) or ()
         if found is None or not release_arenas(instances):
-            return ()
-        coordinator.forget_step(max(plan.arena_size for _, plan in found))
-        for one, (_, plan) in zip(instances, found, strict=True):
+            return None
+        if step.freed:
+            coordinator.free_when_idle()
+            coordinator.note_order()
+        if found:
+            coordinator.forget_step(max(plan.arena_size for _, plan in found))
+        for one, (_, plan) in zip(instances, found, strict=False):
             update.report(one.plan, plan, one.runner.caller_side.loss)
-        return tuple(zip(instances, found, strict=True))
+        return tuple(zip(instances, found, strict=False))
 
 
-def _smaller(
-    instances: Sequence[ProgramInstance], timeline: Timeline, options: RunOptions, after: int, least: int
-) -> Sequence[Smaller] | None:
-    """Return what each instance is to run by, so that all of a step and an update need no more than eager.
-
-    None where they do not need more. `least`: as in `room_together`.
-    """
-    first = instances[0]
-    if len(instances) == 1 and first.runner.plan.arena_size == first.plan.arena_size:
-        built, side = Built(traced=first.runner.as_traced, runner=first.runner), first.runner.caller_side
-        alone = plan_as_small_as_eager(options, built, after=after, caller=side)
-        plans = (first.plan, first.plan if alone is None else alone[1])
-        before, now = (need_in_arena(plan_with_caller(plan, side), after, least) for plan in plans)
-        return None if alone is None or (least and now >= before) else [alone]
+def _together(
+    instances: Sequence[ProgramInstance], timeline: Timeline, options: RunOptions, after: int
+) -> StepTogether:
+    """Return the step in which the instances ran, and what is known of its memory."""
     steps = [one.runner.as_traced for one in instances]
     numbers = {id(step): i for i, step in enumerate(steps)}  # instances of one program are of one trace
     graphs = [
-        RunningGraph(traced=step.graph, plan=one.plan, program=numbers[id(step)], caller=one.runner.caller_side)
+        RunningGraph(
+            traced=step.graph,
+            plan=one.plan,
+            unevicted=unevicted(options, Built(traced=step, runner=one.runner)),
+            program=numbers[id(step)],
+            caller=one.runner.caller_side,
+            gradients=one.runner.gradients_of,
+        )
         for step, one in zip(steps, instances, strict=True)
     ]
-    made = room_together(graphs, timeline, after, options, least=least)
+    coordinator = instances[0].ownership.coordinator
+    return StepTogether(
+        graphs=graphs,
+        timeline=timeline,
+        options=options,
+        after=after,
+        least=coordinator.needed_by_others(instances),
+        freed=coordinator.frees_when_idle,
+    )
+
+
+def _alone(one: ProgramInstance, options: RunOptions, step: StepTogether) -> Sequence[Smaller] | None:
+    """Return what the only instance of a step is to run by, as `_smaller` does."""
+    if step.freed or one.runner.plan.arena_size != one.plan.arena_size:  # it is elsewhere than alone
+        return _smaller([one], step)
+    built, side = Built(traced=one.runner.as_traced, runner=one.runner), one.runner.caller_side
+    alone = plan_as_small_as_eager(options, built, after=step.after, caller=side)
+    plans = (one.plan, one.plan if alone is None else alone[1])
+    before, now = (need_in_arena(plan_with_caller(plan, side), step.after, step.least) for plan in plans)
+    return None if alone is None or (step.least and now >= before) else [alone]
+
+
+def _smaller(instances: Sequence[ProgramInstance], step: StepTogether) -> Sequence[Smaller] | None:
+    """Return what each instance is to run by, so that all of a step and an update need no more than eager.
+
+    None where they do not need more.
+    """
+    made = step.smaller()
     if made is None:
         return None
+    steps = [one.runner.as_traced for one in instances]
     return [(outside_as_in(step, plan, gradients=True), plan) for step, plan in zip(steps, made, strict=True)]

@@ -128,8 +128,8 @@ class Builder:
     def leave_room_together(self, coordinator: ArenaCoordinator, update: FirstUpdate) -> bool:
         """Do the same for the programs of calls that wait together for their backward, which a coordinator places."""
         found = made_room(coordinator, self.options, update)
-        self.smaller = {instance.runner.input_guards: smaller for instance, smaller in found}
-        return bool(found)
+        self.smaller = {instance.runner.input_guards: smaller for instance, smaller in found or ()}
+        return found is not None
 
     def made_smaller(self, runner: Runner, leaves: Iterable[Any]) -> Runner:
         """Return the program of a smaller plan in the place of one whose arena was freed, tried on a call's leaves.

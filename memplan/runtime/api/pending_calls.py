@@ -8,7 +8,6 @@ arena. Calls without a backward take bytes that nothing in flight holds. Beyond 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection
 
 from memplan.core.plan import Plan
@@ -40,7 +39,7 @@ class PendingCalls:
         self._before: Arena | None = before
         self._instances: dict[Runner, list[ProgramInstance]] = {}
         self._known: Collection[Runner] = ()
-        self._calls = threading.RLock()
+        self._calls = self.coordinator.calling
         self._warned = False
 
     def __enter__(self) -> PendingCalls:

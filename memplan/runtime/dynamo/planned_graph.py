@@ -84,7 +84,7 @@ class GraphInstance(ProgramInstance):
         """Run by another plan from now on, in an arena of its own. It is called while nothing is in flight."""
         arena = part_of(Arena(plan.arena_size, self.arena.device), self.ownership)
         with torch.inference_mode(False):
-            self.runner = self.runner.replanned(plan, arena)
+            self.use(self.runner.replanned(plan, arena))
         self.plan = self.runner.plan
 
 
@@ -165,6 +165,8 @@ class PlannedGraph:
 
         Raises `GradientsInUse` if gradients of the last step are still set.
         """
+        if self._update is not None and coordinator.has_new_order:
+            self._make_room(self._update)
         coordinator.place_last_step()
         numbers = {name: inputs[i].item() for name, i in self._numbers.items()}
         gradients = self._gradients_for(coordinator)
@@ -209,12 +211,12 @@ class PlannedGraph:
         """Have the graphs of a step made smaller while an optimizer runs for the first time, if that is needed."""
         with contextlib.suppress(MemplanError, GradientsInUse, torch.OutOfMemoryError):
             found = made_room(self._coordinators.of_this_thread(), self._options, update)
-            for instance, smaller in found:
+            for instance, smaller in found or ():
                 assert isinstance(instance, GraphInstance)
                 instance.smaller = smaller
-            if self._whole and len(found) == 1 and found[0][0] in self.instances:
+            if self._whole and found and len(found) == 1 and found[0][0] in self.instances:
                 self._after = update.nbytes  # programs of gradients elsewhere may take its place
-            return bool(found)
+            return found is not None
         return False
 
     def _drop(self, keys: Sequence[Any]) -> None:

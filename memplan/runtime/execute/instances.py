@@ -15,6 +15,7 @@ from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_parts import ArenaPart, ArenaSlot, ObservedOwnership, part_of
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
 
+_ADDRESSES = 4  # other addresses of an arena, at which the programs of an instance are kept
 MAX_IN_FLIGHT = 64  # calls that wait for their backward; a further one runs eagerly
 
 
@@ -31,11 +32,12 @@ class ProgramInstance:
         """Make an instance of a program that was assembled in an arena part with an `ObservedOwnership`."""
         assert isinstance(runner.arena, ArenaPart)
         assert isinstance(runner.arena.ownership, ObservedOwnership)
-        self.runner, self.plan = runner, runner.plan
+        self.plan = runner.plan
         self.ownership = runner.arena.ownership
         self.ownership.instance = weakref.ref(self)
         self.slot: ArenaSlot | None = None
         self.layouts = 0
+        self.use(runner)
 
     @property
     def placed(self) -> Plan:
@@ -48,10 +50,30 @@ class ProgramInstance:
         assert isinstance(self.runner.arena, ArenaPart)
         return self.runner.arena
 
+    def use(self, runner: Runner) -> None:
+        """Have this program run its calls from now on."""
+        self.runner, self._address = runner, runner.arena.memory.data_ptr()
+        self._elsewhere: dict[int, Runner] = {}  # the same at other addresses of its arena
+
     def move(self, plan: Plan, arena: ArenaPart) -> None:
         """Run from now on at the offsets of `plan` in `arena`. It is called while it is not in flight."""
         with torch.inference_mode(False):
-            self.runner = self.runner.remade(plan, arena)
+            self.use(self.runner.remade(plan, arena))
+
+    def follow(self) -> None:
+        """Run where the memory of its arena is now, after that was freed and allocated again.
+
+        The programs at the last few addresses are kept: allocators return to the same ones.
+        """
+        before, now = self._address, self.arena.memory.data_ptr()
+        if now == before:
+            return
+        known = {address: at for address, at in self._elsewhere.items() if address != now}
+        known = dict([*known.items(), (before, self.runner)][-_ADDRESSES:])
+        found = self._elsewhere.get(now)
+        with torch.inference_mode(False):
+            self.runner = self.runner.remade(self.placed, self.arena) if found is None else found
+        self._address, self._elsewhere = now, known
 
     def another(self, coordinator: ArenaCoordinator, module_guards: ModuleGuards | None = None) -> Runner:
         """Return the same program in an arena of its own; `module_guards`: with the parameters of another module."""

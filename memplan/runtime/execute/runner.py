@@ -154,6 +154,16 @@ class Runner:
         return self.caller.side(results, {i: storages[v.storage].name for i, v in self._tangents})
 
     @property
+    def gradients_of(self) -> dict[str, int]:
+        """The `id` of the present parameter of each gradient, by the name of the gradient's storage."""
+        graph, gradients = self.traced.graph, [self.traced.results.gradients[i] for i in self._gradient_order]
+        current = self.wanted(self.parameter_guards.tensors())
+        return {
+            graph.storages[graph.values[value].storage].name: id(parameter)
+            for parameter, value in zip(current, gradients, strict=False)
+        }
+
+    @property
     def as_traced(self) -> TracedGraph:
         """The step before it had a plan."""
         return self._before_plan

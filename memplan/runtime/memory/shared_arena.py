@@ -30,6 +30,7 @@ from memplan.runtime.memory.joint_placement import InstanceEvent, completed_even
 
 _MAX_LAYOUTS = 8  # of one instance: one whose order never repeats keeps its last layout, or an arena of its own
 _MAX_EVENTS = 1024  # in one step
+_MAX_ORDERS = 16  # of steps, whose memory is compared with eager's
 _SHRINKS_AFTER = 4  # steps with a backward that need less than the shared arena has
 PrepareStep = Callable[[Sequence[Any], Sequence[tuple[int, bool]]], None]
 
@@ -49,9 +50,9 @@ class ArenaCoordinator:
     def __init__(self, prepare: PrepareStep | None = None) -> None:
         self._prepare = prepare
         self._layouts = 0
-        # of the last steps with a backward: the bytes of the shared arena that each needs, and its instances, without
-        # those that are gone or not made yet
-        self._needs: deque[tuple[int, weakref.WeakSet[ArenaUser]]] = deque(maxlen=_SHRINKS_AFTER)
+        # of the last steps with a backward: the bytes of the shared arena that each needs, and its instances; None where
+        # they are not made yet
+        self._needs: deque[tuple[int, weakref.WeakSet[ArenaUser] | None]] = deque(maxlen=_SHRINKS_AFTER)
         self.running = threading.Lock()
         self.calling = threading.RLock()
         self._lock = threading.Lock()
@@ -62,6 +63,58 @@ class ArenaCoordinator:
         self._shared: weakref.ref[Arena] | None = None
         self.left: list[LeftGradients] = []
         self.gradients_in_arena = True
+        self._frees_when_idle = False
+        self._used: weakref.WeakSet[Arena] = weakref.WeakSet()  # since then
+        self._of_layout: dict[int, weakref.ref[Arena]] = {}
+        self._orders: set[tuple[tuple[int, bool], ...]] = set()
+
+    @property
+    def has_new_order(self) -> bool:
+        """Whether the last step is complete, and the order of its forwards and backwards was not noted yet."""
+        if self.waiting or len(self._orders) >= _MAX_ORDERS or not any(e.backward for e in self._events):
+            return False
+        return self._order not in self._orders
+
+    def note_order(self) -> None:
+        """Note the order of the last step: its memory was compared with eager's."""
+        self._orders.add(self._order)
+
+    @property
+    def _order(self) -> tuple[tuple[int, bool], ...]:
+        return tuple((id(e.instance), e.backward) for e in self._events)
+
+    def free_when_idle(self) -> None:
+        """Have an arena for each order of a step from now on, whose memory is freed while nothing in it is in flight.
+
+        Other models, losses and updates then take the same memory in turns with the steps. It is called while nothing
+        is in flight and no gradients are in an arena.
+        """
+        if self._frees_when_idle:
+            return
+        self._frees_when_idle, self._shared, self.gradients_in_arena = True, None, False
+        self._needs.clear()
+        self._orders.clear()
+
+    @property
+    def frees_when_idle(self) -> bool:
+        """Whether arenas are freed while nothing in them is in flight."""
+        return self._frees_when_idle
+
+    def step_ended(self) -> None:
+        """Free what is idle after a forward or backward, which still holds `running`."""
+        if self._frees_when_idle and not self.left and self.calling.acquire(blocking=False):
+            try:  # else another thread is about to use an arena
+                self._suspend_idle()
+            finally:
+                self.calling.release()
+
+    def _suspend_idle(self, but: Arena | None = None) -> None:
+        """Free the memory of arenas in which nothing is in flight, apart from one that is about to be used."""
+        in_use = {id(one.arena.whole) for one in self.waiting}
+        for arena in tuple(self._used):
+            if arena is not but and id(arena) not in in_use and not arena.ownership.released:
+                self._used.discard(arena)
+                arena.suspend()
 
     def vacate(self, has_backward: bool) -> None:
         """Have the gradients of the last step moved out of the arena, before a step with a backward or without.
@@ -105,11 +158,12 @@ class ArenaCoordinator:
 
     def needed_by_others(self, instances: Sequence[ArenaUser]) -> int:
         """Return the bytes of the arena that recent steps of none of these instances need."""
-        return max((need for need, of in self._needs if of and not any(one in of for one in instances)), default=0)
+        others = (n for n, of in self._needs if of is None or (of and not any(one in of for one in instances)))
+        return max(others, default=0)
 
     def forget_step(self, nbytes: int) -> None:
         """Place the instances of the step that has begun no more: others, which need `nbytes`, take their place."""
-        self._needs.append((nbytes, weakref.WeakSet()))
+        self._needs.append((nbytes, None))
         with self._lock:
             self._events = []
 
@@ -136,7 +190,7 @@ class ArenaCoordinator:
             for other, its in others
             if its is not None
             and not other.ownership.is_aside
-            and (its.layout is not slot.layout or id(other) not in alone)
+            and (id(other) not in alone if its.layout is slot.layout else not self._frees_when_idle)
         ]
 
     def is_idle(self, instance: ArenaUser) -> bool:
@@ -189,6 +243,7 @@ class ArenaCoordinator:
         shared = self.shared
         if (
             self._prepare is not None
+            or self._frees_when_idle
             or shared is None
             or len(self._needs) < _SHRINKS_AFTER
             or (most := max(need for need, _ in self._needs)) >= shared.nbytes
@@ -208,12 +263,26 @@ class ArenaCoordinator:
 
         It gets an arena of its own if it has no place yet, or if the shared one is too small and in use.
         """
-        if not instance.arena.whole.ownership.released:
-            return
+        whole = instance.arena.whole
+        if self._frees_when_idle and not self.left and self.running.acquire(blocking=False):
+            self._suspend_idle(but=whole)
+            self.running.release()
+        if whole.ownership.released:
+            self._settle_again(instance)
+        elif self._frees_when_idle:
+            whole.resume()
+            instance.follow()
+        if self._frees_when_idle:
+            self._used.add(instance.arena.whole)
+
+    def _settle_again(self, instance: ArenaUser) -> None:
+        """Move an instance whose arena was freed for good."""
         plan, arena = instance.placed, self.shared
         with torch.inference_mode(False):
             if instance.slot is None:
                 arena = None
+            elif self._frees_when_idle:
+                arena = self._arena_of(instance.slot.layout, plan.arena_size, instance.arena.device)
             elif arena is None or arena.ownership.released or (arena.nbytes < plan.arena_size and not self.waiting):
                 arena = self._make_room(plan.arena_size, (instance,))
             if arena is None or arena.nbytes < plan.arena_size:
@@ -235,15 +304,20 @@ class ArenaCoordinator:
         timeline = tuple(dict.fromkeys((position[id(e.instance)], e.backward) for e in events))
         self._layouts += 1
         layout = StepLayout(self._layouts, tuple(map(weakref.ref, instances)), timeline)
-        if alone and self.shared is None and not instances[0].arena.whole.ownership.released:
-            # its own arena becomes the shared one
-            self._shared = weakref.ref(instances[0].arena.whole)
+        own, first = instances[0].arena.whole, self.shared is None and not self._frees_when_idle
+        if alone and not own.ownership.released and (first or (self._frees_when_idle and instances[0].slot is None)):
+            # its own arena becomes the shared one, or that of this order
+            self._shared = weakref.ref(own) if first else None
+            self._of_layout[layout.number] = weakref.ref(own)
             instances[0].slot = ArenaSlot(layout, (frozenset(), frozenset()))
             return
         if self._prepare is not None and not alone:
             self._prepare(instances, timeline)
         plans = [instances[0].plan] if alone else joint_plans(instances, events)
-        shared = self._make_room(plans[0].arena_size, instances)
+        if self._frees_when_idle:
+            shared = self._arena_of(layout, plans[0].arena_size, instances[0].arena.device)
+        else:
+            shared = self._make_room(plans[0].arena_size, instances)
         in_flight: dict[tuple[int, bool], frozenset[int]] = {}
         for e in events:
             key = id(e.instance), e.backward
@@ -255,6 +329,17 @@ class ArenaCoordinator:
             left = (in_flight.get((id(instance), False), none), in_flight.get((id(instance), True), none))
             instance.slot = ArenaSlot(layout, left)
             instance.layouts += 1
+
+    def _arena_of(self, layout: StepLayout, nbytes: int, device: torch.device) -> Arena:
+        """Return the arena of the steps of one order."""
+        made = {number: arena for number, ref in self._of_layout.items() if (arena := ref()) is not None}
+        arena = made.get(layout.number)
+        if arena is None or arena.ownership.released:
+            arena = made[layout.number] = Arena(nbytes, device)
+        self._of_layout = {number: weakref.ref(one) for number, one in made.items()}
+        arena.resume()
+        self._used.add(arena)
+        return arena
 
     def _make_room(self, nbytes: int, instances: Sequence[ArenaUser]) -> Arena:
         """Return the shared arena, with at least `nbytes` bytes; arenas that are left or replaced are freed first."""

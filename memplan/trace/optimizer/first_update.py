@@ -62,9 +62,9 @@ class FirstUpdate:
     def report(self, before: Plan, after: Plan, loss: int) -> None:
         """Log that a plan takes the place of another one because of the update, and of `loss` bytes of the caller."""
         _log.info(
-            "%s: %s.step() allocates %s beside the idle arena, and the loss before it %s, in all more than eager "
+            "%s: %s allocates %s beside the idle arena, and the loss before it %s, in all more than eager "
             "needs; planned again with an arena of %s instead of %s, and results outside of it",
-            *(before.model, self.name, format_bytes(self.nbytes), format_bytes(loss)),
+            *(before.model, f"{self.name or 'no optimizer'}.step()", format_bytes(self.nbytes), format_bytes(loss)),
             *(format_bytes(after.arena_size), format_bytes(before.arena_size)),
         )
 
