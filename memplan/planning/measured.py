@@ -106,10 +106,10 @@ class AsEager:
         eager = most - plan.padding - self.options.reserved
         return self.after is None or need - most >= min(WORTH_PLANNING, eager * WORTH_PLANNING_SHARE)
 
-    def is_more_than_eager(self, plan: Plan, least: int) -> bool:
-        """Return whether a plan, in an arena of at least `least` bytes, needs noticeably more than eager."""
+    def is_more_than_eager(self, plan: Plan, beside: int) -> bool:
+        """Return whether a plan, with `beside` bytes of other arenas, needs noticeably more than eager."""
         most = self._most(plan)
-        return self._need(plan) + max(least - plan.arena_size, 0) - most >= most * WORTH_PLANNING_SHARE
+        return self._need(plan) + beside - most >= most * WORTH_PLANNING_SHARE
 
     def beside_update(self, now: Plan, after: int) -> Plan | None:
         """Return the plan in the place of `now` if `step()` allocates `after` bytes beside it; None if it stays."""
@@ -145,8 +145,11 @@ class AsEager:
 
     def _exceeds(self, plan: Plan, side: CallerSide, after: int) -> bool:
         """Return whether a plan needs more than eager with what the caller does, by so much that it is worth a plan."""
-        around = replace(self._with_caller(side), after=after)
-        return around._is_above(plan_with_caller(plan, side))
+        return self.beside(side, after)._is_above(plan_with_caller(plan, side))
+
+    def beside(self, side: CallerSide, after: int) -> AsEager:
+        """Return the same with what the caller does, and with `after` bytes of an update."""
+        return replace(self._with_caller(side), after=after)
 
     def _with_caller(self, side: CallerSide) -> AsEager:
         graph = eager_with_caller(self.graph, side)

@@ -28,9 +28,9 @@ Timeline = Sequence[tuple[int, bool]]
 class RunningGraph:
     """A graph of a step: as it was `traced`, and the `plan` that it runs by, as if it had an arena of its own.
 
-    `unevicted`: the plan without the evictions that keep the graph alone at eager's peak. `program`: the same number for
-    all that run the same program, whose plan is the same. `caller`: what was seen to happen around it. `gradients`: by
-    the name of a gradient's storage, what it is the gradient of, of which a sum is kept for all graphs.
+    `unevicted`: the plan without the evictions that keep the graph alone at eager's peak. `program`: the same number
+    for all that run the same program, whose plan is the same. `caller`: what was seen to happen around it. `gradients`:
+    by the name of a gradient's storage, what it is the gradient of, of which a sum is kept for all graphs.
     """
 
     traced: Graph
@@ -77,12 +77,15 @@ class StepTogether:
             return None
         base = self._together([g.unevicted for g in self.graphs])
         found = self._as_eager().beside_update(base, self.after)
-        made = self._of_each(frozenset() if found is None else left_by(base, found))
+        left = frozenset() if found is None else left_by(base, found)
+        made = min((self._of_each(left, all_of=each) for each in (False, True)), key=self._need)
         return made if self._need(made) < self._need([g.plan for g in self.graphs]) else None
 
     def is_more_than_eager(self, plans: Sequence[Plan]) -> bool:
         """Return whether the step and its update need noticeably more than eager if the graphs run by these plans."""
-        return self._as_eager().is_more_than_eager(self._together(plans), 0 if self.freed else self.least)
+        together = self._together(plans)
+        beside = 0 if self.freed else max(self.least - together.arena_size, 0)
+        return self._as_eager().is_more_than_eager(together, beside)
 
     def _as_eager(self) -> AsEager:
         as_traced = [_as_eager(g) for g in self.graphs]
@@ -104,12 +107,16 @@ class StepTogether:
             return need_with_update(together, self.after, freed=True)
         return need_in_arena(together, self.after, self.least)
 
-    def _of_each(self, left: frozenset[str]) -> tuple[Plan, ...]:
-        """Return the plan of each graph with those storages outside that have left the arena of all graphs."""
+    def _of_each(self, left: frozenset[str], *, all_of: bool) -> tuple[Plan, ...]:
+        """Return the plan of each graph with those storages outside that have left the arena of all graphs.
+
+        `all_of`: where several graphs run one program, those that have left in each of them; else in any.
+        """
         of: dict[int, set[str]] = {}
         for i, graph in enumerate(self.graphs):
             mine = {name.removeprefix(f"{i}.") for name in left if name.startswith(f"{i}.")}
-            of.setdefault(graph.program, set()).update(mine)
+            before = of.get(graph.program, mine)
+            of[graph.program] = before & mine if all_of else before | mine
         plans = {g.program: with_storages_outside(g.unevicted, of[g.program], self.options) for g in self.graphs}
         return tuple(plans[g.program] for g in self.graphs)
 

@@ -14,7 +14,7 @@ from memplan.core.timed import timed
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.workload import Policy
-from memplan.planning.caller_side import CallerSide
+from memplan.planning.caller_side import CallerSide, plan_with_caller
 from memplan.planning.measured import AsEager, with_temporaries
 from memplan.planning.outside_arena import plan_partly_outside
 from memplan.runtime.execute.runner import Runner
@@ -213,15 +213,34 @@ def plan_as_small_as_eager(
     `after`: the bytes that the optimizer's own `step()` allocates once the step is over, if they count. `caller`: what
     the caller was seen to do around a step; None before it ran.
     """
-    traced, plan, known = built.traced, built.runner.plan, measured(built, None)
+    traced, plan, side = built.traced, built.runner.plan, CallerSide() if caller is None else caller
+    step = _as_eager(options, built)
+    alone = caller is None and not after
+    without = partial(unevicted, options, built)
+    found = step.instead_of(plan) if alone else step.beside_caller(plan, side, after, without)
+    return None if found is None else (outside_as_in(traced, found, gradients=True), found)
+
+
+def needs_more_than_eager(
+    options: RunOptions, built: Built, plan: Plan, *, after: int, caller: CallerSide, beside: int
+) -> bool:
+    """Return whether a plan of a program, with `beside` bytes of other arenas, needs noticeably more than eager.
+
+    `after` and `caller`: as in `plan_as_small_as_eager`.
+    """
+    return _as_eager(options, built).beside(caller, after).is_more_than_eager(plan_with_caller(plan, caller), beside)
+
+
+def _as_eager(options: RunOptions, built: Built) -> AsEager:
+    """Return what finds a plan of a program that needs no more than eager."""
+    traced, known = built.traced, measured(built, None)
     on_host = not traced.runs_on and traced.device.type == "cpu"  # its host copies are in its own memory
-    side = CallerSide() if caller is None else caller
 
     def within(total: int, policy: str | Policy) -> Plan:
         """Return a plan within a total by a policy."""
         return known.settle(replace(options, budget=total, policy=policy, divide=None))[1]
 
-    step = AsEager(
+    return AsEager(
         graph=traced.graph,
         transient=known.transient,
         options=options,
@@ -229,11 +248,6 @@ def plan_as_small_as_eager(
         saved=not (options.recorded or options.sanitize),  # no sanitizer sees what each call allocates
         copies=not (on_host or options.recorded),  # recorded steps have none
     )
-
-    alone = caller is None and not after
-    without = partial(unevicted, options, built)
-    found = step.instead_of(plan) if alone else step.beside_caller(plan, side, after, without)
-    return None if found is None else (outside_as_in(traced, found, gradients=True), found)
 
 
 def unevicted(options: RunOptions, built: Built) -> Plan:

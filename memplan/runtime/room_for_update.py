@@ -5,28 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from memplan.core.plan import Plan
 from memplan.planning.caller_side import plan_with_caller
 from memplan.planning.room_together import RunningGraph, StepTogether, Timeline, need_in_arena
-from memplan.runtime.execute.instances import ProgramInstance
+from memplan.runtime.execute.instances import ProgramInstance, Smaller
 from memplan.runtime.measured_budget import Built, plan_as_small_as_eager, unevicted
 from memplan.runtime.memory.joint_placement import completed_events
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, release_arenas
 from memplan.runtime.options import RunOptions
 from memplan.trace.graph.remap_to_plan import outside_as_in
 from memplan.trace.optimizer.first_update import FirstUpdate
-from memplan.trace.traced import TracedGraph
-
-Smaller = tuple[TracedGraph, Plan]
 
 
 def made_room(
     coordinator: ArenaCoordinator, options: RunOptions, update: FirstUpdate
-) -> Sequence[tuple[ProgramInstance, Smaller]] | None:
+) -> Sequence[ProgramInstance] | None:
     """Free the arena of the last step if it and an update need more than eager; return what is to be made smaller.
 
-    That is each instance that ran, and the step and the plan of the program that takes its place. Where that is not
-    enough, the arena is freed while it is idle from now on. None if the programs stay: while a call waits for its
+    That is each instance that ran: its `smaller` is set. Where that is not enough, or what the update allocates cannot
+    be known, the arena is freed while it is idle from now on. None if the programs stay: while a call waits for its
     backward, where something else than the `.grad` of a parameter refers to a gradient in the arena, and where
     gradients had to leave the arena first.
     """
@@ -44,7 +40,7 @@ def made_room(
         step = _together(instances, timeline, options, update.nbytes)
         found = _alone(instances[0], options, step) if len(instances) == 1 else _smaller(instances, step)
         plans = [one.plan for one in instances] if found is None else [plan for _, plan in found]
-        if not step.freed and step.is_more_than_eager(plans):
+        if not step.freed and (update.is_unknown or step.is_more_than_eager(plans)):
             if any(one.runner.arena_gradients is not None for one in instances):
                 coordinator.put_gradients_outside()
                 coordinator.free_when_idle()
@@ -58,9 +54,11 @@ def made_room(
             coordinator.note_order()
         if found:
             coordinator.forget_step(max(plan.arena_size for _, plan in found))
-        for one, (_, plan) in zip(instances, found, strict=False):
-            update.report(one.plan, plan, one.runner.caller_side.loss)
-        return tuple(zip(instances, found, strict=False))
+        made = list(zip(instances, found, strict=False))
+        for one, smaller in made:
+            update.report(one.plan, smaller[1], one.runner.caller_side.loss)
+            one.smaller = smaller
+        return [one for one, _ in made]
 
 
 def _together(

@@ -27,6 +27,7 @@ from memplan.runtime.measured_budget import (
     adopt_need,
     build_measured,
     first_program,
+    needs_more_than_eager,
     plan_as_small_as_eager,
 )
 from memplan.runtime.memory.arena import Arena, NewArenas, arena_for, grown
@@ -35,7 +36,6 @@ from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
-from memplan.runtime.room_for_update import made_room
 from memplan.trace import CapturedCall, capture_call
 from memplan.trace.capture.refusals import require_traceable
 from memplan.trace.optimizer.first_update import FirstUpdate
@@ -125,11 +125,21 @@ class Builder:
                     update.report(runner.plan, found[runner.input_guards][1], runner.caller_side.loss)
         return bool(found)
 
-    def leave_room_together(self, coordinator: ArenaCoordinator, update: FirstUpdate) -> bool:
-        """Do the same for the programs of calls that wait together for their backward, which a coordinator places."""
-        found = made_room(coordinator, self.options, update)
-        self.smaller = {instance.runner.input_guards: smaller for instance, smaller in found or ()}
-        return found is not None
+    def is_more_than_eager(self, runners: Iterable[Runner], update: FirstUpdate, beside: int) -> bool:
+        """Return whether a step of one of the programs, or of what is to take its place, needs noticeably more than
+        eager, with what an optimizer allocates beside the idle arena, and with `beside` bytes of other arenas."""
+        training = [runner for runner in runners if runner.traced.training and not runner.plan.devices]
+        return any(
+            needs_more_than_eager(
+                self.options,
+                Built(traced=runner.as_traced, runner=runner),
+                self.smaller.get(runner.input_guards, (None, runner.plan))[1],
+                after=update.nbytes,
+                caller=runner.caller_side,
+                beside=beside,
+            )
+            for runner in training
+        )
 
     def made_smaller(self, runner: Runner, leaves: Iterable[Any]) -> Runner:
         """Return the program of a smaller plan in the place of one whose arena was freed, tried on a call's leaves.

@@ -36,11 +36,13 @@ from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.arena_gradients import ArenaGradients, GradientsInUse
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
+from memplan.runtime.memory import turns
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import ArenaInUse, OneThread
 from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import MeasuredStep, ProfileGuide
+from memplan.runtime.room_for_update import made_room
 from memplan.trace.capture.refusals import require_traceable
 from memplan.trace.optimizer.first_update import FirstUpdate
 
@@ -82,6 +84,7 @@ class CompiledModule(SharedModule, MeasuredStep):
     _fallbacks: Fallbacks
     _copied: CopyOfCompiled | None
     _update: FirstUpdate | None
+    _takes_turns: bool
 
     def __init__(
         self,
@@ -105,6 +108,7 @@ class CompiledModule(SharedModule, MeasuredStep):
         self.__dict__.update(hooks=Hooks(), _options=options, _train=train, _pending=None, _again=None)
         self.__dict__.update(_fallbacks=Fallbacks(model, options, train, self.hooks), _calling=OneThread())
         self.__dict__.update(_copied=None, _copy_refused=None, _rebuilt=0, _sizes_refused=False, _update=None)
+        self.__dict__["_takes_turns"] = False
         if copied_in is None:
             self.__dict__["_measurements"] = ()
             self._compile(args, kwargs, model.training if train is None else train, given)
@@ -133,6 +137,7 @@ class CompiledModule(SharedModule, MeasuredStep):
         )
         if self._selector.main.traced.training and given is None and self._options.plans_for_updates:
             self.__dict__["_update"] = FirstUpdate(self._original.parameters, self._make_room)
+            turns.join(self)
 
     def _use(self, made: Compilation) -> None:
         """Run the programs of a compilation from now on."""
@@ -195,12 +200,40 @@ class CompiledModule(SharedModule, MeasuredStep):
             again = self._several is None and self._again is None and self._guide is None
             if not again or not self._builder.options.plans_for_updates:
                 return False
+            beside = turns.idle_beside(self)
             if self._pending is not None:
-                return self._builder.leave_room_together(self._pending.coordinator, update)
+                if beside:
+                    turns.take_turns(self)
+                return made_room(self._pending.coordinator, self._builder.options, update) is not None
             left = self._arena.ownership.left
             if left is None or left.are_unshared:
-                return self._builder.leave_room_for_update(self._selector.programs_of_calls, update)
+                programs = self._selector.programs_of_calls
+                found = self._builder.leave_room_for_update(programs, update)
+                if update.is_unknown or self._builder.is_more_than_eager(programs, update, beside):
+                    turns.take_turns(self)
+                return found
         return False
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its arena."""
+        return self._arena.device
+
+    @property
+    def idle_bytes(self) -> int:
+        """The bytes of its arena, if no call in it waits for its backward and it stays allocated; else 0."""
+        if "_compilation" not in self.__dict__:
+            return 0
+        if self._pending is not None:
+            coordinator = self._pending.coordinator
+            return 0 if coordinator.frees_when_idle or coordinator.waiting else self._pending.nbytes
+        ownership = self._arena.ownership
+        return 0 if ownership.released or ownership.pending is not None else self._arena.nbytes
+
+    def take_turns(self) -> None:
+        """Free its arena while it is idle, from the next call on, and share it with other models of this thread."""
+        if self._options.plans_for_updates and several_can_wait(self._options) and self._again is None:
+            self.__dict__["_takes_turns"] = True
 
     def _made_smaller(self, runner: Runner, leaves: list[Any]) -> tuple[Runner, list[torch.Tensor]]:
         """Return what takes the place of a program that is to be smaller, and its parameters."""
@@ -253,6 +286,8 @@ class CompiledModule(SharedModule, MeasuredStep):
                     return self._fallbacks.uncompiled(why, args, kwargs)
             else:
                 self._compile_again(args, kwargs)
+        if self._takes_turns:
+            self._take_turns(args, kwargs)
         if self._pending is None:
             try:
                 return self._call(args, kwargs)
@@ -296,6 +331,8 @@ class CompiledModule(SharedModule, MeasuredStep):
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a program with the leaves of a call and the current parameters."""
+        if self._pending is not None:
+            self._builder.smaller.update(self._pending.take_smaller())
         if self._builder.smaller:
             runner, current = self._made_smaller(runner, leaves)
         if self._several is not None:
@@ -401,6 +438,22 @@ class CompiledModule(SharedModule, MeasuredStep):
         made, pending = several_in_flight(self._compilation, self._arena, (args, kwargs))
         self._use(made)
         self.__dict__["_pending"] = pending
+
+    def _take_turns(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile for a coordinator that frees its arenas while nothing in them is in flight.
+
+        While calls in the present one wait for their backward, it stays.
+        """
+        pending = self._pending
+        if pending is not None and pending.coordinator.waiting:
+            return
+        self.__dict__["_takes_turns"] = False
+        if pending is not None and pending.coordinator.frees_when_idle:
+            return
+        coordinator = turns.coordinator_for_turns(self._arena.device)
+        made, changed = several_in_flight(self._compilation, self._arena, (args, kwargs), coordinator)
+        self._use(made)
+        self.__dict__["_pending"] = changed
 
     def _replan(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: InputMismatch

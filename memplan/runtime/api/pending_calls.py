@@ -14,8 +14,9 @@ from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.runtime.execute.arena_gradients import GradientsInUse
-from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, idle_instance
+from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, Smaller, idle_instance
 from memplan.runtime.execute.runner import Runner
+from memplan.runtime.guards.input_guards import InputGuards
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import in_another_thread
 from memplan.runtime.memory.arena_parts import ArenaPart
@@ -29,11 +30,19 @@ class PendingCalls:
     """Finds the instance of a program that runs a call. It is entered for each call, by one thread at a time.
 
     `most`: the calls that may wait for their backward. `before`: the arena of the call that was in flight when this
-    began; it is freed after that call's backward, and gradients that are in it move out.
+    began; it is freed after that call's backward, and gradients that are in it move out. `coordinator`: one that other
+    models use too.
     """
 
-    def __init__(self, options: CompileOptions, before: Arena, *, most: int = MAX_IN_FLIGHT) -> None:
-        self.coordinator = ArenaCoordinator()
+    def __init__(
+        self,
+        options: CompileOptions,
+        before: Arena,
+        *,
+        most: int = MAX_IN_FLIGHT,
+        coordinator: ArenaCoordinator | None = None,
+    ) -> None:
+        self.coordinator = ArenaCoordinator() if coordinator is None else coordinator
         self.most = most
         self._options = options
         self._before: Arena | None = before
@@ -101,6 +110,15 @@ class PendingCalls:
         if self._before is not None:
             return False
         return release_arenas(instance for instances in self._instances.values() for instance in instances)
+
+    def take_smaller(self) -> dict[InputGuards, Smaller]:
+        """Return what programs of these guards are to become, once."""
+        taken: dict[InputGuards, Smaller] = {}
+        for instances in self._instances.values():
+            for one in instances:
+                if one.smaller is not None:
+                    taken[one.runner.input_guards], one.smaller = one.smaller, None
+        return taken
 
     @property
     def nbytes(self) -> int:

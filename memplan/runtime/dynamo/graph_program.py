@@ -10,6 +10,7 @@ import torch
 from memplan.core.plan import Plan
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.graph_module import GraphModuleWithParams
+from memplan.runtime.execute.instances import Smaller
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.measured_budget import first_program
@@ -17,7 +18,6 @@ from memplan.runtime.memory.arena import Arena, NewArenas
 from memplan.runtime.memory.arena_parts import ObservedOwnership, part_of
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
 from memplan.runtime.options import RunOptions
-from memplan.runtime.room_for_update import Smaller
 from memplan.trace import trace_graph
 from memplan.trace.traced import TracedGraph
 

@@ -26,7 +26,7 @@ from memplan.runtime.dynamo.crossings import Crossings
 from memplan.runtime.dynamo.graph_module import GraphModuleWithParams, is_kept, named_class
 from memplan.runtime.dynamo.graph_program import first_program_of
 from memplan.runtime.execute.arena_gradients import GradientsInUse
-from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, idle_instance
+from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, Smaller, idle_instance
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.call_kinds import kind_of
@@ -35,7 +35,7 @@ from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_parts import part_of
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
 from memplan.runtime.options import RunOptions
-from memplan.runtime.room_for_update import Smaller, made_room
+from memplan.runtime.room_for_update import made_room
 from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
 from memplan.trace.capture.python_numbers import numbers_of, with_numbers
 from memplan.trace.capture.refusals import why_it_breaks
@@ -55,7 +55,6 @@ class GraphInstance(ProgramInstance):
     `module` has its parameters; `traced` is the graph as it was traced, before its plan. `inputs` and `results` are
     keys of what its first call took and returned, by which the joint plan knows what graphs pass to each other. `ends`:
     why the graph ends where it ends. `joint_budget`: the bytes that all graphs of its step may need together.
-    `smaller`: the step and the plan of the program that is to take the place of this one.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class GraphInstance(ProgramInstance):
         self.inputs: Mapping[int, Hashable] | None = None
         self.results: Mapping[int, Hashable] = {}
         self.joint_budget: int | None = None
-        self.smaller: Smaller | None = None
         self._crossings = crossings
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
@@ -211,10 +209,7 @@ class PlannedGraph:
         """Have the graphs of a step made smaller while an optimizer runs for the first time, if that is needed."""
         with contextlib.suppress(MemplanError, GradientsInUse, torch.OutOfMemoryError):
             found = made_room(self._coordinators.of_this_thread(), self._options, update)
-            for instance, smaller in found or ():
-                assert isinstance(instance, GraphInstance)
-                instance.smaller = smaller
-            if self._whole and found and len(found) == 1 and found[0][0] in self.instances:
+            if self._whole and found and len(found) == 1 and found[0] in self.instances:
                 self._after = update.nbytes  # programs of gradients elsewhere may take its place
             return found is not None
         return False

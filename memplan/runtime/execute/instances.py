@@ -14,18 +14,21 @@ from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_parts import ArenaPart, ArenaSlot, ObservedOwnership, part_of
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
+from memplan.trace.traced import TracedGraph
 
 _ADDRESSES = 4  # other addresses of an arena, at which the programs of an instance are kept
 MAX_IN_FLIGHT = 64  # calls that wait for their backward; a further one runs eagerly
 
 
+Smaller = tuple[TracedGraph, Plan]
 AnInstance = TypeVar("AnInstance", bound="ProgramInstance")
 
 
 class ProgramInstance:
     """A program with at most one call in flight, in an arena of its own or in the one that a coordinator shares out.
 
-    `plan` is its plan as if it had an arena of its own; `runner` runs it where it is now.
+    `plan` is its plan as if it had an arena of its own; `runner` runs it where it is now. `smaller`: the step and the
+    plan of the program that is to take its place.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -37,6 +40,7 @@ class ProgramInstance:
         self.ownership.instance = weakref.ref(self)
         self.slot: ArenaSlot | None = None
         self.layouts = 0
+        self.smaller: Smaller | None = None
         self.use(runner)
 
     @property

@@ -50,8 +50,8 @@ class ArenaCoordinator:
     def __init__(self, prepare: PrepareStep | None = None) -> None:
         self._prepare = prepare
         self._layouts = 0
-        # of the last steps with a backward: the bytes of the shared arena that each needs, and its instances; None where
-        # they are not made yet
+        # of the last steps with a backward: the bytes of the shared arena that each needs, and its instances; None
+        # where these are to be made
         self._needs: deque[tuple[int, weakref.WeakSet[ArenaUser] | None]] = deque(maxlen=_SHRINKS_AFTER)
         self.running = threading.Lock()
         self.calling = threading.RLock()

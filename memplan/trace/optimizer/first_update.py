@@ -29,33 +29,36 @@ class FirstUpdate:
     `make_room` is a method, whose object is not kept alive. It is called with this: `name` is the optimizer's class,
     and `nbytes` are what its `step()` allocates beside its state (0 if that is not known). It returns whether room was
     made, which is room for every optimizer that allocates no more; it is called again a few times if not. Where
-    `step(closure)` calls the model itself, it is called right after it: there are no gradients before.
+    `step(closure)` calls the model itself, it is called right after it: there are no gradients before. `is_unknown`:
+    such a `step()` allocates bytes that are not known.
     """
 
     def __init__(
         self, parameters: Callable[[], Iterable[torch.Tensor]], make_room: Callable[[FirstUpdate], bool]
     ) -> None:
-        self.name, self.nbytes = "", 0
+        self.name, self.nbytes, self.is_unknown = "", 0, False
         self._room = -1  # bytes that room was made for; -1: none was
         self._parameters, self._make_room = parameters, weakref.WeakMethod(make_room)
         self._tries: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         _WAITING.add(self)
         _hook_into_optimizers()
 
-    def measure(self, optimizer: torch.optim.Optimizer) -> None:
+    def measure(self, optimizer: torch.optim.Optimizer, *, calls_model: bool) -> None:
         """Measure an optimizer whose gradients are there, if it updates any of the parameters, and was not before."""
         tries = self._tries.get(optimizer, _TRIES)
         if not tries:
             return
         own = {id(p) for p in self._parameters()}
         updates = not own.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"])
-        nbytes = (bytes_of_step(optimizer) or 0) if updates else -1
+        found = bytes_of_step(optimizer) if updates else None
+        nbytes = (found or 0) if updates else -1
         make_room = self._make_room()
         if nbytes <= self._room or make_room is None:
             self._tries[optimizer] = 0
             return
         self._tries[optimizer] = tries - 1
         self.name, self.nbytes = type(optimizer).__name__, nbytes
+        self.is_unknown = calls_model and found is None
         if make_room(self):
             self._room, self._tries[optimizer] = nbytes, 0
 
@@ -81,13 +84,13 @@ def _hook_into_optimizers() -> None:
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Let those that wait measure an optimizer that is about to run, unless it calls the model itself."""
     if _WAITING and not _calls_model(args, kwargs):
-        _measure(optimizer)
+        _measure(optimizer, calls_model=False)
 
 
 def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Let those that wait measure an optimizer that has called the model itself, and has run."""
     if _WAITING and _calls_model(args, kwargs):
-        _measure(optimizer)
+        _measure(optimizer, calls_model=True)
 
 
 HOOKS = (before_step, after_step)
@@ -98,7 +101,7 @@ def _calls_model(args: Any, kwargs: Any) -> bool:
     return any(callable(x) for x in (*args[1:], *kwargs.values()))
 
 
-def _measure(optimizer: torch.optim.Optimizer) -> None:
+def _measure(optimizer: torch.optim.Optimizer, *, calls_model: bool) -> None:
     if not torch.compiler.is_compiling():
         for waiting in tuple(_WAITING):
-            waiting.measure(optimizer)
+            waiting.measure(optimizer, calls_model=calls_model)
