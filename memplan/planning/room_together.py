@@ -7,10 +7,12 @@ freed while it is idle.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from memplan.core.graph import Graph, Phase
+from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.plan import GraphSection, Plan
 from memplan.core.schedule import make_schedule
 from memplan.evict.workload import Policy
@@ -21,6 +23,8 @@ from memplan.planning.measured import AsEager
 from memplan.planning.options import PlanOptions
 from memplan.planning.outside_arena import left_by, need_with_update, with_storages_outside
 
+_MOST_OF_ONE = 4  # calls of one program in a step, for which it may have a plan each
+_Which = Literal["each", "any", "all"]
 Timeline = Sequence[tuple[int, bool]]
 
 
@@ -29,8 +33,9 @@ class RunningGraph:
     """A graph of a step: as it was `traced`, and the `plan` that it runs by, as if it had an arena of its own.
 
     `unevicted`: the plan without the evictions that keep the graph alone at eager's peak. `program`: the same number
-    for all that run the same program, whose plan is the same. `caller`: what was seen to happen around it. `gradients`:
-    by the name of a gradient's storage, what it is the gradient of, of which a sum is kept for all graphs.
+    for all that run the same program, whose plan is the same. `caller`: what was seen to happen around it. `shared`:
+    keys, by the names of storages, of what it shares with other graphs: what one passes to another, and gradients of
+    one parameter, of which a sum is kept.
     """
 
     traced: Graph
@@ -38,7 +43,7 @@ class RunningGraph:
     unevicted: Plan
     program: int
     caller: CallerSide = field(default_factory=CallerSide)
-    gradients: Mapping[str, Hashable] = field(default_factory=dict)
+    shared: Mapping[str, Hashable] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +83,7 @@ class StepTogether:
         base = self._together([g.unevicted for g in self.graphs])
         found = self._as_eager().beside_update(base, self.after)
         left = frozenset() if found is None else left_by(base, found)
-        made = min((self._of_each(left, all_of=each) for each in (False, True)), key=self._need)
+        made = min((self._of_each(left, which) for which in self._ways), key=self._need)
         return made if self._need(made) < self._need([g.plan for g in self.graphs]) else None
 
     def is_more_than_eager(self, plans: Sequence[Plan]) -> bool:
@@ -107,21 +112,39 @@ class StepTogether:
             return need_with_update(together, self.after, freed=True)
         return need_in_arena(together, self.after, self.least)
 
-    def _of_each(self, left: frozenset[str], *, all_of: bool) -> tuple[Plan, ...]:
-        """Return the plan of each graph with those storages outside that have left the arena of all graphs.
-
-        `all_of`: where several graphs run one program, those that have left in each of them; else in any.
-        """
+    def _of_each(self, left: frozenset[str], which: _Which) -> tuple[Plan, ...]:
+        """Return the plan of each graph with those storages outside that have left the arena of all graphs."""
         of: dict[int, set[str]] = {}
         for i, graph in enumerate(self.graphs):
             mine = {name.removeprefix(f"{i}.") for name in left if name.startswith(f"{i}.")}
-            before = of.get(graph.program, mine)
-            of[graph.program] = before & mine if all_of else before | mine
-        plans = {g.program: with_storages_outside(g.unevicted, of[g.program], self.options) for g in self.graphs}
-        return tuple(plans[g.program] for g in self.graphs)
+            key = i if which == "each" else graph.program
+            before = of.get(key, mine)
+            of[key] = before & mine if which == "all" else before | mine
+        made: dict[int, Plan] = {}
+        for i, graph in enumerate(self.graphs):
+            key = i if which == "each" else graph.program
+            if key not in made:
+                made[key] = with_storages_outside(graph.unevicted, of[key], self.options)
+        return tuple(made[i if which == "each" else graph.program] for i, graph in enumerate(self.graphs))
+
+    @property
+    def _ways(self) -> tuple[_Which, ...]:
+        """Which storages of graphs that run one program may leave: others for each graph, where these are few."""
+        most = max(Counter(graph.program for graph in self.graphs).values())
+        return ("each",) if most == 1 else ("each", "any", "all") if most <= _MOST_OF_ONE else ("any", "all")
 
     def _parts(self, plans: Sequence[Plan]) -> list[JointPart]:
-        return [_part(plan, graph.gradients) for graph, plan in zip(self.graphs, plans, strict=True)]
+        return [_part(plan, graph.shared, self._passed) for graph, plan in zip(self.graphs, plans, strict=True)]
+
+    @property
+    def _passed(self) -> frozenset[Hashable]:
+        """The keys of gradients that the backward of one graph passes to that of another."""
+        ends: set[tuple[Hashable, bool]] = set()
+        for graph in self.graphs:
+            of = graph.traced
+            gradients = {of.storages[of.values[v].storage].name for v in of.gradients}
+            ends.update({(key, name in gradients) for name, key in graph.shared.items()})
+        return frozenset(key for key, is_gradient in ends if is_gradient and (key, False) in ends)
 
     def _together(self, plans: Sequence[Plan]) -> Plan:
         """Return the plan of the step in which the graphs run by these plans in one arena, with their callers' ops."""
@@ -159,14 +182,21 @@ def _transient(plans: Sequence[Plan], timeline: Timeline) -> Iterator[int]:
                 yield nbytes
 
 
-def _part(plan: Plan, gradients: Mapping[str, Hashable]) -> JointPart:
-    """Return a graph as part of a step; what it shares with others, apart from sums of gradients, counts for each, in
-    eager too."""
-    forward = plan.graph.forward_ops
-    backward = len(plan.graph.ops) - forward
-    section = GraphSection(name="", ends="", forward=forward, backward=backward, arena_size=plan.arena_size)
-    shared = {i: gradients[s.name] for i, s in enumerate(plan.graph.storages) if s.name in gradients and not s.planned}
-    return JointPart(plan=plan, section=section, shared=shared, names={})
+def _part(plan: Plan, shared: Mapping[str, Hashable], passed: Collection[Hashable]) -> JointPart:
+    """Return a graph as part of a step; parameters count for each graph, in eager too.
+
+    What is in `passed` is not kept to the end of the step.
+    """
+    graph = plan.graph
+    keys = {i: shared[s.name] for i, s in enumerate(graph.storages) if s.name in shared and not s.planned}
+    inner = {i for i, key in keys.items() if key in passed}
+    if inner:
+        kept = tuple(v for v in graph.gradients if graph.values[v].storage not in inner)
+        storages = (replace(s, kind=StorageKind.ACTIVATION) if i in inner else s for i, s in enumerate(graph.storages))
+        plan = replace(plan, graph=replace(graph, gradients=kept, storages=tuple(storages)))
+    backward = len(graph.ops) - graph.forward_ops
+    section = GraphSection(name="", ends="", forward=graph.forward_ops, backward=backward, arena_size=plan.arena_size)
+    return JointPart(plan=plan, section=section, shared=keys, names={})
 
 
 def _no_evictions(total: int, policy: str | Policy) -> Plan:

@@ -9,7 +9,6 @@ from memplan.planning.caller_side import plan_with_caller
 from memplan.planning.room_together import RunningGraph, StepTogether, Timeline, need_in_arena
 from memplan.runtime.execute.instances import ProgramInstance, Smaller
 from memplan.runtime.measured_budget import Built, plan_as_small_as_eager, unevicted
-from memplan.runtime.memory.joint_placement import completed_events
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, release_arenas
 from memplan.runtime.options import RunOptions
 from memplan.trace.graph.remap_to_plan import outside_as_in
@@ -36,7 +35,7 @@ def made_room(
             return None
         coordinator.note_order()
         position = {id(one): i for i, one in enumerate(instances)}
-        timeline = tuple(dict.fromkeys((position[id(e.instance)], e.backward) for e in completed_events(events)))
+        timeline = tuple(dict.fromkeys((position[id(e.instance)], e.backward) for e in events))
         step = _together(instances, timeline, options, update.nbytes)
         found = _alone(instances[0], options, step) if len(instances) == 1 else _smaller(instances, step)
         plans = [one.plan for one in instances] if found is None else [plan for _, plan in found]
@@ -74,7 +73,7 @@ def _together(
             unevicted=unevicted(options, Built(traced=step, runner=one.runner)),
             program=numbers[id(step)],
             caller=one.runner.caller_side,
-            gradients=one.runner.gradients_of,
+            shared=one.runner.shared_with(one.ownership.taken, one.ownership.returned),
         )
         for step, one in zip(steps, instances, strict=True)
     ]

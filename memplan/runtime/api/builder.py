@@ -18,6 +18,7 @@ from memplan.evict.feedback import RecordingPolicy
 from memplan.planning.consistency import require_budget
 from memplan.runtime.api.example_leaves import detached, without_tensors
 from memplan.runtime.debug.hooks import Hooks
+from memplan.runtime.execute.instances import Smaller
 from memplan.runtime.execute.recorders import Recorder, make_recorder
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.module_guards import ModuleGuards
@@ -79,7 +80,7 @@ class Builder:
         self._warned = False
         self._new_arenas = NewArenas()
         self._arenas: weakref.WeakSet[Arena] = weakref.WeakSet()  # all that it has made
-        self.smaller: dict[InputGuards, tuple[TracedGraph, Plan]] = {}  # what programs of these guards are to become
+        self.smaller: dict[InputGuards, Smaller] = {}  # what programs of these guards are to become
         self.after = 0  # bytes that the optimizer allocates beside the arena, which smaller programs leave room for
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None = None) -> Runner:
@@ -110,7 +111,7 @@ class Builder:
 
         Raises `ArenaInUse` or `GradientsInUse`.
         """
-        found: dict[InputGuards, tuple[TracedGraph, Plan]] = {}
+        found: dict[InputGuards, Smaller] = {}
         for runner in runners:
             if runner.traced.training:
                 built = Built(traced=runner.as_traced, runner=runner)
@@ -146,17 +147,19 @@ class Builder:
 
         Without such a plan, or if its trial run fails, it is the same program in the present arena.
         """
-        found = self.smaller.get(runner.input_guards)
+        found = self.smaller.pop(runner.input_guards, None)
         if found is None:
             return runner
-        traced, plan = found
         try:
-            made = self.assemble(traced.with_example(map(detached, leaves)), plan)
-            forget_example(made)
+            return self.tried(found, leaves)
         except MemplanError:
-            del self.smaller[runner.input_guards]
             return self.again(runner)
-        del self.smaller[runner.input_guards]
+
+    def tried(self, smaller: Smaller, leaves: Iterable[Any]) -> Runner:
+        """Return the program of a plan, tried on the leaves of a call."""
+        traced, plan = smaller
+        made = self.assemble(traced.with_example(map(detached, leaves)), plan)
+        forget_example(made)
         return made
 
     def require_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -331,14 +332,13 @@ class CompiledModule(SharedModule, MeasuredStep):
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a program with the leaves of a call and the current parameters."""
-        if self._pending is not None:
-            self._builder.smaller.update(self._pending.take_smaller())
         if self._builder.smaller:
             runner, current = self._made_smaller(runner, leaves)
         if self._several is not None:
             self._several.make_room(self._options, runner.plan)
         if self._pending is not None:
-            instance = self._pending.program(runner, self._selector.programs_of_calls)
+            tried = functools.partial(self._builder.tried, leaves=leaves)
+            instance = self._pending.program(runner, self._selector.programs_of_calls, tried)
             if instance is None:
                 return self._original(*args, **kwargs)
             runner, current = instance, instance.current()

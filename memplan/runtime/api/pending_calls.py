@@ -8,7 +8,7 @@ arena. Calls without a backward take bytes that nothing in flight holds. Beyond 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
@@ -16,7 +16,6 @@ from memplan.errors import BudgetInfeasible
 from memplan.runtime.execute.arena_gradients import GradientsInUse
 from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, Smaller, idle_instance
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.guards.input_guards import InputGuards
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import in_another_thread
 from memplan.runtime.memory.arena_parts import ArenaPart
@@ -65,11 +64,14 @@ class PendingCalls:
     def __exit__(self, *_: object) -> None:
         self._calls.release()
 
-    def program(self, runner: Runner, known: Collection[Runner]) -> Runner | None:
+    def program(
+        self, runner: Runner, known: Collection[Runner], make_smaller: Callable[[Smaller], Runner]
+    ) -> Runner | None:
         """Return the program that runs a call now, in bytes that no call in flight holds; None beyond the limit.
 
-        `known`: the programs of the module, of which the instances are kept. Raises `BudgetInfeasible` if another
-        instance would exceed the budget.
+        `known`: the programs of the module, of which the instances are kept. `make_smaller` makes the program that
+        takes the place of one that is to be smaller. Raises `BudgetInfeasible` if another instance would exceed the
+        budget.
         """
         if runner not in self._instances:
             self._instances = {one: of for one, of in self._instances.items() if one in known}
@@ -94,6 +96,7 @@ class PendingCalls:
                 most=self.most,
                 first=lambda _: True,
                 may_move=not self._options.has_budget,
+                make_smaller=lambda _, smaller: ProgramInstance(make_smaller(smaller)),
             )
             if found is not None:
                 return found.runner
@@ -110,15 +113,6 @@ class PendingCalls:
         if self._before is not None:
             return False
         return release_arenas(instance for instances in self._instances.values() for instance in instances)
-
-    def take_smaller(self) -> dict[InputGuards, Smaller]:
-        """Return what programs of these guards are to become, once."""
-        taken: dict[InputGuards, Smaller] = {}
-        for instances in self._instances.values():
-            for one in instances:
-                if one.smaller is not None:
-                    taken[one.runner.input_guards], one.smaller = one.smaller, None
-        return taken
 
     @property
     def nbytes(self) -> int:

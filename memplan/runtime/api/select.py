@@ -150,8 +150,10 @@ class Selector:
 
     def _records(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a call goes through autograd."""
-        if not torch.is_grad_enabled() or not self._backward_on_demand:
-            return self.main.traced.training and torch.is_grad_enabled()
+        if not torch.is_grad_enabled():
+            return False
+        if not self._backward_on_demand and (self.main.has_parameters or not self.main.traced.training):
+            return self.main.traced.training
         given = chain(self.main.parameter_guards.tensors(), pytree.tree_leaves((args, kwargs)))
         return any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
 

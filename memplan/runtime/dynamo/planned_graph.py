@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -184,19 +184,6 @@ class PlannedGraph:
             return self._graph(*inputs)
         return self._graph(*inputs) if instance is None else instance(inputs)
 
-    def _replace(self, instances: list[GraphInstance], make: Callable[[Smaller | None], GraphInstance]) -> None:
-        """Replace instances that are to be smaller by one that is; if its trial run fails, they stay as they were."""
-        replaced = [one for one in instances if one.smaller is not None]
-        if not replaced:
-            return
-        smaller = replaced[0].smaller
-        for instance in replaced:
-            instance.smaller = None
-        with contextlib.suppress(MemplanError):
-            made = make(smaller)
-            self._retain(replaced)
-            instances[:] = [made, *(one for one in instances if one not in replaced)]
-
     def _wait_for_update(self, traced: TracedGraph) -> None:
         """Have the first update of an optimizer measured, from the first program on that it may follow."""
         if self._update is None and traced.training and self._options.plans_for_updates:
@@ -246,7 +233,12 @@ class PlannedGraph:
                 self._wait_for_update(traced)
                 return GraphInstance(module, traced, runner, crossings=self._crossings, ends=self._ends)
 
-        self._replace(instances, make)
+        def make_smaller(one: GraphInstance, smaller: Smaller) -> GraphInstance:
+            """Return what takes the place of an instance."""
+            made = make(smaller)
+            self._retain([one])
+            return made
+
         found = idle_instance(
             instances,
             coordinator,
@@ -254,6 +246,7 @@ class PlannedGraph:
             most=MAX_IN_FLIGHT,
             first=lambda one: one.module.holds(inputs),
             may_move=not self._options.has_budget,
+            make_smaller=make_smaller,
         )
         if found is None and not self._coordinators.warned:
             self._coordinators.warned = True

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
 import torch
 
 from memplan.errors import StaleActivationsError, UnsupportedCall
-from memplan.runtime.execute.held_gradients import note_held_by_autograd_alone
+from memplan.runtime.execute.held_gradients import note_held_by_autograd_alone, note_unshared
 from memplan.runtime.execute.repeated_step import Repeatable
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.ranks import in_ddp
@@ -58,6 +59,7 @@ class PlannedStep(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if not runner.caller.is_done:
             runner.caller.forward_ended(fresh)
+            ownership.note_passed(inputs, fresh)
         if None in runner.tangents:
             ctx.mark_non_differentiable(*(t for t, dual in zip(fresh, runner.tangents, strict=True) if dual is None))
         return fresh
@@ -96,6 +98,8 @@ class PlannedStep(torch.autograd.Function):
             else:
                 ctx.watched, ctx.repeatable = None, None
             note_held_by_autograd_alone(runner.dropped, grads)
+            if not (keeps or repeats):
+                note_unshared(runner.dropped, compress(saved, runner.program.saved_outputs))
             tangents, missing = runner.tangents_from(grads)
             if ctx.adds is not None and not missing and not runner.is_observed:
                 nodes = [node for node, _ in ctx.next_functions[: len(ctx.adds)]]

@@ -1,4 +1,6 @@
-"""Tells which gradients of outputs nothing but a running backward refers to, so that their bytes can be freed early.
+"""Tells which tensors nothing but a running backward refers to, so that their bytes can be freed early.
+
+They are gradients of outputs, and outputs that were saved for the backward.
 
 Autograd holds what it has handed to a node until the node's backward returns. In eager that is one op. A planned step
 is one node, whose backward reads the gradient of an output at its beginning, and would hold it to the end.
@@ -9,14 +11,14 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
 Free = list[weakref.ref[torch.Tensor]]
-LEAST = 1024  # bytes of a gradient that are worth it
+LEAST = 512  # bytes of a tensor that are worth it
 
 
 def note_held_by_autograd_alone(free: Free | None, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -30,6 +32,15 @@ def note_held_by_autograd_alone(free: Free | None, gradients: Sequence[torch.Ten
         free[:] = [
             weakref.ref(g) for g in gradients if type(g) is torch.Tensor and _is_plain(g) and _counts(g) in alone
         ]
+
+
+def note_unshared(free: Free | None, saved: Iterable[torch.Tensor]) -> None:
+    """Put those of the saved outputs into `free` whose bytes no other tensor has any more.
+
+    Nobody else has the saved tensors, which were detached from what the caller got.
+    """
+    if free is not None:
+        free += [weakref.ref(t) for t in saved if _is_plain(t) and _owners(t) == _owners_alone()]
 
 
 def note_own(free: Free | None, gradient: torch.Tensor) -> None:
@@ -62,6 +73,17 @@ def _counts(gradient: torch.Tensor) -> tuple[int, ...]:
     found = (*in_python, gradient._use_count(), torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
     base = gradient._base
     return found if base is None else (*found, sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
+
+
+def _owners(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+@cache
+def _owners_alone() -> int:
+    """Return the references to the storage of a detached tensor that no other tensor has."""
+    detached = torch.zeros(LEAST, dtype=torch.uint8, device="cpu").detach()
+    return _owners(detached)
 
 
 class _Probe(torch.autograd.Function):

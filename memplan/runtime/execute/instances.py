@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from memplan.core.plan import Plan
+from memplan.errors import MemplanError
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import Arena
@@ -94,11 +96,13 @@ def idle_instance(
     most: int,
     first: Callable[[AnInstance], bool],
     may_move: bool,
+    make_smaller: Callable[[AnInstance, Smaller], AnInstance],
 ) -> AnInstance | None:
     """Return an instance that can run now, one of `first` if there is one, else a new one; None beyond the limit.
 
     `make` makes a new instance, of which there are `most`; then an idle one that is not of `first` is taken. With
     `may_move`, one of `first` whose place calls in flight hold, as they came in another order, moves instead.
+    `make_smaller` makes what takes the place of one that is to be smaller; if its trial run fails, that one stays.
     """
     found = next((instance for instance in instances if first(instance) and coordinator.is_idle(instance)), None)
     if found is None and may_move:
@@ -110,6 +114,12 @@ def idle_instance(
     elif found is None:
         found = make()
         instances.append(found)
+    if found is not None and found.smaller is not None:
+        smaller, found.smaller = found.smaller, None
+        with contextlib.suppress(MemplanError):
+            made = make_smaller(found, smaller)
+            instances[instances.index(found)] = made
+            found = made
     if found is not None:
         coordinator.settle(found)
     return found

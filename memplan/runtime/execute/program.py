@@ -130,7 +130,8 @@ class Program:
 
     @property
     def dropped(self) -> Free | None:
-        """The gradients of outputs whose bytes the next backward frees once it has read them; None if it frees none."""
+        """The gradients of outputs, and saved outputs, whose bytes the next backward frees once it has read them; None
+        if it frees none."""
         found: Free | None = self.namespace.names.get(DROPPED)
         return found
 
@@ -236,7 +237,8 @@ def _functions(
     backward = None
     if traced.training:
         tangents = [b.value for b in traced.bound(Source.TANGENT)]
-        large = [v for v in tangents if graph.storages[graph.values[v].storage].nbytes >= LEAST] if join else []
+        held = [*tangents, *(v for v in saved if graph.values[v].storage in layout.fresh_storages)]
+        large = [v for v in held if graph.storages[graph.values[v].storage].nbytes >= LEAST] if join else []
         writer = FunctionWriter(
             f"{prefix}backward", layout, namespace, [*saved, *tangents, *given], left, drops=large, drop=drop
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -153,15 +153,32 @@ class Runner:
         results = [storages[values[v].storage].name for v in self.traced.results.fresh]
         return self.caller.side(results, {i: storages[v.storage].name for i, v in self._tangents})
 
+    def shared_with(self, taken: Sequence[Hashable], returned: Sequence[Hashable]) -> dict[str, Hashable]:
+        """Return keys of what the step shares with others, by the names of storages.
+
+        They are what models pass to each other, the gradients of that, and gradients of parameters, which are added up.
+        `taken`, `returned`: keys of the inputs and of the results of the last call.
+        """
+        t, graph = self.traced, self.traced.graph
+        parameters = self.wanted(self.parameter_guards.tensors())
+        found: dict[int, Hashable] = {}
+        for i, parameter in zip(self._gradient_order, parameters, strict=False):
+            found[t.results.gradients[i]] = "gradient", id(parameter)
+        keys = dict(zip(self.program.inputs, taken, strict=False))
+        for i in self._gradient_order[len(parameters) :]:
+            if t.results.gradient_of[i] in keys:
+                found[t.results.gradients[i]] = "gradient", keys[t.results.gradient_of[i]]
+        results = dict(zip(t.results.fresh, returned, strict=False))
+        found |= results | {t.bindings[i].value: key for i, key in keys.items()}
+        for value, tangent in zip(t.results.fresh, t.results.tangents, strict=True):
+            if tangent is not None and value in results:
+                found[tangent] = "gradient", results[value]
+        return {graph.storages[graph.values[value].storage].name: key for value, key in found.items()}
+
     @property
-    def gradients_of(self) -> dict[str, int]:
-        """The `id` of the present parameter of each gradient, by the name of the gradient's storage."""
-        graph, gradients = self.traced.graph, [self.traced.results.gradients[i] for i in self._gradient_order]
-        current = self.wanted(self.parameter_guards.tensors())
-        return {
-            graph.storages[graph.values[value].storage].name: id(parameter)
-            for parameter, value in zip(current, gradients, strict=False)
-        }
+    def has_parameters(self) -> bool:
+        """Whether the backward computes gradients of parameters, and not of inputs alone."""
+        return bool(self._wanted_parameters)
 
     @property
     def as_traced(self) -> TracedGraph:

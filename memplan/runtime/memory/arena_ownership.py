@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+import torch
 
 from memplan.errors import StaleActivationsError
 
@@ -156,6 +158,9 @@ class ArenaOwnership:
     def leave(self, gradients: LeftGradients) -> None:
         """Note the gradients that a backward leaves in the arena."""
         self.left = gradients
+
+    def note_passed(self, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """Note what a forward took and returned: nothing that steps of an arena of their own need."""
 
     @property
     def pending(self) -> InFlight | None:

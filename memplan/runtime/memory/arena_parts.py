@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -84,6 +85,8 @@ class ObservedOwnership(ArenaOwnership):
         super().__init__(_nothing, _nothing)
         self._coordinator = coordinator
         self._lock = coordinator.running
+        self.taken: tuple[Hashable, ...] = ()  # keys of inputs and results of the last forward that was noted
+        self.returned: tuple[Hashable, ...] = ()
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __exit__(self, error: type[BaseException] | None, *others: object) -> None:
@@ -125,6 +128,11 @@ class ObservedOwnership(ArenaOwnership):
     def leave(self, gradients: LeftGradients) -> None:
         """Note the gradients that a backward leaves in the shared arena, or in that of its instance."""
         self._coordinator.left.append(gradients)
+
+    def note_passed(self, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """Note what a forward of its instance took and returned, which tells what models pass to each other."""
+        self.taken = self._coordinator.crossings.taken(inputs)
+        self.returned = self._coordinator.crossings.returned(id(self), results)
 
     def program_now(self, runner: Any) -> Any:
         """Return the program of its instance, which may have moved since `runner` ran; None if the instance is gone."""

@@ -23,17 +23,23 @@ class InstanceEvent:
     in_flight: frozenset[int]
 
 
-def completed_events(events: list[InstanceEvent]) -> list[InstanceEvent]:
-    """Append the backwards that were skipped (of an infinite loss, say), in the order in which they would run."""
+def completed_events(events: Sequence[InstanceEvent]) -> list[InstanceEvent]:
+    """Return the events with the backwards that did not come, of an infinite loss or because results were dropped.
+
+    Each is put after the last event at which its instance was in flight, those of one event in the reverse order of
+    their forwards. A later step in which it comes at another time is of another order.
+    """
     came = {id(e.instance) for e in events if e.backward}
-    missing = list(
-        dict.fromkeys(e.instance for e in events if id(e.instance) not in came and _has_backward(e.instance))
-    )
-    added = [
-        InstanceEvent(instance, True, frozenset(id(earlier) for earlier in missing[:i]))
-        for i, instance in reversed(list(enumerate(missing)))
-    ]
-    return events + added
+    missing = dict.fromkeys(e.instance for e in events if id(e.instance) not in came and _has_backward(e.instance))
+    last = {one: max(i for i, e in enumerate(events) if e.instance is one or id(one) in e.in_flight) for one in missing}
+    found: list[InstanceEvent] = []
+    for i, event in enumerate(events):
+        found.append(event)
+        waiting = event.in_flight if event.backward else event.in_flight | {id(event.instance)}
+        for one in reversed([one for one in missing if last[one] == i]):
+            waiting -= {id(one)}
+            found.append(InstanceEvent(one, True, waiting))
+    return found
 
 
 def _has_backward(instance: ArenaUser) -> bool:

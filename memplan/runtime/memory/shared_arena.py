@@ -16,10 +16,11 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, StaleActivationsError
@@ -33,6 +34,28 @@ _MAX_EVENTS = 1024  # in one step
 _MAX_ORDERS = 16  # of steps, whose memory is compared with eager's
 _SHRINKS_AFTER = 4  # steps with a backward that need less than the shared arena has
 PrepareStep = Callable[[Sequence[Any], Sequence[tuple[int, bool]]], None]
+
+
+class Crossings:
+    """Recognises the tensors that models pass to each other, by their storages, as long as these are alive."""
+
+    def __init__(self) -> None:
+        self._returned: dict[int, tuple[StorageWeakRef, Hashable]] = {}
+
+    def taken(self, inputs: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
+        """Return a key of each input: that of the result that it is, or of its own storage."""
+        addresses = (x.untyped_storage()._cdata for x in inputs)
+        return tuple(self._returned[a][1] if a in self._returned else ("input", a) for a in addresses)
+
+    def returned(self, source: int, results: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
+        """Return a key of each result of a source, by which later inputs are recognised."""
+        alive = {a: entry for a, entry in self._returned.items() if not entry[0].expired()}  # type: ignore[no-untyped-call]
+        keys = tuple(("result", source, i) for i in range(len(results)))
+        for result, key in zip(results, keys, strict=True):
+            storage = result.untyped_storage()
+            alive[storage._cdata] = StorageWeakRef(storage), key  # type: ignore[no-untyped-call]
+        self._returned = alive
+        return keys
 
 
 class ArenaCoordinator:
@@ -66,6 +89,7 @@ class ArenaCoordinator:
         self._frees_when_idle = False
         self._used: weakref.WeakSet[Arena] = weakref.WeakSet()  # since then
         self._of_layout: dict[int, weakref.ref[Arena]] = {}
+        self.crossings = Crossings()
         self._orders: set[tuple[tuple[int, bool], ...]] = set()
 
     @property
