@@ -60,7 +60,6 @@ class AsEager:
         saved: Activations that the backward needs may leave the arena.
         copies: Results may be copied to the host.
         after: The bytes that the optimizer's own `step()` allocates, while the arena is idle; None before a first one.
-        freed: Whether the arena is freed while it is idle.
     """
 
     graph: Graph
@@ -70,7 +69,6 @@ class AsEager:
     saved: bool
     copies: bool
     after: int | None = None
-    freed: bool = False
 
     def instead_of(self, plan: Plan) -> Plan | None:
         """Return the plan that takes the place of `plan`, which has its temporaries; None if `plan` stays."""
@@ -106,7 +104,7 @@ class AsEager:
         eager = most - plan.padding - self.options.reserved
         return self.after is None or need - most >= min(WORTH_PLANNING, eager * WORTH_PLANNING_SHARE)
 
-    def is_more_than_eager(self, plan: Plan, beside: int) -> bool:
+    def is_more_than_eager(self, plan: Plan, beside: int = 0) -> bool:
         """Return whether a plan, with `beside` bytes of other arenas, needs noticeably more than eager."""
         most = self._most(plan)
         return self._need(plan) + beside - most >= most * WORTH_PLANNING_SHARE
@@ -156,7 +154,7 @@ class AsEager:
         return replace(self, graph=graph, transient=transient_with_caller(self.graph, self.transient, side))
 
     def _need(self, plan: Plan) -> int:
-        return plan.on_device if self.after is None else need_with_update(plan, self.after, freed=self.freed)
+        return plan.on_device if self.after is None else need_with_update(plan, self.after)
 
     def _eager_update(self, plan: Plan, after: int | None) -> int:
         """Return the bytes that eager has while the optimizer's own `step()` runs, beside the optimizer's state."""
@@ -170,11 +168,10 @@ class AsEager:
         """Return a smaller plan of the same order with results outside the arena; None if there is none."""
         if plan.eviction is not None and plan.eviction.policy != "checkpoint":
             return None
-        after = 0 if self.after is None or self.freed else self.after
-        found = plan_partly_outside(plan, limit, self.options, after=after)
+        found = plan_partly_outside(plan, limit, self.options, after=self.after or 0)
         # Each call allocates what is left to the backward: only where nothing else helps.
         if saved and self.saved and plan.eviction is None and (found is None or self._need(found) > limit):
-            found = plan_partly_outside(plan, limit, self.options, saved=True, after=after)
+            found = plan_partly_outside(plan, limit, self.options, saved=True, after=self.after or 0)
         return found
 
     def _evicted(self, plan: Plan, limit: int, *, away: bool) -> Plan | None:

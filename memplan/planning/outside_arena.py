@@ -74,16 +74,14 @@ def kept_bytes(plan: Plan) -> int:
     return plan.outside["outputs"] + plan.outside["gradients"]
 
 
-def need_with_update(plan: Plan, after: int, *, freed: bool = False) -> int:
-    """Return the most bytes that a step and the update that follows need.
+def need_with_update(plan: Plan, after: int) -> int:
+    """Return the most bytes that a step and the update that follows need, where the arena stays allocated meanwhile.
 
     Args:
         plan: A plan on one device.
         after: The bytes that the optimizer's own `step()` allocates beside its state.
-        freed: Whether the arena is freed meanwhile; else it stays allocated.
     """
-    more = kept_bytes(plan) + after - max(plan.outside_profile, default=0)
-    return plan.on_device + max(more - plan.arena_size if freed else more, 0)
+    return plan.on_device + max(kept_bytes(plan) + after - max(plan.outside_profile, default=0), 0)
 
 
 def plan_partly_outside(
@@ -124,6 +122,19 @@ def with_storages_outside(plan: Plan, names: Collection[str], options: PlanOptio
     storages = plan.graph.storages
     found = _candidates(plan, gradients=True, saved=True)
     chosen = [c for c in found if all(storages[s].name in names for s in c.storages)]
+    return _without(plan, chosen, options) if chosen else plan
+
+
+def without_arena(plan: Plan, options: PlanOptions) -> Plan:
+    """Return the plan of the same order in which all results are outside of the arena that may leave it.
+
+    A step then allocates what is alive, as eager does, and nothing between steps.
+
+    Args:
+        plan: A plan on one device.
+        options: Those of the solver.
+    """
+    chosen = list(_candidates(plan, gradients=True, saved=True))
     return _without(plan, chosen, options) if chosen else plan
 
 

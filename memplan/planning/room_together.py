@@ -1,8 +1,7 @@
 """Plans graphs that run in one training step again, so that their arena and the update that follows fit together.
 
 What an optimizer allocates comes on top of the arena of all graphs, which is idle then. So results leave it by what all
-graphs need together, and each graph is planned with those of its own outside. Where that is not enough, the arena is
-freed while it is idle.
+graphs need together, and each graph is planned with those of its own outside.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from memplan.planning.joint import JointPart, join, joint_graph
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.measured import AsEager
 from memplan.planning.options import PlanOptions
-from memplan.planning.outside_arena import left_by, need_with_update, with_storages_outside
+from memplan.planning.outside_arena import left_by, need_with_update, with_storages_outside, without_arena
 
 _MOST_OF_ONE = 4  # calls of one program in a step, for which it may have a plan each
 _Which = Literal["each", "any", "all"]
@@ -56,7 +55,6 @@ class StepTogether:
         options: Those of the graphs.
         after: The bytes that the optimizer's own `step()` allocates beside its state.
         least: The bytes that their arena has in any case, because other steps need them.
-        freed: Whether the arena is freed while it is idle.
     """
 
     graphs: Sequence[RunningGraph]
@@ -64,7 +62,6 @@ class StepTogether:
     options: PlanOptions
     after: int
     least: int = 0
-    freed: bool = False
 
     @property
     def can_be_smaller(self) -> bool:
@@ -86,10 +83,18 @@ class StepTogether:
         made = min((self._of_each(left, which) for which in self._ways), key=self._need)
         return made if self._need(made) < self._need([g.plan for g in self.graphs]) else None
 
+    def without_arena(self, than: Sequence[Plan]) -> tuple[Plan, ...] | None:
+        """Return plans of the graphs with all results outside of the arena; None if they need no less than others."""
+        if not self.can_be_smaller:
+            return None
+        of = {graph.program: without_arena(graph.unevicted, self.options) for graph in self.graphs}
+        made = tuple(of[graph.program] for graph in self.graphs)
+        return made if self._need(made) < self._need(than) else None
+
     def is_more_than_eager(self, plans: Sequence[Plan]) -> bool:
         """Return whether the step and its update need noticeably more than eager if the graphs run by these plans."""
         together = self._together(plans)
-        beside = 0 if self.freed else max(self.least - together.arena_size, 0)
+        beside = max(self.least - together.arena_size, 0)
         return self._as_eager().is_more_than_eager(together, beside)
 
     def _as_eager(self) -> AsEager:
@@ -102,15 +107,11 @@ class StepTogether:
             saved=True,
             copies=False,
             after=self.after,
-            freed=self.freed,
         )
 
     def _need(self, plans: Sequence[Plan]) -> int:
         """Return the most bytes of the step by these plans, and of the update that follows."""
-        together = self._together(plans)
-        if self.freed:
-            return need_with_update(together, self.after, freed=True)
-        return need_in_arena(together, self.after, self.least)
+        return need_in_arena(self._together(plans), self.after, self.least)
 
     def _of_each(self, left: frozenset[str], which: _Which) -> tuple[Plan, ...]:
         """Return the plan of each graph with those storages outside that have left the arena of all graphs."""

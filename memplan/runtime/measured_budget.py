@@ -16,7 +16,7 @@ from memplan.errors import BudgetInfeasible
 from memplan.evict.workload import Policy
 from memplan.planning.caller_side import CallerSide, plan_with_caller
 from memplan.planning.measured import AsEager, with_temporaries
-from memplan.planning.outside_arena import plan_partly_outside
+from memplan.planning.outside_arena import plan_partly_outside, without_arena
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.kernels.callables import bytes_of_numbers, scalars_as_tensors
 from memplan.runtime.options import RunOptions
@@ -94,12 +94,13 @@ def first_program(
     given: Plan | None = None,
     room: int | None = None,
     after: int = 0,
+    outside: bool = False,
 ) -> Built:
     """Return the program of a step, with the `given` plan or one that is made anew with what its trial run measures.
 
     `assemble` returns the program of a variant of the step and its plan, in the arena. `room`: the bytes of the arena
-    if it has other programs; else None. `after`: as in `plan_as_small_as_eager`. A step that fits in an arena that is
-    there is not compared with eager.
+    if it has other programs; else None. `after`: as in `plan_as_small_as_eager`. `outside`: as in `outside_of_arena`. A
+    step that fits in an arena that is there is not compared with eager.
 
     Raises `BudgetInfeasible` where no plan keeps the budgets.
     """
@@ -124,9 +125,9 @@ def first_program(
 
     built = build_measured(build, 1, again=given is None, alone=first)[0]
     outgrown = room is not None and not options.has_budget and built.runner.plan.arena_size > room
-    if given is not None or not (first or outgrown) or len(traced.runs_on) > 1:
+    if given is not None or not (first or outgrown or outside) or len(traced.runs_on) > 1:
         return built
-    smaller = smaller_plan(options, built, after=after)
+    smaller = outside_of_arena(options, built) if outside else smaller_plan(options, built, after=after)
     if smaller is None or (room and _with_arena(smaller[1], room) >= _with_arena(built.runner.plan, room)):
         return built
     before, needed = (built.traced, built.runner.plan), _on_device(built.runner)
@@ -221,14 +222,18 @@ def plan_as_small_as_eager(
     return None if found is None else (outside_as_in(traced, found, gradients=True), found)
 
 
-def needs_more_than_eager(
-    options: RunOptions, built: Built, plan: Plan, *, after: int, caller: CallerSide, beside: int
-) -> bool:
-    """Return whether a plan of a program, with `beside` bytes of other arenas, needs noticeably more than eager.
+def outside_of_arena(options: RunOptions, built: Built) -> tuple[TracedGraph, Plan]:
+    """Return the plan of a program without a budget in which all results are outside of the arena that may leave it."""
+    plan = without_arena(unevicted(options, built), options)
+    return outside_as_in(built.traced, plan, gradients=True), plan
+
+
+def needs_more_than_eager(options: RunOptions, built: Built, plan: Plan, *, after: int, caller: CallerSide) -> bool:
+    """Return whether a plan of a program needs noticeably more than eager.
 
     `after` and `caller`: as in `plan_as_small_as_eager`.
     """
-    return _as_eager(options, built).beside(caller, after).is_more_than_eager(plan_with_caller(plan, caller), beside)
+    return _as_eager(options, built).beside(caller, after).is_more_than_eager(plan_with_caller(plan, caller))
 
 
 def _as_eager(options: RunOptions, built: Built) -> AsEager:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
+from memplan.core.plan import Plan
 from memplan.planning.caller_side import plan_with_caller
 from memplan.planning.room_together import RunningGraph, StepTogether, Timeline, need_in_arena
 from memplan.runtime.execute.instances import ProgramInstance, Smaller
-from memplan.runtime.measured_budget import Built, plan_as_small_as_eager, unevicted
+from memplan.runtime.measured_budget import Built, outside_of_arena, plan_as_small_as_eager, unevicted
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, release_arenas
 from memplan.runtime.options import RunOptions
 from memplan.trace.graph.remap_to_plan import outside_as_in
@@ -20,10 +20,9 @@ def made_room(
 ) -> Sequence[ProgramInstance] | None:
     """Free the arena of the last step if it and an update need more than eager; return what is to be made smaller.
 
-    That is each instance that ran: its `smaller` is set. Where that is not enough, or what the update allocates cannot
-    be known, the arena is freed while it is idle from now on. None if the programs stay: while a call waits for its
-    backward, where something else than the `.grad` of a parameter refers to a gradient in the arena, and where
-    gradients had to leave the arena first.
+    That is each instance that ran: its `smaller` is set. Where an arena is too much, or what the update allocates is
+    not known, they have none. None if the programs stay: while a call waits for its backward, or where something else
+    than the `.grad` of a parameter refers to a gradient in the arena.
     """
     with coordinator.calling:
         events = coordinator.step_so_far
@@ -39,21 +38,19 @@ def made_room(
         step = _together(instances, timeline, options, update.nbytes)
         found = _alone(instances[0], options, step) if len(instances) == 1 else _smaller(instances, step)
         plans = [one.plan for one in instances] if found is None else [plan for _, plan in found]
-        if not step.freed and (update.is_unknown or step.is_more_than_eager(plans)):
-            if any(one.runner.arena_gradients is not None for one in instances):
-                coordinator.put_gradients_outside()
-                coordinator.free_when_idle()
-                return None
-            step = replace(step, freed=True)
-            found = _smaller(instances, step) or ()
-        if found is None or not release_arenas(instances):
+        if update.is_unknown or step.is_more_than_eager(plans):
+            least = step.without_arena(plans)
+            found = found if least is None else _with_plans(instances, least)
+            plans = [one.plan for one in instances] if found is None else [plan for _, plan in found]
+        if step.least and step.is_more_than_eager(plans):  # because of what steps of others need
+            instances = [one for one in coordinator.members if isinstance(one, ProgramInstance) and one.plan.arena_size]
+            found = [
+                outside_of_arena(options, Built(traced=one.runner.as_traced, runner=one.runner)) for one in instances
+            ]
+        if not found or not release_arenas(instances):
             return None
-        if step.freed:
-            coordinator.free_when_idle()
-            coordinator.note_order()
-        if found:
-            coordinator.forget_step(max(plan.arena_size for _, plan in found))
-        made = list(zip(instances, found, strict=False))
+        coordinator.forget_step(max(plan.arena_size for _, plan in found))
+        made = list(zip(instances, found, strict=True))
         for one, smaller in made:
             update.report(one.plan, smaller[1], one.runner.caller_side.loss)
             one.smaller = smaller
@@ -84,13 +81,12 @@ def _together(
         options=options,
         after=after,
         least=coordinator.needed_by_others(instances),
-        freed=coordinator.frees_when_idle,
     )
 
 
 def _alone(one: ProgramInstance, options: RunOptions, step: StepTogether) -> Sequence[Smaller] | None:
     """Return what the only instance of a step is to run by, as `_smaller` does."""
-    if step.freed or one.runner.plan.arena_size != one.plan.arena_size:  # it is elsewhere than alone
+    if one.runner.plan.arena_size != one.plan.arena_size:  # it is elsewhere than alone
         return _smaller([one], step)
     built, side = Built(traced=one.runner.as_traced, runner=one.runner), one.runner.caller_side
     alone = plan_as_small_as_eager(options, built, after=step.after, caller=side)
@@ -105,7 +101,10 @@ def _smaller(instances: Sequence[ProgramInstance], step: StepTogether) -> Sequen
     None where they do not need more.
     """
     made = step.smaller()
-    if made is None:
-        return None
+    return None if made is None else _with_plans(instances, made)
+
+
+def _with_plans(instances: Sequence[ProgramInstance], made: Sequence[Plan]) -> Sequence[Smaller]:
+    """Return what each instance is to run by, with these plans."""
     steps = [one.runner.as_traced for one in instances]
     return [(outside_as_in(step, plan, gradients=True), plan) for step, plan in zip(steps, made, strict=True)]

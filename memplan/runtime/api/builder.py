@@ -29,6 +29,7 @@ from memplan.runtime.measured_budget import (
     build_measured,
     first_program,
     needs_more_than_eager,
+    outside_of_arena,
     plan_as_small_as_eager,
 )
 from memplan.runtime.memory.arena import Arena, NewArenas, arena_for, grown
@@ -82,6 +83,7 @@ class Builder:
         self._arenas: weakref.WeakSet[Arena] = weakref.WeakSet()  # all that it has made
         self.smaller: dict[InputGuards, Smaller] = {}  # what programs of these guards are to become
         self.after = 0  # bytes that the optimizer allocates beside the arena, which smaller programs leave room for
+        self.outside = False  # whether later programs have all results outside of the arena
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None = None) -> Runner:
         """Return a program for calls like this one, with the `given` plan or a new one."""
@@ -95,6 +97,7 @@ class Builder:
                     given=given,
                     room=room,
                     after=self.after if train else 0,
+                    outside=self.outside,
                 ).runner
             forget_example(runner)
         if given is not None and given.eviction is not None:  # other programs keep that budget too
@@ -126,9 +129,20 @@ class Builder:
                     update.report(runner.plan, found[runner.input_guards][1], runner.caller_side.loss)
         return bool(found)
 
-    def is_more_than_eager(self, runners: Iterable[Runner], update: FirstUpdate, beside: int) -> bool:
+    def give_up_arena(self, runners: Iterable[Runner]) -> None:
+        """Free the arena for programs that allocate what they need while they run; they are made at the next call.
+
+        Raises `ArenaInUse` or `GradientsInUse`.
+        """
+        self.free_arena()
+        self.outside = True
+        for runner in runners:
+            built = Built(traced=runner.as_traced, runner=runner)
+            self.smaller[runner.input_guards] = outside_of_arena(self.options, built)
+
+    def is_more_than_eager(self, runners: Iterable[Runner], update: FirstUpdate) -> bool:
         """Return whether a step of one of the programs, or of what is to take its place, needs noticeably more than
-        eager, with what an optimizer allocates beside the idle arena, and with `beside` bytes of other arenas."""
+        eager, with what an optimizer allocates beside the idle arena."""
         training = [runner for runner in runners if runner.traced.training and not runner.plan.devices]
         return any(
             needs_more_than_eager(
@@ -137,7 +151,6 @@ class Builder:
                 self.smaller.get(runner.input_guards, (None, runner.plan))[1],
                 after=update.nbytes,
                 caller=runner.caller_side,
-                beside=beside,
             )
             for runner in training
         )

@@ -15,6 +15,7 @@ from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, InputMismatch, MemplanError, StaleActivationsError, UnsupportedGraph
+from memplan.planning.measured import WORTH_PLANNING_SHARE
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.compilation import Compilation, compile_example
 from memplan.runtime.api.fallbacks import Fallbacks
@@ -37,7 +38,7 @@ from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.arena_gradients import ArenaGradients, GradientsInUse
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
-from memplan.runtime.memory import turns
+from memplan.runtime.memory import idle_arenas
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import ArenaInUse, OneThread
 from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload
@@ -51,6 +52,11 @@ if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan
 
 _log = logging.getLogger("memplan")
+_STEPS_WITHOUT_UPDATE = 2  # after which a loop is known to have no optimizer
+_GIVES_UP = (
+    "%s: its arena, idle beside an update or the step of another model, would take them above what eager needs; from "
+    "now on its steps allocate what they need while they run"
+)
 _MAX_REBUILDS = 8  # times that all programs are made again because the model has changed
 
 
@@ -85,7 +91,8 @@ class CompiledModule(SharedModule, MeasuredStep):
     _fallbacks: Fallbacks
     _copied: CopyOfCompiled | None
     _update: FirstUpdate | None
-    _takes_turns: bool
+    _gives_up_arena: bool
+    _first_call: int  # its number among all calls of its thread; 0 before
 
     def __init__(
         self,
@@ -109,7 +116,7 @@ class CompiledModule(SharedModule, MeasuredStep):
         self.__dict__.update(hooks=Hooks(), _options=options, _train=train, _pending=None, _again=None)
         self.__dict__.update(_fallbacks=Fallbacks(model, options, train, self.hooks), _calling=OneThread())
         self.__dict__.update(_copied=None, _copy_refused=None, _rebuilt=0, _sizes_refused=False, _update=None)
-        self.__dict__["_takes_turns"] = False
+        self.__dict__.update(_gives_up_arena=False, _first_call=0)
         if copied_in is None:
             self.__dict__["_measurements"] = ()
             self._compile(args, kwargs, model.training if train is None else train, given)
@@ -138,7 +145,6 @@ class CompiledModule(SharedModule, MeasuredStep):
         )
         if self._selector.main.traced.training and given is None and self._options.plans_for_updates:
             self.__dict__["_update"] = FirstUpdate(self._original.parameters, self._make_room)
-            turns.join(self)
 
     def _use(self, made: Compilation) -> None:
         """Run the programs of a compilation from now on."""
@@ -201,17 +207,17 @@ class CompiledModule(SharedModule, MeasuredStep):
             again = self._several is None and self._again is None and self._guide is None
             if not again or not self._builder.options.plans_for_updates:
                 return False
-            beside = turns.idle_beside(self)
+            beside = idle_arenas.idle_beside(self, self._first_call)
+            programs = self._selector.programs_of_calls
+            if beside >= max(one.plan.on_device for one in programs) * WORTH_PLANNING_SHARE:
+                idle_arenas.give_up_all(self, self._first_call)
             if self._pending is not None:
-                if beside:
-                    turns.take_turns(self)
                 return made_room(self._pending.coordinator, self._builder.options, update) is not None
             left = self._arena.ownership.left
             if left is None or left.are_unshared:
-                programs = self._selector.programs_of_calls
                 found = self._builder.leave_room_for_update(programs, update)
-                if update.is_unknown or self._builder.is_more_than_eager(programs, update, beside):
-                    turns.take_turns(self)
+                if update.is_unknown or self._builder.is_more_than_eager(programs, update):
+                    self.give_up_arena()
                 return found
         return False
 
@@ -226,15 +232,34 @@ class CompiledModule(SharedModule, MeasuredStep):
         if "_compilation" not in self.__dict__:
             return 0
         if self._pending is not None:
-            coordinator = self._pending.coordinator
-            return 0 if coordinator.frees_when_idle or coordinator.waiting else self._pending.nbytes
+            return 0 if self._pending.coordinator.waiting else self._pending.nbytes
         ownership = self._arena.ownership
         return 0 if ownership.released or ownership.pending is not None else self._arena.nbytes
 
-    def take_turns(self) -> None:
-        """Free its arena while it is idle, from the next call on, and share it with other models of this thread."""
-        if self._options.plans_for_updates and several_can_wait(self._options) and self._again is None:
-            self.__dict__["_takes_turns"] = True
+    def give_up_arena(self) -> None:
+        """Have it allocate what its steps need while they run, from the next call on, if its options allow that."""
+        if self._options.plans_for_updates and not self._builder.outside:
+            self.__dict__["_gives_up_arena"] = True
+
+    def _compare_new_steps(self, update: FirstUpdate) -> None:
+        """Make room for steps that no optimizer has ended so far, or whose calls came in a new order."""
+        if self._pending is not None:
+            if self._pending.coordinator.has_new_order:
+                self._make_room(update)
+        elif not update.name and self._selector.main.caller.backwards >= _STEPS_WITHOUT_UPDATE:
+            update.expect_none()
+
+    def _without_arena(self) -> None:
+        """Have its programs replaced by those that need no arena, unless a call waits for its backward."""
+        with contextlib.suppress(MemplanError, GradientsInUse):
+            if self._pending is not None:
+                if not self._pending.give_up_arena():
+                    return
+                self._builder.outside = True
+            else:
+                self._builder.give_up_arena(self._selector.programs_of_calls)
+            self.__dict__["_gives_up_arena"] = False
+            _log.info(_GIVES_UP, self.plan.model)
 
     def _made_smaller(self, runner: Runner, leaves: list[Any]) -> tuple[Runner, list[torch.Tensor]]:
         """Return what takes the place of a program that is to be smaller, and its parameters."""
@@ -287,8 +312,13 @@ class CompiledModule(SharedModule, MeasuredStep):
                     return self._fallbacks.uncompiled(why, args, kwargs)
             else:
                 self._compile_again(args, kwargs)
-        if self._takes_turns:
-            self._take_turns(args, kwargs)
+        number = idle_arenas.note_call(self)
+        if not self._first_call:
+            self.__dict__["_first_call"] = number
+        if self._gives_up_arena:
+            self._without_arena()
+        elif self._update is not None:
+            self._compare_new_steps(self._update)
         if self._pending is None:
             try:
                 return self._call(args, kwargs)
@@ -438,22 +468,6 @@ class CompiledModule(SharedModule, MeasuredStep):
         made, pending = several_in_flight(self._compilation, self._arena, (args, kwargs))
         self._use(made)
         self.__dict__["_pending"] = pending
-
-    def _take_turns(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compile for a coordinator that frees its arenas while nothing in them is in flight.
-
-        While calls in the present one wait for their backward, it stays.
-        """
-        pending = self._pending
-        if pending is not None and pending.coordinator.waiting:
-            return
-        self.__dict__["_takes_turns"] = False
-        if pending is not None and pending.coordinator.frees_when_idle:
-            return
-        coordinator = turns.coordinator_for_turns(self._arena.device)
-        made, changed = several_in_flight(self._compilation, self._arena, (args, kwargs), coordinator)
-        self._use(made)
-        self.__dict__["_pending"] = changed
 
     def _replan(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: InputMismatch

@@ -8,6 +8,7 @@ arena. Calls without a backward take bytes that nothing in flight holds. Beyond 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection
 
 from memplan.core.plan import Plan
@@ -16,6 +17,7 @@ from memplan.errors import BudgetInfeasible
 from memplan.runtime.execute.arena_gradients import GradientsInUse
 from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, Smaller, idle_instance
 from memplan.runtime.execute.runner import Runner
+from memplan.runtime.measured_budget import Built, outside_of_arena
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import in_another_thread
 from memplan.runtime.memory.arena_parts import ArenaPart
@@ -29,25 +31,18 @@ class PendingCalls:
     """Finds the instance of a program that runs a call. It is entered for each call, by one thread at a time.
 
     `most`: the calls that may wait for their backward. `before`: the arena of the call that was in flight when this
-    began; it is freed after that call's backward, and gradients that are in it move out. `coordinator`: one that other
-    models use too.
+    began; it is freed after that call's backward, and gradients that are in it move out.
     """
 
-    def __init__(
-        self,
-        options: CompileOptions,
-        before: Arena,
-        *,
-        most: int = MAX_IN_FLIGHT,
-        coordinator: ArenaCoordinator | None = None,
-    ) -> None:
-        self.coordinator = ArenaCoordinator() if coordinator is None else coordinator
+    def __init__(self, options: CompileOptions, before: Arena, *, most: int = MAX_IN_FLIGHT) -> None:
+        self.coordinator = ArenaCoordinator()
         self.most = most
         self._options = options
         self._before: Arena | None = before
         self._instances: dict[Runner, list[ProgramInstance]] = {}
         self._known: Collection[Runner] = ()
-        self._calls = self.coordinator.calling
+        self._replaced: list[ProgramInstance] = []  # whose backward may run (again)
+        self._calls = threading.RLock()
         self._warned = False
 
     def __enter__(self) -> PendingCalls:
@@ -78,14 +73,18 @@ class PendingCalls:
         instances = self._instances.setdefault(runner, [])
         self._known = known
 
-        def make() -> ProgramInstance:
-            """Return the first instance, which the program itself is, or a copy of it."""
-            if not instances:
+        def make(like: ProgramInstance | None) -> ProgramInstance:
+            """Return the first instance, which the program itself is, or a copy of another one."""
+            if like is None:
                 if self.coordinator.waiting or self._before is not None:
                     require_room(self._options, runner.plan, self.nbytes - runner.plan.arena_size)
                 return ProgramInstance(runner)
             require_room(self._options, runner.plan, self.nbytes)
-            return ProgramInstance(instances[0].another(self.coordinator))
+            return ProgramInstance(like.another(self.coordinator))
+
+        def retire(one: ProgramInstance) -> None:
+            """Keep an instance that was replaced as long as its backward may run (again)."""
+            self._replaced = [old for old in (*self._replaced, one) if old.ownership.has_graph]
 
         waiting = len(self.coordinator.waiting)
         if waiting < self.most or not runner.traced.training:
@@ -96,7 +95,8 @@ class PendingCalls:
                 most=self.most,
                 first=lambda _: True,
                 may_move=not self._options.has_budget,
-                make_smaller=lambda _, smaller: ProgramInstance(make_smaller(smaller)),
+                make_smaller=lambda smaller: ProgramInstance(make_smaller(smaller)),
+                retire=retire,
             )
             if found is not None:
                 return found.runner
@@ -113,6 +113,19 @@ class PendingCalls:
         if self._before is not None:
             return False
         return release_arenas(instance for instances in self._instances.values() for instance in instances)
+
+    def give_up_arena(self) -> bool:
+        """Free the arena, and have its programs replaced by those that allocate what they need while they run.
+
+        Returns False, and changes nothing, while a call is in flight.
+        """
+        if not self.release():
+            return False
+        for instances in self._instances.values():
+            for one in instances:
+                if one.plan.arena_size:
+                    one.smaller = outside_of_arena(self._options, Built(traced=one.runner.as_traced, runner=one.runner))
+        return True
 
     @property
     def nbytes(self) -> int:

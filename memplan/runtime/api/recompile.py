@@ -40,10 +40,6 @@ _SEVERAL = (
     "%s: a call begins while another one waits for its backward; from now on each has a program of its own, and "
     "gradients are outside of the arena"
 )
-_TURNS = (
-    "%s: its arena, idle beside an update or the step of another model, would take them above what eager needs; from "
-    "now on it is freed while no call is in flight, and gradients are outside of it"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,20 +210,17 @@ def outside(before: Compilation, gradients: ArenaGradients, call: Example) -> Re
     return again
 
 
-def several_in_flight(
-    before: Compilation, arena: Arena, call: Example, coordinator: ArenaCoordinator | None = None
-) -> tuple[Compilation, PendingCalls]:
-    """Compile for several calls in flight, because one begins while another waits for its backward in `arena`, or to
-    take turns with other models, which use `coordinator` too."""
+def several_in_flight(before: Compilation, arena: Arena, call: Example) -> tuple[Compilation, PendingCalls]:
+    """Compile for several calls in flight, because one begins while another waits for its backward in `arena`."""
     options, main = before.base_options, before.selector.main
     if options.measures:
         options = replace(options, costs=before.builder.options.costs)
     if options.gradients == "auto" and options.gradients_in_arena:
         options = replace(options, gradients="added")
     require_room(options, main.plan, main.arena.nbytes)
-    pending = PendingCalls(options, arena, coordinator=coordinator)
+    pending = PendingCalls(options, arena)
     made = _again(before, options, call, pending.coordinator).run()
-    _log.info(_SEVERAL if coordinator is None else _TURNS, before.plan.model)
+    _log.info(_SEVERAL, before.plan.model)
     return made, pending
 
 

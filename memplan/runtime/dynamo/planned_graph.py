@@ -82,7 +82,7 @@ class GraphInstance(ProgramInstance):
         """Run by another plan from now on, in an arena of its own. It is called while nothing is in flight."""
         arena = part_of(Arena(plan.arena_size, self.arena.device), self.ownership)
         with torch.inference_mode(False):
-            self.use(self.runner.replanned(plan, arena))
+            self.runner = self.runner.replanned(plan, arena)
         self.plan = self.runner.plan
 
 
@@ -164,7 +164,7 @@ class PlannedGraph:
         Raises `GradientsInUse` if gradients of the last step are still set.
         """
         if self._update is not None and coordinator.has_new_order:
-            self._make_room(self._update)
+            self._make_room(self._update)  # what an optimizer allocates is known by now, or there is none
         coordinator.place_last_step()
         numbers = {name: inputs[i].item() for name, i in self._numbers.items()}
         gradients = self._gradients_for(coordinator)
@@ -219,25 +219,19 @@ class PlannedGraph:
         """Return an idle instance, preferably one with the same parameters, or a new one; None beyond the limit."""
         options = replace(self._options, gradients=self._gradients_for(coordinator))
 
-        def make(smaller: Smaller | None = None) -> GraphInstance:
-            """Return a new instance; the trace, the plan and the bound ops of the first one are reused."""
+        def make(like: GraphInstance | None, smaller: Smaller | None = None) -> GraphInstance:
+            """Return a new instance; the trace, the plan and the bound ops of another one are reused."""
             module = named_class(self._graph)(with_numbers(self._graph, numbers), self._kept, inputs)
             with compile_lock:  # torch can trace in one thread at a time
-                if instances and smaller is None:
+                if like is not None:
                     module.set_kept(inputs)
-                    traced, runner = instances[0].traced, instances[0].another(coordinator, ModuleGuards(module))
+                    traced, runner = like.traced, like.another(coordinator, ModuleGuards(module))
                 else:
                     traced, runner = first_program_of(
                         module, inputs, options, coordinator, self._hooks, smaller=smaller, after=self._after
                     )
                 self._wait_for_update(traced)
                 return GraphInstance(module, traced, runner, crossings=self._crossings, ends=self._ends)
-
-        def make_smaller(one: GraphInstance, smaller: Smaller) -> GraphInstance:
-            """Return what takes the place of an instance."""
-            made = make(smaller)
-            self._retain([one])
-            return made
 
         found = idle_instance(
             instances,
@@ -246,7 +240,8 @@ class PlannedGraph:
             most=MAX_IN_FLIGHT,
             first=lambda one: one.module.holds(inputs),
             may_move=not self._options.has_budget,
-            make_smaller=make_smaller,
+            make_smaller=lambda smaller: make(None, smaller),
+            retire=lambda one: self._retain([one]),
         )
         if found is None and not self._coordinators.warned:
             self._coordinators.warned = True

@@ -98,8 +98,8 @@ class PlannedStep(torch.autograd.Function):
             else:
                 ctx.watched, ctx.repeatable = None, None
             note_held_by_autograd_alone(runner.dropped, grads)
-            if not (keeps or repeats):
-                note_unshared(runner.dropped, compress(saved, runner.program.saved_outputs))
+            outputs = () if keeps or repeats else compress(saved, runner.program.saved_outputs)
+            note_unshared(runner.dropped, outputs)
             tangents, missing = runner.tangents_from(grads)
             if ctx.adds is not None and not missing and not runner.is_observed:
                 nodes = [node for node, _ in ctx.next_functions[: len(ctx.adds)]]

@@ -29,6 +29,11 @@ class CallerObserver:
     def is_done(self) -> bool:
         return self._left <= 0  # threads may count at once
 
+    @property
+    def backwards(self) -> int:
+        """The backwards that it has seen."""
+        return _BACKWARDS - max(self._left, 0)
+
     def forward_ended(self, results: Sequence[torch.Tensor]) -> None:
         """Take the tensors that a forward is about to return. They are not kept alive."""
         self._returned = [StorageWeakRef(r.untyped_storage()) for r in results]  # type: ignore[no-untyped-call]

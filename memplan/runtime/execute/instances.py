@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 import torch
@@ -18,7 +18,6 @@ from memplan.runtime.memory.arena_parts import ArenaPart, ArenaSlot, ObservedOwn
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
 from memplan.trace.traced import TracedGraph
 
-_ADDRESSES = 4  # other addresses of an arena, at which the programs of an instance are kept
 MAX_IN_FLIGHT = 64  # calls that wait for their backward; a further one runs eagerly
 
 
@@ -37,13 +36,12 @@ class ProgramInstance:
         """Make an instance of a program that was assembled in an arena part with an `ObservedOwnership`."""
         assert isinstance(runner.arena, ArenaPart)
         assert isinstance(runner.arena.ownership, ObservedOwnership)
-        self.plan = runner.plan
+        self.runner, self.plan = runner, runner.plan
         self.ownership = runner.arena.ownership
         self.ownership.instance = weakref.ref(self)
         self.slot: ArenaSlot | None = None
         self.layouts = 0
         self.smaller: Smaller | None = None
-        self.use(runner)
 
     @property
     def placed(self) -> Plan:
@@ -56,30 +54,10 @@ class ProgramInstance:
         assert isinstance(self.runner.arena, ArenaPart)
         return self.runner.arena
 
-    def use(self, runner: Runner) -> None:
-        """Have this program run its calls from now on."""
-        self.runner, self._address = runner, runner.arena.memory.data_ptr()
-        self._elsewhere: dict[int, Runner] = {}  # the same at other addresses of its arena
-
     def move(self, plan: Plan, arena: ArenaPart) -> None:
         """Run from now on at the offsets of `plan` in `arena`. It is called while it is not in flight."""
         with torch.inference_mode(False):
-            self.use(self.runner.remade(plan, arena))
-
-    def follow(self) -> None:
-        """Run where the memory of its arena is now, after that was freed and allocated again.
-
-        The programs at the last few addresses are kept: allocators return to the same ones.
-        """
-        before, now = self._address, self.arena.memory.data_ptr()
-        if now == before:
-            return
-        known = {address: at for address, at in self._elsewhere.items() if address != now}
-        known = dict([*known.items(), (before, self.runner)][-_ADDRESSES:])
-        found = self._elsewhere.get(now)
-        with torch.inference_mode(False):
-            self.runner = self.runner.remade(self.placed, self.arena) if found is None else found
-        self._address, self._elsewhere = now, known
+            self.runner = self.runner.remade(plan, arena)
 
     def another(self, coordinator: ArenaCoordinator, module_guards: ModuleGuards | None = None) -> Runner:
         """Return the same program in an arena of its own; `module_guards`: with the parameters of another module."""
@@ -88,21 +66,28 @@ class ProgramInstance:
             return self.runner.remade(self.plan, arena, module_guards=module_guards)
 
 
+def key_of_plan(plan: Plan) -> Hashable:
+    """Return the order of the ops of a plan, and the offsets of what is in its arena."""
+    return plan.schedule.order, tuple(sorted(plan.solution.offsets.items()))
+
+
 def idle_instance(
     instances: list[AnInstance],
     coordinator: ArenaCoordinator,
-    make: Callable[[], AnInstance],
+    make: Callable[[AnInstance | None], AnInstance],
     *,
     most: int,
     first: Callable[[AnInstance], bool],
     may_move: bool,
-    make_smaller: Callable[[AnInstance, Smaller], AnInstance],
+    make_smaller: Callable[[Smaller], AnInstance],
+    retire: Callable[[AnInstance], None],
 ) -> AnInstance | None:
     """Return an instance that can run now, one of `first` if there is one, else a new one; None beyond the limit.
 
-    `make` makes a new instance, of which there are `most`; then an idle one that is not of `first` is taken. With
-    `may_move`, one of `first` whose place calls in flight hold, as they came in another order, moves instead.
-    `make_smaller` makes what takes the place of one that is to be smaller; if its trial run fails, that one stays.
+    `make` makes a new instance like another one, if there is one, of which there are `most`; then an idle one that is
+    not of `first` is taken. With `may_move`, one of `first` whose place calls in flight hold, as they came in another
+    order, moves instead. `make_smaller` makes what takes the place of one that is to be smaller, where no other one is
+    like that already; if its trial run fails, that one stays. `retire` takes those that were replaced.
     """
     found = next((instance for instance in instances if first(instance) and coordinator.is_idle(instance)), None)
     if found is None and may_move:
@@ -112,14 +97,17 @@ def idle_instance(
     if found is None and len(instances) >= most:
         found = next(filter(coordinator.is_idle, instances), None)
     elif found is None:
-        found = make()
+        found = make(next(iter(instances), None))
         instances.append(found)
     if found is not None and found.smaller is not None:
-        smaller, found.smaller = found.smaller, None
+        smaller = found.smaller
+        key = key_of_plan(smaller[1])
+        like = next((one for one in instances if one.smaller is None and key_of_plan(one.plan) == key), None)
         with contextlib.suppress(MemplanError):
-            made = make_smaller(found, smaller)
-            instances[instances.index(found)] = made
-            found = made
+            made = make_smaller(smaller) if like is None else make(like)
+            retire(found)
+            instances[instances.index(found)] = found = made
+        found.smaller = None
     if found is not None:
         coordinator.settle(found)
     return found

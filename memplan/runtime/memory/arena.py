@@ -100,19 +100,6 @@ class Arena(Memory):
             made.untyped_storage().resize_(0)
         self.nbytes = 0
 
-    def suspend(self) -> None:
-        """Free its memory until `resume`. It is called while no step is in flight in it; its programs stay."""
-        self.ownership.drain()
-        for made in self._allocated:
-            made.untyped_storage().resize_(0)
-
-    def resume(self) -> None:
-        """Allocate its memory again, maybe at another address, if it was suspended."""
-        for made in self._allocated:
-            if made.untyped_storage().nbytes() < self.nbytes:
-                made.untyped_storage().resize_(self.nbytes)
-                self.uses.again()
-
     def view_for(self, plan: Plan) -> Arena | None:
         """Return the arena as a program of `plan` uses it; None if the plan does not fit."""
         return self if plan.arena_size <= self.nbytes else None

@@ -39,9 +39,6 @@ class ArenaUser(Protocol):
     def move(self, plan: Plan, arena: ArenaPart) -> None:
         """Run from now on at the offsets of `plan` in `arena`. It is called while it is not in flight."""
 
-    def follow(self) -> None:
-        """Run where the memory of its arena is now, after that was freed and allocated again."""
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepLayout:
@@ -88,14 +85,6 @@ class ObservedOwnership(ArenaOwnership):
         self.taken: tuple[Hashable, ...] = ()  # keys of inputs and results of the last forward that was noted
         self.returned: tuple[Hashable, ...] = ()
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __exit__(self, error: type[BaseException] | None, *others: object) -> None:
-        """End as `ArenaOwnership` does, and report that something ended."""
-        try:
-            if error is None:
-                self._coordinator.step_ended()
-        finally:
-            super().__exit__(error, *others)
 
     def begin(self, *, keep: bool) -> InFlight:
         """Start a step as `ArenaOwnership.begin` does, and report its forward."""

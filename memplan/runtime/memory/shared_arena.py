@@ -44,8 +44,12 @@ class Crossings:
 
     def taken(self, inputs: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
         """Return a key of each input: that of the result that it is, or of its own storage."""
-        addresses = (x.untyped_storage()._cdata for x in inputs)
-        return tuple(self._returned[a][1] if a in self._returned else ("input", a) for a in addresses)
+        found: list[Hashable] = []
+        for x in inputs:
+            address = x.untyped_storage()._cdata
+            ref, key = self._returned.get(address, (None, None))
+            found.append(("input", address) if ref is None or ref.expired() else key)  # type: ignore[no-untyped-call]
+        return tuple(found)
 
     def returned(self, source: int, results: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
         """Return a key of each result of a source, by which later inputs are recognised."""
@@ -76,6 +80,9 @@ class ArenaCoordinator:
         # of the last steps with a backward: the bytes of the shared arena that each needs, and its instances; None
         # where these are to be made
         self._needs: deque[tuple[int, weakref.WeakSet[ArenaUser] | None]] = deque(maxlen=_SHRINKS_AFTER)
+        self.crossings = Crossings()
+        self.members: weakref.WeakSet[ArenaUser] = weakref.WeakSet()  # the instances that have run
+        self._orders: set[tuple[tuple[int, bool], ...]] = set()
         self.running = threading.Lock()
         self.calling = threading.RLock()
         self._lock = threading.Lock()
@@ -86,11 +93,6 @@ class ArenaCoordinator:
         self._shared: weakref.ref[Arena] | None = None
         self.left: list[LeftGradients] = []
         self.gradients_in_arena = True
-        self._frees_when_idle = False
-        self._used: weakref.WeakSet[Arena] = weakref.WeakSet()  # since then
-        self._of_layout: dict[int, weakref.ref[Arena]] = {}
-        self.crossings = Crossings()
-        self._orders: set[tuple[tuple[int, bool], ...]] = set()
 
     @property
     def has_new_order(self) -> bool:
@@ -106,39 +108,6 @@ class ArenaCoordinator:
     @property
     def _order(self) -> tuple[tuple[int, bool], ...]:
         return tuple((id(e.instance), e.backward) for e in self._events)
-
-    def free_when_idle(self) -> None:
-        """Have an arena for each order of a step from now on, whose memory is freed while nothing in it is in flight.
-
-        Other models, losses and updates then take the same memory in turns with the steps. It is called while nothing
-        is in flight and no gradients are in an arena.
-        """
-        if self._frees_when_idle:
-            return
-        self._frees_when_idle, self._shared, self.gradients_in_arena = True, None, False
-        self._needs.clear()
-        self._orders.clear()
-
-    @property
-    def frees_when_idle(self) -> bool:
-        """Whether arenas are freed while nothing in them is in flight."""
-        return self._frees_when_idle
-
-    def step_ended(self) -> None:
-        """Free what is idle after a forward or backward, which still holds `running`."""
-        if self._frees_when_idle and not self.left and self.calling.acquire(blocking=False):
-            try:  # else another thread is about to use an arena
-                self._suspend_idle()
-            finally:
-                self.calling.release()
-
-    def _suspend_idle(self, but: Arena | None = None) -> None:
-        """Free the memory of arenas in which nothing is in flight, apart from one that is about to be used."""
-        in_use = {id(one.arena.whole) for one in self.waiting}
-        for arena in tuple(self._used):
-            if arena is not but and id(arena) not in in_use and not arena.ownership.released:
-                self._used.discard(arena)
-                arena.suspend()
 
     def vacate(self, has_backward: bool) -> None:
         """Have the gradients of the last step moved out of the arena, before a step with a backward or without.
@@ -214,7 +183,7 @@ class ArenaCoordinator:
             for other, its in others
             if its is not None
             and not other.ownership.is_aside
-            and (id(other) not in alone if its.layout is slot.layout else not self._frees_when_idle)
+            and (its.layout is not slot.layout or id(other) not in alone)
         ]
 
     def is_idle(self, instance: ArenaUser) -> bool:
@@ -226,6 +195,7 @@ class ArenaCoordinator:
         for other in self.overwritten_by(instance, backward=backward):
             other.ownership.set_aside(other)
             self._conflicts = True
+        self.members.add(instance)
         with self._lock:
             if not backward and instance.ownership.pending is not None:
                 self._waiting = [user for user in self._waiting if user is not instance] + [instance]
@@ -267,7 +237,6 @@ class ArenaCoordinator:
         shared = self.shared
         if (
             self._prepare is not None
-            or self._frees_when_idle
             or shared is None
             or len(self._needs) < _SHRINKS_AFTER
             or (most := max(need for need, _ in self._needs)) >= shared.nbytes
@@ -287,26 +256,12 @@ class ArenaCoordinator:
 
         It gets an arena of its own if it has no place yet, or if the shared one is too small and in use.
         """
-        whole = instance.arena.whole
-        if self._frees_when_idle and not self.left and self.running.acquire(blocking=False):
-            self._suspend_idle(but=whole)
-            self.running.release()
-        if whole.ownership.released:
-            self._settle_again(instance)
-        elif self._frees_when_idle:
-            whole.resume()
-            instance.follow()
-        if self._frees_when_idle:
-            self._used.add(instance.arena.whole)
-
-    def _settle_again(self, instance: ArenaUser) -> None:
-        """Move an instance whose arena was freed for good."""
+        if not instance.arena.whole.ownership.released:
+            return
         plan, arena = instance.placed, self.shared
         with torch.inference_mode(False):
             if instance.slot is None:
                 arena = None
-            elif self._frees_when_idle:
-                arena = self._arena_of(instance.slot.layout, plan.arena_size, instance.arena.device)
             elif arena is None or arena.ownership.released or (arena.nbytes < plan.arena_size and not self.waiting):
                 arena = self._make_room(plan.arena_size, (instance,))
             if arena is None or arena.nbytes < plan.arena_size:
@@ -328,20 +283,15 @@ class ArenaCoordinator:
         timeline = tuple(dict.fromkeys((position[id(e.instance)], e.backward) for e in events))
         self._layouts += 1
         layout = StepLayout(self._layouts, tuple(map(weakref.ref, instances)), timeline)
-        own, first = instances[0].arena.whole, self.shared is None and not self._frees_when_idle
-        if alone and not own.ownership.released and (first or (self._frees_when_idle and instances[0].slot is None)):
-            # its own arena becomes the shared one, or that of this order
-            self._shared = weakref.ref(own) if first else None
-            self._of_layout[layout.number] = weakref.ref(own)
+        if alone and self.shared is None and not instances[0].arena.whole.ownership.released:
+            # its own arena becomes the shared one
+            self._shared = weakref.ref(instances[0].arena.whole)
             instances[0].slot = ArenaSlot(layout, (frozenset(), frozenset()))
             return
         if self._prepare is not None and not alone:
             self._prepare(instances, timeline)
         plans = [instances[0].plan] if alone else joint_plans(instances, events)
-        if self._frees_when_idle:
-            shared = self._arena_of(layout, plans[0].arena_size, instances[0].arena.device)
-        else:
-            shared = self._make_room(plans[0].arena_size, instances)
+        shared = self._make_room(plans[0].arena_size, instances)
         in_flight: dict[tuple[int, bool], frozenset[int]] = {}
         for e in events:
             key = id(e.instance), e.backward
@@ -353,17 +303,6 @@ class ArenaCoordinator:
             left = (in_flight.get((id(instance), False), none), in_flight.get((id(instance), True), none))
             instance.slot = ArenaSlot(layout, left)
             instance.layouts += 1
-
-    def _arena_of(self, layout: StepLayout, nbytes: int, device: torch.device) -> Arena:
-        """Return the arena of the steps of one order."""
-        made = {number: arena for number, ref in self._of_layout.items() if (arena := ref()) is not None}
-        arena = made.get(layout.number)
-        if arena is None or arena.ownership.released:
-            arena = made[layout.number] = Arena(nbytes, device)
-        self._of_layout = {number: weakref.ref(one) for number, one in made.items()}
-        arena.resume()
-        self._used.add(arena)
-        return arena
 
     def _make_room(self, nbytes: int, instances: Sequence[ArenaUser]) -> Arena:
         """Return the shared arena, with at least `nbytes` bytes; arenas that are left or replaced are freed first."""

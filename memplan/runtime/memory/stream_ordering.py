@@ -73,11 +73,6 @@ class StreamUses:
         beside = (ref() for ref in self._beside)
         self._note(stream, chain(*self._allocations, (t for t in beside if t is not None)))
 
-    def again(self) -> None:
-        """Note the streams that use the bytes once more, which were allocated anew."""
-        for stream in self._last.values():
-            self._note(stream, chain(*self._allocations))
-
     def of(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that the steps also use these tensors, as long as somebody else keeps them."""
         made = [t for t in tensors if is_accelerator(t.device)]

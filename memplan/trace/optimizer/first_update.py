@@ -26,7 +26,7 @@ _log = logging.getLogger("memplan")
 class FirstUpdate:
     """Waits for an optimizer that updates some of `parameters`, and calls `make_room` right before its first `step()`.
 
-    `make_room` is a method, whose object is not kept alive. It is called with this: `name` is the optimizer's class,
+    `make_room` is a method, whose object is not kept alive. It is called with this: `name` says what updates,
     and `nbytes` are what its `step()` allocates beside its state (0 if that is not known). It returns whether room was
     made, which is room for every optimizer that allocates no more; it is called again a few times if not. Where
     `step(closure)` calls the model itself, it is called right after it: there are no gradients before. `is_unknown`:
@@ -57,17 +57,24 @@ class FirstUpdate:
             self._tries[optimizer] = 0
             return
         self._tries[optimizer] = tries - 1
-        self.name, self.nbytes = type(optimizer).__name__, nbytes
+        self.name, self.nbytes = f"{type(optimizer).__name__}.step()", nbytes
         self.is_unknown = calls_model and found is None
         if make_room(self):
             self._room, self._tries[optimizer] = nbytes, 0
+
+    def expect_none(self) -> None:
+        """Have room made as for an update that allocates nothing, once: the first steps ended without an optimizer."""
+        make_room = self._make_room()
+        if not self.name and make_room is not None:
+            self.name = "an update without optimizer"
+            make_room(self)
 
     def report(self, before: Plan, after: Plan, loss: int) -> None:
         """Log that a plan takes the place of another one because of the update, and of `loss` bytes of the caller."""
         _log.info(
             "%s: %s allocates %s beside the idle arena, and the loss before it %s, in all more than eager "
             "needs; planned again with an arena of %s instead of %s, and results outside of it",
-            *(before.model, f"{self.name or 'no optimizer'}.step()", format_bytes(self.nbytes), format_bytes(loss)),
+            *(before.model, self.name, format_bytes(self.nbytes), format_bytes(loss)),
             *(format_bytes(after.arena_size), format_bytes(before.arena_size)),
         )
 
