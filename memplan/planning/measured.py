@@ -128,7 +128,7 @@ class AsEager:
         best = self._beside(base, side, after)
         plain = now.eviction is None and now.division is None and not now.compress
         if plain and self._exceeds(now if best is None else best, side, after):
-            in_order = _as_traced(now, self.graph, self.transient, self.options)
+            in_order = in_traced_order(now, self.graph, self.transient, self.options)
             best = min(
                 (plan for plan in (best, self._beside(in_order, side, after) or in_order) if plan is not None),
                 key=lambda plan: _need_of(plan, side, after),
@@ -199,8 +199,15 @@ def _need_of(plan: Plan, side: CallerSide, after: int) -> int:
     return need_with_update(plan_with_caller(plan, side), after)
 
 
-def _as_traced(plan: Plan, graph: Graph, transient: Sequence[int], options: PlanOptions) -> Plan:
-    """Return a plan in the order of the trace, without evictions."""
+def in_traced_order(plan: Plan, graph: Graph, transient: Sequence[int], options: PlanOptions) -> Plan:
+    """Return a plan in the order of the trace.
+
+    Args:
+        plan: A plan of the step without evictions.
+        graph: The step as it was traced.
+        transient: The bytes that each op of `graph` allocates outside the arena.
+        options: Those of the plan.
+    """
     schedule = make_schedule(graph, tuple(range(len(graph.ops))), "traced")
     made = make_plan(replace(ScheduledGraph.of(plan), graph=graph, schedule=schedule), options)
     return replace(made, temporaries=tuple(transient), numbers=plan.numbers, code=plan.code)

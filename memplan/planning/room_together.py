@@ -18,7 +18,7 @@ from memplan.evict.workload import Policy
 from memplan.planning.caller_side import CallerSide, eager_with_caller, plan_with_caller
 from memplan.planning.joint import JointPart, join, joint_graph
 from memplan.planning.make_plan import ScheduledGraph, make_plan
-from memplan.planning.measured import AsEager
+from memplan.planning.measured import AsEager, in_traced_order
 from memplan.planning.options import PlanOptions
 from memplan.planning.outside_arena import left_by, need_with_update, with_storages_outside, without_arena
 
@@ -87,8 +87,15 @@ class StepTogether:
         """Return plans of the graphs with all results outside of the arena; None if they need no less than others."""
         if not self.can_be_smaller:
             return None
-        of = {graph.program: without_arena(graph.unevicted, self.options) for graph in self.graphs}
-        made = tuple(of[graph.program] for graph in self.graphs)
+        planned, traced = dict[int, Plan](), dict[int, Plan]()
+        for graph in self.graphs:
+            if graph.program not in planned:
+                plan = graph.unevicted
+                in_order = in_traced_order(plan, graph.traced, plan.transient, self.options)
+                planned[graph.program] = without_arena(plan, self.options)
+                traced[graph.program] = without_arena(in_order, self.options)
+        ways = (tuple(of[graph.program] for graph in self.graphs) for of in (planned, traced))
+        made = min(ways, key=self._need)
         return made if self._need(made) < self._need(than) else None
 
     def is_more_than_eager(self, plans: Sequence[Plan]) -> bool:

@@ -15,7 +15,7 @@ from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.workload import Policy
 from memplan.planning.caller_side import CallerSide, plan_with_caller
-from memplan.planning.measured import AsEager, with_temporaries
+from memplan.planning.measured import AsEager, in_traced_order, with_temporaries
 from memplan.planning.outside_arena import plan_partly_outside, without_arena
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.kernels.callables import bytes_of_numbers, scalars_as_tensors
@@ -223,9 +223,17 @@ def plan_as_small_as_eager(
 
 
 def outside_of_arena(options: RunOptions, built: Built) -> tuple[TracedGraph, Plan]:
-    """Return the plan of a program without a budget in which all results are outside of the arena that may leave it."""
-    plan = without_arena(unevicted(options, built), options)
-    return outside_as_in(built.traced, plan, gradients=True), plan
+    """Return the plan of a program without a budget in which all results are outside of the arena that may leave it.
+
+    It is in the planned order, or in that of the trace if it needs less then.
+    """
+    plan = unevicted(options, built)
+    made = [without_arena(plan, options)]
+    if plan.eviction is None and plan.division is None and not plan.compress:
+        in_order = in_traced_order(plan, built.traced.graph, plan.transient, options)
+        made.append(without_arena(in_order, options))
+    found = min(made, key=lambda plan: plan.on_device)
+    return outside_as_in(built.traced, found, gradients=True), found
 
 
 def needs_more_than_eager(options: RunOptions, built: Built, plan: Plan, *, after: int, caller: CallerSide) -> bool:

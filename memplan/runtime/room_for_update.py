@@ -43,10 +43,7 @@ def made_room(
             found = found if least is None else _with_plans(instances, least)
             plans = [one.plan for one in instances] if found is None else [plan for _, plan in found]
         if step.least and step.is_more_than_eager(plans):  # because of what steps of others need
-            instances = [one for one in coordinator.members if isinstance(one, ProgramInstance) and one.plan.arena_size]
-            found = [
-                outside_of_arena(options, Built(traced=one.runner.as_traced, runner=one.runner)) for one in instances
-            ]
+            instances, found = _without_arenas(coordinator, options)
         if not found or not release_arenas(instances):
             return None
         coordinator.forget_step(max(plan.arena_size for _, plan in found))
@@ -55,6 +52,17 @@ def made_room(
             update.report(one.plan, smaller[1], one.runner.caller_side.loss)
             one.smaller = smaller
         return [one for one, _ in made]
+
+
+def _without_arenas(coordinator: ArenaCoordinator, options: RunOptions) -> tuple[list[ProgramInstance], list[Smaller]]:
+    """Return all instances of a coordinator that can do with a smaller arena, or none, and what they become."""
+    found: list[tuple[ProgramInstance, Smaller]] = []
+    for one in coordinator.members:
+        if isinstance(one, ProgramInstance) and one.plan.arena_size:
+            smaller = outside_of_arena(options, Built(traced=one.runner.as_traced, runner=one.runner))
+            if smaller[1].arena_size < one.plan.arena_size:
+                found.append((one, smaller))
+    return [one for one, _ in found], [smaller for _, smaller in found]
 
 
 def _together(

@@ -217,7 +217,8 @@ class CompiledModule(SharedModule, MeasuredStep):
             if left is None or left.are_unshared:
                 found = self._builder.leave_room_for_update(programs, update)
                 if update.is_unknown or self._builder.is_more_than_eager(programs, update):
-                    self.give_up_arena()
+                    self._builder.give_up_arena(programs)
+                    return True
                 return found
         return False
 
