@@ -83,7 +83,7 @@ class StepTogether:
         made = min((self._of_each(left, which) for which in self._ways), key=self._need)
         return made if self._need(made) < self._need([g.plan for g in self.graphs]) else None
 
-    def without_arena(self, than: Sequence[Plan]) -> tuple[Plan, ...] | None:
+    def without_arena(self, than: Sequence[Plan] | None) -> tuple[Plan, ...] | None:
         """Return plans of the graphs with all results outside of the arena; None if they need no less than others."""
         if not self.can_be_smaller:
             return None
@@ -96,7 +96,7 @@ class StepTogether:
                 traced[graph.program] = without_arena(in_order, self.options)
         ways = (tuple(of[graph.program] for graph in self.graphs) for of in (planned, traced))
         made = min(ways, key=self._need)
-        return made if self._need(made) < self._need(than) else None
+        return made if than is None or self._need(made) < self._need(than) else None
 
     def is_more_than_eager(self, plans: Sequence[Plan]) -> bool:
         """Return whether the step and its update need noticeably more than eager if the graphs run by these plans."""

@@ -39,7 +39,7 @@ def made_room(
         found = _alone(instances[0], options, step) if len(instances) == 1 else _smaller(instances, step)
         plans = [one.plan for one in instances] if found is None else [plan for _, plan in found]
         if update.is_unknown or step.is_more_than_eager(plans):
-            least = step.without_arena(plans)
+            least = step.without_arena(None if update.is_unknown else plans)
             found = found if least is None else _with_plans(instances, least)
             plans = [one.plan for one in instances] if found is None else [plan for _, plan in found]
         if step.least and step.is_more_than_eager(plans):  # because of what steps of others need

@@ -167,7 +167,8 @@ class CompiledModule(SharedModule, MeasuredStep):
     @property
     def plan(self) -> Plan:
         """The plan of training calls (of every call if compiled with `train=False`)."""
-        return self._compilation.plan
+        running = None if self._pending is None else self._pending.plan_of(self._selector.main)
+        return self._compilation.plan if running is None else running
 
     @property
     def symbolic(self) -> SymbolicPlan | None:

@@ -114,6 +114,11 @@ class PendingCalls:
             return False
         return release_arenas(instance for instances in self._instances.values() for instance in instances)
 
+    def plan_of(self, runner: Runner) -> Plan | None:
+        """Return the plan of the first instance of a program, as if it had an arena of its own; None if it has none."""
+        instances = self._instances.get(runner)
+        return instances[0].plan if instances else None
+
     def give_up_arena(self) -> bool:
         """Free the arena, and have its programs replaced by those that allocate what they need while they run.
 
@@ -121,6 +126,7 @@ class PendingCalls:
         """
         if not self.release():
             return False
+        self.coordinator.forget_step(0)
         for instances in self._instances.values():
             for one in instances:
                 if one.plan.arena_size:
