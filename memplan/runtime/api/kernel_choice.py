@@ -22,7 +22,7 @@ from memplan.runtime.options import CompileOptions
 from memplan.trace.capture.quiet import quiet
 
 _log = logging.getLogger("memplan")
-_ALIKE = 0.02  # a share of the shorter time: programs whose times differ by less are as fast as each other
+_ALIKE = 0.01  # a share of the shorter time: programs whose times differ by less are as fast as each other
 _TURNS = 3  # of each program, so that what else the machine does meets both
 
 
