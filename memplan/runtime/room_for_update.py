@@ -14,6 +14,8 @@ from memplan.runtime.options import RunOptions
 from memplan.trace.graph.remap_to_plan import outside_as_in
 from memplan.trace.optimizer.first_update import FirstUpdate
 
+_MOST_OPS = 4096  # of several calls together; comparing that many takes about 10 seconds
+
 
 def made_room(
     coordinator: ArenaCoordinator, options: RunOptions, update: FirstUpdate
@@ -30,9 +32,10 @@ def made_room(
             {id(e.instance): e.instance for e in events if isinstance(e.instance, ProgramInstance)}.values()
         )
         free = not coordinator.waiting and all(left.are_unshared for left in coordinator.left)
-        if not free or not any(e.backward for e in events):
+        ops = sum(len(one.plan.graph.ops) for one in instances)
+        if not free or not any(e.backward for e in events) or (len(instances) > 1 and ops > _MOST_OPS):
             return None
-        coordinator.note_order()
+        coordinator.note_compared()
         position = {id(one): i for i, one in enumerate(instances)}
         timeline = tuple(dict.fromkeys((position[id(e.instance)], e.backward) for e in events))
         step = _together(instances, timeline, options, update.nbytes)

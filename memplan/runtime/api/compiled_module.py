@@ -246,7 +246,7 @@ class CompiledModule(SharedModule, MeasuredStep):
     def _compare_new_steps(self, update: FirstUpdate) -> None:
         """Make room for steps that no optimizer has ended so far, or whose calls came in a new order."""
         if self._pending is not None:
-            if self._pending.coordinator.has_new_order:
+            if self._pending.coordinator.has_new_kind:
                 self._make_room(update)
         elif not update.name and self._selector.main.caller.backwards >= _STEPS_WITHOUT_UPDATE:
             update.expect_none()

@@ -163,7 +163,7 @@ class PlannedGraph:
 
         Raises `GradientsInUse` if gradients of the last step are still set.
         """
-        if self._update is not None and coordinator.has_new_order:
+        if self._update is not None and coordinator.has_new_kind:
             self._make_room(self._update)  # what an optimizer allocates is known by now, or there is none
         coordinator.place_last_step()
         numbers = {name: inputs[i].item() for name, i in self._numbers.items()}

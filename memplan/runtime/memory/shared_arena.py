@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -31,7 +31,8 @@ from memplan.runtime.memory.joint_placement import InstanceEvent, completed_even
 
 _MAX_LAYOUTS = 8  # of one instance: one whose order never repeats keeps its last layout, or an arena of its own
 _MAX_EVENTS = 1024  # in one step
-_MAX_ORDERS = 16  # of steps, whose memory is compared with eager's
+_MAX_COMPARED = 16  # steps of a new kind, whose memory is compared with eager's
+_MORE_CALLS = 2  # times as many calls of a program in a step as before make it one of a new kind
 _SHRINKS_AFTER = 4  # steps with a backward that need less than the shared arena has
 PrepareStep = Callable[[Sequence[Any], Sequence[tuple[int, bool]]], None]
 
@@ -82,7 +83,8 @@ class ArenaCoordinator:
         self._needs: deque[tuple[int, weakref.WeakSet[ArenaUser] | None]] = deque(maxlen=_SHRINKS_AFTER)
         self.crossings = Crossings()
         self.members: weakref.WeakSet[ArenaUser] = weakref.WeakSet()  # the instances that have run
-        self._orders: set[tuple[tuple[int, bool], ...]] = set()
+        self._compared = 0
+        self._calls: dict[int, int] = {}  # the most calls of each program (by the id of its guards) in compared steps
         self.running = threading.Lock()
         self.calling = threading.RLock()
         self._lock = threading.Lock()
@@ -95,19 +97,22 @@ class ArenaCoordinator:
         self.gradients_in_arena = True
 
     @property
-    def has_new_order(self) -> bool:
-        """Whether the last step is complete, and the order of its forwards and backwards was not noted yet."""
-        if self.waiting or len(self._orders) >= _MAX_ORDERS or not any(e.backward for e in self._events):
+    def has_new_kind(self) -> bool:
+        """Whether the last step is complete, and has more calls of a program, or others, than those compared so far."""
+        if self._compared >= _MAX_COMPARED or self.waiting or not any(e.backward for e in self._events):
             return False
-        return self._order not in self._orders
+        return any(calls >= _MORE_CALLS * self._calls.get(program, 0) for program, calls in self._calls_now().items())
 
-    def note_order(self) -> None:
-        """Note the order of the last step: its memory was compared with eager's."""
-        self._orders.add(self._order)
+    def note_compared(self) -> None:
+        """Note the last step: its memory was compared with eager's."""
+        self._compared += 1
+        for program, calls in self._calls_now().items():
+            self._calls[program] = max(calls, self._calls.get(program, 0))
 
-    @property
-    def _order(self) -> tuple[tuple[int, bool], ...]:
-        return tuple((id(e.instance), e.backward) for e in self._events)
+    def _calls_now(self) -> Counter[int]:
+        """Return the calls of each program that the last step had in flight, each instance once."""
+        instances = {id(e.instance): e.instance for e in self._events}
+        return Counter(id(one.runner.input_guards) for one in instances.values())
 
     def vacate(self, has_backward: bool) -> None:
         """Have the gradients of the last step moved out of the arena, before a step with a backward or without.
