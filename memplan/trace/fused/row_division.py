@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from memplan.core.division import Division
 from memplan.errors import InvalidSize
 from memplan.trace.fused.row_parts import FULL, PRODUCTS, VIEWS, Part, is_transpose, part_of
+from memplan.trace.fused.scattered_sums import scatter_into_summands
 from memplan.trace.passes.aliasing import keys_of, tensors_of, written_in
 from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
@@ -43,9 +44,11 @@ def divide_rows(graph: fx.Graph, division: Division) -> Division:
     over = division.over
     if over is None:
         over = max((chain.need for chain in found), default=0) - 1
-    for chain in found:
-        if chain.need > over:
-            _BlockRewriter(graph, chain, division.blocks).run()
+    divided = [chain for chain in found if chain.need > over]
+    for chain in divided:
+        _BlockRewriter(graph, chain, division.blocks).run()
+    if divided and division.sums:
+        scatter_into_summands(graph)
     return replace(division, over=over)
 
 
