@@ -99,7 +99,12 @@ class StepTogether:
         return made if than is None or self._need(made) < self._need(than) else None
 
     def is_more_than_eager(self, plans: Sequence[Plan]) -> bool:
-        """Return whether the step and its update need noticeably more than eager if the graphs run by these plans."""
+        """Return whether the step and its update need noticeably more than eager if the graphs run by these plans.
+
+        False where they cannot be smaller.
+        """
+        if not self.can_be_smaller:
+            return False
         together = self._together(plans)
         beside = max(self.least - together.arena_size, 0)
         return self._as_eager().is_more_than_eager(together, beside)

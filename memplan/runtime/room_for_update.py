@@ -33,9 +33,11 @@ def made_room(
         )
         free = not coordinator.waiting and all(left.are_unshared for left in coordinator.left)
         ops = sum(len(one.plan.graph.ops) for one in instances)
-        if not free or not any(e.backward for e in events) or (len(instances) > 1 and ops > _MOST_OPS):
+        if not free or not any(e.backward for e in events):
             return None
         coordinator.note_compared()
+        if len(instances) > 1 and ops > _MOST_OPS:
+            return None
         position = {id(one): i for i, one in enumerate(instances)}
         timeline = tuple(dict.fromkeys((position[id(e.instance)], e.backward) for e in events))
         step = _together(instances, timeline, options, update.nbytes)
@@ -49,7 +51,7 @@ def made_room(
             instances, found = _without_arenas(coordinator, options)
         if not found or not release_arenas(instances):
             return None
-        coordinator.forget_step(max(plan.arena_size for _, plan in found))
+        coordinator.forget_step(max(plan.arena_size for _, plan in found), instances)
         made = list(zip(instances, found, strict=True))
         for one, smaller in made:
             update.report(one.plan, smaller[1], one.runner.caller_side.loss)
@@ -60,7 +62,7 @@ def made_room(
 def _without_arenas(coordinator: ArenaCoordinator, options: RunOptions) -> tuple[list[ProgramInstance], list[Smaller]]:
     """Return all instances of a coordinator that can do with a smaller arena, or none, and what they become."""
     found: list[tuple[ProgramInstance, Smaller]] = []
-    for one in coordinator.members:
+    for one in tuple(coordinator.members):
         if isinstance(one, ProgramInstance) and one.plan.arena_size:
             smaller = outside_of_arena(options, Built(traced=one.runner.as_traced, runner=one.runner))
             if smaller[1].arena_size < one.plan.arena_size:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
 from benchmarks.peak_measure import live_bytes
 from memplan.runtime.api.compiled_module import CompiledModule
+from memplan.runtime.execute import held_gradients
 from tests.runtime.allocated import allocations
 from tests.slow import slow
 
@@ -156,7 +158,7 @@ def test_loops_need_no_more_than_eager(loop: Loop, way: str) -> None:
 def test_with_arenas_of_their_own_models_need_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above would not pass by themselves."""
     expected, _ = _trained(perceptual, "eager")
-    monkeypatch.setattr(CompiledModule, "give_up_arena", lambda _: None)
+    monkeypatch.setattr(CompiledModule, "_give_up_arena", lambda _: None)
     peak, _ = _trained(perceptual, "compile")
     assert peak > 1.02 * expected
 
@@ -268,3 +270,116 @@ def test_a_result_that_something_still_has_stays_as_it_is(way: str) -> None:
         loss.backward(retain_graph=True)
         loss.backward()
         assert torch.equal(torch.as_tensor(shared).detach(), torch.as_tensor(share(expected)))
+
+
+def test_a_storage_that_is_held_keeps_its_bytes() -> None:
+    model, x = Ends(), torch.rand(ROWS, 1024)
+    called = _called(model, x, "compile")
+    result = called(x)
+    storage, loss = result.untyped_storage(), result.square().sum()
+    del result
+    loss.backward()
+    assert storage.nbytes() == x.nbytes
+
+
+class Keeping(TorchDispatchMode):
+    """A mode that keeps what ops return, as one for debugging does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.kept.append(result)
+        return result
+
+
+def test_what_the_references_are_compared_with_is_counted_outside_of_the_callers_modes() -> None:
+    held_gradients._owners_alone.cache_clear()
+    model, x = Ends(), torch.rand(ROWS, 1024)
+    called = _called(model, x, "compile")
+    loss = called(x).square().sum()
+    with Keeping():
+        loss.backward()
+    result = called(x)
+    same, loss = result.detach(), result.square().sum()
+    del result
+    loss.backward()
+    assert same.untyped_storage().nbytes() == x.nbytes
+
+
+def test_a_model_that_runs_again_without_a_backward_overwrites_nothing() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    models = [_layers(WIDTH, WIDTH, nn.Tanh()) for _ in range(3)]
+    backend = memplan.Backend(gradients="safe")
+    called = [torch.compile(model, backend=backend) for model in models]
+    x = torch.rand(32, WIDTH)
+
+    def step(one: Any, two: Any, three: Any) -> list[torch.Tensor]:
+        last = three(x).square().sum()
+        one(x).square().sum().backward()
+        middle = two(x).square().sum()
+        dropped = one(x * 2).detach()
+        middle.backward()
+        last.backward()
+        found = [dropped, *(p.grad for model in models for p in model.parameters() if p.grad is not None)]
+        for model in models:
+            model.zero_grad()
+        return found
+
+    for _ in range(6):
+        assert all(map(torch.equal, step(*called), step(*models)))
+
+
+def test_models_with_checkpoints_are_not_compared_together(caplog: pytest.LogCaptureFixture) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = _layers(WIDTH, WIDTH, nn.Tanh())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = torch.utils.checkpoint.checkpoint(self.layers, x, use_reentrant=False)
+            assert isinstance(found, torch.Tensor)
+            return found
+
+    torch._dynamo.reset()
+    model, x = Checkpointed(), torch.rand(ROWS, WIDTH)
+    called = torch.compile(model, backend=memplan.Backend())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        called(x).square().mean().backward()
+        optimizer.step()
+    assert not any("could not be compared" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("way", ["compile", "backend"])
+def test_a_comparison_that_fails_stops_no_training(
+    way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError
+
+    torch._dynamo.reset()
+    module = "dynamo.planned_graph.made_room" if way == "backend" else "api.builder.plan_as_small_as_eager"
+    monkeypatch.setattr(f"memplan.runtime.{module}", fails)
+    model, x = _layers(WIDTH, WIDTH, nn.Tanh()), torch.rand(ROWS, WIDTH)
+    called = memplan.compile(model, x) if way == "compile" else torch.compile(model, backend=memplan.Backend())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    called(x).square().mean().backward()
+    optimizer.step()
+    assert any("could not be compared" in record.message for record in caplog.records)
+
+
+def test_a_compiled_model_shows_the_names_of_its_model() -> None:
+    class Placed(nn.Linear):
+        @property
+        def device(self) -> str:
+            return "its own"
+
+    compiled = memplan.compile(Placed(WIDTH, WIDTH), torch.rand(ROWS, WIDTH))
+    assert compiled.device == "its own"
+    assert not hasattr(compiled, "idle_bytes")
+    assert not hasattr(compiled, "give_up_arena")

@@ -57,6 +57,7 @@ _GIVES_UP = (
     "%s: its arena, idle beside an update or the step of another model, would take them above what eager needs; from "
     "now on its steps allocate what they need while they run"
 )
+_NOT_COMPARED = "%s: its memory could not be compared with eager's, and stays as it is: %s: %s"
 _MAX_REBUILDS = 8  # times that all programs are made again because the model has changed
 
 
@@ -204,41 +205,46 @@ class CompiledModule(SharedModule, MeasuredStep):
         Programs of training become smaller at their next call. Returns whether they do; nothing changes while the
         arena, or a gradient in it, is in use.
         """
-        with contextlib.suppress(MemplanError, GradientsInUse, torch.OutOfMemoryError), self._calling:
-            again = self._several is None and self._again is None and self._guide is None
-            if not again or not self._builder.options.plans_for_updates:
-                return False
-            beside = idle_arenas.idle_beside(self, self._first_call)
-            programs = self._selector.programs_of_calls
-            if beside >= max(one.plan.on_device for one in programs) * WORTH_PLANNING_SHARE:
-                idle_arenas.give_up_all(self, self._first_call)
-            if self._pending is not None:
-                return made_room(self._pending.coordinator, self._builder.options, update) is not None
-            left = self._arena.ownership.left
-            if left is None or left.are_unshared:
-                found = self._builder.leave_room_for_update(programs, update)
-                if update.is_unknown or self._builder.is_more_than_eager(programs, update):
-                    self._builder.give_up_arena(programs)
-                    return True
-                return found
+        with self._calling:
+            try:
+                return self._made_room(update)
+            except (MemplanError, GradientsInUse, torch.OutOfMemoryError):
+                pass
+            except Exception as error:  # it is a comparison: whatever goes wrong in it, the training goes on
+                _log.warning(_NOT_COMPARED, type(self._original).__name__, type(error).__name__, error)
         return False
 
-    @property
-    def device(self) -> torch.device:
-        """The device of its arena."""
-        return self._arena.device
+    def _made_room(self, update: FirstUpdate) -> bool:
+        """Do what `_make_room` does; raise what goes wrong in it."""
+        again = self._several is None and self._again is None and self._guide is None
+        if not again or not self._builder.options.plans_for_updates:
+            return False
+        programs = self._selector.programs_of_calls
+        beside = idle_arenas.idle_beside(self, self._first_call)
+        if beside >= max(one.plan.on_device for one in programs) * WORTH_PLANNING_SHARE:
+            idle_arenas.give_up_all(self, self._first_call)
+        if self._pending is not None:
+            return made_room(self._pending.coordinator, self._builder.options, update) is not None
+        left = self._arena.ownership.left
+        if left is not None and not left.are_unshared:
+            return False
+        found = self._builder.leave_room_for_update(programs, update)
+        if update.is_unknown or self._builder.is_more_than_eager(programs, update):
+            self._builder.give_up_arena(programs)
+            return True
+        return found
 
     @property
-    def idle_bytes(self) -> int:
-        """The bytes of its arena, if no call in it waits for its backward and it stays allocated; else 0."""
-        if "_compilation" not in self.__dict__:
+    def _idle_bytes(self) -> int:
+        """The bytes of its arena, if no call in it waits for its backward, and it can be given up; else 0."""
+        if "_compilation" not in self.__dict__ or not self._options.plans_for_updates:
             return 0
         if self._pending is not None:
             return 0 if self._pending.coordinator.waiting else self._pending.nbytes
         ownership = self._arena.ownership
         return 0 if ownership.released or ownership.pending is not None else self._arena.nbytes
 
-    def give_up_arena(self) -> None:
+    def _give_up_arena(self) -> None:
         """Have it allocate what its steps need while they run, from the next call on, if its options allow that."""
         if self._options.plans_for_updates and not self._builder.outside:
             self.__dict__["_gives_up_arena"] = True

@@ -7,7 +7,6 @@ instances of one training step share one arena.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -194,12 +193,17 @@ class PlannedGraph:
 
     def _make_room(self, update: FirstUpdate) -> bool:
         """Have the graphs of a step made smaller while an optimizer runs for the first time, if that is needed."""
-        with contextlib.suppress(MemplanError, GradientsInUse, torch.OutOfMemoryError):
+        try:
             found = made_room(self._coordinators.of_this_thread(), self._options, update)
-            if self._whole and found and len(found) == 1 and found[0] in self.instances:
-                self._after = update.nbytes  # programs of gradients elsewhere may take its place
-            return found is not None
-        return False
+        except (MemplanError, GradientsInUse, torch.OutOfMemoryError):
+            return False
+        except Exception as error:  # it is a comparison: whatever goes wrong in it, the training goes on
+            what = "%s: its memory could not be compared with eager's, and stays as it is: %s: %s"
+            _log.warning(what, named_class(self._graph).__name__, type(error).__name__, error)
+            return False
+        if self._whole and found and len(found) == 1 and found[0] in self.instances:
+            self._after = update.nbytes  # programs of gradients elsewhere may take its place
+        return found is not None
 
     def _drop(self, keys: Sequence[Any]) -> None:
         """Drop the instances of other gradients, apart from those to which an autograd graph refers."""

@@ -35,12 +35,13 @@ def note_held_by_autograd_alone(free: Free | None, gradients: Sequence[torch.Ten
 
 
 def note_unshared(free: Free | None, saved: Iterable[torch.Tensor]) -> None:
-    """Put those of the saved outputs into `free` whose bytes no other tensor has any more.
+    """Put those of the saved outputs into `free` whose bytes no other tensor, and no storage in Python, has any more.
 
     Nobody else has the saved tensors, which were detached from what the caller got.
     """
     if free is not None:
-        free += [weakref.ref(t) for t in saved if _is_plain(t) and _owners(t) == _owners_alone()]
+        alone = _owners_alone()
+        free += [weakref.ref(t) for t in saved if _is_plain(t) and _owners(t) == alone]
 
 
 def note_own(free: Free | None, gradient: torch.Tensor) -> None:
@@ -75,15 +76,27 @@ def _counts(gradient: torch.Tensor) -> tuple[int, ...]:
     return found if base is None else (*found, sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
 
 
-def _owners(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+def _owners(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the references to the storage of a tensor, in Python and in C++."""
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
 
 
 @cache
-def _owners_alone() -> int:
-    """Return the references to the storage of a detached tensor that no other tensor has."""
+def _owners_alone() -> tuple[int, int]:
+    """Return the references to the storage of a detached tensor that nothing else has, counted as `_counts_alone`."""
+    found: list[tuple[int, int]] = []
+    thread = threading.Thread(target=_count_owners, args=(found,), name="memplan counts references")
+    thread.start()
+    thread.join()
+    return found[0] if len(found) == 1 else (0, 0)
+
+
+def _count_owners(found: list[tuple[int, int]]) -> None:
+    sys.settrace(None)  # of `threading.settrace`
+    sys.setprofile(None)
     detached = torch.zeros(LEAST, dtype=torch.uint8, device="cpu").detach()
-    return _owners(detached)
+    found.append(_owners(detached))
 
 
 class _Probe(torch.autograd.Function):

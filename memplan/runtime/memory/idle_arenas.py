@@ -6,21 +6,20 @@ import threading
 import weakref
 from typing import Protocol
 
-import torch
+from memplan.runtime.memory.arena import Memory
 
 
 class ArenaHolder(Protocol):
-    """A compiled model with an arena of its own."""
+    """A compiled model with an arena of its own. Its names are private: those of the model itself are public."""
 
     @property
-    def device(self) -> torch.device:
-        """The device of its arena."""
+    def _arena(self) -> Memory: ...
 
     @property
-    def idle_bytes(self) -> int:
-        """The bytes of its arena, if no call in it waits for its backward; else 0."""
+    def _idle_bytes(self) -> int:
+        """The bytes of its arena, if no call in it waits for its backward, and it can be given up; else 0."""
 
-    def give_up_arena(self) -> None:
+    def _give_up_arena(self) -> None:
         """Have it allocate what its steps need while they run, from the next call on, if its options allow that."""
 
 
@@ -44,15 +43,15 @@ def note_call(holder: ArenaHolder) -> int:
 
 def idle_beside(holder: ArenaHolder, since: int) -> int:
     """Return the bytes of idle arenas of other models on the same device, which were called since a call."""
-    return sum(other.idle_bytes for other in _others(holder, since))
+    return sum(other._idle_bytes for other in _others(holder, since))
 
 
 def give_up_all(holder: ArenaHolder, since: int) -> None:
     """Have a model, and others on the same device that were called since a call, give up their arenas."""
     for one in (holder, *_others(holder, since)):
-        one.give_up_arena()
+        one._give_up_arena()
 
 
 def _others(holder: ArenaHolder, since: int) -> list[ArenaHolder]:
     called = (other for other, number in tuple(_HERE.last_call.items()) if number > since and other is not holder)
-    return [other for other in called if other.device == holder.device]
+    return [other for other in called if other._arena.device == holder._arena.device]

@@ -29,7 +29,8 @@ def completed_events(events: Sequence[InstanceEvent]) -> list[InstanceEvent]:
     Each is put after the last event at which its instance was in flight, those of one event in the reverse order of
     their forwards. A later step in which it comes at another time is of another order.
     """
-    came = {id(e.instance) for e in events if e.backward}
+    ends_with_backward = {id(e.instance): e.backward for e in events}
+    came = {one for one, backward in ends_with_backward.items() if backward}
     missing = dict.fromkeys(e.instance for e in events if id(e.instance) not in came and _has_backward(e.instance))
     last = {one: max(i for i, e in enumerate(events) if e.instance is one or id(one) in e.in_flight) for one in missing}
     found: list[InstanceEvent] = []

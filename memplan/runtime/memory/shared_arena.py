@@ -78,9 +78,9 @@ class ArenaCoordinator:
     def __init__(self, prepare: PrepareStep | None = None) -> None:
         self._prepare = prepare
         self._layouts = 0
-        # of the last steps with a backward: the bytes of the shared arena that each needs, and its instances; None
-        # where these are to be made
-        self._needs: deque[tuple[int, weakref.WeakSet[ArenaUser] | None]] = deque(maxlen=_SHRINKS_AFTER)
+        # of the last steps with a backward: the bytes of the shared arena that each needs, and its instances; where
+        # these are to be made, the parameters (by id) of those that they replace
+        self._needs: deque[tuple[int, weakref.WeakSet[ArenaUser] | frozenset[int]]] = deque(maxlen=_SHRINKS_AFTER)
         self.crossings = Crossings()
         self.members: weakref.WeakSet[ArenaUser] = weakref.WeakSet()  # the instances that have run
         self._compared = 0
@@ -156,12 +156,16 @@ class ArenaCoordinator:
 
     def needed_by_others(self, instances: Sequence[ArenaUser]) -> int:
         """Return the bytes of the arena that recent steps of none of these instances need."""
-        others = (n for n, of in self._needs if of is None or (of and not any(one in of for one in instances)))
-        return max(others, default=0)
+        own = _parameters(instances)
 
-    def forget_step(self, nbytes: int) -> None:
+        def of_others(of: weakref.WeakSet[ArenaUser] | frozenset[int]) -> bool:
+            return own.isdisjoint(of) if isinstance(of, frozenset) else not any(one in of for one in instances)
+
+        return max((need for need, of in self._needs if of and of_others(of)), default=0)
+
+    def forget_step(self, nbytes: int, instances: Iterable[ArenaUser] = ()) -> None:
         """Place the instances of the step that has begun no more: others, which need `nbytes`, take their place."""
-        self._needs.append((nbytes, None))
+        self._needs.append((nbytes, _parameters(instances)))
         with self._lock:
             self._events = []
 
@@ -200,8 +204,8 @@ class ArenaCoordinator:
         for other in self.overwritten_by(instance, backward=backward):
             other.ownership.set_aside(other)
             self._conflicts = True
-        self.members.add(instance)
         with self._lock:
+            self.members.add(instance)
             if not backward and instance.ownership.pending is not None:
                 self._waiting = [user for user in self._waiting if user is not instance] + [instance]
             if len(self._events) >= _MAX_EVENTS:  # one graph stays in flight for ever, so that no step is ever complete
@@ -321,6 +325,11 @@ class ArenaCoordinator:
             shared = Arena(nbytes, instances[0].arena.device)
             self._shared = weakref.ref(shared)
         return shared
+
+
+def _parameters(instances: Iterable[ArenaUser]) -> frozenset[int]:
+    """Return the parameters and buffers that instances use, by id."""
+    return frozenset(id(tensor) for one in instances for tensor in one.runner.parameter_guards.tensors())
 
 
 def release_arenas(instances: Iterable[ArenaUser]) -> bool:

@@ -20,6 +20,7 @@ from memplan.core.units import format_bytes
 from memplan.trace.optimizer.update_bytes import bytes_of_step
 
 _TRIES = 4  # steps of one optimizer: gradients that something else refers to, say, may be free at a later one
+_NONE = "an update without optimizer"
 _log = logging.getLogger("memplan")
 
 
@@ -66,7 +67,7 @@ class FirstUpdate:
         """Have room made as for an update that allocates nothing, once: the first steps ended without an optimizer."""
         make_room = self._make_room()
         if not self.name and make_room is not None:
-            self.name = "an update without optimizer"
+            self.name = _NONE
             make_room(self)
 
     def report(self, before: Plan, after: Plan, loss: int) -> None:
@@ -74,7 +75,7 @@ class FirstUpdate:
         _log.info(
             "%s: %s allocates %s beside the idle arena, and the loss before it %s, in all more than eager "
             "needs; planned again with an arena of %s instead of %s, and results outside of it",
-            *(before.model, self.name, format_bytes(self.nbytes), format_bytes(loss)),
+            *(before.model, self.name or _NONE, format_bytes(self.nbytes), format_bytes(loss)),
             *(format_bytes(after.arena_size), format_bytes(before.arena_size)),
         )
 
