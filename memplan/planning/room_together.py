@@ -98,15 +98,15 @@ class StepTogether:
         made = min(ways, key=self._need)
         return made if than is None or self._need(made) < self._need(than) else None
 
-    def is_more_than_eager(self, plans: Sequence[Plan]) -> bool:
+    def is_more_than_eager(self, plans: Sequence[Plan], reserved: int = 0) -> bool:
         """Return whether the step and its update need noticeably more than eager if the graphs run by these plans.
 
-        False where they cannot be smaller.
+        False where they cannot be smaller. `reserved`: the bytes that their arena has at least.
         """
         if not self.can_be_smaller:
             return False
         together = self._together(plans)
-        beside = max(self.least - together.arena_size, 0)
+        beside = max(self.least - together.arena_size, reserved - together.arena_size, 0)
         return self._as_eager().is_more_than_eager(together, beside)
 
     def _as_eager(self) -> AsEager:
@@ -144,7 +144,7 @@ class StepTogether:
     def _ways(self) -> tuple[_Which, ...]:
         """Which storages of graphs that run one program may leave: others for each graph, where these are few."""
         most = max(Counter(graph.program for graph in self.graphs).values())
-        return ("each",) if most == 1 else ("each", "any", "all") if most <= _MOST_OF_ONE else ("any", "all")
+        return ("each",) if most == 1 else ("any", "all", "each") if most <= _MOST_OF_ONE else ("any", "all")
 
     def _parts(self, plans: Sequence[Plan]) -> list[JointPart]:
         return [_part(plan, graph.shared, self._passed) for graph, plan in zip(self.graphs, plans, strict=True)]

@@ -9,6 +9,7 @@ from memplan.planning.caller_side import plan_with_caller
 from memplan.planning.room_together import RunningGraph, StepTogether, Timeline, need_in_arena
 from memplan.runtime.execute.instances import ProgramInstance, Smaller
 from memplan.runtime.measured_budget import Built, outside_of_arena, plan_as_small_as_eager, unevicted
+from memplan.runtime.memory.joint_placement import InstanceEvent, completed_events, joint_plans
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, release_arenas
 from memplan.runtime.options import RunOptions
 from memplan.trace.graph.remap_to_plan import outside_as_in
@@ -47,7 +48,8 @@ def made_room(
             least = step.without_arena(None if update.is_unknown else plans)
             found = found if least is None else _with_plans(instances, least)
             plans = [one.plan for one in instances] if found is None else [plan for _, plan in found]
-        if step.least and step.is_more_than_eager(plans):  # because of what steps of others need
+        reserved = 0 if found is not None else _reserved_for_dropped(instances, events)
+        if (step.least or reserved) and step.is_more_than_eager(plans, reserved):
             instances, found = _without_arenas(coordinator, options)
         if not found or not release_arenas(instances):
             return None
@@ -57,6 +59,15 @@ def made_room(
             update.report(one.plan, smaller[1], one.runner.caller_side.loss)
             one.smaller = smaller
         return [one for one, _ in made]
+
+
+def _reserved_for_dropped(instances: Sequence[ProgramInstance], events: Sequence[InstanceEvent]) -> int:
+    """Return the bytes of the arena of a step in which results of calls were dropped before their backward; else 0.
+
+    Their backward may come in a later step of the same order, and has its place.
+    """
+    completed = completed_events(events)
+    return joint_plans(instances, completed)[0].arena_size if len(completed) > len(events) else 0
 
 
 def _without_arenas(coordinator: ArenaCoordinator, options: RunOptions) -> tuple[list[ProgramInstance], list[Smaller]]:

@@ -29,7 +29,8 @@ class ProgramInstance:
     """A program with at most one call in flight, in an arena of its own or in the one that a coordinator shares out.
 
     `plan` is its plan as if it had an arena of its own; `runner` runs it where it is now. `smaller`: the step and the
-    plan of the program that is to take its place.
+    plan of the program that is to take its place. `program`: a number that all instances of a program have, and those
+    that take their places.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -42,6 +43,7 @@ class ProgramInstance:
         self.slot: ArenaSlot | None = None
         self.layouts = 0
         self.smaller: Smaller | None = None
+        self.program = id(runner.input_guards)
 
     @property
     def placed(self) -> Plan:
@@ -105,6 +107,7 @@ def idle_instance(
         like = next((one for one in instances if one.smaller is None and key_of_plan(one.plan) == key), None)
         with contextlib.suppress(MemplanError):
             made = make_smaller(smaller) if like is None else make(like)
+            made.program = found.program
             retire(found)
             instances[instances.index(found)] = found = made
         found.smaller = None

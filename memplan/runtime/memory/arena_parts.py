@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 class ArenaUser(Protocol):
     """A program that can share an arena.
 
-    `plan` is its plan alone, `placed` its plan where it is now; `slot` is its place in the shared arena, if it has one.
+    `plan` is its plan alone, `placed` its plan where it is now; `slot` is its place in the shared arena, if it has one;
+    `program` a number that all users of one program have.
     """
 
     plan: Plan
     runner: Any
     slot: ArenaSlot | None
     layouts: int
+    program: int
     ownership: ObservedOwnership
 
     @property

@@ -84,7 +84,7 @@ class ArenaCoordinator:
         self.crossings = Crossings()
         self.members: weakref.WeakSet[ArenaUser] = weakref.WeakSet()  # the instances that have run
         self._compared = 0
-        self._calls: dict[int, int] = {}  # the most calls of each program (by the id of its guards) in compared steps
+        self._calls: dict[int, int] = {}  # the most calls of each program in compared steps
         self.running = threading.Lock()
         self.calling = threading.RLock()
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ class ArenaCoordinator:
     def _calls_now(self) -> Counter[int]:
         """Return the calls of each program that the last step had in flight, each instance once."""
         instances = {id(e.instance): e.instance for e in self._events}
-        return Counter(id(one.runner.input_guards) for one in instances.values())
+        return Counter(one.program for one in instances.values())
 
     def vacate(self, has_backward: bool) -> None:
         """Have the gradients of the last step moved out of the arena, before a step with a backward or without.
