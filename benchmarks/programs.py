@@ -276,12 +276,11 @@ def table_of(verdicts: Sequence[Verdict]) -> Table:
         "padding of single plans apart; 'forward and backward' leaves out what is alive only while an optimizer's "
         "own `step()` runs. Most programs need less than a megabyte, and what a compiled module keeps beside its "
         "arena is a large part of it: the ratios say little about large ones. Where they are above 1, the causes "
-        "that were found are: arenas of other models of the program, which stay while one trains (dcgan, "
-        "fast_neural_style, forward_forward: 2 to 55 KB), or while a model that is not compiled runs (byol: 0.9 "
-        "KB); what LBFGS allocates in its `step()`, which is not counted before (time_sequence: 16 KB); updates "
-        "without an optimizer, so that nothing is planned for the loss outside (word_lm: 1 to 3 KB); calls of a "
-        "number that changes from step to step, and alignment in their arena (actor_critic: 1 KB); and zeros for "
-        "gradients of results that no loss uses, which eager does not make (gemma3: 4 KB).",
+        "that were found are: gradients in the strides of their parameters, which eager's backward of a product does "
+        "not make (actor_critic: 0.6 KB); a model that changes two steps before, so that its kernels cannot be "
+        "measured under the profiler (pruning: 5 KB); what is held until the backward of a graph ends "
+        "(word_lm_transformer by the backend: 1.5 KB); zeros for gradients of results that no loss uses, which eager "
+        "does not make (gemma3: 4 KB); and an arena that stays while a model that is not compiled runs (byol: 0.9 KB).",
         "",
         *counts,
         "",

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
 from benchmarks.peak_measure import live_bytes
+from memplan.planning import room_together
+from memplan.planning.options import PlanOptions
+from memplan.planning.room_together import StepTogether
+from memplan.runtime import room_for_update
+from memplan.runtime.api import compiled_module
 from memplan.runtime.api.compiled_module import CompiledModule
 from memplan.runtime.execute import held_gradients
+from memplan.runtime.memory import shared_arena
 from tests.runtime.allocated import allocations
 from tests.slow import slow
 
@@ -392,3 +399,54 @@ def test_a_compiled_model_shows_the_names_of_its_model() -> None:
     assert compiled.device == "its own"
     assert not hasattr(compiled, "idle_bytes")
     assert not hasattr(compiled, "give_up_arena")
+
+
+def _compared(calls: Sequence[int]) -> int:
+    """Return how often steps with so many calls before their backward are compared with eager."""
+    torch._dynamo.reset()
+    model, x = _layers(WIDTH, WIDTH, nn.Tanh()), torch.rand(8, WIDTH)
+    backend = memplan.Backend()
+    called = torch.compile(model, backend=backend)
+    for n in calls:
+        sum(called(x).square().mean() for _ in range(n)).backward()
+        model.zero_grad()
+    called(x)
+    return backend._coordinators.of_this_thread()._compared
+
+
+def test_steps_are_compared_again_where_they_have_twice_as_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _compared([2, 3, 3, 4, 5, 7, 8]) == 3
+    monkeypatch.setattr(shared_arena, "_MORE_CALLS", 1)
+    assert _compared([2, 3, 3, 4, 5]) == 5
+    monkeypatch.setattr(shared_arena, "_MAX_COMPARED", 2)
+    assert _compared([2, 3, 3, 4, 5]) == 2
+
+
+def test_steps_of_many_ops_are_not_compared(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    expected, _ = _trained(perceptual, "eager")
+    monkeypatch.setattr(room_for_update, "_MOST_OPS", 1)
+    with caplog.at_level(logging.INFO, logger="memplan"):
+        peak, _ = _trained(perceptual, "backend")
+    assert peak > expected
+    assert not any("planned again" in record.message for record in caplog.records)
+
+
+def test_calls_of_one_program_have_plans_of_their_own_where_they_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: Any = [SimpleNamespace(program=number) for number in (0, 0, 1)]
+    step = StepTogether(graphs=graphs, timeline=(), options=PlanOptions(), after=0)
+    assert "each" in step._ways
+    monkeypatch.setattr(room_together, "_MOST_OF_ONE", 1)
+    assert "each" not in step._ways
+
+
+def test_a_loop_is_known_to_have_no_optimizer_after_a_few_steps(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiled_module, "_STEPS_WITHOUT_UPDATE", 9)
+    with caplog.at_level(logging.INFO, logger="memplan"):
+        _trained(by_hand, "compile")
+    assert not any("an update without optimizer" in record.message for record in caplog.records)
+    monkeypatch.setattr(compiled_module, "_STEPS_WITHOUT_UPDATE", 1)
+    with caplog.at_level(logging.INFO, logger="memplan"):
+        _trained(by_hand, "compile")
+    assert any("an update without optimizer" in record.message for record in caplog.records)
