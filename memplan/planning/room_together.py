@@ -142,7 +142,7 @@ class StepTogether:
 
     @property
     def _ways(self) -> tuple[_Which, ...]:
-        """Which storages of graphs that run one program may leave: others for each graph, where these are few."""
+        """The ways to choose what leaves of graphs that run one program: apart for each graph, where these are few."""
         most = max(Counter(graph.program for graph in self.graphs).values())
         return ("each",) if most == 1 else ("any", "all", "each") if most <= _MOST_OF_ONE else ("any", "all")
 

@@ -37,7 +37,7 @@ _SHRINKS_AFTER = 4  # steps with a backward that need less than the shared arena
 PrepareStep = Callable[[Sequence[Any], Sequence[tuple[int, bool]]], None]
 
 
-class Crossings:
+class PassedTensors:
     """Recognises the tensors that models pass to each other, by their storages, as long as these are alive."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class ArenaCoordinator:
         # of the last steps with a backward: the bytes of the shared arena that each needs, and its instances; where
         # these are to be made, the parameters (by id) of those that they replace
         self._needs: deque[tuple[int, weakref.WeakSet[ArenaUser] | frozenset[int]]] = deque(maxlen=_SHRINKS_AFTER)
-        self.crossings = Crossings()
+        self.passed = PassedTensors()
         self.members: weakref.WeakSet[ArenaUser] = weakref.WeakSet()  # the instances that have run
         self._compared = 0
         self._calls: dict[int, int] = {}  # the most calls of each program in compared steps
