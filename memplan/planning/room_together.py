@@ -80,7 +80,7 @@ class StepTogether:
         base = self._together([g.unevicted for g in self.graphs])
         found = self._as_eager().beside_update(base, self.after)
         left = frozenset() if found is None else left_by(base, found)
-        made = min((self._of_each(left, which) for which in self._ways), key=self._need)
+        made = min((self._of_each(left, which) for which in (self._ways if left else ("any",))), key=self._need)
         return made if self._need(made) < self._need([g.plan for g in self.graphs]) else None
 
     def without_arena(self, than: Sequence[Plan] | None) -> tuple[Plan, ...] | None:
@@ -106,7 +106,7 @@ class StepTogether:
         if not self.can_be_smaller:
             return False
         together = self._together(plans)
-        beside = max(self.least - together.arena_size, reserved - together.arena_size, 0)
+        beside = max(self.least, reserved, together.arena_size) - together.arena_size
         return self._as_eager().is_more_than_eager(together, beside)
 
     def _as_eager(self) -> AsEager:
@@ -127,18 +127,15 @@ class StepTogether:
 
     def _of_each(self, left: frozenset[str], which: _Which) -> tuple[Plan, ...]:
         """Return the plan of each graph with those storages outside that have left the arena of all graphs."""
+        keys = list(range(len(self.graphs))) if which == "each" else [graph.program for graph in self.graphs]
         of: dict[int, set[str]] = {}
-        for i, graph in enumerate(self.graphs):
+        for i, key in enumerate(keys):
             mine = {name.removeprefix(f"{i}.") for name in left if name.startswith(f"{i}.")}
-            key = i if which == "each" else graph.program
             before = of.get(key, mine)
             of[key] = before & mine if which == "all" else before | mine
-        made: dict[int, Plan] = {}
-        for i, graph in enumerate(self.graphs):
-            key = i if which == "each" else graph.program
-            if key not in made:
-                made[key] = with_storages_outside(graph.unevicted, of[key], self.options)
-        return tuple(made[i if which == "each" else graph.program] for i, graph in enumerate(self.graphs))
+        graph_of = dict(zip(keys, self.graphs, strict=True))
+        made = {key: with_storages_outside(graph.unevicted, of[key], self.options) for key, graph in graph_of.items()}
+        return tuple(made[key] for key in keys)
 
     @property
     def _ways(self) -> tuple[_Which, ...]:
@@ -147,9 +144,9 @@ class StepTogether:
         return ("each",) if most == 1 else ("any", "all", "each") if most <= _MOST_OF_ONE else ("any", "all")
 
     def _parts(self, plans: Sequence[Plan]) -> list[JointPart]:
-        return [_part(plan, graph.shared, self._passed) for graph, plan in zip(self.graphs, plans, strict=True)]
+        passed = self._passed()
+        return [_part(plan, graph.shared, passed) for graph, plan in zip(self.graphs, plans, strict=True)]
 
-    @property
     def _passed(self) -> frozenset[Hashable]:
         """The keys of gradients that the backward of one graph passes to that of another."""
         ends: set[tuple[Hashable, bool]] = set()

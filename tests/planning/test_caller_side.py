@@ -109,7 +109,7 @@ def _never(*_: object) -> Plan:
 
 
 def test_results_leave_the_arena_for_a_loss_outside() -> None:
-    """What the backward alone has in the arena leaves it, as the loss has its bytes while the arena is idle."""
+    """Results of the backward alone leave the arena, as the loss has its bytes while the arena is idle."""
     graph, side = _graph(), CallerSide(loss=WIDE, dropped=frozenset({RESULT}))
     options = replace(DEFAULTS, gradients="safe")
     step = AsEager(graph=graph, transient=(0, 0, 0, 0), options=options, replan=_never, saved=True, copies=False)

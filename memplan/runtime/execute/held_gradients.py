@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -85,18 +85,31 @@ def _owners(tensor: torch.Tensor) -> tuple[int, int]:
 @cache
 def _owners_alone() -> tuple[int, int]:
     """Return the references to the storage of a detached tensor that nothing else has, counted as `_counts_alone`."""
-    found: list[tuple[int, int]] = []
-    thread = threading.Thread(target=_count_owners, args=(found,), name="memplan counts references")
-    thread.start()
-    thread.join()
+    found = _counted_apart(_count_owners)
     return found[0] if len(found) == 1 else (0, 0)
 
 
-def _count_owners(found: list[tuple[int, int]]) -> None:
-    sys.settrace(None)  # of `threading.settrace`
-    sys.setprofile(None)
+def _count_owners(found: list[Any]) -> None:
     detached = torch.zeros(LEAST, dtype=torch.uint8, device="cpu").detach()
     found.append(_owners(detached))
+
+
+def _counted_apart(count: Callable[[list[Any]], None]) -> list[Any]:
+    """Return what is counted in a thread of its own.
+
+    The caller's modes, hooks, tracer and profiler, any of which may hold a tensor, are not there.
+    """
+
+    def run() -> None:
+        sys.settrace(None)  # of `threading.settrace`
+        sys.setprofile(None)
+        count(found)
+
+    found: list[Any] = []
+    thread = threading.Thread(target=run, name="memplan counts references")
+    thread.start()
+    thread.join()
+    return found
 
 
 class _Probe(torch.autograd.Function):
@@ -122,20 +135,14 @@ def _counts_of_each(gradients: Sequence[torch.Tensor | None]) -> list[Any]:
 def _counts_alone() -> tuple[tuple[int, ...], ...]:
     """Return the counts of gradients that autograd alone holds, in this build of torch; none if they vary.
 
-    They are counted in a thread of their own: the caller's modes, hooks, tracer and profiler, any of which may hold a
-    gradient, are not there.
+    They are counted apart.
     """
-    found: list[Any] = []
-    thread = threading.Thread(target=_count, args=(found,), name="memplan counts references")
-    thread.start()
-    thread.join()
+    found = _counted_apart(_count)
     return tuple(found[:2]) if len(found) == 4 and found[:2] == found[2:] else ()
 
 
 def _count(found: list[Any]) -> None:
     """Put into `found` the counts of a gradient and of a view of one, both twice."""
-    sys.settrace(None)  # of `threading.settrace`
-    sys.setprofile(None)
     for viewed in (False, True) * 2:
         x = torch.zeros(LEAST, dtype=torch.float32, device="cpu", requires_grad=True)
         result: Any = _Probe.apply(x, found)  # type: ignore[no-untyped-call]

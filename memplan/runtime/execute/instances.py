@@ -68,7 +68,7 @@ class ProgramInstance:
             return self.runner.remade(self.plan, arena, module_guards=module_guards)
 
 
-def key_of_plan(plan: Plan) -> Hashable:
+def _key_of_plan(plan: Plan) -> Hashable:
     """Return the order of the ops of a plan, and the offsets of what is in its arena."""
     return plan.schedule.order, tuple(sorted(plan.solution.offsets.items()))
 
@@ -103,8 +103,8 @@ def idle_instance(
         instances.append(found)
     if found is not None and found.smaller is not None:
         smaller = found.smaller
-        key = key_of_plan(smaller[1])
-        like = next((one for one in instances if one.smaller is None and key_of_plan(one.plan) == key), None)
+        key = _key_of_plan(smaller[1])
+        like = next((one for one in instances if one.smaller is None and _key_of_plan(one.plan) == key), None)
         with contextlib.suppress(MemplanError):
             made = make_smaller(smaller) if like is None else make(like)
             made.program = found.program
