@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
 
 from memplan.core.plan import Plan
+from memplan.errors import MemplanError
 from memplan.planning.caller_side import plan_with_caller
 from memplan.planning.room_together import RunningGraph, StepTogether, Timeline, need_in_arena
+from memplan.runtime.execute.arena_gradients import GradientsInUse
 from memplan.runtime.execute.instances import ProgramInstance, Smaller
 from memplan.runtime.measured_budget import Built, outside_of_arena, plan_as_small_as_eager, unevicted
 from memplan.runtime.memory.joint_placement import InstanceEvent, completed_events, joint_plans
@@ -15,7 +20,23 @@ from memplan.runtime.options import RunOptions
 from memplan.trace.graph.remap_to_plan import outside_as_in
 from memplan.trace.optimizer.first_update import FirstUpdate
 
+_log = logging.getLogger("memplan")
 _MOST_OPS = 4096  # of several calls together; comparing that many takes about 10 seconds
+
+
+def compared(model: str, compare: Callable[[], bool]) -> bool:
+    """Return what a comparison with eager returns; False where it cannot be made, as it must not end a training.
+
+    `model`: the name for the log, which says what nobody expects to go wrong.
+    """
+    try:
+        return compare()
+    except (MemplanError, GradientsInUse, torch.OutOfMemoryError):
+        return False
+    except Exception as error:
+        what = "%s: its memory could not be compared with eager's, and stays as it is: %s: %s"
+        _log.warning(what, model, type(error).__name__, error)
+        return False
 
 
 def made_room(

@@ -44,7 +44,7 @@ from memplan.runtime.memory.arena_ownership import ArenaInUse, OneThread
 from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import MeasuredStep, ProfileGuide
-from memplan.runtime.room_for_update import made_room
+from memplan.runtime.room_for_update import compared, made_room
 from memplan.trace.capture.refusals import require_traceable
 from memplan.trace.optimizer.first_update import FirstUpdate
 
@@ -57,7 +57,6 @@ _GIVES_UP = (
     "%s: its arena, idle beside an update or the step of another model, would take them above what eager needs; from "
     "now on its steps allocate what they need while they run"
 )
-_NOT_COMPARED = "%s: its memory could not be compared with eager's, and stays as it is: %s: %s"
 _MAX_REBUILDS = 8  # times that all programs are made again because the model has changed
 
 
@@ -206,13 +205,7 @@ class CompiledModule(SharedModule, MeasuredStep):
         arena, or a gradient in it, is in use.
         """
         with self._calling:
-            try:
-                return self._made_room(update)
-            except (MemplanError, GradientsInUse, torch.OutOfMemoryError):
-                pass
-            except Exception as error:  # it is a comparison: whatever goes wrong in it, the training goes on
-                _log.warning(_NOT_COMPARED, type(self._original).__name__, type(error).__name__, error)
-        return False
+            return compared(type(self._original).__name__, lambda: self._made_room(update))
 
     def _made_room(self, update: FirstUpdate) -> bool:
         """Do what `_make_room` does; raise what goes wrong in it."""

@@ -18,7 +18,7 @@ from torch._dynamo.convert_frame import compile_lock
 
 from memplan.core.choices import Gradients
 from memplan.core.plan import Plan
-from memplan.errors import MemplanError, UnsupportedGraph
+from memplan.errors import UnsupportedGraph
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.arena_coordinators import ArenaCoordinators
 from memplan.runtime.dynamo.crossings import Crossings
@@ -34,7 +34,7 @@ from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_parts import part_of
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
 from memplan.runtime.options import RunOptions
-from memplan.runtime.room_for_update import made_room
+from memplan.runtime.room_for_update import compared, made_room
 from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
 from memplan.trace.capture.python_numbers import numbers_of, with_numbers
 from memplan.trace.capture.refusals import why_it_breaks
@@ -193,14 +193,11 @@ class PlannedGraph:
 
     def _make_room(self, update: FirstUpdate) -> bool:
         """Have the graphs of a step made smaller while an optimizer runs for the first time, if that is needed."""
-        try:
-            found = made_room(self._coordinators.of_this_thread(), self._options, update)
-        except (MemplanError, GradientsInUse, torch.OutOfMemoryError):
-            return False
-        except Exception as error:  # it is a comparison: whatever goes wrong in it, the training goes on
-            what = "%s: its memory could not be compared with eager's, and stays as it is: %s: %s"
-            _log.warning(what, named_class(self._graph).__name__, type(error).__name__, error)
-            return False
+        return compared(named_class(self._graph).__name__, lambda: self._made_room(update))
+
+    def _made_room(self, update: FirstUpdate) -> bool:
+        """Do what `_make_room` does; raise what goes wrong in it."""
+        found = made_room(self._coordinators.of_this_thread(), self._options, update)
         if self._whole and found and len(found) == 1 and found[0] in self.instances:
             self._after = update.nbytes  # programs of gradients elsewhere may take its place
         return found is not None
