@@ -16,6 +16,7 @@ from memplan.core.plan import Plan
 from memplan.core.problem import Buffer, Interval
 
 CALLER = "memplan.caller"  # the target of the ops that stand for the caller
+_ELEMENTWISE = frozenset({"aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +28,8 @@ class CallerSide:
             gradients that it passes to the backward; outputs that it drops count as long as it needs them.
         dropped: The names of the storages of outputs that it has freed when the step is over. They count until the
             forward returns, and as long as the loss and the backward need them.
-        missing: The names of the storages of gradients of outputs that it never passes. A plan has zeros for them, and
-            eager nothing.
+        missing: The names of the storages of gradients of outputs that it never passes. A plan has zeros for them
+            (one element, where `is_read_by_elements`), and eager nothing.
     """
 
     loss: int = 0
@@ -71,7 +72,11 @@ def graph_with_caller(graph: Graph, side: CallerSide, *, earlier: bool = True) -
     received = _op("results", Phase.FORWARD, reads=(*before, *results))
     loss = _op("loss", Phase.BACKWARD, writes=(v for v, storage in enumerate(storage_of) if storage in tangents))
     passing = tangents | dropped
+    first = {storage: v for v, storage in reversed(list(enumerate(storage_of)))}  # the whole of it
+    missing = (i for i in tangents if graph.storages[i].name in side.missing)
+    small = {i for i in missing if i in first and is_read_by_elements(graph, first[i])}
     storages = [replace(s, kind=StorageKind.ACTIVATION) if i in passing else s for i, s in enumerate(graph.storages)]
+    storages = [replace(s, nbytes=0) if i in small else s for i, s in enumerate(storages)]
     storages += [
         replace(graph.storages[i], name=f"{graph.storages[i].name} of the step before", kind=StorageKind.ACTIVATION)
         for i in kept
@@ -83,6 +88,17 @@ def graph_with_caller(graph: Graph, side: CallerSide, *, earlier: bool = True) -
         values=(*graph.values, *copies),
         storages=tuple(storages),
         outputs=tuple(v for v in graph.outputs if storage_of[v] not in dropped),
+    )
+
+
+def is_read_by_elements(graph: Graph, value: int) -> bool:
+    """Return whether only elementwise ops read a value, and no view of it: all its elements may be at one address."""
+    storage = graph.values[value].storage
+    views = {v for v, other in enumerate(graph.values) if other.storage == storage} - {value}
+    touching = [op for op in graph.ops if storage in graph.touched(op)]
+    return all(
+        op.target in _ELEMENTWISE and value not in op.writes and views.isdisjoint((*op.reads, *op.writes))
+        for op in touching
     )
 
 

@@ -62,6 +62,7 @@ class StepTogether:
     options: PlanOptions
     after: int
     least: int = 0
+    _made: dict[tuple[int, ...], tuple[Sequence[Plan], Plan]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def can_be_smaller(self) -> bool:
@@ -157,7 +158,17 @@ class StepTogether:
         return frozenset(key for key, is_gradient in ends if is_gradient and (key, False) in ends)
 
     def _together(self, plans: Sequence[Plan]) -> Plan:
-        """Return the plan of the step in which the graphs run by these plans in one arena, with their callers' ops."""
+        """Return the plan of the step in which the graphs run by these plans in one arena, with their callers' ops.
+
+        It is made once for the same plans, which are compared several times.
+        """
+        key = tuple(map(id, plans))
+        if key not in self._made:
+            self._made[key] = plans, self._planned_together(plans)
+        return self._made[key][1]
+
+    def _planned_together(self, plans: Sequence[Plan]) -> Plan:
+        """Return what `_together` does."""
         around = [plan_with_caller(plan, g.caller, earlier=False) for g, plan in zip(self.graphs, plans, strict=True)]
         joined = join("", self._parts(around), self.timeline)
         made = make_plan(ScheduledGraph.of(joined), self.options)

@@ -125,8 +125,7 @@ class KernelScratch:
         """Run those of the calls that are not known yet."""
         new = [call for call in dict.fromkeys(calls) if call not in self._known]
         self._known.update(dict.fromkeys(new, 0))
-        measured = not torch.autograd.profiler._is_profiler_enabled  # it would end a session of the user
-        runs = [_ScratchRun(call) for call in new if measured and call.nbytes <= MOST]
+        runs = [_ScratchRun(call) for call in new if call.nbytes <= MOST]
         thunks = [step for run in runs for step in (run.prepare, run.run, run.free)]
         if thunks:
             with _disable_current_modes(), torch.no_grad():

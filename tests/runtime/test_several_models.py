@@ -20,8 +20,9 @@ from memplan.planning import room_together
 from memplan.planning.options import PlanOptions
 from memplan.planning.room_together import StepTogether
 from memplan.runtime import room_for_update
-from memplan.runtime.api import compiled_module
+from memplan.runtime.api import idle_arena
 from memplan.runtime.api.compiled_module import CompiledModule
+from memplan.runtime.api.idle_arena import IdleArena
 from memplan.runtime.execute import held_gradients
 from memplan.runtime.memory import shared_arena
 from tests.runtime.allocated import allocations
@@ -174,12 +175,13 @@ def test_loops_need_no_more_than_eager(loop: Loop, way: str) -> None:
 def test_with_arenas_of_their_own_models_need_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above would not pass by themselves."""
     expected, _ = _trained(perceptual, "eager")
-    monkeypatch.setattr(CompiledModule, "_give_up_arena", lambda _: None)
+    monkeypatch.setattr(IdleArena, "give_up", lambda _: None)
     peak, _ = _trained(perceptual, "compile")
     assert peak > 1.02 * expected
 
 
 def test_models_that_are_trained_one_after_another_keep_their_arenas() -> None:
+    alive = []
     for _ in range(2):
         model, data = _layers(WIDTH, WIDTH, nn.ReLU()), torch.rand(ROWS, WIDTH)
         compiled = memplan.compile(model, data)
@@ -189,7 +191,7 @@ def test_models_that_are_trained_one_after_another_keep_their_arenas() -> None:
             compiled(data).square().mean().backward()
             optimizer.step()
         assert compiled.plan.arena_size > 0
-        globals()["_kept"] = compiled  # it is alive while the next one is trained
+        alive.append(compiled)  # while the next one is trained
 
 
 def test_a_model_without_an_arena_is_evaluated_and_takes_other_batches(caplog: pytest.LogCaptureFixture) -> None:
@@ -442,11 +444,11 @@ def test_calls_of_one_program_have_plans_of_their_own_where_they_are_few(monkeyp
 def test_a_loop_is_known_to_have_no_optimizer_after_a_few_steps(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compiled_module, "_STEPS_WITHOUT_UPDATE", 9)
+    monkeypatch.setattr(idle_arena, "_STEPS_WITHOUT_UPDATE", 9)
     with caplog.at_level(logging.INFO, logger="memplan"):
         _trained(by_hand, "compile")
     assert not any("an update without optimizer" in record.message for record in caplog.records)
-    monkeypatch.setattr(compiled_module, "_STEPS_WITHOUT_UPDATE", 1)
+    monkeypatch.setattr(idle_arena, "_STEPS_WITHOUT_UPDATE", 1)
     with caplog.at_level(logging.INFO, logger="memplan"):
         _trained(by_hand, "compile")
     assert any("an update without optimizer" in record.message for record in caplog.records)

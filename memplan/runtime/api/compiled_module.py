@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import logging
@@ -15,10 +14,10 @@ from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, InputMismatch, MemplanError, StaleActivationsError, UnsupportedGraph
-from memplan.planning.measured import WORTH_PLANNING_SHARE
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.compilation import Compilation, compile_example
 from memplan.runtime.api.fallbacks import Fallbacks
+from memplan.runtime.api.idle_arena import IdleArena, RunsNow
 from memplan.runtime.api.pending_calls import PendingCalls, several_can_wait
 from memplan.runtime.api.pickling import example_of, modes_by_name, rebuild, recipe
 from memplan.runtime.api.recompile import (
@@ -38,25 +37,17 @@ from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.arena_gradients import ArenaGradients, GradientsInUse
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
-from memplan.runtime.memory import idle_arenas
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import ArenaInUse, OneThread
 from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import MeasuredStep, ProfileGuide
-from memplan.runtime.room_for_update import compared, made_room
 from memplan.trace.capture.refusals import require_traceable
-from memplan.trace.optimizer.first_update import FirstUpdate
 
 if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan
 
 _log = logging.getLogger("memplan")
-_STEPS_WITHOUT_UPDATE = 2  # after which a loop is known to have no optimizer
-_GIVES_UP = (
-    "%s: its arena, idle beside an update or the step of another model, would take them above what eager needs; from "
-    "now on its steps allocate what they need while they run"
-)
 _MAX_REBUILDS = 8  # times that all programs are made again because the model has changed
 
 
@@ -90,9 +81,7 @@ class CompiledModule(SharedModule, MeasuredStep):
     _again: Recompilation | CopyOfCompiled | None
     _fallbacks: Fallbacks
     _copied: CopyOfCompiled | None
-    _update: FirstUpdate | None
-    _gives_up_arena: bool
-    _first_call: int  # its number among all calls of its thread; 0 before
+    _idle: IdleArena
 
     def __init__(
         self,
@@ -115,8 +104,8 @@ class CompiledModule(SharedModule, MeasuredStep):
         # without nn.Module.__setattr__: the model may have a submodule of any name
         self.__dict__.update(hooks=Hooks(), _options=options, _train=train, _pending=None, _again=None)
         self.__dict__.update(_fallbacks=Fallbacks(model, options, train, self.hooks), _calling=OneThread())
-        self.__dict__.update(_copied=None, _copy_refused=None, _rebuilt=0, _sizes_refused=False, _update=None)
-        self.__dict__.update(_gives_up_arena=False, _first_call=0)
+        self.__dict__.update(_copied=None, _copy_refused=None, _rebuilt=0, _sizes_refused=False)
+        self.__dict__.update(_idle=IdleArena(type(model).__name__, self._running, self._calling))
         if copied_in is None:
             self.__dict__["_measurements"] = ()
             self._compile(args, kwargs, model.training if train is None else train, given)
@@ -144,7 +133,7 @@ class CompiledModule(SharedModule, MeasuredStep):
             )
         )
         if self._selector.main.traced.training and given is None and self._options.plans_for_updates:
-            self.__dict__["_update"] = FirstUpdate(self._original.parameters, self._make_room)
+            self._idle.wait_for_update(self._original.parameters)
 
     def _use(self, made: Compilation) -> None:
         """Run the programs of a compilation from now on."""
@@ -196,82 +185,12 @@ class CompiledModule(SharedModule, MeasuredStep):
     def _guide(self) -> ProfileGuide | None:
         return self._compilation.guide
 
-    # -- the optimizer beside the arena ------------------------------------------------------------------
-
-    def _make_room(self, update: FirstUpdate) -> bool:
-        """Free the arena while an optimizer runs for the first time, if both need more than eager, for a smaller one.
-
-        Programs of training become smaller at their next call. Returns whether they do; nothing changes while the
-        arena, or a gradient in it, is in use.
-        """
-        with self._calling:
-            return compared(type(self._original).__name__, lambda: self._made_room(update))
-
-    def _made_room(self, update: FirstUpdate) -> bool:
-        """Do what `_make_room` does; raise what goes wrong in it."""
-        again = self._several is None and self._again is None and self._guide is None
-        if not again or not self._builder.options.plans_for_updates:
-            return False
-        programs = self._selector.programs_of_calls
-        beside = idle_arenas.idle_beside(self, self._first_call)
-        if beside >= max(one.plan.on_device for one in programs) * WORTH_PLANNING_SHARE:
-            idle_arenas.give_up_all(self, self._first_call)
-        if self._pending is not None:
-            return made_room(self._pending.coordinator, self._builder.options, update) is not None
-        left = self._arena.ownership.left
-        if left is not None and not left.are_unshared:
-            return False
-        found = self._builder.leave_room_for_update(programs, update)
-        if update.is_unknown or self._builder.is_more_than_eager(programs, update):
-            self._builder.give_up_arena(programs)
-            return True
-        return found
-
-    @property
-    def _idle_bytes(self) -> int:
-        """The bytes of its arena, if no call in it waits for its backward, and it can be given up; else 0."""
-        if "_compilation" not in self.__dict__ or not self._options.plans_for_updates:
-            return 0
-        if self._pending is not None:
-            return 0 if self._pending.coordinator.waiting else self._pending.nbytes
-        ownership = self._arena.ownership
-        return 0 if ownership.released or ownership.pending is not None else self._arena.nbytes
-
-    def _give_up_arena(self) -> None:
-        """Have it allocate what its steps need while they run, from the next call on, if its options allow that."""
-        if self._options.plans_for_updates and not self._builder.outside:
-            self.__dict__["_gives_up_arena"] = True
-
-    def _compare_new_steps(self, update: FirstUpdate) -> None:
-        """Make room for steps that no optimizer has ended so far, or whose calls came in a new order."""
-        if self._pending is not None:
-            if self._pending.coordinator.has_new_kind:
-                self._make_room(update)
-        elif not update.name and self._selector.main.caller.backwards >= _STEPS_WITHOUT_UPDATE:
-            update.expect_none()
-
-    def _without_arena(self) -> None:
-        """Have its programs replaced by those that need no arena, unless a call waits for its backward."""
-        with contextlib.suppress(MemplanError, GradientsInUse):
-            if self._pending is not None:
-                if not self._pending.give_up_arena():
-                    return
-                self._builder.outside = True
-            else:
-                self._builder.give_up_arena(self._selector.programs_of_calls)
-            self.__dict__["_gives_up_arena"] = False
-            _log.info(_GIVES_UP, self.plan.model)
-
-    def _made_smaller(self, runner: Runner, leaves: list[Any]) -> tuple[Runner, list[torch.Tensor]]:
-        """Return what takes the place of a program that is to be smaller, and its parameters."""
-        made = self._builder.made_smaller(runner, leaves)
-        if made is not runner:
-            self._selector.replace(runner, made)
-            if made is self._selector.main:
-                self._compilation.plan = made.plan
-        return made, made.current()
-
-    # -- calling -----------------------------------------------------------------------------------------
+    def _running(self) -> RunsNow | None:
+        """Return what it runs now; None if it is not compiled so far."""
+        if "_compilation" not in self.__dict__:
+            return None
+        fixed = self._several is not None or self._again is not None or self._guide is not None
+        return RunsNow(compilation=self._compilation, pending=self._pending, fixed=fixed)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, with the arguments of the original.
@@ -313,13 +232,7 @@ class CompiledModule(SharedModule, MeasuredStep):
                     return self._fallbacks.uncompiled(why, args, kwargs)
             else:
                 self._compile_again(args, kwargs)
-        number = idle_arenas.note_call(self)
-        if not self._first_call:
-            self.__dict__["_first_call"] = number
-        if self._gives_up_arena:
-            self._without_arena()
-        elif self._update is not None:
-            self._compare_new_steps(self._update)
+        self._idle.begin_call()
         if self._pending is None:
             try:
                 return self._call(args, kwargs)
@@ -377,6 +290,15 @@ class CompiledModule(SharedModule, MeasuredStep):
             return runner(leaves, current, training=runner.traced.training)
         except InputMismatch as shared:  # an input is a tensor that the step changes, which no plan is for
             return self._fallbacks.without_plan(shared, shared, self._compilation, args, kwargs)
+
+    def _made_smaller(self, runner: Runner, leaves: list[Any]) -> tuple[Runner, list[torch.Tensor]]:
+        """Return what takes the place of a program that is to be smaller, and its parameters."""
+        made = self._builder.made_smaller(runner, leaves)
+        if made is not runner:
+            self._selector.replace(runner, made)
+            if made is self._selector.main:
+                self._compilation.plan = made.plan
+        return made, made.current()
 
     def _call_that_differs(
         self, differs: InputMismatch | BudgetInfeasible, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -518,9 +440,7 @@ class CompiledModule(SharedModule, MeasuredStep):
     @property
     def _arena(self) -> Arena:
         """The arena that its programs share."""
-        shared = None if self._pending is None else self._pending.coordinator.shared
-        arena: Arena = self._builder.arena or shared or self._selector.main.arena
-        return arena
+        return RunsNow(compilation=self._compilation, pending=self._pending, fixed=True).arena
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what compiles a copy again: addresses in an arena cannot be copied or pickled."""

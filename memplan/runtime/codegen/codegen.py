@@ -19,6 +19,7 @@ import torch
 
 from memplan.core.graph import Graph, Value
 from memplan.devices.kinds import HOST
+from memplan.runtime.codegen.dying_sources import without_copies_of_dying
 from memplan.runtime.codegen.namespace import Namespace
 from memplan.runtime.codegen.step_ir import Call, CallbackLine, Empty, Layout, Line, View, refs, same_layout
 from memplan.runtime.codegen.torchscript_runs import (
@@ -115,9 +116,10 @@ class FunctionWriter:
     def finish(self, groups: Sequence[Sequence[int]], *, left: Sequence[int] = ()) -> Callable[..., Any]:
         """Compile the function, which returns a tuple of values for each group, and leaves `left` to another one."""
         self.left = tuple(left)
-        for group in (*groups, left):
-            for value in group:
-                self._use(value)
+        kept = [value for group in (*groups, left) for value in group]
+        for value in kept:
+            self._use(value)
+        self.lines = without_copies_of_dying(self.lines, self.layout, kept)
         fitting, self.indexed = separate_index_errors(self.lines, self._fitting())
         return self._compiled(self.name, groups, fitting)
 

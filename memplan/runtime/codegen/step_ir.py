@@ -129,5 +129,5 @@ def refs(tree: Any) -> list[int]:
 
 
 def same_layout(one: Value, two: Value) -> bool:
-    """Return whether two values of one storage have the same dtype, shape, strides and offset."""
+    """Return whether two values have the same dtype, shape, strides and offset in their storages."""
     return (one.dtype, one.shape, one.strides, one.offset) == (two.dtype, two.shape, two.strides, two.offset)

@@ -12,7 +12,6 @@ from torch import fx
 from memplan.errors import MemplanError, UnsupportedCall
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.arena_coordinators import ArenaCoordinators
-from memplan.runtime.dynamo.crossings import Crossings
 from memplan.runtime.dynamo.joint_budget import keep_budgets
 from memplan.runtime.dynamo.joint_plan import joint_plan
 from memplan.runtime.dynamo.planned_graph import PlannedGraph
@@ -82,7 +81,6 @@ class Backend:
         self.hooks = Hooks()
         limited = self._options.budget is not None or self._options.arena_budget is not None
         self._coordinators = ArenaCoordinators(functools.partial(keep_budgets, self._options) if limited else None)
-        self._crossings = Crossings()
         self._graphs: list[weakref.ref[PlannedGraph]] = []
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -107,7 +105,6 @@ class Backend:
             self._options,
             self._coordinators,
             self.hooks,
-            crossings=self._crossings,
             ends=ends,
             whole=whole,
         )

@@ -8,20 +8,20 @@ instances of one training step share one arena.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo.convert_frame import compile_lock
+from torch.utils import _pytree as pytree
 
 from memplan.core.choices import Gradients
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedGraph
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.arena_coordinators import ArenaCoordinators
-from memplan.runtime.dynamo.crossings import Crossings
 from memplan.runtime.dynamo.graph_module import GraphModuleWithParams, is_kept, named_class
 from memplan.runtime.dynamo.graph_program import first_program_of
 from memplan.runtime.execute.arena_gradients import GradientsInUse
@@ -56,15 +56,12 @@ class GraphInstance(ProgramInstance):
     why the graph ends where it ends. `joint_budget`: the bytes that all graphs of its step may need together.
     """
 
-    def __init__(
-        self, module: GraphModuleWithParams, traced: TracedGraph, runner: Runner, *, crossings: Crossings, ends: str
-    ) -> None:
+    def __init__(self, module: GraphModuleWithParams, traced: TracedGraph, runner: Runner, *, ends: str) -> None:
         super().__init__(runner)
         self.module, self.traced, self.ends = module, traced, ends
         self.inputs: Mapping[int, Hashable] | None = None
         self.results: Mapping[int, Hashable] = {}
         self.joint_budget: int | None = None
-        self._crossings = crossings
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         transforms.refuse(inputs, self.module)
@@ -72,9 +69,10 @@ class GraphInstance(ProgramInstance):
         leaves = self.runner.input_guards.flatten(tuple(rest), {})
         if self.inputs is not None:
             return self.runner(leaves, training=self.traced.training)
-        self.inputs = self._crossings.keys_of(rest)
+        passed = self.ownership.coordinator.passed
+        self.inputs = _by_position(rest, passed.taken)
         result = self.runner(leaves, training=self.traced.training)
-        self.results = self._crossings.returned(id(self), result)
+        self.results = _by_position(pytree.tree_leaves(result), passed.returned)
         return result
 
     def replace_plan(self, plan: Plan) -> None:
@@ -96,14 +94,12 @@ class PlannedGraph:
         coordinators: ArenaCoordinators,
         hooks: Hooks,
         *,
-        crossings: Crossings,
         ends: str = "",
         whole: bool = False,
     ) -> None:
         """Make what replaces `graph`. `whole`: it is all of the function that dynamo traced."""
         self._graph = graph
         self._whole = whole
-        self._crossings = crossings
         self._ends = ends
         names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         self._kept = {i: name for i, (name, x) in enumerate(zip(names, inputs, strict=True)) if is_kept(x)}
@@ -232,7 +228,7 @@ class PlannedGraph:
                         module, inputs, options, coordinator, self._hooks, smaller=smaller, after=self._after
                     )
                 self._wait_for_update(traced)
-                return GraphInstance(module, traced, runner, crossings=self._crossings, ends=self._ends)
+                return GraphInstance(module, traced, runner, ends=self._ends)
 
         found = idle_instance(
             instances,
@@ -249,6 +245,14 @@ class PlannedGraph:
             what = "%s: %d calls of a graph wait for their backward; further ones run eagerly"
             _log.warning(what, instances[0].plan.model, len(instances))
         return found
+
+
+def _by_position(
+    leaves: Sequence[Any], keys_of: Callable[[list[torch.Tensor]], tuple[Hashable, ...]]
+) -> dict[int, Hashable]:
+    """Return a key of each tensor among leaves, by its position."""
+    tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
+    return dict(zip(tensors, keys_of(list(tensors.values())), strict=True))
 
 
 def _is_symbolic(x: Any) -> bool:

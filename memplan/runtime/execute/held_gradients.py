@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 Free = list[weakref.ref[torch.Tensor]]
-LEAST = 512  # bytes of a tensor that are worth it
+LEAST = 64  # bytes of a tensor that are worth it
 
 
 def note_held_by_autograd_alone(free: Free | None, gradients: Sequence[torch.Tensor | None]) -> None:

@@ -17,7 +17,7 @@ from memplan.core.graph import Phase
 from memplan.core.plan import Plan
 from memplan.distributed.ops import updating
 from memplan.errors import UnsupportedCall
-from memplan.planning.caller_side import CallerSide
+from memplan.planning.caller_side import CallerSide, is_read_by_elements
 from memplan.runtime.debug.hooks import Hook, Hooks
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Sanitizers, make_poison, make_redzone
 from memplan.runtime.execute.added_gradients import AddedGradients
@@ -261,7 +261,9 @@ class Runner:
         self._written_inputs = [j for j, i in enumerate(self.program.inputs) if t.bindings[i].written]
         self.tangents = t.results.tangents
         # (index of the fresh output, value) of each tangent, in the order in which the backward takes them
-        self._tangents = [(t.results.tangents.index(b.value), t.graph.values[b.value]) for b in t.bound(Source.TANGENT)]
+        bound = [b.value for b in t.bound(Source.TANGENT)]
+        self._tangents = [(t.results.tangents.index(value), t.graph.values[value]) for value in bound]
+        self._spread = {self.tangents.index(value) for value in bound if is_read_by_elements(t.graph, value)}
         self._fresh_at = {value: i for i, value in enumerate(t.results.fresh)}
         storage_of = [v.storage for v in t.graph.values]
         saved, kept = self.program.saved, {storage_of[v] for v in self.program.saved}
@@ -437,7 +439,7 @@ class Runner:
     def tangents_from(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], set[int]]:
         """Return the tangents with the traced strides, and the positions of missing ones, which are zeros.
 
-        Those that are made here are freed once they were read.
+        Those that are made here are freed once they were read. Zeros that only elementwise ops read are one element.
         """
         made, missing = [], set()
         for position, (i, v) in enumerate(self._tangents):
@@ -446,11 +448,14 @@ class Runner:
                 grad = grad.resolve_conj().resolve_neg()
             if grad is None or grad.stride() != v.strides:
                 device = torch.device(self.traced.graph.storages[v.storage].device)
-                laid_out = torch.empty_strided(v.shape, v.strides, dtype=dtype_of(v), device=device)
                 if grad is None:
                     missing.add(position)
-                grad = laid_out.zero_() if grad is None else laid_out.copy_(grad)
-                note_own(self.dropped, grad)
+                if grad is None and i in self._spread:
+                    grad = torch.zeros((), dtype=dtype_of(v), device=device).expand(v.shape)
+                else:
+                    laid_out = torch.empty_strided(v.shape, v.strides, dtype=dtype_of(v), device=device)
+                    grad = laid_out.zero_() if grad is None else laid_out.copy_(grad)
+                    note_own(self.dropped, grad)
             made.append(grad)
         return made, missing
 

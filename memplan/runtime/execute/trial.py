@@ -20,7 +20,7 @@ from memplan.core.collectives import is_collective
 from memplan.core.graph import Graph, Op, StorageKind, Value
 from memplan.core.plan import Plan
 from memplan.devices.generators import forked
-from memplan.devices.measure import peak_bytes
+from memplan.devices.measure import can_measure, peak_bytes
 from memplan.distributed.ops import bytes_beside
 from memplan.errors import UnsupportedGraph
 from memplan.runtime.codegen.step_ir import Layout, refs
@@ -62,7 +62,7 @@ def run_trial(
             traced, plan, layout, env, memory=memory, selector=selector, transfers=transfers, copied=copied
         )
         temporaries = None
-        if not torch.autograd.profiler._is_profiler_enabled:  # it would end a session of the user
+        if can_measure(traced.device):
             temporaries = _measure(traced, plan, layout, bound, env, memory=memory, copied=copied)
     ops = zip(plan.graph.ops, bound, strict=True)
     measured = tuple(replace(op, direct=b.form is not CallForm.FUNCTIONAL) for op, b in ops)

@@ -123,7 +123,7 @@ class ObservedOwnership(ArenaOwnership):
     def note_passed(self, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """Note what a forward of its instance took and returned, which tells what models pass to each other."""
         self.taken = self._coordinator.passed.taken(inputs)
-        self.returned = self._coordinator.passed.returned(id(self), results)
+        self.returned = self._coordinator.passed.returned(results)
 
     def program_now(self, runner: Any) -> Any:
         """Return the program of its instance, which may have moved since `runner` ran; None if the instance is gone."""

@@ -16,11 +16,10 @@ import contextlib
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, StaleActivationsError
@@ -28,6 +27,7 @@ from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import LeftGradients
 from memplan.runtime.memory.arena_parts import ArenaPart, ArenaSlot, ArenaUser, StepLayout, part_of
 from memplan.runtime.memory.joint_placement import InstanceEvent, completed_events, joint_plans
+from memplan.runtime.memory.passed_tensors import PassedTensors
 
 _MAX_LAYOUTS = 8  # of one instance: one whose order never repeats keeps its last layout, or an arena of its own
 _MAX_EVENTS = 1024  # in one step
@@ -35,32 +35,6 @@ _MAX_COMPARED = 16  # steps of a new kind, whose memory is compared with eager's
 _MORE_CALLS = 2  # times as many calls of a program in a step as before make it one of a new kind
 _SHRINKS_AFTER = 4  # steps with a backward that need less than the shared arena has
 PrepareStep = Callable[[Sequence[Any], Sequence[tuple[int, bool]]], None]
-
-
-class PassedTensors:
-    """Recognises the tensors that models pass to each other, by their storages, as long as these are alive."""
-
-    def __init__(self) -> None:
-        self._returned: dict[int, tuple[StorageWeakRef, Hashable]] = {}
-
-    def taken(self, inputs: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
-        """Return a key of each input: that of the result that it is, or of its own storage."""
-        found: list[Hashable] = []
-        for x in inputs:
-            address = x.untyped_storage()._cdata
-            ref, key = self._returned.get(address, (None, None))
-            found.append(("input", address) if ref is None or ref.expired() else key)  # type: ignore[no-untyped-call]
-        return tuple(found)
-
-    def returned(self, source: int, results: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
-        """Return a key of each result of a source, by which later inputs are recognised."""
-        alive = {a: entry for a, entry in self._returned.items() if not entry[0].expired()}  # type: ignore[no-untyped-call]
-        keys = tuple(("result", source, i) for i in range(len(results)))
-        for result, key in zip(results, keys, strict=True):
-            storage = result.untyped_storage()
-            alive[storage._cdata] = StorageWeakRef(storage), key  # type: ignore[no-untyped-call]
-        self._returned = alive
-        return keys
 
 
 class ArenaCoordinator:

@@ -1,0 +1,118 @@
+"""Tests of memory that a backward does not need twice: gradients made outside of the arena, and zeros nobody passes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.runtime import CompiledModule
+from memplan.runtime.codegen import codegen
+from memplan.runtime.execute import runner
+from tests.runtime.allocated import allocations
+
+ROWS, WIDTH = 4, 96
+
+
+class Biased(nn.Module):
+    """Its two biases have one gradient, which is that of the product too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH, WIDTH))
+        self.one, self.two = nn.Parameter(torch.rand(ROWS, WIDTH)), nn.Parameter(torch.rand(ROWS, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.one + self.two
+
+
+def _without_arena(model: nn.Module, x: torch.Tensor) -> CompiledModule:
+    """Return the model compiled for gradients that are added up, as one that has given up its arena."""
+    compiled: CompiledModule = memplan.compile(model, x, gradients="added")
+    compiled._builder.give_up_arena(compiled._selector.programs_of_calls)
+    return compiled
+
+
+def _steps(model: Any, x: torch.Tensor, count: int) -> list[torch.Tensor]:
+    for _ in range(count):
+        model(x).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_gradients_made_outside_of_the_arena_have_eagers_bits_and_bytes_of_their_own(steps: int) -> None:
+    torch.manual_seed(0)
+    model, x = Biased(), torch.rand(ROWS, WIDTH)
+    expected = _steps(copy.deepcopy(model), x, steps)
+    compiled = _without_arena(model, x)
+    found = _steps(compiled, x, steps)
+    assert compiled.plan.arena_size == 0
+    assert all(map(torch.equal, found, expected))
+    assert len({g.untyped_storage().data_ptr() for g in found}) == 3
+    found[1].zero_()
+    assert torch.equal(found[2], expected[2])
+
+
+def test_a_gradient_made_outside_of_the_arena_is_returned_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def large() -> int:
+        """Return how often a step allocates memory as large as the weight."""
+        compiled = _without_arena(nn.Linear(WIDTH, WIDTH), torch.rand(ROWS, WIDTH))
+        _steps(compiled, torch.rand(ROWS, WIDTH), 2)
+        compiled.zero_grad()
+        made = allocations(lambda: compiled(torch.rand(ROWS, WIDTH)).square().sum().backward())
+        return made.count(WIDTH * WIDTH * 4)
+
+    assert large() == 1
+    monkeypatch.setattr(codegen, "without_copies_of_dying", lambda lines, *_: lines)
+    assert large() == 2
+
+
+class WithCache(nn.Module):
+    """Returns a product and what it was made of, as decoders return their keys and values beside logits."""
+
+    def __init__(self, *, transposed: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
+        self.transposed = transposed
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cached = self.first(x)
+        return self.last(torch.tanh(cached)), cached.t() if self.transposed else cached
+
+
+def _backward(model: Any, x: torch.Tensor, *, both: bool = False) -> None:
+    result, cached = model(x)
+    (result.square().sum() + (cached.sum() if both else 0.0)).backward()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_result_that_no_loss_uses_has_eagers_gradients(transposed: bool) -> None:
+    torch.manual_seed(0)
+    model, x = WithCache(transposed=transposed), torch.rand(ROWS, WIDTH)
+    eager, compiled = copy.deepcopy(model), memplan.compile(model, x, gradients="safe")
+    for both in (False, True, False):
+        for one in (eager, compiled):
+            _backward(one, x, both=both)
+    found, expected = ([p.grad for p in one.parameters() if p.grad is not None] for one in (model, eager))
+    assert len(found) == 4
+    assert all(map(torch.equal, found, expected))
+
+
+def test_zeros_that_only_elementwise_ops_read_take_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> list[int]:
+        """Return what a step allocates after the forward."""
+        compiled = memplan.compile(WithCache(transposed=False), torch.rand(ROWS, WIDTH), gradients="safe")
+        for _ in range(2):
+            _backward(compiled, torch.rand(ROWS, WIDTH))
+        compiled.zero_grad()
+        loss = compiled(torch.rand(ROWS, WIDTH))[0].square().sum()
+        return allocations(loss.backward)
+
+    nbytes = ROWS * WIDTH * 4
+    spread = made()
+    monkeypatch.setattr(runner, "is_read_by_elements", lambda *_: False)
+    assert made().count(nbytes) == spread.count(nbytes) + 1
