@@ -2,8 +2,9 @@
 
 Autograd would get all gradients of a step at once, and add them to those of the steps before only then: two sets. A
 backward that adds each one itself needs one set and one gradient. It does so where nobody could see a difference: for
-a plain `backward()`, without hooks on the parameters, where no other part of the graph uses them. Otherwise gradients
-are returned to autograd.
+a plain `backward()`, without hooks on the parameters, where no other part of the graph uses them. Where several calls
+have one backward, the first one returns its gradients to autograd, and the others add theirs to those while they wait
+there. Otherwise gradients are returned to autograd.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from memplan.core.graph import Value
+from memplan.runtime.execute.held_gradients import are_in_buffers_alone
 from memplan.runtime.execute.program import Program
 from memplan.runtime.guards.hook_counts import HookSearch
 from memplan.runtime.kernels.kernel_selection import BoundOp
@@ -58,6 +60,16 @@ class AddedGradients:
         if not _counts_references() or not all(map(_is_only_user, nodes)):
             return None
         return grads
+
+    def waiting(
+        self, parameters: Sequence[torch.Tensor], gradients: list[torch.Tensor] | None
+    ) -> list[torch.Tensor] | None:
+        """Return `gradients` to add to, which other calls have handed to autograd; None if autograd has to do it."""
+        if gradients is None or not all(map(_can_take, gradients, self._values)):
+            return None
+        if torch.is_anomaly_enabled() or self._hooks.first(parameters) is not None:
+            return None
+        return gradients if are_in_buffers_alone(gradients) else None
 
 
 def adding(program: Program, values: Sequence[int]) -> tuple[BoundOp, ...]:

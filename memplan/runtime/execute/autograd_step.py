@@ -15,6 +15,7 @@ from memplan.runtime.execute.repeated_step import Repeatable
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.ranks import in_ddp
 from memplan.runtime.memory.arena_ownership import InFlight
+from memplan.runtime.memory.handed_gradients import HandedGradients
 
 _version = attrgetter("_version")
 
@@ -101,20 +102,34 @@ class PlannedStep(torch.autograd.Function):
             outputs = () if keeps or repeats else compress(saved, runner.program.saved_outputs)
             note_unshared(runner.dropped, outputs)
             tangents, missing = runner.tangents_from(grads)
-            if ctx.adds is not None and not missing and not runner.is_observed:
-                nodes = [node for node, _ in ctx.next_functions[: len(ctx.adds)]]
-                targets = runner.added.targets(ctx.adds, nodes, [*watched, *saved, *tangents])
-                if targets is not None:
-                    gradients = runner.added.backward(*saved, *tangents, *targets)
-                    torch.autograd.graph.increment_version(targets)
-                    rest = runner.in_order(gradients, missing)[len(targets) :]
-                    return (None, None, None, *[None] * len(targets), *rest)
+            targets = None if missing else _targets(ctx, runner, ownership.handed, [*watched, *saved, *tangents])
+            if targets is not None:
+                gradients = runner.added.backward(*saved, *tangents, *targets)
+                torch.autograd.graph.increment_version(targets)
+                rest = runner.in_order(gradients, missing)[len(targets) :]
+                return (None, None, None, *[None] * len(targets), *rest)
             gradients = runner.backward(*saved, *tangents)
             if runner.arena_gradients is not None and keeps:
                 gradients = runner.arena_gradients.copies(gradients)  # another backward will use the bytes
             elif runner.arena_gradients is not None:
                 ownership.leave(runner.arena_gradients)
-        return (None, None, None, *runner.in_order(gradients, missing))
+            handed = runner.in_order(gradients, missing)
+            if ctx.adds is not None:
+                ownership.hand_over(ctx.adds, handed)
+        return (None, None, None, *handed)
+
+
+def _targets(
+    ctx: Any, runner: Any, handed: HandedGradients | None, read: Sequence[torch.Tensor]
+) -> list[torch.Tensor] | None:
+    """Return the tensors to which a backward is to add the gradients of parameters; None if it returns them."""
+    if ctx.adds is None or runner.is_observed:
+        return None
+    nodes = [node for node, _ in ctx.next_functions[: len(ctx.adds)]]
+    targets: list[torch.Tensor] | None = runner.added.targets(ctx.adds, nodes, read)
+    if targets is None and handed is not None:
+        targets = runner.added.waiting(ctx.adds, handed.waiting(ctx.adds))
+    return targets
 
 
 class OwningStep(PlannedStep):

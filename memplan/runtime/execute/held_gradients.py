@@ -1,6 +1,6 @@
-"""Tells which tensors nothing but a running backward refers to, so that their bytes can be freed early.
+"""Tells which tensors nothing but a running backward refers to, so that their bytes can be freed early, or changed.
 
-They are gradients of outputs, and outputs that were saved for the backward.
+They are gradients of outputs, outputs that were saved for the backward, and gradients that wait for others.
 
 Autograd holds what it has handed to a node until the node's backward returns. In eager that is one op. A planned step
 is one node, whose backward reads the gradient of an output at its beginning, and would hold it to the end.
@@ -16,6 +16,8 @@ from functools import cache
 from typing import Any
 
 import torch
+
+from memplan.runtime.memory.handed_gradients import HandedGradients
 
 Free = list[weakref.ref[torch.Tensor]]
 LEAST = 64  # bytes of a tensor that are worth it
@@ -48,6 +50,12 @@ def note_own(free: Free | None, gradient: torch.Tensor) -> None:
     """Put a gradient into `free` that the caller has made, and that nothing else has."""
     if free is not None and _is_plain(gradient):
         free[:] = [*(one for one in free if one() is not None), weakref.ref(gradient)]
+
+
+def are_in_buffers_alone(gradients: Sequence[torch.Tensor]) -> bool:
+    """Return whether nothing but a buffer of autograd has each of these gradients, and their list."""
+    alone = _counts_in_buffers()
+    return bool(alone) and all(found == alone for found in _counts_of_waiting(gradients))
 
 
 def drop(free: Free, gradient: torch.Tensor) -> None:
@@ -110,6 +118,50 @@ def _counted_apart(count: Callable[[list[Any]], None]) -> list[Any]:
     thread.start()
     thread.join()
     return found
+
+
+def _counts_of_waiting(gradients: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    return [_counts(gradient) for gradient in gradients]
+
+
+@cache
+def _counts_in_buffers() -> tuple[int, ...]:
+    """Return the counts of gradients that a buffer of autograd alone holds; none if they vary. They are counted apart.
+
+    None too if what is added to a gradient there is lost.
+    """
+    found = _counted_apart(_count_waiting)
+    *counts, is_added = found
+    return counts[0] if is_added and len(counts) == 2 and counts[0] == counts[1] else ()
+
+
+class _Waits(torch.autograd.Function):
+    """Adds to the gradient that another call has handed to autograd, and counts the references to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, handed: HandedGradients, found: list[Any]) -> torch.Tensor:
+        ctx.parameter, ctx.handed, ctx.found = x, handed, found
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        waiting = ctx.handed.waiting([ctx.parameter])
+        if waiting is None:
+            gradient = torch.ones(LEAST, dtype=torch.float32, device="cpu")
+            ctx.handed.note([ctx.parameter], [gradient])
+            return gradient, None, None
+        ctx.found += _counts_of_waiting(waiting)
+        waiting[0].add_(1)
+        return None, None, None
+
+
+def _count_waiting(found: list[Any]) -> None:
+    """Put into `found` the counts of a waiting gradient, twice, and whether what was added to it is in the sum."""
+    x = torch.zeros(LEAST, dtype=torch.float32, device="cpu", requires_grad=True)
+    handed = HandedGradients()
+    results: list[Any] = [_Waits.apply(x, handed, found) for _ in range(3)]  # type: ignore[no-untyped-call]
+    torch.autograd.backward([result.sum() for result in results])
+    found.append(x.grad is not None and bool((x.grad == 3).all()))
 
 
 class _Probe(torch.autograd.Function):

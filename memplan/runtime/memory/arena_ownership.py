@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from memplan.errors import StaleActivationsError
+from memplan.runtime.memory.handed_gradients import HandedGradients
 
 
 class ArenaInUse(StaleActivationsError):
@@ -161,6 +162,14 @@ class ArenaOwnership:
 
     def note_passed(self, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """Note what a forward took and returned: nothing that steps of an arena of their own need."""
+
+    @property
+    def handed(self) -> HandedGradients | None:
+        """The gradients that other calls have handed to autograd; None where one call has a backward at a time."""
+        return None
+
+    def hand_over(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Note the gradients that a backward hands to autograd: no other call waits for its own."""
 
     @property
     def pending(self) -> InFlight | None:

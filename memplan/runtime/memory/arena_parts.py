@@ -13,6 +13,7 @@ import torch
 from memplan.core.plan import Plan
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import ArenaOwnership, InFlight, LeftGradients
+from memplan.runtime.memory.handed_gradients import HandedGradients
 
 if TYPE_CHECKING:
     from memplan.runtime.memory.shared_arena import ArenaCoordinator
@@ -124,6 +125,16 @@ class ObservedOwnership(ArenaOwnership):
         """Note what a forward of its instance took and returned, which tells what models pass to each other."""
         self.taken = self._coordinator.passed.taken(inputs)
         self.returned = self._coordinator.passed.returned(results)
+
+    @property
+    def handed(self) -> HandedGradients | None:
+        """The gradients that calls of the coordinator's instances have handed to autograd."""
+        return self._coordinator.handed
+
+    def hand_over(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Note the gradients that a backward hands to autograd, if other calls wait for their backward."""
+        if self._coordinator.waiting:
+            self._coordinator.handed.note(parameters, gradients)
 
     def program_now(self, runner: Any) -> Any:
         """Return the program of its instance, which may have moved since `runner` ran; None if the instance is gone."""

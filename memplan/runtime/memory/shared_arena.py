@@ -26,6 +26,7 @@ from memplan.errors import InputMismatch, StaleActivationsError
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import LeftGradients
 from memplan.runtime.memory.arena_parts import ArenaPart, ArenaSlot, ArenaUser, StepLayout, part_of
+from memplan.runtime.memory.handed_gradients import HandedGradients
 from memplan.runtime.memory.joint_placement import InstanceEvent, completed_events, joint_plans
 from memplan.runtime.memory.passed_tensors import PassedTensors
 
@@ -56,6 +57,7 @@ class ArenaCoordinator:
         # these are to be made, the parameters (by id) of those that they replace
         self._needs: deque[tuple[int, weakref.WeakSet[ArenaUser] | frozenset[int]]] = deque(maxlen=_SHRINKS_AFTER)
         self.passed = PassedTensors()
+        self.handed = HandedGradients()
         self.members: weakref.WeakSet[ArenaUser] = weakref.WeakSet()  # the instances that have run
         self._compared = 0
         self._calls: dict[int, int] = {}  # the most calls of each program in compared steps
