@@ -46,6 +46,7 @@ from benchmarks.resumable import kept_rows
 MODELS = MappingProxyType({**ZOO, **OUTSIDE})
 KNOB = 0.5
 TIGHTER = 0.85  # of the peak that the knob reaches
+ENDED = "its process ended"
 SHARES = (0.85, 0.725)  # of Inductor's peak
 COLUMNS = {
     "model": "model",
@@ -205,7 +206,8 @@ class Running:
 
     def end(self) -> None:
         """End the process."""
-        self.turns.send(False)
+        with contextlib.suppress(ConnectionError):  # it has ended already
+            self.turns.send(False)
         self.process.join()
 
 
@@ -273,9 +275,11 @@ def _one_start(
             else:
                 ready[name] = started
         seconds = in_turns(ready, rounds)
+        failed |= dict.fromkeys(ready.keys() - seconds.keys(), ENDED)
         return {
             name: Finished(measured=one.measured, budget=one.budget, seconds=tuple(seconds[name]))
             for name, one in ready.items()
+            if name in seconds
         }, failed
     finally:
         for one in ready.values():
@@ -294,7 +298,7 @@ def _started(name: str, model: str, size: str, budget: int | None, *, warm: bool
     try:
         found: Measured | str = ours.recv()
     except EOFError:
-        found = "its process ended"
+        found = ENDED
     if isinstance(found, str):
         process.join()
         return found
@@ -435,12 +439,16 @@ def _restore(module: nn.Module, optimizer: torch.optim.Optimizer, initial: Seque
 
 
 def in_turns(ready: Mapping[str, Timed], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each contender in each round."""
+    """Return the seconds of each contender in each round, but for those whose process ends meanwhile."""
     names, found = list(ready), {name: list[float]() for name in ready}
     for number in range(rounds):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            found[name].append(ready[name].seconds())
+            if name in found:
+                try:
+                    found[name].append(ready[name].seconds())
+                except (EOFError, ConnectionError):
+                    del found[name]
     return found
 
 

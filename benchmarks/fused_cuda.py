@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from benchmarks import fused
 from benchmarks.arguments import names, parser_of
-from benchmarks.fused import CONTENDERS, MODELS, bits, in_turns, step_of
+from benchmarks.fused import CONTENDERS, ENDED, MODELS, bits, in_turns, step_of
 from benchmarks.peak_measure import WARM_UP
 from benchmarks.results import Row, Table, write
 from memplan.errors import MemplanError
@@ -103,6 +103,9 @@ def rows_of(models: Sequence[str], contenders: Sequence[str], options: argparse.
         _end([one for key, one in waiting.items() if key not in ready])
         running = {model: {name: waiting[one, name] for one, name in ready if one == model} for model in models}
         seconds = {model: in_turns(running[model], options.rounds) for model in models if running[model]}
+        gone = [(model, name) for model, name in ready if name not in seconds[model]]
+        failed |= dict.fromkeys(gone, ENDED)
+        ready = {key: one for key, one in ready.items() if key not in gone}
         return [
             _row((model, name), ready, seconds.get(model, {}), failed, waiting)
             for model in models
@@ -116,7 +119,7 @@ def _receive(key: tuple[str, str], one: Waiting, ready: dict[Any, Measured], fai
     try:
         found: Measured | str = one.turns.recv()
     except EOFError:
-        found = "its process ended"
+        found = ENDED
     print(f"{' '.join(key)}: {found if isinstance(found, str) else 'ready'}", file=sys.stderr, flush=True)
     if isinstance(found, str):
         failed[key] = found

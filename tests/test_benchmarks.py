@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +138,24 @@ def test_contenders_are_measured_without_those_that_they_are_compared_with() -> 
     (alone,) = fused.rows_of("mlp", "nano", 1, warm=True, chosen=["memplan"])
     assert alone["bits"] is None
     assert alone["peak_mb"] == planned["peak_mb"]
+
+
+def test_a_contender_whose_process_ends_in_its_turn_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = fused._started
+
+    def dying(name: str, *args: Any, **kwargs: Any) -> Any:
+        one = started(name, *args, **kwargs)
+        if name == "memplan":
+            assert isinstance(one, fused.Running)
+            one.process.kill()
+            one.process.join()
+        return one
+
+    monkeypatch.setattr(fused, "_started", dying)
+    eager, planned = fused.rows_of("mlp", "nano", 2, warm=True, chosen=["eager", "memplan"])
+    assert planned["failed"] == fused.ENDED
+    assert eager["failed"] is None
+    assert eager["ms"] is not None
 
 
 @pytest.mark.parametrize("name", OUTSIDE)

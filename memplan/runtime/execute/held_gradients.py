@@ -131,8 +131,7 @@ def _counts_in_buffers() -> tuple[int, ...]:
     None too if what is added to a gradient there is lost.
     """
     found = _counted_apart(_count_waiting)
-    *counts, is_added = found
-    return counts[0] if is_added and len(counts) == 2 and counts[0] == counts[1] else ()
+    return found[0] if len(found) == 3 and found[0] == found[1] and found[2] else ()
 
 
 class _Waits(torch.autograd.Function):

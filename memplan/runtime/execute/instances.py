@@ -29,7 +29,7 @@ class ProgramInstance:
     """A program with at most one call in flight, in an arena of its own or in the one that a coordinator shares out.
 
     `plan` is its plan as if it had an arena of its own; `runner` runs it where it is now. `smaller`: the step and the
-    plan of the program that is to take its place. `program`: a number that all instances of a program have, and those
+    plan of the program that is to take its place. `program`: an object that all instances of a program have, and those
     that take their places.
     """
 
@@ -43,7 +43,7 @@ class ProgramInstance:
         self.slot: ArenaSlot | None = None
         self.layouts = 0
         self.smaller: Smaller | None = None
-        self.program = id(runner.input_guards)
+        self.program: object = runner.input_guards
 
     @property
     def placed(self) -> Plan:

@@ -23,14 +23,14 @@ class ArenaUser(Protocol):
     """A program that can share an arena.
 
     `plan` is its plan alone, `placed` its plan where it is now; `slot` is its place in the shared arena, if it has one;
-    `program` a number that all users of one program have.
+    `program` an object that all users of one program have.
     """
 
     plan: Plan
     runner: Any
     slot: ArenaSlot | None
     layouts: int
-    program: int
+    program: object
     ownership: ObservedOwnership
 
     @property

@@ -60,7 +60,8 @@ class ArenaCoordinator:
         self.handed = HandedGradients()
         self.members: weakref.WeakSet[ArenaUser] = weakref.WeakSet()  # the instances that have run
         self._compared = 0
-        self._calls: dict[int, int] = {}  # the most calls of each program in compared steps
+        # the most calls of each program in compared steps
+        self._calls: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self.running = threading.Lock()
         self.calling = threading.RLock()
         self._lock = threading.Lock()
@@ -85,7 +86,7 @@ class ArenaCoordinator:
         for program, calls in self._calls_now().items():
             self._calls[program] = max(calls, self._calls.get(program, 0))
 
-    def _calls_now(self) -> Counter[int]:
+    def _calls_now(self) -> Counter[object]:
         """Return the calls of each program that the last step had in flight, each instance once."""
         instances = {id(e.instance): e.instance for e in self._events}
         return Counter(one.program for one in instances.values())
