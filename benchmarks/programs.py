@@ -275,12 +275,13 @@ def table_of(verdicts: Sequence[Verdict]) -> Table:
         "Peaks: the fourth training step, by memory events, with all tensors that are alive before it, alignment "
         "padding of single plans apart; 'forward and backward' leaves out what is alive only while an optimizer's "
         "own `step()` runs. Most programs need less than a megabyte, and what a compiled module keeps beside its "
-        "arena is a large part of it: the ratios say little about large ones. Where they are above 1, the causes "
-        "that were found are: gradients in the strides of their parameters, which eager's backward of a product does "
-        "not make (actor_critic: 0.6 KB); a model that changes two steps before, so that its kernels cannot be "
-        "measured under the profiler (pruning: 5 KB); what is held until the backward of a graph ends "
-        "(word_lm_transformer by the backend: 1.5 KB); zeros for gradients of results that no loss uses, which eager "
-        "does not make (gemma3: 4 KB); and an arena that stays while a model that is not compiled runs (byol: 0.9 KB).",
+        "arena is a large part of it: the ratios say little about large ones. Where they are above 1, it is by bytes to "
+        "a few kilobytes, and the causes that were found are: a mask that the model has replaced two steps before, and "
+        "that the program of before still has (pruning by the backend: 2.3 KB); an order of calls that is complete in "
+        "the fifth step only (dcgan by memplan.compile: 5 KB, 0.6 KB four steps later); an arena that stays while a "
+        "model that is not compiled runs (byol: 0.9 KB); an arena whose peak is at another step than that of "
+        "convolutions beside it (timm_resnet, torchvision_resnet: 24 KB of 7 and 71 MB); and numbers that kernels take "
+        "as tensors, of 4 to 128 bytes each.",
         "",
         *counts,
         "",
