@@ -77,17 +77,18 @@ def _peaks_apart(thunks: Sequence[Callable[[], None]]) -> list[int]:
 
     def run() -> None:
         """Run the thunks, and read off the events what each has allocated."""
-        torch._C._autograd._enable_profiler_legacy(config)
         try:
-            with torch.no_grad():
-                for i, thunk in enumerate(thunks):
-                    with record_function(f"{_THUNK}{i}"):
-                        thunk()
+            torch._C._autograd._enable_profiler_legacy(config)
+            try:
+                with torch.no_grad():
+                    for i, thunk in enumerate(thunks):
+                        with record_function(f"{_THUNK}{i}"):
+                            thunk()
+            finally:
+                for events in torch._C._autograd._disable_profiler_legacy():
+                    _read_peaks(events, found)
         except BaseException as error:
             errors.append(error)
-        finally:
-            for events in torch._C._autograd._disable_profiler_legacy():
-                _read_peaks(events, found)
 
     thread = threading.Thread(target=run, name="memplan measures kernels")
     thread.start()

@@ -8,10 +8,11 @@ stand for the caller.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from memplan.core.graph import Graph, Op, Origin, Phase, Storage, StorageKind
+from memplan.core.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value
 from memplan.core.plan import Plan
 from memplan.core.problem import Buffer, Interval
 
@@ -92,14 +93,24 @@ def graph_with_caller(graph: Graph, side: CallerSide, *, earlier: bool = True) -
 
 
 def is_read_by_elements(graph: Graph, value: int) -> bool:
-    """Return whether only elementwise ops read a value, and no view of it: all its elements may be at one address."""
-    storage = graph.values[value].storage
-    views = {v for v, other in enumerate(graph.values) if other.storage == storage} - {value}
-    touching = [op for op in graph.ops if storage in graph.touched(op)]
-    return all(
+    """Return whether all elements of a value may be at one address: only elementwise ops read it, and no view of it.
+
+    The other operands and the results of these ops are contiguous and of its shape: torch gives results the layout of
+    the operands, and one without a layout of its own must not change it.
+    """
+    given = graph.values[value]
+    views = {v for v, other in enumerate(graph.values) if other.storage == given.storage} - {value}
+    touching = [op for op in graph.ops if given.storage in graph.touched(op)]
+    beside = {v for op in touching for v in (*op.reads, *op.writes)}
+    alike = all(graph.values[v].shape == given.shape and _is_contiguous(graph.values[v]) for v in beside)
+    return alike and all(
         op.target in _ELEMENTWISE and value not in op.writes and views.isdisjoint((*op.reads, *op.writes))
         for op in touching
     )
+
+
+def _is_contiguous(value: Value) -> bool:
+    return value.strides == tuple(math.prod(value.shape[i + 1 :]) for i in range(len(value.shape)))
 
 
 def transient_with_caller(graph: Graph, transient: Sequence[int], side: CallerSide) -> tuple[int, ...]:

@@ -62,7 +62,9 @@ class StepTogether:
     options: PlanOptions
     after: int
     least: int = 0
-    _made: dict[tuple[int, ...], tuple[Sequence[Plan], Plan]] = field(default_factory=dict, init=False, repr=False)
+    _made: dict[tuple[int, ...], tuple[Sequence[Plan], Plan]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def can_be_smaller(self) -> bool:
@@ -164,7 +166,7 @@ class StepTogether:
         """
         key = tuple(map(id, plans))
         if key not in self._made:
-            self._made[key] = plans, self._planned_together(plans)
+            self._made[key] = tuple(plans), self._planned_together(plans)
         return self._made[key][1]
 
     def _planned_together(self, plans: Sequence[Plan]) -> Plan:

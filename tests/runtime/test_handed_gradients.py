@@ -14,6 +14,7 @@ from torch import nn
 import memplan
 from benchmarks.peak_measure import live_bytes
 from memplan.runtime.execute import autograd_step
+from memplan.runtime.memory import handed_gradients
 from memplan.runtime.memory.arena_parts import ObservedOwnership
 from memplan.runtime.memory.handed_gradients import HandedGradients
 from tests.runtime.allocated import allocations
@@ -164,7 +165,8 @@ def test_hooks_on_parameters_see_the_sum_once(way: str) -> None:
     assert all(any(torch.equal(f, e) for e in expected) for f in found)
 
 
-def test_a_hook_on_the_node_of_a_call_may_replace_or_keep_what_it_hands_over() -> None:
+@pytest.mark.parametrize("hooked", [0, 1])
+def test_a_hook_on_the_node_of_a_call_may_replace_or_keep_what_it_hands_over(hooked: int) -> None:
     model, inputs = _model(), _inputs(2)
     compiled = memplan.compile(model, inputs[0])
     for _ in range(2):
@@ -180,7 +182,7 @@ def test_a_hook_on_the_node_of_a_call_may_replace_or_keep_what_it_hands_over() -
     def squares(hook: Callable[..., Any]) -> list[torch.Tensor]:
         model.zero_grad()
         results = [compiled(x) for x in inputs]
-        node: Any = results[1].grad_fn
+        node: Any = results[hooked].grad_fn
         while type(node).__name__ != "PlannedStepBackward":
             node = node.next_functions[0][0]
         node.register_hook(hook)
@@ -188,12 +190,13 @@ def test_a_hook_on_the_node_of_a_call_may_replace_or_keep_what_it_hands_over() -
         return [p.grad for p in model.parameters() if p.grad is not None]
 
     doubled = squares(lambda given, _: tuple(None if g is None else g * 2 for g in given))
-    assert all(torch.equal(d, second * 2 + first) for d, first, second in zip(doubled, *alone, strict=True))
+    sums = [of_hooked * 2 + other for of_hooked, other in zip(alone[hooked], alone[1 - hooked], strict=True)]
+    assert all(map(torch.equal, doubled, sums))
 
     kept: list[torch.Tensor] = []
     squares(lambda given, _: kept.extend(g for g in given if g is not None))
-    assert all(any(torch.equal(k, second) for second in alone[1]) for k in kept)
-    assert kept
+    assert len(kept) == len(alone[hooked])
+    assert all(any(torch.equal(k, own) for own in alone[hooked]) for k in kept)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -229,13 +232,22 @@ def test_anomaly_mode_leaves_the_sum_to_autograd(monkeypatch: pytest.MonkeyPatch
     assert not any(taken)
 
 
-def test_gradients_wait_for_one_backward_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_wait_for_one_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     handed, p, gradient = HandedGradients(), torch.zeros(2), torch.ones(2)
-    tasks = iter([7, 7, 8, 9, 9])
+    tasks = iter([7, 7, 8, 9, 9, 9])
     monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: next(tasks))
     handed.note([p], [gradient])
     assert handed.waiting([p]) == [gradient]
     assert handed.waiting([p]) is None  # another backward runs
     handed.note([p], [gradient])
+    assert handed.waiting([p, torch.zeros(2)]) is None
     del gradient
     assert handed.waiting([p]) is None  # autograd has dropped it
+
+
+def test_gradients_on_an_accelerator_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed, p, gradient = HandedGradients(), torch.zeros(2), torch.ones(2)
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 7)
+    monkeypatch.setattr(handed_gradients, "is_accelerator", lambda device: True)
+    handed.note([p], [gradient])
+    assert handed.waiting([p]) is None

@@ -67,6 +67,8 @@ class AddedGradients:
         """Return `gradients` to add to, which other calls have handed to autograd; None if autograd has to do it."""
         if gradients is None or not all(map(_can_take, gradients, self._values)):
             return None
+        if [g.device for g in gradients] != [p.device for p in parameters]:
+            return None
         if torch.is_anomaly_enabled() or self._hooks.first(parameters) is not None:
             return None
         return gradients if are_in_buffers_alone(gradients) else None

@@ -13,6 +13,7 @@ from memplan.errors import StaleActivationsError, UnsupportedCall
 from memplan.runtime.execute.held_gradients import note_held_by_autograd_alone, note_unshared
 from memplan.runtime.execute.repeated_step import Repeatable
 from memplan.runtime.guards import transforms
+from memplan.runtime.guards.hook_counts import hooks_ever_set, hooks_on
 from memplan.runtime.guards.ranks import in_ddp
 from memplan.runtime.memory.arena_ownership import InFlight
 from memplan.runtime.memory.handed_gradients import HandedGradients
@@ -57,6 +58,7 @@ class PlannedStep(torch.autograd.Function):
         ctx.versions = list(map(_version, ctx.watched))
         ctx.runner, ctx.step = runner, step
         ctx.adds = runner.wanted(current) if runner.added is not None and not in_ddp() else None
+        ctx.hooks_before = hooks_ever_set()
         ctx.set_materialize_grads(False)
         if not runner.caller.is_done:
             runner.caller.forward_ended(fresh)
@@ -123,7 +125,7 @@ def _targets(
     ctx: Any, runner: Any, handed: HandedGradients | None, read: Sequence[torch.Tensor]
 ) -> list[torch.Tensor] | None:
     """Return the tensors to which a backward is to add the gradients of parameters; None if it returns them."""
-    if ctx.adds is None or runner.is_observed:
+    if ctx.adds is None or runner.is_observed or (hooks_ever_set() != ctx.hooks_before and hooks_on(ctx)):
         return None
     nodes = [node for node, _ in ctx.next_functions[: len(ctx.adds)]]
     targets: list[torch.Tensor] | None = runner.added.targets(ctx.adds, nodes, read)

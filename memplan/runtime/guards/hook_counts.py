@@ -7,6 +7,7 @@ are subtracted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -28,7 +29,11 @@ def hooks_of_node(parameter: torch.Tensor) -> int:
     if not parameter.requires_grad:
         return 0
     with torch.inference_mode(False), torch.enable_grad():  # otherwise there is no node
-        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        return hooks_on(torch.autograd.graph.get_gradient_edge(parameter).node)
+
+
+def hooks_on(node: Any) -> int:
+    """Return how many hooks a node of autograd has."""
     count = 0
     for register in (node.register_hook, node.register_prehook):
         _Ours.count += 1  # before torch counts it: no other thread may see a number that real hooks reach later
