@@ -277,8 +277,8 @@ def table_of(verdicts: Sequence[Verdict]) -> Table:
         "own `step()` runs. Most programs need less than a megabyte, and what a compiled module keeps beside its "
         "arena is a large part of it: the ratios say little about large ones. Where they are above 1, it is by bytes "
         "to a few kilobytes, and the causes that were found are: a mask that the model has replaced two steps before, "
-        "and that the program of before still has (pruning by the backend: 2.3 KB); an order of calls that is complete in "
-        "the fifth step only (dcgan by memplan.compile: 5 KB, 0.6 KB four steps later); an arena that stays while a "
+        "and that the program of before still has (pruning by the backend: 2.3 KB); an order of calls that is complete "
+        "in the fifth step only (dcgan by memplan.compile: 5 KB, 0.6 KB four steps later); an arena that stays while a "
         "model that is not compiled runs (byol: 0.9 KB); an arena whose peak is at another step than that of "
         "convolutions beside it (timm_resnet, torchvision_resnet: 24 KB of 7 and 71 MB); and numbers that kernels take "
         "as tensors, of 4 to 128 bytes each.",
