@@ -15,6 +15,7 @@ import memplan
 from memplan.devices.measure import peak_bytes
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 and 2.12 say so of any profile
 
 
 def test_garbage_of_others_does_not_lower_what_a_thunk_is_seen_to_allocate() -> None:
