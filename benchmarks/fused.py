@@ -46,8 +46,8 @@ from benchmarks.resumable import kept_rows
 MODELS = MappingProxyType({**ZOO, **OUTSIDE})
 KNOB = 0.5
 TIGHTER = 0.85  # of the peak that the knob reaches
-ENDED = "its process ended"
 SHARES = (0.85, 0.725)  # of Inductor's peak
+ENDED = "its process ended"
 COLUMNS = {
     "model": "model",
     "contender": "contender",

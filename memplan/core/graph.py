@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -95,6 +96,11 @@ class Value:
                 return False
             expected *= n
         return True
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the strides are exactly those of a contiguous tensor, in dimensions of size 1 too."""
+        return self.strides == tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

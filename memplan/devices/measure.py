@@ -31,8 +31,11 @@ def peak_bytes(thunks: Sequence[Callable[[], None]], device: torch.device) -> li
     """Return for each thunk the most bytes (above those at its start) that were allocated while it ran.
 
     Python's garbage collector is paused: tensors of others that it would free meanwhile would count as freed here.
-    While the user's profiler records, thunks run in another thread, without autograd.
+    While the user's profiler records, thunks run in another thread, without autograd. Raises `RuntimeError` unless
+    `can_measure`.
     """
+    if not can_measure(device):
+        raise RuntimeError("another profiler records on the device")
     if torch.autograd.profiler._is_profiler_enabled:
         with _garbage_kept():
             return _peaks_apart(thunks)

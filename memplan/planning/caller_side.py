@@ -8,11 +8,10 @@ stand for the caller.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from memplan.core.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value
+from memplan.core.graph import Graph, Op, Origin, Phase, Storage, StorageKind
 from memplan.core.plan import Plan
 from memplan.core.problem import Buffer, Interval
 
@@ -30,7 +29,7 @@ class CallerSide:
         dropped: The names of the storages of outputs that it has freed when the step is over. They count until the
             forward returns, and as long as the loss and the backward need them.
         missing: The names of the storages of gradients of outputs that it never passes. A plan has zeros for them
-            (one element, where `is_read_by_elements`), and eager nothing.
+            (one element, if they are `read_by_elements`), and eager nothing.
     """
 
     loss: int = 0
@@ -73,9 +72,9 @@ def graph_with_caller(graph: Graph, side: CallerSide, *, earlier: bool = True) -
     received = _op("results", Phase.FORWARD, reads=(*before, *results))
     loss = _op("loss", Phase.BACKWARD, writes=(v for v, storage in enumerate(storage_of) if storage in tangents))
     passing = tangents | dropped
-    first = {storage: v for v, storage in reversed(list(enumerate(storage_of)))}  # the whole of it
-    missing = (i for i in tangents if graph.storages[i].name in side.missing)
-    small = {i for i in missing if i in first and is_read_by_elements(graph, first[i])}
+    missing = {i for i in tangents if graph.storages[i].name in side.missing}
+    whole = {storage: v for v, storage in reversed(list(enumerate(storage_of))) if storage in missing}
+    small = {storage_of[v] for v in read_by_elements(graph, whole.values())}
     storages = [replace(s, kind=StorageKind.ACTIVATION) if i in passing else s for i, s in enumerate(graph.storages)]
     storages = [replace(s, nbytes=0) if i in small else s for i, s in enumerate(storages)]
     storages += [
@@ -92,25 +91,31 @@ def graph_with_caller(graph: Graph, side: CallerSide, *, earlier: bool = True) -
     )
 
 
-def is_read_by_elements(graph: Graph, value: int) -> bool:
-    """Return whether all elements of a value may be at one address: only elementwise ops read it, and no view of it.
+def read_by_elements(graph: Graph, given: Iterable[int]) -> frozenset[int]:
+    """Return those of the values whose elements may all be at one address: only elementwise ops read them, and no view.
 
-    The other operands and the results of these ops are contiguous and of its shape: torch gives results the layout of
+    The other operands and the results of these ops are contiguous and of their shape: torch gives results the layout of
     the operands, and one without a layout of its own must not change it.
+
+    Args:
+        graph: The graph.
+        given: Values of the whole of different storages.
     """
-    given = graph.values[value]
-    views = {v for v, other in enumerate(graph.values) if other.storage == given.storage} - {value}
-    touching = [op for op in graph.ops if given.storage in graph.touched(op)]
-    beside = {v for op in touching for v in (*op.reads, *op.writes)}
-    alike = all(graph.values[v].shape == given.shape and _is_contiguous(graph.values[v]) for v in beside)
-    return alike and all(
-        op.target in _ELEMENTWISE and value not in op.writes and views.isdisjoint((*op.reads, *op.writes))
-        for op in touching
+    of = {graph.values[v].storage: v for v in given}
+    uses = ((op, of[storage]) for op in graph.ops for storage in graph.touched(op) if storage in of)
+    others = {v for op, v in uses if not _spreads(graph, op, v)}
+    return frozenset(of.values()) - others
+
+
+def _spreads(graph: Graph, op: Op, given: int) -> bool:
+    """Return whether an op takes a value by its elements alone, and has the same results for any strides of it."""
+    whole, touched = graph.values[given], [graph.values[v] for v in (*op.reads, *op.writes)]
+    return (
+        op.target in _ELEMENTWISE
+        and given not in op.writes
+        and all(v is whole for v in touched if v.storage == whole.storage)
+        and all(v.shape == whole.shape and v.is_contiguous for v in touched)
     )
-
-
-def _is_contiguous(value: Value) -> bool:
-    return value.strides == tuple(math.prod(value.shape[i + 1 :]) for i in range(len(value.shape)))
 
 
 def transient_with_caller(graph: Graph, transient: Sequence[int], side: CallerSide) -> tuple[int, ...]:

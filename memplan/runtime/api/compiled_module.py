@@ -187,8 +187,10 @@ class CompiledModule(SharedModule, MeasuredStep):
 
     def _running(self) -> RunsNow | None:
         """Return what it runs now; None if it is not compiled so far."""
-        if "_compilation" not in self.__dict__:
-            return None
+        return self._runs_now if "_compilation" in self.__dict__ else None
+
+    @property
+    def _runs_now(self) -> RunsNow:
         fixed = self._several is not None or self._again is not None or self._guide is not None
         return RunsNow(compilation=self._compilation, pending=self._pending, fixed=fixed)
 
@@ -440,7 +442,7 @@ class CompiledModule(SharedModule, MeasuredStep):
     @property
     def _arena(self) -> Arena:
         """The arena that its programs share."""
-        return RunsNow(compilation=self._compilation, pending=self._pending, fixed=True).arena
+        return self._runs_now.arena
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what compiles a copy again: addresses in an arena cannot be copied or pickled."""

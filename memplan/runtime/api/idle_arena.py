@@ -107,7 +107,8 @@ class IdleArena:
     def give_up(self) -> None:
         """Have its model allocate what its steps need while they run, from the next call on, if its options allow."""
         runs = self.runs
-        self._gives_up = runs is not None and runs.may_change and not runs.compilation.builder.outside
+        if runs is not None and runs.may_change and not runs.compilation.builder.outside:
+            self._gives_up = True
 
     def _make_room(self, update: FirstUpdate) -> bool:
         """Free the arena while an optimizer runs for the first time, if both need more than eager, for a smaller one.

@@ -19,8 +19,8 @@ import torch
 
 from memplan.core.graph import Graph, Value
 from memplan.devices.kinds import HOST
-from memplan.runtime.codegen.dying_sources import without_copies_of_dying
 from memplan.runtime.codegen.namespace import Namespace
+from memplan.runtime.codegen.needless_copies import without_needless_copies
 from memplan.runtime.codegen.step_ir import Call, CallbackLine, Empty, Layout, Line, View, refs, same_layout
 from memplan.runtime.codegen.torchscript_runs import (
     can_interpret,
@@ -119,7 +119,7 @@ class FunctionWriter:
         kept = [value for group in (*groups, left) for value in group]
         for value in kept:
             self._use(value)
-        self.lines = without_copies_of_dying(self.lines, self.layout, kept)
+        self.lines = without_needless_copies(self.lines, self.layout, kept)
         fitting, self.indexed = separate_index_errors(self.lines, self._fitting())
         return self._compiled(self.name, groups, fitting)
 
@@ -381,7 +381,8 @@ def _same_elements(one: Value, two: Value) -> bool:
     """Return whether both are contiguous and start at the same place."""
     return (
         one.offset == two.offset
-        and all(v.strides == tuple(math.prod(v.shape[i + 1 :]) for i in range(len(v.shape))) for v in (one, two))
+        and one.is_contiguous
+        and two.is_contiguous
         and math.prod(one.shape) == math.prod(two.shape) > 0
     )
 

@@ -51,9 +51,7 @@ class AddedGradients:
         that the backward reads, which must not change while it runs.
         """
         grads = list(map(_grad, parameters))
-        if not all(map(_can_take, grads, self._values)) or not all(map(_wants, parameters)):
-            return None
-        if torch.is_anomaly_enabled() or self._hooks.first(parameters) is not None:
+        if not self._may_add(parameters, grads) or not all(map(_wants, parameters)):
             return None
         if not {t.untyped_storage().data_ptr() for t in read}.isdisjoint(g.untyped_storage().data_ptr() for g in grads):
             return None
@@ -65,13 +63,19 @@ class AddedGradients:
         self, parameters: Sequence[torch.Tensor], gradients: list[torch.Tensor] | None
     ) -> list[torch.Tensor] | None:
         """Return `gradients` to add to, which other calls have handed to autograd; None if autograd has to do it."""
-        if gradients is None or not all(map(_can_take, gradients, self._values)):
+        if gradients is None or not self._may_add(parameters, gradients):
             return None
         if [g.device for g in gradients] != [p.device for p in parameters]:
             return None
-        if torch.is_anomaly_enabled() or self._hooks.first(parameters) is not None:
-            return None
         return gradients if are_in_buffers_alone(gradients) else None
+
+    def _may_add(self, parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Return whether gradients can be added to tensors in place, and no hook or check is to see them before."""
+        return (
+            all(map(_can_take, tensors, self._values))
+            and not torch.is_anomaly_enabled()
+            and self._hooks.first(parameters) is None
+        )
 
 
 def adding(program: Program, values: Sequence[int]) -> tuple[BoundOp, ...]:

@@ -17,7 +17,7 @@ from memplan.core.graph import Phase
 from memplan.core.plan import Plan
 from memplan.distributed.ops import updating
 from memplan.errors import UnsupportedCall
-from memplan.planning.caller_side import CallerSide, is_read_by_elements
+from memplan.planning.caller_side import CallerSide, read_by_elements
 from memplan.runtime.debug.hooks import Hook, Hooks
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Sanitizers, make_poison, make_redzone
 from memplan.runtime.execute.added_gradients import AddedGradients
@@ -261,9 +261,7 @@ class Runner:
         self._written_inputs = [j for j, i in enumerate(self.program.inputs) if t.bindings[i].written]
         self.tangents = t.results.tangents
         # (index of the fresh output, value) of each tangent, in the order in which the backward takes them
-        bound = [b.value for b in t.bound(Source.TANGENT)]
-        self._tangents = [(t.results.tangents.index(value), t.graph.values[value]) for value in bound]
-        self._spread = {self.tangents.index(value) for value in bound if is_read_by_elements(t.graph, value)}
+        self._tangents = [(t.results.tangents.index(b.value), t.graph.values[b.value]) for b in t.bound(Source.TANGENT)]
         self._fresh_at = {value: i for i, value in enumerate(t.results.fresh)}
         storage_of = [v.storage for v in t.graph.values]
         saved, kept = self.program.saved, {storage_of[v] for v in self.program.saved}
@@ -435,6 +433,12 @@ class Runner:
             torch.autograd.graph.increment_version(written)
         if self._written_inputs:
             torch.autograd.graph.increment_version(_versioned(inputs[i] for i in self._written_inputs))
+
+    @cached_property
+    def _spread(self) -> set[int]:
+        """The fresh outputs (indices) whose gradients may be one element, if they are zeros; few steps ask for them."""
+        bound = [b.value for b in self.traced.bound(Source.TANGENT)]
+        return {self.tangents.index(value) for value in read_by_elements(self.traced.graph, bound)}
 
     def tangents_from(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], set[int]]:
         """Return the tangents with the traced strides, and the positions of missing ones, which are zeros.

@@ -10,7 +10,7 @@ from memplan.core.graph import Value
 from memplan.runtime.codegen.step_ir import Call, Empty, Layout, Line, View, refs, same_layout
 
 
-def without_copies_of_dying(lines: Sequence[Line], layout: Layout, kept: Collection[int]) -> list[Line]:
+def without_needless_copies(lines: Sequence[Line], layout: Layout, kept: Collection[int]) -> list[Line]:
     """Return the lines of a function without copies of memory that dies with them.
 
     A program that adds gradients to those of the steps before has an op for each that copies it out of the arena. Where
