@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from memplan.core.collectives import ALL_REDUCE, is_collective
+from memplan.core.evictions import SAVE_RNG
 from memplan.core.files import write_atomic
 from memplan.core.graph import Graph, Op, Value
 from memplan.core.jsonio import from_json, to_json
@@ -26,6 +27,7 @@ from memplan.errors import InvalidCosts, MemplanError, UnreadableFile
 VERSION = 1
 
 _MATRIX = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm"})
+_SEEDS = "inductor_seeds"  # the op that makes the seeds of generated kernels
 _NARROW = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"})
 
 
@@ -62,6 +64,7 @@ class CostModel:
         to_device: The link for copies from the host to the device.
         measured: Measured seconds by op signature (`signature_of`); these replace the roofline's.
         between_ranks: The link between the ranks of a process group, for collectives; a network of 400 Gbit/s.
+        draw: Seconds to draw one random number, where that takes longer than to write it.
 
     Raises:
         InvalidCosts: A rate is not positive, or a time is negative, or either is not finite.
@@ -81,6 +84,7 @@ class CostModel:
     to_device: Link
     measured: Mapping[str, float] = field(default_factory=dict)
     between_ranks: Link = Link(bytes_per_second=45e9, latency=15e-6)
+    draw: float = 0.0
 
     def __post_init__(self) -> None:
         rates = {"matrix_flops": self.matrix_flops, "narrow_flops": self.narrow_flops}
@@ -88,8 +92,9 @@ class CostModel:
         for key, rate in rates.items():
             if not 0 < rate < float("inf"):
                 raise InvalidCosts(f"is {rate}", where=key, hint="give a positive rate per second")
-        if not 0 <= self.launch < float("inf"):
-            raise InvalidCosts(f"is {self.launch}", where="launch", hint="give seconds, at least 0")
+        for key, seconds in {"launch": self.launch, "draw": self.draw}.items():
+            if not 0 <= seconds < float("inf"):
+                raise InvalidCosts(f"is {seconds}", where=key, hint="give seconds, at least 0")
         for key, seconds in self.measured.items():
             if not 0 <= seconds < float("inf"):
                 raise InvalidCosts(f"is {seconds}", where=f"measured[{key!r}]", hint="give seconds, at least 0")
@@ -120,7 +125,8 @@ class CostModel:
         nbytes = sum(_value_bytes(graph, v) for v in dict.fromkeys((*op.reads, *op.writes)))
         widest = max((graph.values[v].dtype for v in op.reads), key=lambda d: d not in _NARROW, default="float32")
         rate = self.narrow_flops if widest in _NARROW else self.matrix_flops
-        return self.launch + max(flops_of(graph, op) / rate, nbytes / self.bytes_per_second)
+        drawn = self.draw * _drawn(graph, op) if self.draw else 0.0
+        return self.launch + drawn + max(flops_of(graph, op) / rate, nbytes / self.bytes_per_second)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model as JSON, whole or not at all; `load_costs` reads it.
@@ -271,6 +277,17 @@ def _attention_flops(name: str, reads: list[Value]) -> float:
     return 2.0 * products * prod(query.shape) * key.shape[-2]
 
 
+def _drawn(graph: Graph, op: Op) -> int:
+    """Return the random numbers that an op draws: one for each element of its largest result.
+
+    A kernel of Inductor's draws them from seeds, which it reads.
+    """
+    seeded = any(graph.storages[graph.values[v].storage].origin.op == _SEEDS for v in op.reads)
+    if not (op.random or seeded) or op.target == SAVE_RNG:
+        return 0
+    return max((prod(graph.values[v].shape) for v in op.writes), default=0)
+
+
 def _value_bytes(graph: Graph, index: int) -> int:
     """Return the bytes that a kernel moves for a value; of an expanded value, those of its storage."""
     v = graph.values[index]
@@ -300,9 +317,12 @@ def _pcie(gigabytes: float) -> Link:
     return Link(bytes_per_second=gigabytes * 1e9, latency=10e-6)
 
 
-def _device(name: str, matrix: float, narrow: float, memory: float, launch: float, link: float) -> CostModel:  # noqa: PLR0917
+def _device(  # noqa: PLR0917
+    name: str, matrix: float, narrow: float, memory: float, launch: float, link: float, draw: float = 0.0
+) -> CostModel:
     return CostModel(
         name=name,
+        draw=draw,
         matrix_flops=matrix * 1e12,
         narrow_flops=narrow * 1e12,
         bytes_per_second=memory * 1e12,
@@ -319,7 +339,7 @@ DEVICES: Mapping[str, CostModel] = MappingProxyType(
         "h100": _device("h100", 495, 989, 3.35, 2e-6, 50),
         "h200": _device("h200", 495, 989, 4.8, 2e-6, 50),
         "l4": _device("l4", 60, 121, 0.3, 2e-6, 25),
-        "cpu": _device("cpu", 0.1, 0.1, 0.02, 3e-6, 8),
+        "cpu": _device("cpu", 0.1, 0.1, 0.02, 3e-6, 8, draw=12e-9),
     }
 )
 

@@ -6,6 +6,7 @@ Measured execution, guided execution and the feedback on late swaps are Capuchin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import median
 
 from memplan.errors import BudgetInfeasible
@@ -19,21 +20,36 @@ _LEAST = 1e-9  # seconds: a lower limit for a measured copy
 
 
 class RecordingPolicy:
-    """A policy that keeps its last answer in `events`.
+    """A policy that remembers its answers; `events` is the one that a plan was made of, once `settle` was told which.
 
-    `events` is None until the policy is called, which it is not where nothing has to be evicted.
+    A search for a plan asks for several: for smaller budgets, and for other variants of the step.
     """
 
     def __init__(self, policy: Policy, name: str, quick: Policy | None = None) -> None:
-        self.policy = policy
+        self.policy = self.func = policy
         self.__name__ = name
-        self.quick = quick or policy
+        self.quick = partial(self._answered, quick or policy)
         self.events: Events | None = None
+        self._answers: list[tuple[tuple[int, ...], Events]] = []
 
     def __call__(self, workload: Workload) -> Events:
-        """Return the policy's events for `workload`, and keep them."""
-        self.events = self.policy(workload)
-        return self.events
+        """Return the policy's events for `workload`, and remember them."""
+        return self._answered(self.policy, workload)
+
+    def settle(self, sources: Sequence[int]) -> None:
+        """Set `events` to those of the plan with these sources (`EvictionPlan.sources`), and forget the others.
+
+        They are None for a plan that no policy was asked for, because nothing has to be evicted.
+        """
+        ran = tuple(source for source in sources if source >= 0)
+        self.events = next((events for runs, events in reversed(self._answers) if runs == ran), None)
+        self._answers.clear()
+
+    def _answered(self, policy: Policy, workload: Workload) -> Events:
+        events = policy(workload)
+        runs = (workload.sources[i] for kind, i in events if kind is Kind.RUN)
+        self._answers.append((tuple(source for source in runs if source >= 0), events))
+        return events
 
 
 class ProfileGuidedPolicy:

@@ -84,7 +84,10 @@ def safe_plan(
         options, retracer = replace(options.keeping(plan), divide=None), None
     policy = recording_policy(options.policy)
     options = replace(options, policy=policy)
-    return *(options.settle(traced, retracer) if known is None else replan(options, known)), policy
+    traced, plan = options.settle(traced, retracer) if known is None else replan(options, known)
+    assert plan.eviction is not None
+    policy.settle(plan.eviction.sources)
+    return traced, plan, policy
 
 
 def guide_of(
@@ -185,6 +188,8 @@ class ProfileGuide:
         """Return a plan with the events that the profile-guided policy decides; None if they are the current ones."""
         policy = RecordingPolicy(ProfileGuidedPolicy(self._events, self._leads, policies), self._policy.__name__)
         plan = self._plan_with(policy, self._costs)
+        assert plan.eviction is not None
+        policy.settle(plan.eviction.sources)
         if policy.events is None or policy.events == self._events:
             return None
         return plan, policy.events
