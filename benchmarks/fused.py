@@ -138,6 +138,7 @@ class Contender:
 
 
 _fused = partial(planned, kernels="inductor", policy="recompute")  # the CPU's host copies are in its own memory
+_in_blocks = partial(_fused, divide=memplan.Division(sums=True))
 CONTENDERS: Mapping[str, Contender] = MappingProxyType(
     {
         "eager": Contender(compile=eager, against="eager"),
@@ -153,6 +154,7 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
         },
         "memplan-inductor at the knob's": Contender(compile=_fused, against="inductor", share=1.0),
         "memplan-inductor tighter": Contender(compile=_fused, against="inductor", share=TIGHTER),
+        "memplan-inductor tighter in blocks": Contender(compile=_in_blocks, against="inductor", share=TIGHTER),
         "partitioner at the knob's": Contender(compile=partitioned, against="inductor", share=1.0),
         "partitioner tighter": Contender(compile=partitioned, against="inductor", share=TIGHTER),
     }

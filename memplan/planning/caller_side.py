@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from memplan.core.graph import Graph, Op, Origin, Phase, Storage, StorageKind
+from memplan.core.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value
 from memplan.core.plan import Plan
 from memplan.core.problem import Buffer, Interval
 
 CALLER = "memplan.caller"  # the target of the ops that stand for the caller
+_HELD = "gradients of the step before"
 _ELEMENTWISE = frozenset({"aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor"})
 
 
@@ -30,9 +31,12 @@ class CallerSide:
             forward returns, and as long as the loss and the backward need them.
         missing: The names of the storages of gradients of outputs that it never passes. A plan has zeros for them
             (one element, if they are `read_by_elements`), and eager nothing.
+        held: The bytes of gradients of the step before that it frees after the forward (`zero_grad()` between the
+            forward and `backward()`).
     """
 
     loss: int = 0
+    held: int = 0
     dropped: frozenset[str] = frozenset()
     missing: frozenset[str] = frozenset()
 
@@ -51,8 +55,8 @@ def eager_with_caller(graph: Graph, side: CallerSide, *, earlier: bool = True) -
 def graph_with_caller(graph: Graph, side: CallerSide, *, earlier: bool = True) -> Graph:
     """Return the graph with ops for the caller; unchanged if it has no backward.
 
-    The first op of the forward makes what the caller keeps of the step before, and the last one frees it. The first op
-    of the backward makes the gradients that the backward gets. All these, and outputs that the caller drops, are
+    The first op of the forward makes what the caller keeps of the step before, gradients that it still has among them,
+    and the last one frees it. The first op of the backward makes the gradients that the backward gets. All these, and outputs that the caller drops, are
     intermediate results outside the arena: they take bytes from their first use to the last. Without `earlier`, the
     caller keeps nothing of the step before.
     """
@@ -66,7 +70,7 @@ def graph_with_caller(graph: Graph, side: CallerSide, *, earlier: bool = True) -
     kept = [i for i in outputs if i not in dropped] if earlier else []
     tangents = {i for i, s in enumerate(graph.storages) if s.kind is StorageKind.TANGENT and not s.planned}
     first_of = {storage_of[v]: graph.values[v] for v in reversed(graph.outputs)}
-    before = range(len(graph.values), len(graph.values) + len(kept))
+    before = range(len(graph.values), len(graph.values) + len(kept) + bool(side.held))
     results = tuple(dict.fromkeys(graph.outputs))
     began = _op("earlier results", Phase.FORWARD, writes=before)
     received = _op("results", Phase.FORWARD, reads=(*before, *results))
@@ -81,7 +85,10 @@ def graph_with_caller(graph: Graph, side: CallerSide, *, earlier: bool = True) -
         replace(graph.storages[i], name=f"{graph.storages[i].name} of the step before", kind=StorageKind.ACTIVATION)
         for i in kept
     ]
-    copies = (replace(first_of[i], storage=len(graph.storages) + n) for n, i in enumerate(kept))
+    copies = [replace(first_of[i], storage=len(graph.storages) + n) for n, i in enumerate(kept)]
+    if side.held:
+        copies.append(_bytes_in(len(storages), side.held))
+        storages.append(_held(graph, side.held))
     return replace(
         graph,
         ops=(began, *graph.ops[:at], received, loss, *graph.ops[at:]),
@@ -161,6 +168,19 @@ def _op(name: str, phase: Phase, *, reads: Iterable[int] = (), writes: Iterable[
         random=False,
         origin=Origin(op=CALLER),
     )
+
+
+def _held(graph: Graph, nbytes: int) -> Storage:
+    """Return the storage of gradients that the caller still has of the step before."""
+    devices = [graph.storages[graph.values[v].storage].device for v in (*graph.gradients, *graph.outputs)]
+    return Storage(
+        name=_HELD, nbytes=nbytes, device=devices[0], kind=StorageKind.ACTIVATION, planned=False, origin=Origin(op=CALLER)
+    )
+
+
+def _bytes_in(storage: int, nbytes: int) -> Value:
+    """Return the value that is all bytes of a storage."""
+    return Value(name=_HELD, storage=storage, dtype="uint8", shape=(nbytes,), strides=(1,), offset=0)
 
 
 def _is_output(storage: Storage) -> bool:

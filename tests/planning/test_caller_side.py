@@ -68,6 +68,17 @@ def test_results_are_alive_as_the_caller_has_them(dropped: bool) -> None:
     assert of["tangent_3"] == (4, 6)  # from the loss to the op that reads it last
 
 
+def test_gradients_of_the_step_before_are_alive_in_the_forward() -> None:
+    graph = graph_with_caller(_graph(), CallerSide(held=3 * WIDE, dropped=frozenset({RESULT})))
+    check_graph(graph)
+    live = storage_intervals(graph, tuple(range(len(graph.ops))))
+    (held,) = (i for i, storage in enumerate(graph.storages) if storage.nbytes == 3 * WIDE)
+    assert (live[held].start, live[held].end) == (0, 4)
+    plan = _plan(_graph())
+    needs = [need_with_update(plan_with_caller(plan, CallerSide(held=held)), 0) for held in (0, SIZE, 9 * WIDE)]
+    assert needs == [SIZE + plan.arena_size + 2 * WIDE, needs[0] + SIZE, SIZE + plan.arena_size + 11 * WIDE]
+
+
 def test_a_plan_with_the_caller_keeps_its_offsets_and_what_is_alive() -> None:
     plan = _plan(_graph(), (1, 2, 3, 4))
     around = plan_with_caller(plan, CallerSide(loss=500))

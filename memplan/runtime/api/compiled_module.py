@@ -132,7 +132,11 @@ class CompiledModule(SharedModule, MeasuredStep):
                 builder, self._options, args, kwargs, train=train, backward_on_demand=on_demand, given=given
             )
         )
-        if self._selector.main.traced.training and given is None and self._options.plans_for_updates:
+        self._compare_at_update()
+
+    def _compare_at_update(self) -> None:
+        """Compare new programs with eager when an optimizer updates next, if others may take their place."""
+        if self._selector.main.traced.training and self._runs_now.may_change:
             self._idle.wait_for_update(self._original.parameters)
 
     def _use(self, made: Compilation) -> None:
@@ -352,6 +356,7 @@ class CompiledModule(SharedModule, MeasuredStep):
         assert isinstance(self._again, Recompilation)
         self._use(self._again.for_call((args, kwargs)).run())
         self.__dict__["_again"] = None
+        self._compare_at_update()
 
     def _begin_to_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compile a copy, which was only evaluated so far, as what it is a copy of was compiled, and call it."""
@@ -419,6 +424,7 @@ class CompiledModule(SharedModule, MeasuredStep):
         what = "%s: the model has changed; all its programs are made again (change %d of %d): %s"
         _log.info(what, self.plan.model, self._rebuilt, _MAX_REBUILDS, changed.summary)
         self._use(of_changed_model(self._compilation, args, kwargs))
+        self._compare_at_update()
         runner, leaves = self._selector.select(args, kwargs)
         return runner, leaves, runner.current()
 

@@ -61,7 +61,7 @@ class PlannedStep(torch.autograd.Function):
         ctx.hooks_before = hooks_ever_set()
         ctx.set_materialize_grads(False)
         if not runner.caller.is_done:
-            runner.caller.forward_ended(fresh)
+            runner.caller.forward_ended(fresh, runner.wanted(current))
             ownership.note_passed(inputs, fresh)
         if None in runner.tangents:
             ctx.mark_non_differentiable(*(t for t, dual in zip(fresh, runner.tangents, strict=True) if dual is None))

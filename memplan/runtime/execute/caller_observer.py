@@ -24,6 +24,8 @@ class CallerObserver:
         self._losses: list[tuple[LossProfile, int]] = []  # with the bytes of the gradients for the step
         self._returned: list[StorageWeakRef] = []
         self._missing: set[int] | None = None  # of results, in all backwards so far
+        self._gradients: dict[StorageWeakRef, int] = {}  # that were set when the forward ended, and their bytes
+        self._held = 0  # the most bytes of these that were freed before the backward began
 
     @property
     def is_done(self) -> bool:
@@ -34,13 +36,18 @@ class CallerObserver:
         """The backwards that it has seen."""
         return _BACKWARDS - max(self._left, 0)
 
-    def forward_ended(self, results: Sequence[torch.Tensor]) -> None:
-        """Take the tensors that a forward is about to return. They are not kept alive."""
+    def forward_ended(self, results: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+        """Take the tensors that a forward is about to return, and its parameters. They are not kept alive."""
         self._returned = [StorageWeakRef(r.untyped_storage()) for r in results]  # type: ignore[no-untyped-call]
+        gradients = (p.grad for p in parameters if p.grad is not None and _has_bytes(p.grad))
+        storages = {storage.data_ptr(): storage for storage in (g.untyped_storage() for g in gradients)}
+        self._gradients = {StorageWeakRef(s): s.nbytes() for s in storages.values()}  # type: ignore[no-untyped-call]
 
     def backward_begins(self, step: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take the node of a step in autograd's graph, whose backward begins with these gradients of its results."""
         self._left -= 1
+        freed = (nbytes for ref, nbytes in self._gradients.items() if ref.expired())  # type: ignore[no-untyped-call]
+        self._held = max(self._held, sum(freed))
         storages = [g.untyped_storage() for g in gradients if g is not None and _has_bytes(g)]
         passed = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         try:
@@ -58,6 +65,7 @@ class CallerObserver:
         losses = (max(profile.peak(dropped) - passed, 0) for profile, passed in self._losses)
         return CallerSide(
             loss=max(losses, default=0),
+            held=self._held,
             dropped=frozenset(names[i] for i in dropped),
             missing=frozenset(gradients[i] for i in self._missing or () if i in gradients),
         )

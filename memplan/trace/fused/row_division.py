@@ -19,15 +19,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from memplan.core.division import Division
 from memplan.errors import InvalidSize
-from memplan.trace.fused.row_parts import FULL, PRODUCTS, VIEWS, Part, is_transpose, part_of
+from memplan.trace.fused.row_parts import FULL, NAMED, PRODUCTS, VIEWS, Part, is_transpose, part_of
 from memplan.trace.fused.scattered_sums import scatter_into_summands
+from memplan.trace.fused.summed_products import sum_products
 from memplan.trace.passes.aliasing import keys_of, tensors_of, written_in
 from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
 from memplan.trace.passes.saved_nodes import TAG
 
 BLOCK = "memplan_block"  # in the meta of a node: the block of rows that it computes
-_NAMED = ("original_aten", "seq_nr")
 _SLICE, _CAT = aten.slice.Tensor, aten.cat.default
 _PART = 2  # a tensor is wide if it has at least one in so many of the elements of the first product of its chain
 Box = tuple[int, int]  # rows from, to
@@ -48,6 +48,7 @@ def divide_rows(graph: fx.Graph, division: Division) -> Division:
     for chain in divided:
         _BlockRewriter(graph, chain, division.blocks).run()
     if divided and division.sums:
+        sum_products(graph)
         scatter_into_summands(graph)
     return replace(division, over=over)
 
@@ -152,7 +153,7 @@ class _BlockNodes(Rewriter):
 
     def _node(self, *args: Any, **kwargs: Any) -> fx.Node:
         new = super()._node(*args, **kwargs)
-        new.meta.update({key: self.node.meta[key] for key in _NAMED if key in self.node.meta})
+        new.meta.update({key: self.node.meta[key] for key in NAMED if key in self.node.meta})
         if self.block is not None:
             new.meta[BLOCK] = self.block
         return new

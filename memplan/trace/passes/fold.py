@@ -22,7 +22,7 @@ from memplan.trace.passes.aliasing import has_effects, is_fixed, keys_of, span, 
 from memplan.trace.passes.own_outputs import returned_by
 from memplan.trace.passes.rewrite import INHERITED, OWN, aten, replace_by, storage_key, value
 
-SMALL = 4096  # bytes of a result that may stay
+SMALL = 64  # bytes of a result that may stay: with what alignment adds, as many as one number takes
 FOLDED = "folded"  # in a node's meta: the op that its numbers come from
 _WORK = 1 << 20  # bytes of a result that is computed on the way
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)

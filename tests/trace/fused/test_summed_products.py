@@ -1,0 +1,138 @@
+"""Tests of matrix products that are added to each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memplan.trace.fused import row_division
+from memplan.trace.fused.summed_products import sum_products
+
+aten: Any = torch.ops.aten
+SHAPES = ((6, 3), (3, 4), (6, 5), (5, 4), (6, 2), (2, 4))
+
+
+def _graph(
+    *,
+    swapped: bool = False,
+    read_twice: bool = False,
+    alpha: bool = False,
+    forward: bool = False,
+    one_product: bool = False,
+    wide: bool = False,
+) -> fx.Graph:
+    """Return a graph that adds up views of three products."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+
+    def node(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made: fx.Node = graph.call_function(target, args, kwargs)
+        with mode:
+            made.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
+        made.meta["partitioner_tag"] = "is_forward" if forward else "is_backward"
+        return made
+
+    given = []
+    for i, shape in enumerate(SHAPES):
+        given.append(graph.placeholder(f"given_{i}"))
+        given[-1].meta["val"] = mode.from_tensor(torch.rand(shape))
+    if one_product:
+        mine = node(aten.mm.default, given[0], given[1])
+        graph.output((node(aten.add.Tensor, mine, mine),))
+        return graph
+    products = [node(aten.mm.default, a, b) for a, b in zip(given[::2], given[1::2], strict=True)]
+    views = [node(aten.view.default, product, [2, 3, 4]) for product in products]
+    if wide:  # the sum is made in more digits than its products
+        views = [node(torch.ops.prims.convert_element_type.default, view, torch.float64) for view in views]
+    first = node(aten.add.Tensor, *(views[1::-1] if swapped else views[:2]), **({"alpha": 2} if alpha else {}))
+    total = node(aten.add.Tensor, views[2], first) if swapped else node(aten.add.Tensor, first, views[2])
+    graph.output((total, products[1], first) if read_twice else (total,))
+    return graph
+
+
+def _run(graph: fx.Graph) -> torch.Tensor:
+    torch.manual_seed(0)
+    total: torch.Tensor = fx.GraphModule({}, graph)(*(torch.rand(shape) for shape in SHAPES))[0]
+    return total
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_products_are_added_to_the_one_before(swapped: bool) -> None:
+    graph = _graph(swapped=swapped)
+    expected = _run(graph)
+    assert sum_products(graph) == 2
+    calls = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert calls.count(aten.mm.default) == 1
+    assert calls.count(aten.addmm.default) == 2
+    assert aten.add.Tensor not in calls
+    assert all(n.meta["partitioner_tag"] == "is_backward" for n in graph.nodes if n.op == "call_function")
+    torch.testing.assert_close(_run(graph), expected)
+
+
+@pytest.mark.parametrize("other", ["read_twice", "forward", "one_product", "wide"])
+def test_other_sums_stay_as_they_are(other: str) -> None:
+    graph = _graph(**{other: True})
+    expected, code = _run(graph), str(graph)
+    assert sum_products(graph) == 0
+    assert str(graph) == code
+    assert torch.equal(_run(graph), expected)
+
+
+def test_a_scaled_summand_stays_and_its_sum_is_no_product() -> None:
+    graph = _graph(alpha=True)
+    expected, code = _run(graph), str(graph)
+    assert sum_products(graph) == 0
+    assert str(graph) == code
+    assert torch.equal(_run(graph), expected)
+
+
+class _Projected(nn.Module):
+    """A loss head that is divided, behind what three projections read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(32, 32)
+        self.projections = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3))
+        self.head = nn.Linear(32, 256)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        a, b, c = (projection(x) for projection in self.projections)
+        logits: torch.Tensor = self.head(torch.sigmoid(a) * torch.tanh(b) + torch.relu(c))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(4, 8, 32), torch.randint(0, 256, (4, 8))
+
+
+def test_the_gradients_of_projections_exist_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import memplan
+
+    def products() -> int:
+        """Return how many tensors products of the backward make."""
+        divide = memplan.Division(blocks=4, sums=True)
+        graph = memplan.plan(_Projected(), _batch(), kernels="inductor", divide=divide).graph
+        ops = [op for op in graph.ops if op.phase.name == "BACKWARD" and op.target == "aten.mm.out"]
+        return sum(graph.storages[s].nbytes == 4 * 8 * 32 * 4 for op in ops for s in graph.written(op))
+
+    made = products()
+    monkeypatch.setattr(row_division, "sum_products", lambda _: 0)
+    assert products() - made == 2
+
+
+def test_its_numbers_are_those_of_eager() -> None:
+    import memplan
+
+    model, twin = _Projected(), _Projected()
+    divide = memplan.Division(blocks=4, sums=True)
+    compiled = memplan.compile(model, _batch(), kernels="inductor", divide=divide)
+    compiled(*_batch()).backward()
+    twin(*_batch()).backward()
+    for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
