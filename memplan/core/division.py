@@ -20,10 +20,11 @@ class Division:
     results are bitwise the same, unless `sums` is set.
 
     Args:
-        blocks: the number of blocks, 2 or more. None: as few as the budget needs, and no division without need.
+        blocks: the number of blocks, 2 or more. None: as few as the budget needs, and no division without need. 1,
+            with `sums` and Inductor's kernels: no chain is divided.
         sums: divide the matrix products at the ends of a chain too, so that its widest tensor never exists whole.
             Results are then equal only up to rounding: other numbers of rows use other kernels, and gradients of
-            weights are summed block by block.
+            weights are summed block by block. With Inductor's kernels, gradients that are added up are added in place.
         over: divide the chains with an op that reads and writes more than this many bytes. None: the chains with
             the op of the largest working set.
 
@@ -39,10 +40,11 @@ class Division:
     over: int | None = None
 
     def __post_init__(self) -> None:
-        if self.blocks is not None and (type(self.blocks) is not int or self.blocks < 2):
-            raise InvalidSize(f"{self.blocks!r} is not a number of blocks", where="divide", hint=_HINT)
         if type(self.sums) is not bool:
             raise InvalidSize(f"{self.sums!r} is not True or False", where="divide.sums", hint=_HINT)
+        least = 1 if self.sums else 2
+        if self.blocks is not None and (type(self.blocks) is not int or self.blocks < least):
+            raise InvalidSize(f"{self.blocks!r} is not a number of blocks", where="divide", hint=_HINT)
         if self.over is not None and type(self.over) is not int:
             raise InvalidSize(f"{self.over!r} is not a number of bytes", where="divide.over", hint=_HINT)
 

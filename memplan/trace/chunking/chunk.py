@@ -30,6 +30,10 @@ def divide(graph: fx.Graph, division: Division) -> Division:
     """
     if division.blocks is None:
         raise InvalidSize("no number of blocks was chosen", where="divide", hint="pass one")
+    if division.blocks == 1:
+        raise InvalidSize(
+            "one block is for Inductor's kernels", where="divide", hint="pass 2 or more, or kernels='inductor'"
+        )
     written = written_in(graph)
     found = chains(graph, lambda chain: _can_move(chain, written) is not None, sums=division.sums)
     over = division.over

@@ -26,7 +26,7 @@ def variants_to_plan(
 ) -> tuple[tuple[TracedGraph, ...], PlanOptions]:
     """Return the variants of a step to plan, one after the other until one keeps the budget, and the options for them.
 
-    The variant with the fewest blocks comes first. A budget that is a share is one of the undivided step, so it is
+    The variant with the fewest blocks comes first, and the undivided step before it. A budget that is a share is one of the undivided step, so it is
     turned into bytes where there are several variants. For a budget of "min", the only variant is the one with the
     lowest floor. Variants whose floor exceeds the budget are left out; if all do, the last one is kept, whose error
     names what it needs.
@@ -36,12 +36,18 @@ def variants_to_plan(
         return (retraced(traced, retracer, allowed, traced.compress, traced.code),), options
     if allowed is None or (options.budget is None and options.arena_budget is None):
         return (traced,), options
-    variants = (traced, *_divisions(traced, retracer, allowed, alignment))
+    variants = (traced, *_whole(traced, retracer, options), *_divisions(traced, retracer, allowed, alignment))
     if "min" in (options.budget, options.arena_budget):
         return (min(variants, key=lambda variant: _floor(variant, alignment)),), options
     asked = in_bytes(options, traced, alignment)
     fitting = tuple(variant for variant in variants if _may_fit(variant, asked, alignment))
     return fitting or variants[-1:], asked
+
+
+def _whole(traced: TracedGraph, retracer: Retracer | None, options: PlanOptions) -> Iterator[TracedGraph]:
+    """Yield the undivided step with sums in place, where Inductor's kernels may run it."""
+    if options.kernels == "inductor" and options.division is not None and options.division.sums:
+        yield retraced(traced, retracer, replace(options.division, blocks=1), traced.compress, traced.code)
 
 
 def gain_of_dividing(traced: TracedGraph, retracer: Retracer, alignment: int, *, sums: bool = False) -> str:

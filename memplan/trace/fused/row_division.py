@@ -36,17 +36,20 @@ Box = tuple[int, int]  # rows from, to
 def divide_rows(graph: fx.Graph, division: Division) -> Division:
     """Divide the chains of a joint graph, in place, and return the division with `over` settled, to repeat it.
 
-    Raises `InvalidSize` without a number of blocks.
+    With one block, only sums are rewritten. Raises `InvalidSize` without a number of blocks.
     """
     if division.blocks is None:
         raise InvalidSize("no number of blocks was chosen", where="divide", hint="pass one")
-    found = list(_chains(graph, division.blocks))
     over = division.over
-    if over is None:
-        over = max((chain.need for chain in found), default=0) - 1
-    divided = [chain for chain in found if chain.need > over]
-    for chain in divided:
-        _BlockRewriter(graph, chain, division.blocks).run()
+    divided = division.blocks == 1
+    if division.blocks > 1:
+        found = list(_chains(graph, division.blocks))
+        if over is None:
+            over = max((chain.need for chain in found), default=0) - 1
+        for chain in found:
+            if chain.need > over:
+                _BlockRewriter(graph, chain, division.blocks).run()
+                divided = True
     if divided and division.sums:
         sum_products(graph)
         scatter_into_summands(graph)

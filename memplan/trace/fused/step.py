@@ -147,7 +147,7 @@ def generated(
             static=static,
             training=captured.training,
             code=code or CodeOptions(),
-            in_blocks=settled is not None,
+            in_blocks=settled is not None and settled.blocks != 1,
         )
     return GeneratedStep(
         captured=replace(captured, graph_module=joint),
