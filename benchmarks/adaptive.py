@@ -139,7 +139,7 @@ class _Step:
         self.stalls: list[float] = []
         self.run()
         for _ in range((REPLANS + 1) * (WARM + SAMPLES)):  # until nothing is measured any more
-            if compiled._guide is None:
+            if compiled._calls.guide is None:
                 break
             self.run()
         self.stalls.clear()
@@ -148,7 +148,7 @@ class _Step:
         """Seconds of a step."""
         for parameter in self.model.parameters():
             parameter.grad = None
-        program = self.compiled._selector.main.program
+        program = self.compiled._calls.selector.main.program
         before, start = program.stalled, perf_counter()
         self.compiled(*self.inputs).backward()
         taken = perf_counter() - start
@@ -165,7 +165,7 @@ def _made(model: nn.Module, inputs: tuple[Any, ...], share: int, policy: str, co
 
 def _inject(compiled: CompiledModule, rate: float) -> None:
     """Let each copy last as long as a link of `rate` bytes per second takes."""
-    copies = compiled._arena.copies
+    copies = compiled._calls.arena.copies
     assert isinstance(copies, ThreadCopies)
     copies.before_each(lambda nbytes: time.sleep(LATENCY + nbytes / rate))
 

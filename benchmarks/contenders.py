@@ -69,7 +69,7 @@ def torch_compile(backend: Any, model: nn.Module, inputs: tuple[Any, ...], **opt
 def planned(model: nn.Module, inputs: tuple[Any, ...], **options: Any) -> Step:
     """`memplan.compile`: every intermediate at its planned address."""
     compiled = memplan.compile(model, inputs, **options)
-    runner = compiled._selector.main
+    runner = compiled._calls.selector.main
     tensors = runner.input_guards.tensors(runner.input_guards.flatten(inputs, {}))
     one, backward = torch.ones((), device=runner.traced.device), runner.program.backward
     assert backward is not None

@@ -56,9 +56,9 @@ def graph_with_caller(graph: Graph, side: CallerSide, *, earlier: bool = True) -
     """Return the graph with ops for the caller; unchanged if it has no backward.
 
     The first op of the forward makes what the caller keeps of the step before, gradients that it still has among them,
-    and the last one frees it. The first op of the backward makes the gradients that the backward gets. All these, and outputs that the caller drops, are
-    intermediate results outside the arena: they take bytes from their first use to the last. Without `earlier`, the
-    caller keeps nothing of the step before.
+    and the last one frees it. The first op of the backward makes the gradients that the backward gets. All these, and
+    outputs that the caller drops, are intermediate results outside the arena: they take bytes from their first use to
+    the last. Without `earlier`, the caller keeps no result of the step before.
     """
     at = graph.forward_ops
     if at == len(graph.ops):
@@ -172,10 +172,9 @@ def _op(name: str, phase: Phase, *, reads: Iterable[int] = (), writes: Iterable[
 
 def _held(graph: Graph, nbytes: int) -> Storage:
     """Return the storage of gradients that the caller still has of the step before."""
-    devices = [graph.storages[graph.values[v].storage].device for v in (*graph.gradients, *graph.outputs)]
-    return Storage(
-        name=_HELD, nbytes=nbytes, device=devices[0], kind=StorageKind.ACTIVATION, planned=False, origin=Origin(op=CALLER)
-    )
+    device = next(graph.storages[graph.values[v].storage].device for v in (*graph.gradients, *graph.outputs))
+    kind, origin = StorageKind.ACTIVATION, Origin(op=CALLER)
+    return Storage(name=_HELD, nbytes=nbytes, device=device, kind=kind, planned=False, origin=origin)
 
 
 def _bytes_in(storage: int, nbytes: int) -> Value:

@@ -50,7 +50,7 @@ def _train(compiled: CompiledModule, model: nn.Module, args: tuple[Any, ...]) ->
     for step in range(_MOST):
         ours, expected = (outcome_of(model, module, *args, seed=step) for module in (compiled, free))
         assert ours.same_as(expected)
-        if compiled._guide is None:
+        if compiled._calls.guide is None:
             return list(compiled.measurements)
     raise AssertionError("it never ends")
 
@@ -123,7 +123,7 @@ def test_P2_later_steps_follow_the_plan_made_from_the_measurement(  # noqa: N802
             model, x, arena_budget=0.7, gradients="safe", costs="measure", policy=_copies_unless_dear
         )
         safe = compiled.plan
-        arena = compiled._arena
+        arena = compiled._calls.arena
         seen = []
         for _ in range(WARM + SAMPLES + 1):
             seen.append(compiled.plan.fingerprint)
@@ -137,7 +137,7 @@ def test_P2_later_steps_follow_the_plan_made_from_the_measurement(  # noqa: N802
     assert compiled.plan.eviction is not None
     assert compiled.plan.eviction.costs == measured[0].costs.name
     assert compiled.plan.arena_size <= compiled.plan.eviction.arena_budget == safe.eviction.arena_budget  # type: ignore[union-attr]
-    assert compiled._selector.main.arena is arena
+    assert compiled._calls.selector.main.arena is arena
     (record,) = [r.getMessage() for r in caplog.records if "->" in r.getMessage()]
     for said in (safe.fingerprint[:12], compiled.plan.fingerprint[:12], "predicted", "measured"):
         assert said in record

@@ -53,7 +53,7 @@ def test_P3_another_shape_runs_within_the_budget(caplog: pytest.LogCaptureFixtur
     assert "(96, 16)" in record.getMessage()
     assert "without a plan" in record.getMessage()
     # and calls that the plan is for run by it
-    compiled._fallbacks.passive = None
+    compiled._calls.fallbacks.passive = None
     assert outcome_of(model, compiled, x, seed=0).same_as(outcome_of(model, memplan.compile(model, x), x, seed=0))
     assert compiled.passive is None
     assert compiled.plan is plan
@@ -71,12 +71,12 @@ def test_P3_without_a_budget_it_is_plain_eager(caplog: pytest.LogCaptureFixture)
 def test_P3_it_works_before_the_measurement_is_finished() -> None:  # noqa: N802
     model, x = _net()
     compiled = memplan.compile(model, x, arena_budget=0.6, policy=QUICK, costs="measure", on_mismatch="passive")
-    assert compiled._guide is not None
+    assert compiled._calls.guide is not None
     outcome_of(model, compiled, x, seed=0)
     assert outcome_of(model, compiled, x[:50], seed=0).same_as(outcome_of(model, model, x[:50], seed=0))
-    assert compiled._guide._op_timer.samples == 1
+    assert compiled._calls.guide._op_timer.samples == 1
     outcome_of(model, compiled, x, seed=0)
-    assert compiled._guide._op_timer.samples == 2
+    assert compiled._calls.guide._op_timer.samples == 2
 
 
 def test_P3_a_mode_whose_program_is_over_the_budget_runs_too() -> None:  # noqa: N802

@@ -66,7 +66,7 @@ def test_T5_copies_that_start_early_stall_less_at_run_time() -> None:  # noqa: N
         budget = measure(workload, policy(workload)).peak
         plan = plan_traced(traced, PlanOptions(arena_budget=budget, policy=policy, costs=FAST_LINK))
         compiled = memplan.compile(model, args, plan=plan)
-        copies = compiled._arena.copies
+        copies = compiled._calls.arena.copies
         assert isinstance(copies, ThreadCopies)
         copies.before_each(lambda _: time.sleep(0.002))
 
@@ -77,7 +77,7 @@ def test_T5_copies_that_start_early_stall_less_at_run_time() -> None:  # noqa: N
 
         compiled.hooks.add(long_op)
         compiled(*args).backward()
-        stalled[policy] = compiled._selector.main.program.stalled
+        stalled[policy] = compiled._calls.selector.main.program.stalled
     assert stalled[everything] < stalled[_late]
 
 

@@ -547,7 +547,9 @@ def mutations_of_two(device: LateDevice) -> dict[str, Any]:
 
     def make() -> tuple[Runner, Step]:
         compiled = memplan.compile(model, x, device=[f"{NAME}:0", f"{NAME}:1"])
-        return compiled._selector.main, training(model, lambda *args: compiled(*args).square().mean(), (x,), (other,))
+        return compiled._calls.selector.main, training(
+            model, lambda *args: compiled(*args).square().mean(), (x,), (other,)
+        )
 
     return _left_out(device, make, expected, ORDERS[:6])
 

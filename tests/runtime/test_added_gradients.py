@@ -249,7 +249,7 @@ def test_the_old_arena_is_freed() -> None:
     """Nothing holds the first arena after the change, although the last loss is still alive."""
     net, x = _net(), torch.randn(8, 16)
     compiled = compile(net, x)
-    first = compiled._arena
+    first = compiled._calls.arena
     loss = compiled(x).sum()
     loss.backward()
     compiled(x).sum().backward()
@@ -266,7 +266,7 @@ def test_names_of_gradients_are_moved() -> None:
     """Lists, attributes, results of autograd.grad and local variables keep their values, and no arena."""
     net, x = _net(), torch.randn(8, 16)
     compiled = compile(net, x)
-    first = compiled._arena
+    first = compiled._calls.arena
     found = torch.autograd.grad(compiled(x).sum(), list(net.parameters()))
     holder: Any = Holder()
     holder.gradient, local = found[1], found[2]
@@ -290,7 +290,7 @@ def test_an_address_keeps_the_arena(name: str, caplog: pytest.LogCaptureFixture)
     """Where something has the address of a gradient, its bytes stay as they are; the next step has another arena."""
     net, x = _net(), torch.randn(8, 16)
     compiled = compile(net, x)
-    first = compiled._arena
+    first = compiled._calls.arena
     compiled(x).sum().backward()
     gradient = next(net.parameters()).grad
     assert gradient is not None
@@ -476,7 +476,7 @@ def test_a_freed_arena_refuses_steps() -> None:
     """A program that was chosen before the change, by another thread, does not run in freed memory."""
     net, x = _net(), torch.randn(8, 16)
     compiled = compile(net, x)
-    old = compiled._selector.main
+    old = compiled._calls.selector.main
     compiled(x).sum().backward()
     compiled(x).sum().backward()
     net.zero_grad()

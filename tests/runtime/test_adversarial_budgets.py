@@ -31,7 +31,7 @@ def _net() -> tuple[nn.Module, torch.Tensor]:
 
 def _arenas(compiled: CompiledModule) -> set[int]:
     """Identities of the arenas in which the module's programs run."""
-    return {id(runner.arena) for runner in (compiled._selector.main, *compiled._selector._runners.values())}
+    return {id(runner.arena) for runner in (compiled._calls.selector.main, *compiled._calls.selector._runners.values())}
 
 
 @pytest.mark.parametrize("budget", [0.5, "60%", "min"])

@@ -35,7 +35,7 @@ def _grad(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _within(compiled: CompiledModule, tensor: torch.Tensor) -> bool:
-    memory = compiled._selector.main.arena.memory
+    memory = compiled._calls.selector.main.arena.memory
     return bool(memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + memory.numel())
 
 
@@ -250,7 +250,7 @@ def test_gradients_outlive_the_module() -> None:
     net = _net()
     compiled, x = _compiled(net)
     compiled(x).sum().backward()
-    memory = weakref.ref(compiled._selector.main.arena.memory)
+    memory = weakref.ref(compiled._calls.selector.main.arena.memory)
     wanted = torch.autograd.grad(net(x).sum(), list(net.parameters()))
     del compiled
     gc.collect()

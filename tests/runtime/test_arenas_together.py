@@ -80,15 +80,19 @@ def test_one_graph_and_several_have_their_arenas_in_turn(several_wait: bool) -> 
             module.zero_grad()
             (module(x) + module(x)).sum().backward()
     assert torch.equal(_train(compiled, x), _train(eager, x))
-    assert (compiled._pending is not None) is several_wait
+    assert (compiled._calls.pending is not None) is several_wait
     for training in (False, True):
-        before = compiled._arena.nbytes if compiled._several is None else compiled._several.backend.arena_size
+        before = (
+            compiled._calls.arena.nbytes
+            if compiled._calls.several is None
+            else compiled._calls.several.backend.arena_size
+        )
         for module in (compiled, eager):
             module.zero_grad()
             module.train(training)
         held = _held(lambda: _train(compiled, x))
-        assert compiled._several is not None
-        one, several = compiled._arena.nbytes, compiled._several.backend.arena_size
+        assert compiled._calls.several is not None
+        one, several = compiled._calls.arena.nbytes, compiled._calls.several.backend.arena_size
         assert (one > 2 * SMALL, several > 2 * SMALL) == (training, not training)
         if training:
             assert _with(one, held) < one - before + SMALL
@@ -104,10 +108,10 @@ def test_a_new_program_is_tried_after_the_arena_of_several_graphs_was_freed() ->
     _held(lambda: _train(compiled, _x()))  # the profiler sees what is freed if it saw its allocation
     model.zero_grad()
     model.train()
-    assert compiled._several is not None
-    several = compiled._several.backend.arena_size
+    assert compiled._calls.several is not None
+    several = compiled._calls.several.backend.arena_size
     held = _held(lambda: _train(compiled, _x()))  # another batch: a program of its own
-    arena = compiled._arena.nbytes
+    arena = compiled._calls.arena.nbytes
     assert arena > 2 * SMALL
     assert _with(arena, held) < arena - several + SMALL
 
@@ -279,7 +283,7 @@ def test_a_copy_has_an_arena_from_its_first_call_on_and_for_evaluation_alone_if_
     assert torch.equal(average(x), theirs(x)), "called with gradients enabled, and none to compute"
     whole = memplan.plan(theirs.requires_grad_(), x).arena_size
     evaluation = memplan.plan(theirs, x, train=False).arena_size
-    assert average._arena.nbytes == evaluation < whole
+    assert average._calls.arena.nbytes == evaluation < whole
     average.requires_grad_()
     assert torch.equal(_train(average, x), _train(theirs, x)), "a copy can be trained later"
     for p, q in zip(average.parameters(), theirs.parameters(), strict=True):
@@ -288,7 +292,7 @@ def test_a_copy_has_an_arena_from_its_first_call_on_and_for_evaluation_alone_if_
     for module in (average, theirs):
         module.zero_grad()
         (module(x) + module(x)).sum().backward()
-    assert average._pending is not None, "several calls wait, as in what it is a copy of"
+    assert average._calls.pending is not None, "several calls wait, as in what it is a copy of"
     for p, q in zip(average.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
 
@@ -298,5 +302,5 @@ def test_a_copy_that_breaks_when_it_is_first_evaluated_runs_as_several_graphs() 
     compiled = copy.deepcopy(memplan.compile(model, _x(8)))
     with torch.no_grad():
         assert torch.equal(compiled.eval()(_x(8)), eager.eval()(_x(8)))
-    assert compiled._several is not None
+    assert compiled._calls.several is not None
     assert torch.equal(_train(compiled.train(), _x(8)), _train(eager.train(), _x(8)))

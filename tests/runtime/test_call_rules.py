@@ -192,9 +192,9 @@ def test_an_output_that_the_backward_needs_does_not_keep_its_step_alive() -> Non
     try:
         for _ in range(3):
             y: Any = compiled(x)
-            assert compiled._arena.ownership.pending is not None
+            assert compiled._calls.arena.ownership.pending is not None
             del y
-            assert compiled._arena.ownership.pending is None
+            assert compiled._calls.arena.ownership.pending is None
     finally:
         gc.enable()
 

@@ -204,10 +204,10 @@ def test_a_step_is_planned_while_another_thread_exports(monkeypatch: pytest.Monk
     step = compile_step(other, torch.optim.SGD(other.parameters(), lr=0.1), lambda out: out.square().sum(), _x())
     for flag in ("_is_compiling_flag", "_is_exporting_flag"):  # as torch.export raises them, for all threads
         monkeypatch.setattr(torch.compiler, flag, True)
-    steps = compiled._arena.ownership.steps
+    steps = compiled._calls.arena.ownership.steps
     ours, theirs = _gradients(compiled, _x(1)), _gradients(eager, _x(1))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert compiled._arena.ownership.steps == steps + 1
+    assert compiled._calls.arena.ownership.steps == steps + 1
     assert torch.equal(step(_x(1)), _net()(_x(1)).square().sum())
     with pytest.raises(IndexError, match="out of range"):  # of eager's type, by any way into torch's interpreter
         _lookups()(torch.tensor([7]))

@@ -68,7 +68,7 @@ def test_a_loop_that_keeps_its_results_runs(caplog: pytest.LogCaptureFixture) ->
     assert [text.count("runs eagerly") for text in said] == [1], "said once"
     sum(y.sum() for y in kept).backward()
     with torch.no_grad():
-        assert compiled._selector.select((batches[0],), {})[0] is compiled._selector.main
+        assert compiled._calls.selector.select((batches[0],), {})[0] is compiled._calls.selector.main
 
 
 def test_a_shape_planned_anew_while_results_are_alive() -> None:
@@ -82,14 +82,14 @@ def test_a_shape_planned_anew_while_results_are_alive() -> None:
     model.zero_grad()
     x = torch.randn(7, 6)
     assert torch.equal(compiled(x), model(x))
-    assert len(compiled._selector._runners) == 2, "and has a program of its own afterwards"
+    assert len(compiled._calls.selector._runners) == 2, "and has a program of its own afterwards"
 
 
 def test_nothing_is_recorded_that_eager_does_not_record() -> None:
     x = torch.randn(5, 6)
     frozen = memplan.compile(WithDropout().eval().requires_grad_(False), x)
     assert not frozen(x).requires_grad
-    assert not frozen._selector._runners, "no program beside the planned one"
+    assert not frozen._calls.selector._runners, "no program beside the planned one"
     assert frozen(x.clone().requires_grad_()).requires_grad
     best = memplan.compile(Best().eval(), x)
     assert torch.equal(best(x), best._original(x))

@@ -335,7 +335,7 @@ def test_an_evaluation_after_the_first_update_has_its_results_in_the_arena(monke
     expected.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert torch.equal(called(x), expected(x))
-    assert called._arena.nbytes >= x.nbytes
+    assert called._calls.arena.nbytes >= x.nbytes
 
 
 def test_a_step_that_dynamo_traces_measures_nothing() -> None:

@@ -51,7 +51,7 @@ def test_gradients_never_alias_the_arena(model: TwoLayers, compiled: CompiledMod
     assert all(p.grad is g for p, g in zip(model.parameters(), first, strict=True))
     for one, two in zip(_grads(model), _eager_grads(model, x, 2 * x), strict=True):
         assert torch.allclose(one, two, rtol=1e-6)
-    arena = compiled._arena.memory
+    arena = compiled._calls.arena.memory
     for g in first:
         assert g is not None
         assert not arena.data_ptr() <= g.data_ptr() < arena.data_ptr() + arena.numel()
@@ -102,7 +102,7 @@ def test_the_in_flight_state_does_not_leak(compiled: CompiledModule, x: torch.Te
         for _ in range(3):
             out = compiled(x)  # would need another program if a cycle kept the earlier output's graph alive
             del out
-        assert compiled._pending is None
+        assert compiled._calls.pending is None
     finally:
         gc.enable()
 

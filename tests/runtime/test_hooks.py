@@ -74,7 +74,7 @@ def _check_events(events: list[StepEvent], plan: Plan) -> None:
 )
 def test_events_are_the_plans_and_bits_stay(kind: str, name: str) -> None:
     model, args, compiled = _made(kind, name)
-    runner = compiled._selector.main
+    runner = compiled._calls.selector.main
     plain = runner.forward, runner.backward
     expected = outcome_of(model, compiled, *args, seed=0)
     events: list[StepEvent] = []
@@ -120,7 +120,7 @@ def test_without_hooks_nothing_is_generated(monkeypatch: pytest.MonkeyPatch) -> 
         calls = iter(two)
         assert all(line in calls for line in one), "the same calls in the same order, and others between them"
         assert len(two) > len(one)
-    assert compiled._selector.main.forward is compiled._selector.main.program.forward
+    assert compiled._calls.selector.main.forward is compiled._calls.selector.main.program.forward
 
 
 @pytest.mark.parametrize("kind", ["free", "copies"])
@@ -128,7 +128,7 @@ def test_without_hooks_nothing_is_generated(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("when", When)
 def test_a_veto_surfaces_and_the_next_step_is_right(kind: str, phase: Phase, when: When) -> None:
     model, args, compiled = _made(kind)
-    copies = compiled._arena.copies
+    copies = compiled._calls.arena.copies
     assert isinstance(copies, ThreadCopies)
     expected = outcome_of(model, compiled, *args, seed=0)
     copies.before_each(lambda _: time.sleep(0.0005))
@@ -221,7 +221,7 @@ def test_what_cannot_be_a_hook() -> None:
 
 def test_recorded_steps_have_no_hooks() -> None:
     _, _, compiled = _made("free")
-    compiled._selector.main.cuda_graphs = object()  # type: ignore[assignment]
+    compiled._calls.selector.main.cuda_graphs = object()  # type: ignore[assignment]
     with pytest.raises(UnsupportedCall, match="cuda_graph=True"):
         compiled.hooks.add(lambda _: None)
     assert len(compiled.hooks) == 0

@@ -163,6 +163,47 @@ def test_a_budget_takes_as_few_blocks_as_it_needs_and_says_what_they_would_bring
     assert enough.division is None  # no division without need
 
 
+def test_one_block_rewrites_sums_alone(tmp_path: Path) -> None:
+    model = _made(shifted=False)
+    twin = copy.deepcopy(model)
+    compiled = memplan.compile(model, _tokens(), kernels="inductor", divide=Division(blocks=1, sums=True))
+    plan, free = compiled.plan, memplan.plan(model, _tokens(), kernels="inductor")
+    assert plan.division == Division(blocks=1, sums=True)
+    assert (_widest(plan), _widest(free)) == (_logits(), _logits())  # no block of them
+    assert plan.arena_size < free.arena_size
+    assert "added in place: equal up to rounding" in str(plan.report())
+    for one, two in zip(_step(compiled, model, 0), _step(twin, twin, 0), strict=True):
+        torch.testing.assert_close(one, two)
+    plan.save(tmp_path / "plan.json")
+    again = memplan.compile(twin, _tokens(), kernels="inductor", plan=tmp_path / "plan.json")
+    assert again.plan.fingerprint == plan.fingerprint
+    assert all(map(torch.equal, _step(again, twin, 3), _step(compiled, model, 3)))
+
+
+def test_a_budget_takes_sums_in_place_before_blocks() -> None:
+    model = _made(shifted=False)
+
+    def plan(divide: Division | None, budget: Any) -> memplan.Plan:
+        return memplan.plan(
+            model, _tokens(), kernels="inductor", policy="recompute", gradients="auto", divide=divide, budget=budget
+        )
+
+    whole = plan(Division(blocks=1, sums=True), "min")
+    with pytest.raises(BudgetInfeasible):
+        plan(None, whole.total)
+    found = plan(Division(sums=True), whole.total)
+    assert found.division is not None
+    assert found.division.blocks == 1
+    assert found.total <= whole.total
+
+
+def test_one_block_is_for_sums_and_inductors_kernels() -> None:
+    with pytest.raises(InvalidSize, match="not a number of blocks"):
+        Division(blocks=1)
+    with pytest.raises(InvalidSize, match="one block is for Inductor's kernels"):
+        memplan.plan(_made(shifted=False), _tokens(), divide=Division(blocks=1, sums=True))
+
+
 def test_nothing_is_divided_without_sums() -> None:
     model = _made(shifted=True)
     for divide in (True, 4):

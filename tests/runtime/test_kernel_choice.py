@@ -81,16 +81,16 @@ def test_measuring_steps_leaves_all_tensors_and_random_numbers_as_they_are(monke
         step(*given)
 
     monkeypatch.setattr(step_time, "_step", counted)
-    assert step_seconds(compiled._selector.main, inputs) > 0
+    assert step_seconds(compiled._calls.selector.main, inputs) > 0
     assert len(runs) > step_time._LEAST_STEPS + 1
     monkeypatch.setattr(step_time, "_SECONDS", 0)
     monkeypatch.setattr(step_time, "_LEAST_STEPS", 2)
     runs.clear()
-    step_seconds(compiled._selector.main, inputs)
+    step_seconds(compiled._calls.selector.main, inputs)
     assert len(runs) == 3
     monkeypatch.setattr(step_time, "_SECONDS", 60)
     monkeypatch.setattr(step_time, "_MOST_STEPS", 4)
-    step_seconds(compiled._selector.main, inputs)
+    step_seconds(compiled._calls.selector.main, inputs)
     assert len(runs) == 3 + 5
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.equal(inputs[1], torch.zeros(2))

@@ -91,15 +91,15 @@ def test_each_frees_the_arena_of_the_other() -> None:
     compiled = memplan.compile(model, _x(0))
     compiled(_x(0)).sum().backward()
     model.zero_grad()
-    training = compiled._arena
+    training = compiled._calls.arena
     compiled.eval()
     with torch.no_grad():
         compiled(_x(1))
-    assert compiled._several is not None
-    assert (training.nbytes, compiled._several.backend.arena_size > 0) == (0, True)
+    assert compiled._calls.several is not None
+    assert (training.nbytes, compiled._calls.several.backend.arena_size > 0) == (0, True)
     compiled.train()
     compiled(_x(0)).sum().backward()
-    assert (compiled._arena.nbytes > 0, compiled._several.backend.arena_size) == (True, 0)
+    assert (compiled._calls.arena.nbytes > 0, compiled._calls.several.backend.arena_size) == (True, 0)
 
 
 def test_a_step_in_flight_keeps_its_arena() -> None:
@@ -146,7 +146,7 @@ def test_beside_a_step_in_flight_a_budget_leaves_such_calls_to_eager(caplog: pyt
     eager.eval()
     with torch.no_grad():
         assert torch.equal(compiled(_x(1)), eager(_x(1)))
-    assert compiled._several is None
+    assert compiled._calls.several is None
     assert sum("runs eagerly within" in r.message for r in caplog.records) == 1
     waiting.backward()
 
@@ -201,7 +201,7 @@ def test_refusals_beyond_the_limit_are_traced_again(monkeypatch: pytest.MonkeyPa
     compiled = memplan.compile(model, _x(0))
     for n, rows in enumerate((9, 10, 9, 10)):
         _same_step(model, eager, compiled, _x(n, rows))
-    assert len(compiled._selector._unsupported) == 1
+    assert len(compiled._calls.selector._unsupported) == 1
 
 
 def test_a_second_compilation_that_fails_leaves_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_a_second_compilation_that_fails_leaves_the_first(monkeypatch: pytest.Mo
     with pytest.raises(RuntimeError, match="no memory"):
         compiled(_x(1))
     waiting.backward()
-    assert compiled._pending is None
+    assert compiled._calls.pending is None
     _same_step(model, eager, compiled, _x(2))
     monkeypatch.undo()
     model.zero_grad()

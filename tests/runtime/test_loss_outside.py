@@ -16,6 +16,7 @@ from torch import nn
 import memplan
 from benchmarks.peak_measure import live_bytes
 from memplan.planning import measured
+from memplan.runtime.api.idle_arena import IdleArena
 from tests.runtime.allocated import allocations
 from tests.slow import slow
 
@@ -133,6 +134,8 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
         (_model, _result_kept, torch.optim.AdamW),
         (Tied, _in_line, torch.optim.AdamW),
         (TwoResults, _loss_of_two, torch.optim.AdamW),
+        (_model, _cleared_late, _sgd),
+        slow(Tied, _cleared_late, torch.optim.AdamW),
         slow(_model, _in_line, torch.optim.AdamW),
         slow(Tied, _result_kept, _sgd),
     ],
@@ -155,6 +158,26 @@ def test_without_room_for_the_loss_it_needs_more(monkeypatch: pytest.MonkeyPatch
     assert peak > 1.05 * eager + padding
 
 
+def test_without_a_second_comparison_a_loop_that_clears_gradients_late_needs_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gradients leave the arena at the second call, and the programs made then are compared once more."""
+    eager, _, _ = _trained(_model, _cleared_late, _sgd, way="eager")
+    waited = IdleArena.wait_for_update
+    calls = 0
+
+    def once(self: IdleArena, parameters: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            waited(self, parameters)
+
+    monkeypatch.setattr(IdleArena, "wait_for_update", once)
+    peak, _, padding = _trained(_model, _cleared_late, _sgd, way="compile")
+    assert calls == 2
+    assert peak > 1.05 * eager + padding
+
+
 def test_the_log_says_what_the_loss_allocates(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="memplan"):
         _trained(_model, _in_line, _sgd, way="compile")
@@ -168,5 +191,5 @@ def test_steps_after_the_first_few_are_not_observed() -> None:
     optimizer = _sgd(compiled.parameters())
     for _ in range(6):
         _in_line(compiled, optimizer, torch.randn(ROWS, WIDTH))
-    (runner,) = compiled._selector.programs_of_calls
+    (runner,) = compiled._calls.selector.programs_of_calls
     assert runner.caller.is_done

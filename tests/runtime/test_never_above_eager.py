@@ -234,7 +234,7 @@ def _saves(**options: Any) -> tuple[nn.Module, nn.Module, memplan.runtime.Compil
     model, x = Saves(), torch.randn(8, 1, 16, 16)
     reference = copy.deepcopy(model)
     compiled = memplan.compile(model, x, **options)
-    assert compiled._selector.main.program.left, "no activation that the backward needs is outside the arena"
+    assert compiled._calls.selector.main.program.left, "no activation that the backward needs is outside the arena"
     return model, reference, compiled, x
 
 
@@ -260,9 +260,9 @@ def test_what_the_backward_needs_may_be_outside_too() -> None:
 def test_a_sanitizer_sees_what_the_backward_needs_unless_a_plan_leaves_it_outside() -> None:
     model, reference, plain, x = _saves()
     checked = memplan.compile(copy.deepcopy(model), x, sanitize="poison")
-    assert not checked._selector.main.program.left
+    assert not checked._calls.selector.main.program.left
     given = memplan.compile(model, x, sanitize="poison", plan=plain.plan)
-    assert given._selector.main.program.left
+    assert given._calls.selector.main.program.left
     expected = _gradients(reference, reference(x).square().sum())
     assert _same(_gradients(model, given(x).square().sum()), expected)
 
@@ -340,7 +340,7 @@ def test_the_report_says_what_is_outside() -> None:
 
 def test_activations_outside_the_arena_die_with_the_graph_that_no_backward_runs_for() -> None:
     model, reference, compiled, x = _saves()
-    left = compiled._selector.main.left_outside
+    left = compiled._calls.selector.main.left_outside
     kept = compiled(x)
     assert left
     del kept

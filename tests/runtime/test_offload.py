@@ -238,7 +238,7 @@ def test_an_arena_is_never_larger_than_its_budget() -> None:
 
 def _compiled(model: nn.Module, args: tuple[Any, ...]) -> tuple[CompiledModule, ThreadCopies]:
     compiled = memplan_compile(model, args, plan=plan_of_everything(trace(model, args)), sanitize="poison")
-    copies = compiled._arena.copies
+    copies = compiled._calls.arena.copies
     assert isinstance(copies, ThreadCopies)
     return compiled, copies
 

@@ -81,21 +81,21 @@ def test_epochs_with_a_last_batch_and_an_evaluation(caplog: pytest.LogCaptureFix
     assert "program 2 of 8, for another call: input 0: is torch.int64 (4, 7)" in messages[0]
     assert "keywords tokens" in messages[2]
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
-    arenas = {id(r.arena.memory) for r in compiled._selector.programs_of_calls if not r.arena.ownership.released}
-    assert arenas == {id(compiled._arena.memory)}
+    arenas = {id(r.arena.memory) for r in compiled._calls.selector.programs_of_calls if not r.arena.ownership.released}
+    assert arenas == {id(compiled._calls.arena.memory)}
 
 
 def test_the_arena_grows_and_the_old_bytes_are_freed() -> None:
     eager, compiled = _pair()
-    first = compiled._arena
+    first = compiled._calls.arena
     _require_step_as_eager(eager, compiled, _batch())
     _require_step_as_eager(eager, compiled, _batch(60))
-    larger = compiled._arena
+    larger = compiled._calls.arena
     assert larger.nbytes > first.memory.untyped_storage().nbytes() == 0
     _require_step_as_eager(eager, compiled, _batch())
     _require_step_as_eager(eager, compiled, _batch(60))
-    assert compiled._arena is larger
-    assert {id(r.arena.memory) for r in compiled._selector.programs_of_calls} == {id(larger.memory)}
+    assert compiled._calls.arena is larger
+    assert {id(r.arena.memory) for r in compiled._calls.selector.programs_of_calls} == {id(larger.memory)}
 
 
 def test_gradients_survive_a_larger_arena() -> None:
@@ -138,7 +138,7 @@ def test_beyond_the_limit_the_original_runs_with_one_warning(
     within = "" if budget is None else " within 976.6 KiB"
     assert f"a call runs eagerly{within}, without a plan: arguments: the call has" in warning
     assert "there are 8 programs for other calls; name the dimensions that vary in dynamic_shapes=" in warning
-    assert len(compiled._selector.programs_of_calls) == 8
+    assert len(compiled._calls.selector.programs_of_calls) == 8
 
 
 def test_what_no_plan_can_be_made_for_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
@@ -185,9 +185,9 @@ def test_a_given_plan_runs_its_own_shapes_and_its_budget_holds_for_others() -> N
         other = torch.randn(rows, 8)
         assert torch.equal(compiled(other), model(other))
     assert compiled.plan.solution.offsets == plan.solution.offsets
-    assert compiled._selector.main.plan.arena_size == plan.arena_size
+    assert compiled._calls.selector.main.plan.arena_size == plan.arena_size
     assert plan.eviction is not None
-    (more,) = compiled._selector.programs_of_calls[1:]
+    (more,) = compiled._calls.selector.programs_of_calls[1:]
     assert more.plan.eviction is not None
     assert more.plan.eviction.arena_budget == plan.eviction.arena_budget
     with pytest.raises(InputMismatch):

@@ -50,7 +50,7 @@ def _in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _compiled(model: nn.Module, x: torch.Tensor, **options: Any) -> CompiledModule:
     settings: dict[str, Any] = {"arena_budget": 0.8, "policy": everything, "costs": "measure", **options}
     compiled = memplan.compile(model, x, **settings)
-    assert compiled._guide is not None
+    assert compiled._calls.guide is not None
     return compiled
 
 
@@ -59,7 +59,7 @@ def _finish(model: nn.Module, compiled: CompiledModule, x: torch.Tensor) -> None
     expected = outcome_of(model, memplan.compile(model, x), x)
     for _ in range((REPLANS + 1) * STEPS + 1):
         assert outcome_of(model, compiled, x).same_as(expected)
-        if compiled._guide is None:
+        if compiled._calls.guide is None:
             return
     raise AssertionError("it never ends")
 
@@ -70,10 +70,10 @@ def _finish(model: nn.Module, compiled: CompiledModule, x: torch.Tensor) -> None
 def test_nothing_is_measured_afterwards() -> None:
     model, x = _net()
     compiled = _compiled(model, x)
-    main = compiled._selector.main
+    main = compiled._calls.selector.main
     assert main.forward is not main.program.forward
     _finish(model, compiled, x)
-    main = compiled._selector.main
+    main = compiled._calls.selector.main
     assert (main.forward, main.backward) == (main.program.forward, main.program.backward)
     before = compiled.measurements
     assert outcome_of(model, compiled, x).same_as(outcome_of(model, compiled, x))
@@ -84,8 +84,8 @@ def test_nothing_is_measured_where_nothing_is_evicted() -> None:
     model, x = _net()
     for options in ({"arena_budget": 1.0}, {"arena_budget": "1GiB"}):
         compiled = memplan.compile(model, x, costs="measure", **options)
-        assert compiled._guide is None
-        main = compiled._selector.main
+        assert compiled._calls.guide is None
+        main = compiled._calls.selector.main
         assert main.forward is main.program.forward
         outcome_of(model, compiled, x)
         assert compiled.measurement is None
@@ -95,13 +95,13 @@ def test_nothing_is_measured_where_nothing_is_evicted() -> None:
 def test_every_plan_is_of_the_same_budget_in_the_same_arena() -> None:
     model, x = _net()
     compiled = _compiled(model, x, arena_budget="min", policy=QUICK)
-    safe, arena = compiled.plan, compiled._arena
+    safe, arena = compiled.plan, compiled._calls.arena
     assert safe.eviction is not None
     assert arena.nbytes == safe.eviction.arena_budget
     _finish(model, compiled, x)
     for measured in compiled.measurements:
         assert measured.plan.arena_size <= arena.nbytes
-    assert compiled._selector.main.arena is arena
+    assert compiled._calls.selector.main.arena is arena
 
 
 def test_measured_costs_are_saved_and_used_again(tmp_path: Path) -> None:
@@ -122,8 +122,8 @@ def test_measured_costs_are_saved_and_used_again(tmp_path: Path) -> None:
 def test_steps_that_end_early_are_not_measured() -> None:
     model, x = _net()
     compiled = _compiled(model, x, on_mismatch="error")
-    assert compiled._guide is not None
-    timer = compiled._guide._op_timer
+    assert compiled._calls.guide is not None
+    timer = compiled._calls.guide._op_timer
     compiled(x)  # no backward
     assert timer.samples == 0
 
@@ -153,7 +153,7 @@ def test_other_modes_run_in_between() -> None:
         compiled.train()
         outcome_of(model, compiled, x)
     assert compiled.measurements
-    assert {runner.arena for runner in compiled._selector._runners.values()} == {compiled._arena}
+    assert {runner.arena for runner in compiled._calls.selector._runners.values()} == {compiled._calls.arena}
     _finish(model, compiled, x)
 
 
@@ -178,8 +178,8 @@ def test_inference_is_measured_too() -> None:
 
 
 def _is_ready(compiled: memplan.CompiledModule) -> bool:
-    assert compiled._guide is not None
-    return compiled._guide.ready
+    assert compiled._calls.guide is not None
+    return compiled._calls.guide.ready
 
 
 def test_a_switch_waits_for_the_step_in_flight() -> None:
@@ -189,7 +189,7 @@ def test_a_switch_waits_for_the_step_in_flight() -> None:
     for _ in range(STEPS):
         expected = outcome_of(model, compiled, x)
     assert _is_ready(compiled)
-    main = compiled._selector.main
+    main = compiled._calls.selector.main
     model.zero_grad()
     loss = main(main.input_guards.flatten((x,), {}), training=True)  # as if the guide had not been asked
     assert not _is_ready(compiled)
@@ -227,10 +227,10 @@ def test_hooks_and_the_tracker_see_measured_steps_and_those_after_a_switch() -> 
             outcome_of(model, compiled, x)
             assert tracker.peak == compiled.plan.max_live
             assert seen[-1].step + 1 == seen[-1].steps == len(compiled.plan.schedule.order)
-            if compiled._guide is None:
+            if compiled._calls.guide is None:
                 break
     assert len(compiled.measurements) > 1
-    main = compiled._selector.main
+    main = compiled._calls.selector.main
     assert main.forward is main.program.forward
 
 
@@ -257,13 +257,13 @@ def test_copies_measure_anew_or_keep_the_guided_plan(how: Any) -> None:
     compiled = _compiled(model, x)
     outcome_of(model, compiled, x)
     twin = how(compiled)
-    assert twin._guide is not None
-    assert twin._guide._op_timer.samples == 0
+    assert twin._calls.guide is not None
+    assert twin._calls.guide._op_timer.samples == 0
     assert twin.plan.fingerprint == compiled.plan.fingerprint
     _finish(twin._original, twin, x)
     _finish(model, compiled, x)
     twin = how(compiled)
-    assert twin._guide is None
+    assert twin._calls.guide is None
     assert twin.plan.fingerprint == compiled.plan.fingerprint
     assert twin.plan.arena_size <= compiled.plan.eviction.arena_budget  # type: ignore[union-attr]
     assert outcome_of(twin._original, twin, x).same_as(outcome_of(model, compiled, x))
@@ -395,5 +395,5 @@ def test_a_policy_that_fails_later_leaves_the_safe_plan(error: Exception, caplog
                 compiled(x)
     assert outcome_of(model, compiled, x).same_as(expected)
     assert compiled.plan is safe
-    assert compiled._guide is None
+    assert compiled._calls.guide is None
     assert FAST_LINK.name != safe.eviction.costs  # type: ignore[union-attr]

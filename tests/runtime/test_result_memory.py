@@ -34,7 +34,7 @@ class Biased(nn.Module):
 def _without_arena(model: nn.Module, x: torch.Tensor) -> CompiledModule:
     """Return the model compiled for gradients that are added up, as one that has given up its arena."""
     compiled: CompiledModule = memplan.compile(model, x, gradients="added")
-    compiled._builder.give_up_arena(compiled._selector.programs_of_calls)
+    compiled._calls.builder.give_up_arena(compiled._calls.selector.programs_of_calls)
     return compiled
 
 

@@ -31,7 +31,7 @@ def test_bitwise_equal_to_eager(width: int, dtype: torch.dtype) -> None:
     model = Rows(6, width, dtype)
     eager = copy.deepcopy(model)
     compiled = memplan_compile(model, INDEX, sanitize="poison")
-    functions = {bound.function for bound in compiled._selector.main.program.bound}
+    functions = {bound.function for bound in compiled._calls.selector.main.program.bound}
     assert rows._take in functions
     assert (rows._add in functions) is (width == 512 and dtype is not torch.bfloat16)
     for index in (INDEX, INDEX - 6, INDEX.flip(0), torch.where(INDEX > 3, INDEX - 6, INDEX)):
@@ -56,7 +56,7 @@ def test_other_ways_to_index_are_left_alone() -> None:
     model = Other(6, 6, torch.float32)
     eager = copy.deepcopy(model)
     compiled = memplan_compile(model, index)
-    functions = {bound.function for bound in compiled._selector.main.program.bound}
+    functions = {bound.function for bound in compiled._calls.selector.main.program.bound}
     assert not functions & {rows._take, rows._add}
     one, two = compiled(index), eager(index)
     assert torch.equal(one, two)

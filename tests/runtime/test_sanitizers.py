@@ -41,7 +41,7 @@ def _bytes(compiled: CompiledModule, buffer: Buffer) -> torch.Tensor:
     """Those of the storage in the arena, without what surrounds it."""
     storage = next(s for s in compiled.plan.graph.storages if s.name == buffer.id)
     start = compiled.plan.solution.offsets[buffer.id] + compiled.plan.redzone
-    return compiled._arena.memory[start : start + storage.nbytes]
+    return compiled._calls.arena.memory[start : start + storage.nbytes]
 
 
 def _is_poisoned(memory: torch.Tensor) -> bool:
@@ -51,7 +51,7 @@ def _is_poisoned(memory: torch.Tensor) -> bool:
 
 def test_poison_before_the_first_write_and_after_the_last_use() -> None:
     compiled, _ = _compiled("poison")
-    guards, plan = compiled._selector.main.program.sanitizers, compiled.plan
+    guards, plan = compiled._calls.selector.main.program.sanitizers, compiled.plan
     kinds = set()
     for buffer in plan.problem.buffers:
         memory = _bytes(compiled, buffer)
@@ -66,7 +66,7 @@ def test_poison_before_the_first_write_and_after_the_last_use() -> None:
 
 def test_poison_leaves_what_is_alive_alone() -> None:
     compiled, _ = _compiled("poison")
-    guards, plan = compiled._selector.main.program.sanitizers, compiled.plan
+    guards, plan = compiled._calls.selector.main.program.sanitizers, compiled.plan
     for buffer in plan.problem.buffers:
         memory = _bytes(compiled, buffer).zero_()
         for step in range(buffer.live.start, buffer.live.end):
@@ -99,8 +99,8 @@ def test_an_early_reader_sees_poison() -> None:
     steps = range(len(plan.schedule.order))
     befores = tuple((partial(look, step),) if step in births else () for step in steps)
     meter = Sanitizers(befores, tuple(() for _ in steps))
-    compiled._arena.memory.zero_()
-    compiled._selector.main.time(meter)
+    compiled._calls.arena.memory.zero_()
+    compiled._calls.selector.main.time(meter)
     compiled(x).backward()
     assert found == dict.fromkeys(births, True)
 
@@ -119,7 +119,7 @@ def test_a_write_outside_of_a_buffer_raises(*, past_the_end: bool) -> None:
 
     def write(event: StepEvent) -> None:
         if event.step == step and event.when is When.START:
-            compiled._arena.memory[at] ^= 1
+            compiled._calls.arena.memory[at] ^= 1
 
     with (
         compiled.hooks.add(write),

@@ -193,16 +193,16 @@ def test_a_rollout_beyond_the_limit_runs_eagerly_with_one_warning(caplog: pytest
             rewards = []
             for k in range(7):
                 rewards.append(call(_x(n + k)).square().mean())
-                if compiled._pending is not None:
-                    compiled._pending.most = 3
+                if compiled._calls.pending is not None:
+                    compiled._calls.pending.most = 3
             loss = torch.stack(rewards).sum()
             results.append(_run(loss))
         assert torch.equal(*results)
         for p, q in zip(eager.parameters(), net.parameters(), strict=True):
             assert torch.equal(_grad(p), _grad(q))
     assert sum("wait for their backward; further ones run eagerly" in r.message for r in caplog.records) == 1
-    assert compiled._pending is not None
-    (instances,) = compiled._pending._instances.values()
+    assert compiled._calls.pending is not None
+    (instances,) = compiled._calls.pending._instances.values()
     assert len(instances) == 3
 
 
@@ -215,7 +215,7 @@ def test_what_waits_lies_in_one_arena_below_eager() -> None:
     """Several calls in flight need less than as many arenas, and what was left is freed."""
     compiled = _train(_contrastive, sanitize=None)
     compiled.zero_grad()
-    pending = compiled._pending
+    pending = compiled._calls.pending
     assert pending is not None
     with pending:
         shared = pending.coordinator.shared
@@ -228,7 +228,7 @@ def test_what_waits_lies_in_one_arena_below_eager() -> None:
 def test_the_first_arena_is_freed_after_its_backward() -> None:
     net = _net()
     compiled = compile(net, _x(0))
-    first = compiled._arena
+    first = compiled._calls.arena
     one = compiled(_x(0)).sum()
     two = compiled(_x(1)).sum()
     assert first.nbytes
@@ -259,11 +259,11 @@ def test_a_wide_model_waits_in_less_than_whole_steps() -> None:
     for _ in range(3):
         for call in (eager, compiled):
             _run(torch.stack([call(x + k).square().sum() for k in range(6)]).sum())
-    assert compiled._pending is not None
-    with compiled._pending:
+    assert compiled._calls.pending is not None
+    with compiled._calls.pending:
         pass
     saved = 64 * 512 * 4
-    assert compiled._arena.nbytes < 6 * saved + 3 * saved
+    assert compiled._calls.arena.nbytes < 6 * saved + 3 * saved
     assert all(torch.equal(_grad(p), _grad(q)) for p, q in zip(net.parameters(), eager.parameters(), strict=True))
 
 
@@ -291,8 +291,8 @@ def test_other_threads_are_refused_while_calls_wait() -> None:
         except StaleActivationsError as error:
             heard.append(error)
 
-    assert compiled._pending is not None
-    with compiled._pending:
+    assert compiled._calls.pending is not None
+    with compiled._calls.pending:
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
@@ -312,11 +312,11 @@ def test_copies_and_evaluation_after_calls_have_waited() -> None:
 def test_dropped_outputs_free_their_programs() -> None:
     compiled = _train(_siamese, sanitize=None)
     held = [compiled(_x(k)) for k in range(6)]
-    assert compiled._pending is not None
-    assert len(compiled._pending.coordinator.waiting) == 6
+    assert compiled._calls.pending is not None
+    assert len(compiled._calls.pending.coordinator.waiting) == 6
     del held
     gc.collect()
-    assert not compiled._pending.coordinator.waiting
+    assert not compiled._calls.pending.coordinator.waiting
 
 
 def test_the_first_overlap_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -219,7 +219,7 @@ def test_a_model_without_an_arena_is_evaluated_and_takes_other_batches(caplog: p
             model(x).sum().backward()
             pairs = [(p.grad, g) for p, g in zip(model.parameters(), found, strict=True)]
             assert all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
-    assert sum(one._arena.nbytes for one in compiled) == 0
+    assert sum(one._calls.arena.nbytes for one in compiled) == 0
 
 
 def test_a_frozen_model_runs_without_a_backward_where_nothing_requires_a_gradient() -> None:

@@ -68,11 +68,11 @@ def test_every_shape_equals_eager_in_one_growing_arena() -> None:
     sizes = []
     for shape in ((3, 8), (5, 20), (2, 7), (32, 48), (3, 8), (17, 2), (4, 1), (1, 9), (1, 1), (5, 20)):
         _require_equal(reference, compiled, _inputs(*shape))
-        sizes.append(compiled._arena.nbytes)
+        sizes.append(compiled._calls.arena.nbytes)
     assert sizes == sorted(sizes), "it never shrinks"
     assert sizes[0] < sizes[3] == sizes[-1] == compiled.symbolic.arena_size({"batch": 32, "seq": 48})
-    assert {r.arena for r in compiled._selector.programs.values()} == {compiled._arena}
-    assert compiled._selector.main.arena is compiled._arena
+    assert {r.arena for r in compiled._calls.selector.programs.values()} == {compiled._calls.arena}
+    assert compiled._calls.selector.main.arena is compiled._calls.arena
     assert torch.equal(reference.get_buffer("calls"), compiled.calls)
 
 
@@ -85,7 +85,7 @@ def test_guards_and_owned_gradients(options: dict[str, Any]) -> None:
 
 def test_programs_are_kept_and_the_oldest_forgotten() -> None:
     _, compiled = _compiled()
-    selector = compiled._selector
+    selector = compiled._calls.selector
     first = selector.select(_inputs(3, 8), {})[0]
     assert selector.select(_inputs(3, 8), {})[0] is first
     selector.select(_inputs(32, 48), {})
@@ -115,16 +115,16 @@ def test_other_states_have_traces_of_their_own() -> None:
 
 def test_buckets_share_offsets_and_spare_the_arena() -> None:
     reference, compiled = _compiled(bucketing={"seq": 16, "batch": 4})
-    arena = compiled._arena
+    arena = compiled._calls.arena
     assert arena.nbytes == compiled.symbolic.arena_size({"batch": 4, "seq": 16})
     for shape in ((3, 8), (4, 16), (2, 9), (4, 3)):
         _require_equal(reference, compiled, _inputs(*shape))
-        assert compiled._arena is arena
-    plans = {r.plan.arena_size: r.plan.solution.offsets for r in compiled._selector.programs.values()}
+        assert compiled._calls.arena is arena
+    plans = {r.plan.arena_size: r.plan.solution.offsets for r in compiled._calls.selector.programs.values()}
     biggest = plans[max(plans)]
     assert all(offset == biggest[name] for offsets in plans.values() for name, offset in offsets.items())
     _require_equal(reference, compiled, _inputs(5, 33))
-    assert compiled._arena is not arena
+    assert compiled._calls.arena is not arena
 
 
 @pytest.mark.parametrize("policy", ["error", "eager", "replan"])
@@ -271,7 +271,7 @@ def test_keywords_and_dims_of_arguments_in_containers() -> None:
 
 
 def _in_arena(compiled: Any) -> list[bool]:
-    memory = compiled._arena.memory
+    memory = compiled._calls.arena.memory
     low, high = memory.data_ptr(), memory.data_ptr() + memory.numel()
     return [low <= p.grad.data_ptr() < high for p in compiled.parameters()]
 

@@ -39,7 +39,7 @@ def _by_python() -> Iterator[None]:
 
 
 def _runs(compiled: CompiledModule) -> list[str]:
-    return [name for name in compiled._selector.main.program.namespace.names if name.startswith("s")]
+    return [name for name in compiled._calls.selector.main.program.namespace.names if name.startswith("s")]
 
 
 @_interpreted
@@ -191,9 +191,9 @@ def test_parameters_are_followed_only_while_no_other_thread_runs() -> None:
     for one, two in zip(model.parameters(), eager.parameters(), strict=True):
         one.data = (one * 2).detach()
         two.data = (two * 2).detach()
-    names = compiled._selector.main.program.namespace.names
+    names = compiled._calls.selector.main.program.namespace.names
     before = {name: names[name] for name in names if name.startswith("v")}
-    with compiled._selector.main.arena.ownership, pytest.raises(StaleActivationsError, match="another thread"):
+    with compiled._calls.selector.main.arena.ownership, pytest.raises(StaleActivationsError, match="another thread"):
         compiled(x)  # as if another thread held it
     assert all(names[name] is tensor for name, tensor in before.items())
     assert torch.equal(compiled(x), eager(x))
@@ -220,7 +220,7 @@ def test_a_dropped_module_takes_its_runs_and_their_tensors_along() -> None:
     model, x = _tower()
     compiled = memplan_compile(model, x)
     compiled(x).backward()
-    arena = weakref.ref(compiled._selector.main.arena)
+    arena = weakref.ref(compiled._calls.selector.main.arena)
     weight = weakref.ref(model.layers[0].weight)
     assert _runs(compiled)
     del model, compiled

@@ -126,7 +126,7 @@ def _measured(compiled: Any, x: torch.Tensor) -> int:
     step()
     kept.clear()
     compiled.zero_grad()
-    return _held(compiled._selector.main) + _peak(step)
+    return _held(compiled._calls.selector.main) + _peak(step)
 
 
 def _assert_kept(plan: Plan, measured: int) -> None:
@@ -241,7 +241,7 @@ def test_a_saved_plan_keeps_what_was_asked(tmp_path: Any) -> None:
     assert (loaded.eviction.budget, loaded.reserve) == (total, 4096)
     again = memplan.compile(model, x, plan=loaded)
     assert _measured(again, x) + 4096 <= total
-    options = again._builder.options
+    options = again._calls.builder.options
     assert (options.budget, options.reserve) == (total, 4096), "programs of other modes keep the same budget"
     model.zero_grad()
     with torch.no_grad():
@@ -299,8 +299,8 @@ def test_programs_of_other_modes_keep_the_total(budget: Any) -> None:
     compiled = memplan.compile(model, x, budget=total if budget == "bytes" else budget, policy=QUICK_RECOMPUTE)
     with torch.no_grad():
         assert torch.equal(compiled(x), model(x))
-    (other,) = compiled._selector._runners.values()
-    assert other.arena.memory.data_ptr() == compiled._arena.memory.data_ptr()
+    (other,) = compiled._calls.selector._runners.values()
+    assert other.arena.memory.data_ptr() == compiled._calls.arena.memory.data_ptr()
     kept = other.plan.eviction
     assert kept is not None
     assert kept.budget is not None

@@ -17,6 +17,7 @@ from memplan.errors import InputMismatch, UnsupportedCall
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.compilation import Compilation
 from memplan.runtime.api.compiled_module import CompiledModule
+from memplan.runtime.api.module_calls import ModuleCalls
 from memplan.runtime.api.select import MAX_PROGRAMS, Selector, TooManyPrograms
 from memplan.runtime.api.shared_module import SharedModule
 from memplan.runtime.debug.hooks import Hooks
@@ -79,9 +80,9 @@ class DividedModule(CompiledModule):
             plan=main.plan,
             backward_on_demand=False,
         )
-        self.__dict__.update(hooks=hooks, _options=options, _train=train, _pending=None, _copied=None)
+        calls = ModuleCalls(model, options, hooks, train, made=made)
+        self.__dict__.update(hooks=hooks, _calls=calls)
         self.__dict__.update(_guards=guards, _together=together, _known=[_collectives(main)])
-        self._use(made)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step of this rank, with the arguments of the model, while the other ranks run theirs.
@@ -120,11 +121,11 @@ class DividedModule(CompiledModule):
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
         """Return the program of a call, and the leaves that it takes."""
-        selector = self._selector
+        selector = self._calls.selector
         try:
             return selector.select(args, kwargs)
         except InputMismatch as differs:
-            if self._options.on_mismatch != "replan":
+            if self._calls.options.on_mismatch != "replan":
                 raise
             try:
                 return selector.replan(args, kwargs, differs)

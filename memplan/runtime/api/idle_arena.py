@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -84,7 +84,7 @@ class IdleArena:
         now = self._now()
         return None if now is None else now()
 
-    def wait_for_update(self, parameters: Callable[[], list[torch.nn.Parameter]]) -> None:
+    def wait_for_update(self, parameters: Callable[[], Iterable[torch.nn.Parameter]]) -> None:
         """Compare with eager right before the first update of some of these parameters."""
         self._update = FirstUpdate(parameters, self._make_room)
 

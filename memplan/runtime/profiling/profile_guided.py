@@ -234,18 +234,22 @@ class MeasuredStep:
 
     _measurements: Sequence[Measurement]
 
+    def _taken(self) -> Sequence[Measurement]:
+        return self._measurements
+
     @property
     def measurements(self) -> tuple[Measurement, ...]:
         """The measurements of all plans so far, in the order in which they ran (with `costs="measure"`).
 
         For a whole step, they are those of the program that updates the parameters.
         """
-        return tuple(self._measurements)
+        return tuple(self._taken())
 
     @property
     def measurement(self) -> Measurement | None:
         """The latest of `measurements`; None before the first one."""
-        return self._measurements[-1] if self._measurements else None
+        taken = self._taken()
+        return taken[-1] if taken else None
 
 
 def _id(plan: Plan) -> str:

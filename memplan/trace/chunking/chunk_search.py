@@ -26,10 +26,10 @@ def variants_to_plan(
 ) -> tuple[tuple[TracedGraph, ...], PlanOptions]:
     """Return the variants of a step to plan, one after the other until one keeps the budget, and the options for them.
 
-    The variant with the fewest blocks comes first, and the undivided step before it. A budget that is a share is one of the undivided step, so it is
-    turned into bytes where there are several variants. For a budget of "min", the only variant is the one with the
-    lowest floor. Variants whose floor exceeds the budget are left out; if all do, the last one is kept, whose error
-    names what it needs.
+    The undivided step comes first, then the variant with the fewest blocks. A budget that is a share is one of the
+    undivided step, so it is turned into bytes where there are several variants. For a budget of "min", the only
+    variant is the one with the lowest floor. Variants whose floor exceeds the budget are left out; if all do, the
+    last one is kept, whose error names what it needs.
     """
     allowed = options.division
     if allowed is not None and allowed.blocks is not None:
