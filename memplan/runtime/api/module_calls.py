@@ -71,7 +71,7 @@ class ModuleCalls:
         made: Compilation | None = None,
         copied: CopyOfCompiled | None = None,
     ) -> None:
-        """Make those of a model that is compiled (`made`), or is to be: by `compile`, or, of a copy, when first used."""
+        """Make those of a model that is compiled (`made`), or is to be: by `compile`; a copy, at its first use."""
         self.options, self.train, self.copied = options, train, copied
         self.pending: PendingCalls | None = None
         self.fallbacks = Fallbacks(model, options, train, hooks)
