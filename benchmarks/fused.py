@@ -47,6 +47,7 @@ MODELS = MappingProxyType({**ZOO, **OUTSIDE})
 KNOB = 0.5
 TIGHTER = 0.85  # of the peak that the knob reaches
 SHARES = (0.85, 0.725)  # of Inductor's peak
+SHARES_IN_BLOCKS = (0.7, 0.5)
 ENDED = "its process ended"
 COLUMNS = {
     "model": "model",
@@ -151,6 +152,12 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
         **{
             f"memplan-inductor {share:.3g}": Contender(compile=_fused, against="inductor", share=share, of="inductor")
             for share in SHARES
+        },
+        **{
+            f"memplan-inductor {share:.3g} in blocks": Contender(
+                compile=_in_blocks, against="inductor", share=share, of="inductor"
+            )
+            for share in SHARES_IN_BLOCKS
         },
         "memplan-inductor at the knob's": Contender(compile=_fused, against="inductor", share=1.0),
         "memplan-inductor tighter": Contender(compile=_fused, against="inductor", share=TIGHTER),

@@ -88,10 +88,27 @@ def test_leads_add_up() -> None:
     }
 
 
-def test_a_policy_is_remembered_by_its_last_answer() -> None:
-    policy = RecordingPolicy(lambda workload: workload.plain, "mine")
+def _chain(ops: int) -> Graph:
+    b = GraphBuilder()
+    made = [b.storage(StorageKind.ACTIVATION, 64, planned=True) for _ in range(ops)]
+    for before, after in zip((None, *made), made, strict=False):
+        b.op(Phase.FORWARD, () if before is None else (before,), (after,))
+    return b.graph((made[-1],))
+
+
+def test_a_policy_is_remembered_by_the_answer_that_a_plan_was_made_of() -> None:
+    policy = RecordingPolicy(lambda workload: workload.plain, "mine", lambda workload: workload.plain)
     assert policy.events is None
     assert policy.__name__ == "mine"
+    workloads = [workload_of(_chain(ops), budget=1 << 20) for ops in (3, 4, 5)]
+    policy(workloads[0])
+    quick = policy.quick(workloads[1])
+    policy(workloads[2])  # of a variant that was not taken
+    policy.settle((0, -1, 1, 2, 3))  # a copy is no op of the step
+    assert policy.events == quick
+    policy(workloads[2])
+    policy.settle((0, 1, 2))  # nothing was asked for this one since
+    assert policy.events is None
 
 
 def test_events_of_a_workload_with_other_ops_are_not_compared() -> None:

@@ -22,7 +22,11 @@ from memplan.errors import (
     UnsupportedGraph,
     UnsupportedProblem,
 )
+from memplan.evict.events import Events
+from memplan.evict.feedback import RecordingPolicy
+from memplan.evict.workload import Workload
 from memplan.runtime import CompiledModule
+from memplan.runtime.profiling.profile_guided import SAMPLES, WARM
 from tests.models import Counted
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
@@ -249,6 +253,33 @@ def test_no_kernel_that_draws_or_changes_a_buffer_runs_twice() -> None:
         assert once
         assert len(set(once)) == len(once)
         assert len({op.target for op in plan.graph.ops}) < len(plan.graph.ops), "another kernel runs twice"
+
+
+def test_measured_costs_plan_the_code_that_was_taken_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Several variants of the code are planned, and the policy's last answer is that of another one."""
+    torch.manual_seed(0)
+    model = Block()
+    plain = memplan.compile(copy.deepcopy(model), _tokens(), kernels="inductor", gradients="safe")
+    budget = int(0.9 * plain.plan.arena_size)
+    asked = []
+    made = RecordingPolicy.__call__
+
+    def noted(self: RecordingPolicy, workload: Workload) -> Events:
+        asked.append(len(workload.graph.ops))
+        return made(self, workload)
+
+    monkeypatch.setattr(RecordingPolicy, "__call__", noted)
+    options: dict[str, Any] = {"kernels": "inductor", "gradients": "safe", "policy": "recompute"}
+    measured = memplan.compile(model, _tokens(), arena_budget=budget, costs="measure", **options)
+    kept = measured.plan.eviction
+    assert kept is not None
+    assert len(set(asked)) > 1
+    for seed in range(WARM + SAMPLES + 2):
+        _require_equal(_step(measured, _tokens(), seed), _step(plain, _tokens(), seed))
+    assert not [record for record in caplog.records if "the plan stays as it is" in record.message]
+    assert measured.measurement is not None
 
 
 @pytest.mark.parametrize("gradients", ["added", "owned"])
