@@ -639,7 +639,7 @@ def mutations_of_turns(device: LateDevice) -> dict[str, Any]:
     traced = trace(model, args)
     runner = runner_of(model, traced, plan_of_everything(traced), sanitize=None)
     steps = [runner.input_guards.tensors(pytree.tree_leaves(given)) for given in (args, _another(args, 1))]
-    tangents = [torch.ones(v.shape, device=HERE) for _, v in runner._tangents]
+    tangents = [torch.ones(v.shape, device=HERE) for _, v in runner.tangents.passed]
     used = [torch.Stream(HERE) for _ in range(4)][::-1]  # the device would run the first one made first
     ordering, turns = stream_ordering.StreamOrdering.__call__, itertools.count()
     left_out: int | None = None

@@ -13,7 +13,7 @@ from torch import nn
 import memplan
 from memplan.runtime import CompiledModule
 from memplan.runtime.codegen import codegen
-from memplan.runtime.execute import runner
+from memplan.runtime.execute import tangents
 from tests.runtime.allocated import allocations
 
 ROWS, WIDTH = 4, 96
@@ -163,5 +163,5 @@ def test_zeros_that_only_elementwise_ops_read_take_one_element(monkeypatch: pyte
 
     nbytes = ROWS * WIDTH * 4
     spread = made()
-    monkeypatch.setattr(runner, "read_by_elements", lambda *_: frozenset())
+    monkeypatch.setattr(tangents, "read_by_elements", lambda *_: frozenset())
     assert made().count(nbytes) == spread.count(nbytes) + 1

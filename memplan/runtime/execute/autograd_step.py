@@ -63,8 +63,9 @@ class PlannedStep(torch.autograd.Function):
         if not runner.caller.is_done:
             runner.caller.forward_ended(fresh, runner.wanted(current))
             ownership.note_passed(inputs, fresh)
-        if None in runner.tangents:
-            ctx.mark_non_differentiable(*(t for t, dual in zip(fresh, runner.tangents, strict=True) if dual is None))
+        duals = runner.traced.results.tangents
+        if None in duals:
+            ctx.mark_non_differentiable(*(t for t, dual in zip(fresh, duals, strict=True) if dual is None))
         return fresh
 
     @staticmethod
@@ -103,7 +104,7 @@ class PlannedStep(torch.autograd.Function):
             note_held_by_autograd_alone(runner.dropped, grads)
             outputs = () if keeps or repeats else compress(saved, runner.program.saved_outputs)
             note_unshared(runner.dropped, outputs)
-            tangents, missing = runner.tangents_from(grads)
+            tangents, missing = runner.tangents.of(grads)
             targets = None if missing else _targets(ctx, runner, ownership.handed, [*watched, *saved, *tangents])
             if targets is not None:
                 gradients = runner.added.backward(*saved, *tangents, *targets)

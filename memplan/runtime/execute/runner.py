@@ -10,14 +10,13 @@ from operator import is_
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from memplan.core.choices import Gradients, Sanitize
 from memplan.core.graph import Phase
 from memplan.core.plan import Plan
 from memplan.distributed.ops import updating
 from memplan.errors import UnsupportedCall
-from memplan.planning.caller_side import CallerSide, read_by_elements
+from memplan.planning.caller_side import CallerSide
 from memplan.runtime.debug.hooks import Hook, Hooks
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Sanitizers, make_poison, make_redzone
 from memplan.runtime.execute.added_gradients import AddedGradients
@@ -25,19 +24,20 @@ from memplan.runtime.execute.arena_gradients import ArenaGradients
 from memplan.runtime.execute.autograd_step import run_owning, run_planned
 from memplan.runtime.execute.caller_observer import CallerObserver
 from memplan.runtime.execute.cuda_graphs import CudaGraphProgram
-from memplan.runtime.execute.held_gradients import note_own
 from memplan.runtime.execute.owned_gradients import OwnedGradients
 from memplan.runtime.execute.program import Functions, build_program
 from memplan.runtime.execute.recorders import Recorder
 from memplan.runtime.execute.repeated_step import reason_against
+from memplan.runtime.execute.results_of_call import ResultsOfCall
+from memplan.runtime.execute.tangents import Tangents
 from memplan.runtime.guards.input_guards import InputGuards, items_getter
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.guards.parameter_guards import ParameterGuards
 from memplan.runtime.guards.python_value_guards import PythonValueGuards
 from memplan.runtime.kernels.kernel_selection import BoundOp
-from memplan.runtime.memory.arena import Arena, Memory, dtype_of, view_within
+from memplan.runtime.memory.arena import Arena, Memory
 from memplan.trace.graph.remap_to_plan import remap_to_plan
-from memplan.trace.traced import ReturnKind, Source, TracedGraph
+from memplan.trace.traced import Source, TracedGraph
 
 
 class Runner:
@@ -151,7 +151,7 @@ class Runner:
         """The memory that the caller was seen to allocate and free around the last steps."""
         storages, values = self.traced.graph.storages, self.traced.graph.values
         results = [storages[values[v].storage].name for v in self.traced.results.fresh]
-        return self.caller.side(results, {i: storages[v.storage].name for i, v in self._tangents})
+        return self.caller.side(results, {i: storages[v.storage].name for i, v in self.tangents.passed})
 
     def shared_with(self, taken: Sequence[Hashable], returned: Sequence[Hashable]) -> dict[str, Hashable]:
         """Return keys of what the step shares with others, by the names of storages.
@@ -259,16 +259,10 @@ class Runner:
         self.draws = any(op.random and op.phase is Phase.FORWARD for op in t.graph.ops)
         self._in_order = items_getter(ordered)
         self._written_inputs = [j for j, i in enumerate(self.program.inputs) if t.bindings[i].written]
-        self.tangents = t.results.tangents
-        # (index of the fresh output, value) of each tangent, in the order in which the backward takes them
-        self._tangents = [(t.results.tangents.index(b.value), t.graph.values[b.value]) for b in t.bound(Source.TANGENT)]
-        self._fresh_at = {value: i for i, value in enumerate(t.results.fresh)}
-        storage_of = [v.storage for v in t.graph.values]
-        saved, kept = self.program.saved, {storage_of[v] for v in self.program.saved}
-        # positions of outputs that are views of saved tensors: changing one in place changes the saved tensor
-        self.views_of_saved = [i for v, i in self._fresh_at.items() if storage_of[v] in kept and v not in saved]
-        returned = t.results.returned
-        self._single = self._fresh_at.get(returned[0].value) if len(returned) == 1 and t.out_spec.is_leaf() else None
+        apart = t.without_data()  # the example may be forgotten
+        self.tangents = Tangents(apart, self.dropped)
+        self._results = ResultsOfCall(apart, self.parameter_guards.bindings)
+        self.views_of_saved = self._results.views_of(self.program.saved)
 
     def _find_owned_gradients(self) -> OwnedGradients:
         t, slots = self.traced, [self.parameter_guards.bindings[i] for i in self._wanted_parameters]
@@ -323,9 +317,7 @@ class Runner:
                 ownership.begin(keep=False)
                 fresh = self.forward(*inputs)[0]
             self.count_writes(inputs, current)
-        if self._single is not None:
-            return fresh[self._single]
-        return self._assemble(fresh, current, leaves)
+        return self._results.assemble(fresh, current, leaves)
 
     @property
     def pool_bytes(self) -> int:
@@ -393,34 +385,6 @@ class Runner:
                 f"the {source.value} {self.parameter_guards.names[i]!r}"
             )
 
-    def _assemble(self, fresh: Sequence[torch.Tensor], current: list[torch.Tensor], leaves: list[Any]) -> Any:
-        """Return the model's result: new tensors, and views of them, of inputs or of parameters, known to autograd."""
-        t = self.traced
-        base: dict[int, Any] = {value: fresh[i] for value, i in self._fresh_at.items()}
-        for b in t.bindings:
-            if b.source is Source.INPUT:
-                base[b.value] = leaves[b.index]
-            elif b.tensor is not None:
-                base[b.value] = b.tensor
-        for position, i in enumerate(self.parameter_guards.bindings):
-            base[t.bindings[i].value] = current[position]
-        results = []
-        for r in t.results.returned:
-            if r.kind is ReturnKind.CONSTANT:
-                results.append(r.constant)
-            else:
-                alias = base[r.of] if r.value == r.of else self._alias(base[r.of], r.of, r.value)
-                results.append(alias if r.differentiable or not alias.requires_grad else alias.detach())
-        return pytree.tree_unflatten(results, t.out_spec)
-
-    def _alias(self, tensor: torch.Tensor, of: int, value: int) -> torch.Tensor:
-        one, two = self.traced.graph.values[of], self.traced.graph.values[value]
-        if one.dtype != two.dtype:
-            return view_within(one, two, tensor.detach())
-        if (one.shape, one.strides, one.offset) == (two.shape, two.strides, two.offset):
-            return tensor
-        return tensor.as_strided(two.shape, two.strides, tensor.storage_offset() + two.offset - one.offset)
-
     # -- called by autograd ------------------------------------------------------------------------------
 
     def count_writes(self, inputs: Sequence[torch.Tensor], current: Sequence[torch.Tensor]) -> None:
@@ -434,39 +398,10 @@ class Runner:
         if self._written_inputs:
             torch.autograd.graph.increment_version(_versioned(inputs[i] for i in self._written_inputs))
 
-    @cached_property
-    def _spread(self) -> set[int]:
-        """The fresh outputs (indices) whose gradients may be one element, if they are zeros; few steps ask for them."""
-        bound = [b.value for b in self.traced.bound(Source.TANGENT)]
-        return {self.tangents.index(value) for value in read_by_elements(self.traced.graph, bound)}
-
-    def tangents_from(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], set[int]]:
-        """Return the tangents with the traced strides, and the positions of missing ones, which are zeros.
-
-        Those that are made here are freed once they were read. Zeros that only elementwise ops read are one element.
-        """
-        made, missing = [], set()
-        for position, (i, v) in enumerate(self._tangents):
-            grad = grads[i]
-            if grad is not None and (grad.is_conj() or grad.is_neg()):
-                grad = grad.resolve_conj().resolve_neg()
-            if grad is None or grad.stride() != v.strides:
-                device = torch.device(self.traced.graph.storages[v.storage].device)
-                if grad is None:
-                    missing.add(position)
-                if grad is None and i in self._spread:
-                    grad = torch.zeros((), dtype=dtype_of(v), device=device).expand(v.shape)
-                else:
-                    laid_out = torch.empty_strided(v.shape, v.strides, dtype=dtype_of(v), device=device)
-                    grad = laid_out.zero_() if grad is None else laid_out.copy_(grad)
-                    note_own(self.dropped, grad)
-            made.append(grad)
-        return made, missing
-
     def in_order(self, gradients: Sequence[torch.Tensor], missing: set[int]) -> Sequence[torch.Tensor | None]:
         """Return the gradients in the order in which `PlannedStep` took its differentiable inputs.
 
-        A gradient is None if it depends only on `missing` tangents (see `tangents_from`).
+        A gradient is None if it depends only on `missing` tangents (see `Tangents`).
         """
         if self._anchored:
             return (None,)

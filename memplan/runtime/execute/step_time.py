@@ -42,7 +42,7 @@ def _step(runner: Runner, inputs: list[torch.Tensor]) -> None:
         ownership.begin(keep=False)
         fresh, saved = runner.forward(*inputs)
         if runner.backward is not None:
-            tangents, _ = runner.tangents_from([None] * len(fresh))
+            tangents, _ = runner.tangents.of([None] * len(fresh))
             runner.backward(*saved, *tangents)
 
 
