@@ -512,3 +512,90 @@ def test_orders_that_alternate_come_to_rest() -> None:
     assert len(backend.graphs) == 3
     assert len(seen[-1][1]) == 4, "each order makes instances of its own"
     assert seen[-1] == seen[-2] == seen[-3] == seen[-4], "programs are moved in every step"
+
+
+class Masked(nn.Module):
+    """A model that hides a part of a weight, by a mask that can be replaced."""
+
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
+        self.renew(0)
+
+    def renew(self, rows: int) -> None:
+        """Hide some rows, as another kind of layer: dynamo traces it again."""
+        mask = torch.ones(32, 1)
+        mask[:rows] = 0.0
+        self.register_buffer("mask", mask)
+        self.label = "x" * rows  # a number would be a symbol the second time
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x) * self.mask.t() * (1.0 + len(self.label))
+        result: torch.Tensor = self.second(hidden.relu())
+        return result
+
+
+def _steps(model: nn.Module, call: Any, count: int) -> list[torch.Tensor]:
+    return _train(model, lambda x: call(x).square().mean(), [(torch.randn(8, 16),)] * count)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_tensor_that_was_replaced_is_freed_once_nobody_else_has_it(kept: bool) -> None:
+    torch.manual_seed(0)
+    model, backend = Masked(), Backend()
+    call = torch.compile(model, backend=backend)
+    _steps(model, call, 3)
+    (before,) = [one for graph in backend.graphs for one in graph.instances]
+    of_before = weakref.ref(before)
+    del before
+    before_mask = weakref.ref(model.mask)
+    holder = [model.mask] if kept else []
+    model.renew(3)
+    _steps(model, call, 3)
+    assert (before_mask() is None, of_before() is None) == (not kept, not kept)
+    assert len(backend.graphs) == 2
+    assert sum(len(graph.instances) for graph in backend.graphs) == 1 + kept
+    assert len(holder) == kept
+
+
+def test_a_model_with_a_mask_of_before_runs_again() -> None:
+    """Its graph has no program any more, and makes another one."""
+    torch.manual_seed(0)
+    model, backend = Masked(), Backend()
+    eager = copy.deepcopy(model)
+    call = torch.compile(model, backend=backend)
+    for rows in (0, 3, 0, 3, 0):
+        for one in (model, eager):
+            one.renew(rows)
+        torch.manual_seed(rows)
+        ours = _steps(model, call, 3)
+        torch.manual_seed(rows)
+        assert all(map(torch.equal, ours, _steps(eager, eager, 3)))
+
+
+def test_a_backward_that_waits_keeps_the_tensors_of_its_call() -> None:
+    torch.manual_seed(0)
+    model, backend = Masked(), Backend()
+    call = torch.compile(model, backend=backend)
+    x = torch.randn(8, 16)
+    loss = call(x).square().mean()
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    mask = weakref.ref(model.mask)
+    model.renew(3)
+    for _ in range(3):
+        call(x).square().mean().backward()
+    model.zero_grad()
+    loss.backward()
+    for one, parameter in zip(expected, model.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(one, parameter.grad)
+    there = [mask() is not None]
+    del loss
+    model.renew(6)
+    for _ in range(3):
+        call(x).square().mean().backward()
+    gc.collect()
+    there.append(mask() is not None)
+    assert there == [True, False]

@@ -73,10 +73,13 @@ class CompiledGraphs(CompiledModule):
     _graphs: SeveralGraphs
     _example: CallKind
 
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> None:
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Plan | None) -> None:
         """Prepare the backend; the graphs are traced at their first call."""
-        several = SeveralGraphs(self._original, self._options, self.hooks)
+        several = SeveralGraphs(self._original, self._calls.options, self.hooks)
         self.__dict__.update(_graphs=several, _example=kind_of_call(args, kwargs))
+
+    def _taken(self) -> tuple[()]:
+        return ()
 
     @property
     def _backend(self) -> Backend:
@@ -104,9 +107,9 @@ class CompiledGraphs(CompiledModule):
         """
         if torch.compiler.is_compiling() and in_this_thread():
             return self._original(*args, **kwargs)
-        if self._options.on_mismatch == "error":
+        if self._calls.options.on_mismatch == "error":
             require_same(self._example, kind_of_call(args, kwargs))
-        without_gradients = torch.no_grad() if self._train is False else contextlib.nullcontext()
+        without_gradients = torch.no_grad() if self._calls.train is False else contextlib.nullcontext()
         with without_gradients:
             return self._graphs(*args, **kwargs)
 
@@ -129,7 +132,8 @@ class CompiledGraphs(CompiledModule):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what compiles a copy again: graphs and addresses cannot be copied or pickled."""
         modes = [module.training for module in self._original.modules()]
-        return _remade, (self._original, self._example, {"options": self._options, "train": self._train}, modes)
+        settings = {"options": self._calls.options, "train": self._calls.train}
+        return _remade, (self._original, self._example, settings, modes)
 
 
 def require_same(example: CallKind, call: CallKind) -> None:

@@ -87,7 +87,11 @@ class CompiledModule(SharedModule, MeasuredStep):
         # without nn.Module.__setattr__: the model may have a submodule of any name
         self.__dict__.update(hooks=hooks, _calls=calls)
         if copied is None:
-            calls.compile((args, kwargs), given)
+            self._compile(args, kwargs, given)
+
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Plan | None) -> None:
+        """Build the program of the example inputs."""
+        self._calls.compile((args, kwargs), given)
 
     @property
     def plan(self) -> Plan:

@@ -39,6 +39,10 @@ class GraphModuleWithParams(nn.Module):
             (self._parameters if name in self._parameters else self._buffers)[name] = inputs[i]
         return [x for i, x in enumerate(inputs) if i not in self._kept]
 
+    def tensors(self) -> list[Any]:
+        """Return the parameters and buffers that it has now."""
+        return [*self._parameters.values(), *self._buffers.values()]
+
     def holds(self, inputs: Sequence[Any]) -> bool:
         """Return whether the parameters are those among `inputs`; buffers may be replaced at each call."""
         return all(self._parameters[name] is inputs[i] for i, name in self._kept.items() if name in self._parameters)

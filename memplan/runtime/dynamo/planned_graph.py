@@ -8,7 +8,8 @@ instances of one training step share one arena.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.arena_coordinators import ArenaCoordinators
 from memplan.runtime.dynamo.graph_module import GraphModuleWithParams, is_kept, named_class
 from memplan.runtime.dynamo.graph_program import first_program_of
+from memplan.runtime.dynamo.replaced_tensors import with_replaced_tensors
 from memplan.runtime.execute.arena_gradients import GradientsInUse
 from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, Smaller, idle_instance
 from memplan.runtime.execute.runner import Runner
@@ -54,11 +56,15 @@ class GraphInstance(ProgramInstance):
     `module` has its parameters; `traced` is the graph as it was traced, before its plan. `inputs` and `results` are
     keys of what its first call took and returned, by which the joint plan knows what graphs pass to each other. `ends`:
     why the graph ends where it ends. `joint_budget`: the bytes that all graphs of its step may need together.
+    `graph` refers to what runs it.
     """
 
-    def __init__(self, module: GraphModuleWithParams, traced: TracedGraph, runner: Runner, *, ends: str) -> None:
+    def __init__(
+        self, module: GraphModuleWithParams, traced: TracedGraph, runner: Runner, *, ends: str, graph: PlannedGraph
+    ) -> None:
         super().__init__(runner)
         self.module, self.traced, self.ends = module, traced, ends
+        self.graph = weakref.ref(graph)
         self.inputs: Mapping[int, Hashable] | None = None
         self.results: Mapping[int, Hashable] = {}
         self.joint_budget: int | None = None
@@ -74,6 +80,11 @@ class GraphInstance(ProgramInstance):
         result = self.runner(leaves, training=self.traced.training)
         self.results = _by_position(pytree.tree_leaves(result), passed.returned)
         return result
+
+    def references(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters and buffers to which it refers, each as often as it does."""
+        yield from self.module.tensors()
+        yield from self.runner.counted
 
     def replace_plan(self, plan: Plan) -> None:
         """Run by another plan from now on, in an arena of its own. It is called while nothing is in flight."""
@@ -111,6 +122,7 @@ class PlannedGraph:
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
         self._instances: dict[Any, list[GraphInstance]] = {}
         self._retained: list[GraphInstance] = []  # that run no new calls, and whose backward may run (again)
+        self._calls = 0
         self._eager = False  # whether no trace can hold it
         self._update: FirstUpdate | None = None
         self._after = 0  # bytes that the optimizer allocates beside the arena, for which later programs leave room
@@ -161,6 +173,9 @@ class PlannedGraph:
         if self._update is not None and coordinator.has_new_kind:
             self._make_room(self._update)  # what an optimizer allocates is known by now, or there is none
         coordinator.place_last_step()
+        if self._calls == 1:  # dynamo has traced it lately, perhaps again because tensors were replaced
+            _drop_replaced(coordinator)
+        self._calls += 1
         numbers = {name: inputs[i].item() for name, i in self._numbers.items()}
         gradients = self._gradients_for(coordinator)
         key = coordinator, tuple(map(kind_of, inputs)) if self._varies else (), repr(numbers), gradients
@@ -202,6 +217,18 @@ class PlannedGraph:
         """Drop the instances of other gradients, apart from those to which an autograd graph refers."""
         self._retain([instance for key in keys for instance in self._instances.pop(key)])
 
+    def known(self) -> tuple[GraphInstance, ...]:
+        """Return all instances, and those that stay for a backward of theirs; others of that kind are dropped."""
+        self._retain(())
+        return (*self.instances, *self._retained)
+
+    def drop(self, instance: GraphInstance) -> None:
+        """Drop an instance, apart from a backward of its that may still run."""
+        for instances in tuple(self._instances.values()):
+            if instance in instances:
+                instances.remove(instance)
+                self._retain([instance])
+
     def _retain(self, dropped: Sequence[GraphInstance]) -> None:
         """Keep those of the instances to which an autograd graph refers: their backward may run (again)."""
         self._retained = [one for one in (*self._retained, *dropped) if one.ownership.has_graph]
@@ -228,7 +255,7 @@ class PlannedGraph:
                         module, inputs, options, coordinator, self._hooks, smaller=smaller, after=self._after
                     )
                 self._wait_for_update(traced)
-                return GraphInstance(module, traced, runner, ends=self._ends)
+                return GraphInstance(module, traced, runner, ends=self._ends, graph=self)
 
         found = idle_instance(
             instances,
@@ -245,6 +272,16 @@ class PlannedGraph:
             what = "%s: %d calls of a graph wait for their backward; further ones run eagerly"
             _log.warning(what, instances[0].plan.model, len(instances))
         return found
+
+
+def _drop_replaced(coordinator: ArenaCoordinator) -> None:
+    """Drop the instances of a thread that have tensors of before, which nothing else has any more."""
+    graphs = {one.graph() for one in tuple(coordinator.members) if isinstance(one, GraphInstance)}
+    known = [one for graph in graphs if graph is not None for one in graph.known()]
+    for one in with_replaced_tensors(known):
+        graph = one.graph()
+        if graph is not None:
+            graph.drop(one)
 
 
 def _by_position(
