@@ -273,15 +273,14 @@ def table_of(verdicts: Sequence[Verdict]) -> Table:
         "program's own).",
         "",
         "Peaks: the fourth training step, by memory events, with all tensors that are alive before it, alignment "
-        "padding of single plans apart; 'forward and backward' leaves out what is alive only while an optimizer's "
-        "own `step()` runs. Most programs need less than a megabyte, and what a compiled module keeps beside its "
-        "arena is a large part of it: the ratios say little about large ones. Where they are above 1, it is by bytes "
-        "to a few kilobytes, and the causes that were found are: a mask that the model has replaced two steps before, "
-        "and that the program of before still has (pruning by the backend: 2.3 KB); an order of calls that is complete "
-        "in the fifth step only (dcgan by memplan.compile: 5 KB, 0.6 KB four steps later); an arena that stays while a "
-        "model that is not compiled runs (byol: 0.9 KB); an arena whose peak is at another step than that of "
-        "convolutions beside it (timm_resnet, torchvision_resnet: 24 KB of 7 and 71 MB); and numbers that kernels take "
-        "as tensors, of 4 to 128 bytes each.",
+        "padding of single plans apart; 'forward and backward' leaves out what is alive only while an optimizer's own"
+        " `step()` runs. Most programs need less than a megabyte, and what a compiled module keeps beside its arena "
+        "is a large part of it: the ratios say little about large ones. Where they are above 1, it is by bytes to a "
+        "few kilobytes, and the causes that were found are: an order of calls that is complete in the fifth step only"
+        " (dcgan by memplan.compile: 5 KB, 0.6 KB four steps later); an arena that stays while a model that is not "
+        "compiled runs (byol: 0.9 KB); an arena whose peak is at another step than that of convolutions beside it "
+        "(timm_resnet, torchvision_resnet: 7 KB of 7 MB, 23 KB of 71); and numbers that kernels take as tensors, of 4"
+        " to 128 bytes each.",
         "",
         *counts,
         "",

@@ -47,6 +47,7 @@ _log = logging.getLogger("memplan")
 _MAX_PLANS = 8  # of a graph, that are kept: one for each thread, and for each shape if sizes vary
 _STILL_SET = "gradients of the last step are still set or referred to at the next call"
 _SEVERAL = "a step runs several graphs, or several calls of one, before their backward"
+_NEW = 4  # calls of a graph, the first of which may be made twice
 _DATA_DEPENDENT = ("data-dependent", "data-dependent-size")  # headings of refusals
 
 
@@ -173,7 +174,7 @@ class PlannedGraph:
         if self._update is not None and coordinator.has_new_kind:
             self._make_room(self._update)  # what an optimizer allocates is known by now, or there is none
         coordinator.place_last_step()
-        if self._calls == 1:  # dynamo has traced it lately, perhaps again because tensors were replaced
+        if 0 < self._calls < _NEW:  # dynamo has traced it lately, perhaps again because tensors were replaced
             _drop_replaced(coordinator)
         self._calls += 1
         numbers = {name: inputs[i].item() for name, i in self._numbers.items()}
