@@ -6,9 +6,9 @@ Measured execution, guided execution and the feedback on late swaps are Capuchin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from statistics import median
 
+from memplan.core.graph import Op
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import Link
 from memplan.evict.events import Events, Kind
@@ -16,40 +16,43 @@ from memplan.evict.judge.arrays import measure
 from memplan.evict.judge.overlap import Leads, start_reloads_earlier
 from memplan.evict.workload import Policy, Workload
 
+_Runs = tuple[tuple[int, str], ...]  # the source and the target of each op that runs, in order
 _LEAST = 1e-9  # seconds: a lower limit for a measured copy
 
 
 class RecordingPolicy:
     """A policy that remembers its answers; `events` is the one that a plan was made of, once `settle` was told which.
 
-    A search for a plan asks for several: for smaller budgets, and for other variants of the step.
+    Where several variants of a step are planned, it is asked for each.
     """
 
     def __init__(self, policy: Policy, name: str, quick: Policy | None = None) -> None:
-        self.policy = self.func = policy
+        self.policy = policy
         self.__name__ = name
-        self.quick = partial(self._answered, quick or policy)
+        self.quick = quick or policy
         self.events: Events | None = None
-        self._answers: list[tuple[tuple[int, ...], Events]] = []
+        self._answers: list[tuple[_Runs, Events]] = []
 
     def __call__(self, workload: Workload) -> Events:
         """Return the policy's events for `workload`, and remember them."""
-        return self._answered(self.policy, workload)
+        events = self.policy(workload)
+        ops = workload.graph.ops
+        runs = ((workload.sources[i], ops[i].target) for kind, i in events if kind is Kind.RUN)
+        self._answers.append((tuple(run for run in runs if run[0] >= 0), events))
+        return events
 
-    def settle(self, sources: Sequence[int]) -> None:
-        """Set `events` to those of the plan with these sources (`EvictionPlan.sources`), and forget the others.
+    def settle(self, sources: Sequence[int], ops: Sequence[Op]) -> None:
+        """Set `events` to the last answer that runs the ops of a plan, and forget the others.
 
         They are None for a plan that no policy was asked for, because nothing has to be evicted.
+
+        Args:
+            sources: Those of the plan (`EvictionPlan.sources`).
+            ops: The ops of its graph.
         """
-        ran = tuple(source for source in sources if source >= 0)
+        ran = tuple((source, op.target) for source, op in zip(sources, ops, strict=True) if source >= 0)
         self.events = next((events for runs, events in reversed(self._answers) if runs == ran), None)
         self._answers.clear()
-
-    def _answered(self, policy: Policy, workload: Workload) -> Events:
-        events = policy(workload)
-        runs = (workload.sources[i] for kind, i in events if kind is Kind.RUN)
-        self._answers.append((tuple(source for source in runs if source >= 0), events))
-        return events
 
 
 class ProfileGuidedPolicy:

@@ -97,19 +97,21 @@ def _chain(ops: int) -> Graph:
 
 
 def test_a_policy_is_remembered_by_the_answer_that_a_plan_was_made_of() -> None:
-    policy = RecordingPolicy(lambda workload: workload.plain, "mine", lambda workload: workload.plain)
+    policy = RecordingPolicy(lambda workload: workload.plain, "mine")
     answers = [policy.events]
     assert policy.__name__ == "mine"
     workloads = [workload_of(_chain(ops), budget=1 << 20) for ops in (3, 4, 5)]
-    policy(workloads[0])
-    quick = policy.quick(workloads[1])
-    policy(workloads[2])  # of a variant that was not taken
-    policy.settle((0, -1, 1, 2, 3))  # a copy is no op of the step
+    made = [policy(workload) for workload in workloads]  # of variants, of which the second is taken
+    ops = workloads[1].graph.ops
+    policy.settle((0, -1, 1, 2, 3), (ops[0], *ops))  # a copy is no op of the step
     answers.append(policy.events)
     policy(workloads[2])
-    policy.settle((0, 1, 2))  # nothing was asked for this one since
+    policy.settle((0, 1, 2), workloads[0].graph.ops)  # nothing was asked for this one since
     answers.append(policy.events)
-    assert answers == [None, quick, None]
+    policy(workloads[0])
+    policy.settle((0, 1, 2), [replace(op, target="other") for op in workloads[0].graph.ops])  # as many other ops
+    answers.append(policy.events)
+    assert answers == [None, made[1], None, None]
 
 
 def test_events_of_a_workload_with_other_ops_are_not_compared() -> None:

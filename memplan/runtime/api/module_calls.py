@@ -146,6 +146,7 @@ class ModuleCalls:
                 if made is None:
                     made = self._compilation = self.copied.as_copied()
                     self._again = None
+                    self._compare_at_update()
                 return made
         except (BudgetInfeasible, StaleActivationsError):
             raise
@@ -330,6 +331,7 @@ class ModuleCalls:
                 continue
             self._again, self.copied = None, replace(candidate, example=example_of(made.selector.main))
             self._compilation = made
+            self._compare_at_update()
             return None
         self._rebuilt, self._copy_refused = self._rebuilt + 1, copy.copy(refused)  # without its traceback
         return refused

@@ -10,12 +10,10 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memplan.runtime.dynamo.planned_graph import GraphInstance
-
-_WHILE_COUNTED = 3  # references to a tensor that are those of who counts them: a list, a name, an argument
 
 
 def with_replaced_tensors(instances: Iterable[GraphInstance]) -> list[GraphInstance]:
@@ -30,8 +28,13 @@ def with_replaced_tensors(instances: Iterable[GraphInstance]) -> list[GraphInsta
     known = Counter(id(tensor) for instance in instances for tensor in instance.references())
     found = []
     for instance in instances:
-        for tensor in instance.module.tensors():
-            if sys.getrefcount(tensor) <= known[id(tensor)] + _WHILE_COUNTED:
-                found.append(instance)
-                break
+        tensors = instance.module.tensors()
+        if any(count <= known[id(tensor)] for count, tensor in zip(_references(tensors), tensors, strict=True)):
+            found.append(instance)
     return found
+
+
+def _references(objects: list[Any]) -> list[int]:
+    """Return how many references each object has, but for that of the list, and those of who counts."""
+    counts, (own,) = ([sys.getrefcount(each) for each in counted] for counted in (objects, [object()]))
+    return [count - own for count in counts]

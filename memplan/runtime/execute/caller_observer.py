@@ -39,7 +39,8 @@ class CallerObserver:
     def forward_ended(self, results: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
         """Take the tensors that a forward is about to return, and its parameters. They are not kept alive."""
         self._returned = [StorageWeakRef(r.untyped_storage()) for r in results]  # type: ignore[no-untyped-call]
-        gradients = (p.grad for p in parameters if p.grad is not None and _has_bytes(p.grad))
+        leaves = (p for p in parameters if p.is_leaf or p.retains_grad)  # for others, torch warns
+        gradients = (p.grad for p in leaves if p.grad is not None and _has_bytes(p.grad))
         storages = {storage.data_ptr(): storage for storage in (g.untyped_storage() for g in gradients)}
         self._gradients = {StorageWeakRef(s): s.nbytes() for s in storages.values()}  # type: ignore[no-untyped-call]
 

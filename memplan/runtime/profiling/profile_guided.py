@@ -86,7 +86,7 @@ def safe_plan(
     options = replace(options, policy=policy)
     traced, plan = options.settle(traced, retracer) if known is None else replan(options, known)
     assert plan.eviction is not None
-    policy.settle(plan.eviction.sources)
+    policy.settle(plan.eviction.sources, plan.graph.ops)
     return traced, plan, policy
 
 
@@ -189,7 +189,7 @@ class ProfileGuide:
         policy = RecordingPolicy(ProfileGuidedPolicy(self._events, self._leads, policies), self._policy.__name__)
         plan = self._plan_with(policy, self._costs)
         assert plan.eviction is not None
-        policy.settle(plan.eviction.sources)
+        policy.settle(plan.eviction.sources, plan.graph.ops)
         if policy.events is None or policy.events == self._events:
             return None
         return plan, policy.events

@@ -32,10 +32,9 @@ def sum_products(graph: fx.Graph) -> int:
         pair = [_product(arg, add) for arg in add.args]
         if add.kwargs or not is_backward(add) or None in pair or pair[0] is pair[1]:
             continue
-        summands = [node for node in pair if node is not None]
-        first, last = sorted(summands, key=lambda node: (node.target is aten.mm.default, place[node]))
+        first, last = sorted((node for node in pair if node is not None), key=place.__getitem__)
         if last.target is not aten.mm.default or value(first).shape != value(last).shape:
-            continue
+            continue  # a product that is made before the other summand would keep what it reads until then
         writer = Rewriter(graph, mode, last, before=add)
         total = writer.call(aten.addmm.default, first, *last.args)
         place[total] = place[add]

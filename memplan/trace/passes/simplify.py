@@ -15,10 +15,10 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memplan.trace.passes.aliasing import has_effects, is_fixed, is_view, keys_of, span, tensors_of, written_in
-from memplan.trace.passes.fold import SMALL
 from memplan.trace.passes.own_outputs import is_backward, returned_by
 from memplan.trace.passes.rewrite import CHECKPOINT, aten, fake_mode_of, replace_by, storage_key, value
 
+_SMALL = 4096  # bytes of a result that is shared, and so may live longer
 _BY_ONE = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar}
 _COPIES = {aten.clone.default, aten._to_copy.default}
 # Rounded once in every kernel (IEEE 754): no real result depends on where it is written, but complex ones do.
@@ -98,7 +98,7 @@ def _share(graph: fx.Graph, made: dict[int, int]) -> None:
             continue
         if any(user.op == "output" for user in node.users):
             continue
-        small = keys_of(node) <= made.keys() and _size(node, made) <= SMALL and "empty" not in node.target._opname
+        small = keys_of(node) <= made.keys() and _size(node, made) <= _SMALL and "empty" not in node.target._opname
         if small or is_view(node):
             dropped = 0 if is_view(node) else node.meta.get(CHECKPOINT, 0)
             first = known.setdefault((is_backward(node), dropped, str((node.target, node.args, node.kwargs))), node)

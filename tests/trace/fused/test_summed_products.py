@@ -24,8 +24,9 @@ def _graph(
     forward: bool = False,
     one_product: bool = False,
     wide: bool = False,
+    early: bool = False,
 ) -> fx.Graph:
-    """Return a graph that adds up views of three products."""
+    """Return a graph that adds up views of three products; `early`: all are made before the first sum."""
     graph, mode = fx.Graph(), FakeTensorMode()
 
     def node(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -43,11 +44,20 @@ def _graph(
         mine = node(aten.mm.default, given[0], given[1])
         graph.output((node(aten.add.Tensor, mine, mine),))
         return graph
-    products = [node(aten.mm.default, a, b) for a, b in zip(given[::2], given[1::2], strict=True)]
-    views = [node(aten.view.default, product, [2, 3, 4]) for product in products]
-    if wide:  # the sum is made in more digits than its products
-        views = [node(torch.ops.prims.convert_element_type.default, view, torch.float64) for view in views]
+    products, views = [], []
+
+    def product(i: int) -> None:
+        products.append(node(aten.mm.default, given[2 * i], given[2 * i + 1]))
+        view = node(aten.view.default, products[-1], [2, 3, 4])
+        if wide:  # the sum is made in more digits than its products
+            view = node(torch.ops.prims.convert_element_type.default, view, torch.float64)
+        views.append(view)
+
+    for i in range(3 if early else 2):
+        product(i)
     first = node(aten.add.Tensor, *(views[1::-1] if swapped else views[:2]), **({"alpha": 2} if alpha else {}))
+    if not early:
+        product(2)
     total = node(aten.add.Tensor, views[2], first) if swapped else node(aten.add.Tensor, first, views[2])
     graph.output((total, products[1], first) if read_twice else (total,))
     return graph
@@ -69,6 +79,16 @@ def test_products_are_added_to_the_one_before(swapped: bool) -> None:
     assert calls.count(aten.addmm.default) == 2
     assert aten.add.Tensor not in calls
     assert all(n.meta["partitioner_tag"] == "is_backward" for n in graph.nodes if n.op == "call_function")
+    torch.testing.assert_close(_run(graph), expected)
+
+
+def test_a_product_that_is_made_early_stays_where_it_is() -> None:
+    """Added later, it would keep what it reads."""
+    graph = _graph(early=True)
+    expected = _run(graph)
+    assert sum_products(graph) == 1
+    calls = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert (calls.count(aten.mm.default), calls.count(aten.add.Tensor)) == (2, 1)
     torch.testing.assert_close(_run(graph), expected)
 
 
