@@ -129,13 +129,13 @@ class ModuleCalls:
     def compile(self, example: Example, given: Plan | None) -> None:
         """Build the program of the example inputs, by a `given` plan if there is one; others at their first call."""
         args, kwargs = example
-        self._compilation = compile_example(
+        made = compile_example(
             *(Builder(self._model, self.options, self._hooks), self.options, args, kwargs),
             train=self._model.training if self.train is None else self.train,
             backward_on_demand=self.train is None,
             given=given,
         )
-        self._compare_at_update()
+        self._use(made)
 
     def _of_copy(self) -> Compilation:
         """Compile a copy as it was copied, and return what was made."""
@@ -144,17 +144,17 @@ class ModuleCalls:
             with self.calling:
                 made = self._compilation
                 if made is None:
-                    made = self._compilation = self.copied.as_copied()
-                    self._again = None
-                    self._compare_at_update()
+                    made = self.copied.as_copied()
+                    self._use(made)
                 return made
         except (BudgetInfeasible, StaleActivationsError):
             raise
         except MemplanError as refused:
             raise no_example(self._model, refused) from refused
 
-    def _compare_at_update(self) -> None:
-        """Compare new programs with eager when an optimizer updates next, if others may take their place."""
+    def _use(self, made: Compilation) -> None:
+        """Run new programs from now on; compare them with eager at the next update, if others may take their place."""
+        self._compilation, self._again = made, None
         if self.selector.main.traced.training and self._runs_now.may_change:
             self.idle.wait_for_update(self._model.parameters)
 
@@ -296,9 +296,7 @@ class ModuleCalls:
     def _compile_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile once more, for a call; until that has succeeded, it is to be done, as the arena is freed already."""
         assert isinstance(self._again, Recompilation)
-        self._compilation = self._again.for_call((args, kwargs)).run()
-        self._again = None
-        self._compare_at_update()
+        self._use(self._again.for_call((args, kwargs)).run())
 
     def _begin_to_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compile a copy, which was only evaluated so far, as what it is a copy of was compiled, and call it."""
@@ -329,9 +327,8 @@ class ModuleCalls:
                 if self.options.on_mismatch != "replan":
                     break
                 continue
-            self._again, self.copied = None, replace(candidate, example=example_of(made.selector.main))
-            self._compilation = made
-            self._compare_at_update()
+            self.copied = replace(candidate, example=example_of(made.selector.main))
+            self._use(made)
             return None
         self._rebuilt, self._copy_refused = self._rebuilt + 1, copy.copy(refused)  # without its traceback
         return refused
@@ -366,8 +363,7 @@ class ModuleCalls:
         self._rebuilt += 1
         what = "%s: the model has changed; all its programs are made again (change %d of %d): %s"
         _log.info(what, self.plan.model, self._rebuilt, _MAX_REBUILDS, changed.summary)
-        self._compilation = of_changed_model(self.compilation, args, kwargs)
-        self._compare_at_update()
+        self._use(of_changed_model(self.compilation, args, kwargs))
         runner, leaves = self.selector.select(args, kwargs)
         return runner, leaves, runner.current()
 
