@@ -154,12 +154,11 @@ def unplanned_bytes(step: Any, batch: torch.Tensor, before: int) -> int:
     `before`: the bytes of tensors that were alive before its model was made.
     """
     standing = live_bytes() - before
-    grown = []
-    for _ in range(1 + _MEASURED):  # the first one shows the profiler what lives from step to step
-        grown.append(max(running_sums(event.nbytes for event in memory_events(lambda: step(batch)))))
+    memory_events(lambda: step(batch))  # which shows the profiler what lives from step to step
+    peaks = [max(running_sums(e.nbytes for e in memory_events(lambda: step(batch)))) for _ in range(_MEASURED)]
     # The profiler does not see what a thread of gloo's frees: the copies of a collective, where that thread is the
     # last to let go of them. So a step can look larger than it was, never smaller.
-    return int(standing + min(grown[1:]) - step.plan.total)
+    return int(standing + min(peaks) - step.plan.total)
 
 
 def trained_alike(folder: str) -> dict[str, Any]:
