@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils.checkpoint import CheckpointPolicy
 
 import memplan
 from memplan.core.division import Division
 from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedCall, UnsupportedProblem
 from memplan.trace import capture_call
 from memplan.trace.fused import row_division
-from memplan.trace.fused.row_division import BLOCK, divide_rows
+from memplan.trace.fused.row_division import divide_rows
+from memplan.trace.fused.row_parts import BLOCK
 from memplan.trace.passes.rewrite import copy_of
 from tests.slow import slow
 
@@ -213,19 +215,19 @@ def test_nothing_is_divided_without_sums() -> None:
         capture_call(model, _tokens(), kernels="inductor").retrace(division=Division(blocks=2))
 
 
-def test_chains_end_at_products_and_the_backward_computes_wide_blocks_again() -> None:
+def test_chains_end_at_products_and_wide_blocks_are_not_saved() -> None:
     graph = _joint(_made(shifted=False))
     settled = divide_rows(graph, Division(blocks=4, sums=True))
     assert settled.over is not None
     made = [node for node in graph.nodes if BLOCK in node.meta]
-    assert {node.meta[BLOCK] for node in made} == {0, 1, 2, 3}
+    assert {node.meta[BLOCK] for node in made} == {(0, i) for i in range(4)}
     assert all(node.meta["val"].numel() <= 24 * WIDE for node in made)
     names = {str(node.target) for node in made}
     assert {"aten.mm.default", "aten.exp.default", "aten.addmm.default"} <= names
     assert "aten.native_layer_norm_backward.default" not in names
-    again = [n for n in made if n.meta.get("partitioner_tag") == "is_forward" and n.meta["val"].numel() == 24 * WIDE]
-    assert again
-    assert all("recompute" in node.meta for node in again)
+    wide = [n for n in made if n.meta.get("partitioner_tag") == "is_forward" and n.meta["val"].numel() == 24 * WIDE]
+    assert wide
+    assert all(node.meta["recompute"] == CheckpointPolicy.MUST_RECOMPUTE for node in wide)
     divided = _joint(_made(shifted=False))
     divide_rows(divided, settled)
     assert [node.name for node in divided.nodes] == [node.name for node in graph.nodes]

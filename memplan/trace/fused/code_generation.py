@@ -26,6 +26,7 @@ from memplan.core.code_options import CodeOptions
 from memplan.devices.kinds import HOST, is_accelerator
 from memplan.errors import UnsupportedGraph
 from memplan.trace.fused.blocks import Block, BlockView, extent, fills, piece_of
+from memplan.trace.fused.early_gradients import EARLY
 from memplan.trace.fused.kept_code import keep, key_of, known_code
 from memplan.trace.fused.kernel_runs import KernelRun, RandomState, Replay
 from memplan.trace.fused.refusals import inductors_errors, refused
@@ -156,7 +157,7 @@ def _partition(
         else:
             own = min_cut_rematerialization_partition
             one_of_each(gm)
-            tag_saved(gm.graph, frozenset(code.saved))
+            tag_saved(gm.graph, frozenset(code.saved), never_again=lambda node: EARLY in node.meta)
         return own(gm, inputs, compiler="inductor", **options)
 
     with inductors_errors(model):

@@ -14,7 +14,7 @@ from torch._inductor.codegen.cpp import CppScheduling
 
 from memplan.devices.kinds import HOST
 from memplan.trace.fused.overwriting import Overwriting
-from memplan.trace.fused.row_division import BLOCK
+from memplan.trace.fused.row_parts import BLOCK
 
 
 def followed(

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from memplan.core.division import Division
 from memplan.errors import InvalidSize
-from memplan.trace.fused.row_parts import FULL, NAMED, PRODUCTS, VIEWS, Part, is_transpose, part_of
+from memplan.trace.fused.early_gradients import compute_gradients_early
+from memplan.trace.fused.row_parts import BLOCK, FULL, NAMED, PRODUCTS, VIEWS, Part, is_transpose, part_of
 from memplan.trace.fused.scattered_sums import scatter_into_summands
 from memplan.trace.fused.summed_products import sum_products
 from memplan.trace.passes.aliasing import keys_of, tensors_of, written_in
@@ -27,7 +28,6 @@ from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
 from memplan.trace.passes.saved_nodes import TAG
 
-BLOCK = "memplan_block"  # in the meta of a node: the block of rows that it computes
 _SLICE, _CAT = aten.slice.Tensor, aten.cat.default
 _PART = 2  # a tensor is wide if it has at least one in so many of the elements of the first product of its chain
 Box = tuple[int, int]  # rows from, to
@@ -46,10 +46,11 @@ def divide_rows(graph: fx.Graph, division: Division) -> Division:
         found = list(_chains(graph, division.blocks))
         if over is None:
             over = max((chain.need for chain in found), default=0) - 1
-        for chain in found:
+        for i, chain in enumerate(found):
             if chain.need > over:
-                _BlockRewriter(graph, chain, division.blocks).run()
+                _BlockRewriter(graph, chain, i, division.blocks).run()
                 divided = True
+        compute_gradients_early(graph)
     if divided and division.sums:
         sum_products(graph)
         scatter_into_summands(graph)
@@ -150,9 +151,9 @@ def _bytes(node: fx.Node) -> int:
 
 
 class _BlockNodes(Rewriter):
-    """A rewriter whose nodes belong to one block of rows."""
+    """A rewriter whose nodes belong to one block of rows of a chain."""
 
-    block: int | None = None
+    block: tuple[int, int] | None = None
 
     def _node(self, *args: Any, **kwargs: Any) -> fx.Node:
         new = super()._node(*args, **kwargs)
@@ -165,8 +166,8 @@ class _BlockNodes(Rewriter):
 class _BlockRewriter:
     """Rewrites one chain. `made[node, box]` is a block of a node's result, `whole[node]` the whole of it."""
 
-    def __init__(self, graph: fx.Graph, chain: _Chain, blocks: int) -> None:
-        self.graph, self.chain = graph, chain
+    def __init__(self, graph: fx.Graph, chain: _Chain, number: int, blocks: int) -> None:
+        self.graph, self.chain, self.number = graph, chain, number
         self.mode = fake_mode_of(graph)
         self.members = set(chain.nodes)
         cuts = [chain.n * i // blocks for i in range(blocks + 1)]
@@ -196,8 +197,8 @@ class _BlockRewriter:
         """Return a rewriter for a node, at the current position."""
         writer = _BlockNodes(self.graph, self.mode, node, before=self.anchor)
         if box is not None:
-            writer.block = self.boxes.index(box)
-            writer.label = f"{node.name}_rows{writer.block}"
+            writer.block = self.number, self.boxes.index(box)
+            writer.label = f"{node.name}_rows{writer.block[1]}"
         return writer
 
     def _joined(self, node: fx.Node) -> fx.Node:

@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 
 from memplan.trace.passes.rewrite import aten, value
 
+BLOCK = "memplan_block"  # in the meta of a node: the number of its chain, and the block of rows that it computes
 NAMED = ("original_aten", "seq_nr")  # in the meta of a node: what Inductor names its kernels by, and partitions by
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default}
 FULL, PERMUTE, SUM = aten.full.default, aten.permute.default, aten.sum.dim_IntList

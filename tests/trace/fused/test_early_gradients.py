@@ -1,0 +1,192 @@
+"""Tests of gradients of divided loss heads that the forward computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn.functional import cross_entropy
+
+import memplan
+from memplan.core.code_options import CodeOptions
+from memplan.core.division import Division
+from memplan.trace import capture_call
+from memplan.trace.fused import row_division
+from memplan.trace.fused.early_gradients import EARLY
+from memplan.trace.fused.row_division import divide_rows
+from memplan.trace.fused.row_parts import BLOCK
+from memplan.trace.passes.rewrite import aten, copy_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+BLOCKS = Division(blocks=4, sums=True)
+DATA = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 64
+Loss = Callable[["Head", torch.Tensor, torch.Tensor], Any]
+
+
+class Head(nn.Module):
+    """A classifier with a wide head, and any loss."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.below, self.head, self.other = nn.Linear(8, 8), nn.Linear(8, 64), nn.Linear(8, 64, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.loss = loss
+
+    def forward(self, x: torch.Tensor, classes: torch.Tensor) -> Any:
+        return self.loss(self, self.below(x).tanh(), classes)
+
+
+class _Clamped(torch.autograd.Function):
+    """Passes its input on, and the gradient within bounds: no multiple of the gradient that comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0].clamp(-0.002, 0.002)
+
+
+def _plain(model: Head, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model.head(x), classes, label_smoothing=0.1)
+
+
+def _scaled(model: Head, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model.head(x) * model.scale, classes)
+
+
+def _clamped(model: Head, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(_Clamped.apply(model.head(x)), classes)  # type: ignore[no-untyped-call]
+
+
+def _squared(model: Head, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    loss = cross_entropy(model.head(x), classes)
+    return loss * loss
+
+
+def _two_heads(model: Head, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model.head(x), classes) + 0.5 * cross_entropy(model.other(x), classes)
+
+
+def _also_below(model: Head, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model.head(x), classes) + x.square().mean()
+
+
+def _two_losses(model: Head, x: torch.Tensor, classes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = model.head(x)
+    return cross_entropy(logits, classes), logits.logsumexp(1).square().mean()
+
+
+def _by_rows(model: Head, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model.head(x), classes, reduction="none")
+
+
+def _made(loss: Loss) -> Head:
+    torch.manual_seed(0)
+    return Head(loss)
+
+
+def _joint(loss: Loss, dtype: torch.dtype = torch.float32) -> fx.Graph:
+    model, (x, classes) = _made(loss).to(dtype), DATA
+    return copy_of(capture_call(model, (x.to(dtype), classes), kernels="inductor").captured.graph_module.graph)
+
+
+def _late(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that depend on a gradient that comes in."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        given = node.op == "placeholder" and node.meta["desc"].is_tangent()
+        if given or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+@pytest.mark.parametrize("loss", [_plain, _scaled, _squared, _two_heads, _also_below])
+def test_the_backward_only_scales_what_the_forward_has_computed(loss: Loss) -> None:
+    graph = _joint(loss)
+    divide_rows(graph, BLOCKS)
+    late = _late(graph)
+    early = [node for node in graph.nodes if EARLY in node.meta]
+    assert len(early) >= 2, "the gradients of what the head reads, and of its weights"
+    assert not any(BLOCK in node.meta for node in late), "no block is computed for the backward"
+    for node in early:
+        assert node not in late
+        assert [user.target for user in node.users if user in late] == [aten.mul.Tensor]
+
+
+def test_a_block_ends_before_the_next_one_begins() -> None:
+    graph = _joint(_plain)
+    divide_rows(graph, BLOCKS)
+    places = [[i for i, n in enumerate(graph.nodes) if n.meta.get(BLOCK) == (0, k)] for k in range(4)]
+    assert all(one[-1] < other[0] for one, other in pairwise(places))
+    graph.lint()
+
+
+@pytest.mark.parametrize(
+    ("loss", "dtype"),
+    [(_clamped, torch.float32), (_two_losses, torch.float32), (_by_rows, torch.float32), (_plain, torch.float16)],
+)
+def test_what_is_no_multiple_of_one_number_waits_for_the_backward(loss: Loss, dtype: torch.dtype) -> None:
+    graph = _joint(loss, dtype)
+    divide_rows(graph, BLOCKS)
+    assert any(BLOCK in node.meta for node in graph.nodes)
+    assert not any(EARLY in node.meta for node in graph.nodes)
+
+
+def _gradients(call: Any, model: nn.Module, factor: float, retain: bool = False) -> list[torch.Tensor]:
+    model.zero_grad()
+    found = call(*DATA)
+    total = sum(found, start=torch.zeros(())) if isinstance(found, tuple) else found.sum()
+    (total * factor).backward(retain_graph=retain)
+    return [total.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("loss", [_plain, _scaled, _clamped, _squared, _two_heads, _also_below, _two_losses, _by_rows])
+def test_gradients_are_those_of_eager(loss: Loss) -> None:
+    model = _made(loss)
+    twin = copy.deepcopy(model)
+    compiled = memplan.compile(model, DATA, kernels="inductor", divide=BLOCKS, sanitize="poison")
+    for factor in (1.0, 100.0, -1 / 3):
+        found, expected = _gradients(compiled, model, factor), _gradients(twin, twin, factor)
+        for one, two in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+
+
+def test_powers_of_two_scale_exactly_and_early_gradients_have_the_bits_of_late_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = _made(_scaled)
+    late = copy.deepcopy(model)
+    compiled = memplan.compile(model, DATA, kernels="inductor", divide=BLOCKS)
+    monkeypatch.setattr(row_division, "compute_gradients_early", lambda graph: 0)
+    other = memplan.compile(late, DATA, kernels="inductor", divide=BLOCKS)
+    for factor in (1.0, 0.25):
+        assert all(map(torch.equal, _gradients(compiled, model, factor), _gradients(other, late, factor)))
+
+
+def test_a_backward_may_run_twice() -> None:
+    model = _made(_plain)
+    compiled = memplan.compile(model, DATA, kernels="inductor", divide=BLOCKS)
+    once = _gradients(compiled, model, 1.0)[1:]
+    model.zero_grad()
+    loss = compiled(*DATA)
+    loss.backward(retain_graph=True)
+    (loss * 2).backward()
+    for p, one in zip((p for p in model.parameters() if p.grad is not None), once, strict=True):
+        torch.testing.assert_close(p.grad, one * 3)
+
+
+def test_a_partition_of_memplans_own_saves_them() -> None:
+    step = capture_call(_made(_plain), DATA, kernels="inductor")
+    graph = step.retrace(division=BLOCKS, code=CodeOptions(saved=())).graph
+    blocks = [(op.phase, op.origin.node) for op in graph.ops if "_rows" in op.origin.node]
+    late = [node for phase, node in blocks if phase == "backward"]
+    assert all(node.endswith("_mul") for node in late), "the backward scales, and computes no block"
+    assert len(late) < len(blocks)
