@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
 
 from benchmarks.peak_contenders import CONTENDERS, Step, limit_of
 from benchmarks.results import Cell
@@ -126,22 +127,41 @@ def peak_growth(step: Step) -> int:
 def live_bytes() -> int:
     """Return the bytes of all storages of live tensors on the CPU; bytes that several storages share count once.
 
-    These are parameters, buffers and inputs, and whatever a contender keeps between steps, as its arena. Tensors are
-    found by Python's garbage collector, so those that only C++ refers to are not seen. Storages that do not own their
-    bytes (views of an arena by address, numpy's arrays) do not count: the arena may have been freed.
+    These are parameters, buffers, inputs and gradients, what autograd has saved for a backward that is still to come, and whatever
+    a contender keeps between steps, as its arena. Tensors are found by Python's garbage collector, so others that only
+    C++ refers to are not seen. Storages that do not own their bytes (views of an arena by address, numpy's arrays) do
+    not count: the arena may have been freed.
     """
     gc.collect()
     spans = []
     objects = gc.get_objects()
-    tensors = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
-    for found in objects:
-        if type(found) not in tensors or found.layout is not torch.strided:
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
+    tensors = [found for found in objects if type(found) in kinds]
+    gradients = [one.grad for one in tensors if one.is_leaf and one.grad is not None]
+    for found in (*tensors, *gradients, *_saved_by_autograd(tensors)):
+        if found.layout is not torch.strided:
             continue
         with suppress(NotImplementedError, RuntimeError):  # a wrapper without a storage of its own
             storage = found.untyped_storage()
             if storage.device.type == "cpu" and storage.data_ptr() and storage.resizable():
                 spans.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     return covered(spans)
+
+
+def _saved_by_autograd(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield what the graphs of these tensors have saved."""
+    nodes = [one.grad_fn for one in tensors if one.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):  # without hooks, such as those of checkpoints
+                with suppress(RuntimeError):  # it was freed: the backward has run
+                    saved = [one.data for one in pytree.tree_leaves(getattr(node, name))]
+                    yield from (one for one in pytree.tree_leaves(saved) if isinstance(one, torch.Tensor))
+        before = [one for one, _ in node.next_functions if one is not None and one not in seen]
+        seen.update(before)
+        nodes += before
 
 
 def covered(spans: Iterable[tuple[int, int]]) -> int:

@@ -94,6 +94,19 @@ def test_live_bytes_count_storages_once_and_views_not_at_all() -> None:
     assert live_bytes() == before
 
 
+def test_live_bytes_count_what_autograd_alone_holds() -> None:
+    layers = torch.nn.Sequential(torch.nn.Conv1d(3, 4, 1), torch.nn.BatchNorm1d(4))
+    x, before = torch.randn(2, 3, 5), live_bytes()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda _: pytest.fail("unpacked")):
+        y = layers(x)
+    activations = 2 * 2 * 4 * 5 * 4
+    assert live_bytes() - before == activations + 2 * 4 * 4, "and mean and standard deviation of the batch"
+    y = layers(x)
+    y.sum().backward()
+    gradients = sum(p.nbytes for p in layers.parameters())
+    assert live_bytes() - before == y.nbytes + gradients
+
+
 def test_live_bytes_do_not_count_views_by_address_of_an_arena_that_was_freed() -> None:
     before = live_bytes()
     arena = Arena(MIB, torch.device("cpu"))

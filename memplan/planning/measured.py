@@ -33,7 +33,8 @@ _PRECISION = 1000  # the prediction of eager's peak is exact to about one part i
 _MOST_OVERHEAD = 0.1  # the predicted share of the step's time that needing no more than eager may cost
 # bytes above eager's peak, while the optimizer runs, for which a program is made again: that many, or such a share
 WORTH_PLANNING = 64 * 1024
-WORTH_PLANNING_SHARE = 0.002
+WORTH_PLANNING_SHARE = 0.0001
+NOTICEABLE_SHARE = 0.002  # the share for which it gives up its arena, where no other plan helps
 _log = logging.getLogger("memplan")
 
 
@@ -107,7 +108,7 @@ class AsEager:
     def is_more_than_eager(self, plan: Plan, beside: int = 0) -> bool:
         """Return whether a plan, with `beside` bytes of other arenas, needs noticeably more than eager."""
         most = self._most(plan)
-        return self._need(plan) + beside - most >= most * WORTH_PLANNING_SHARE
+        return self._need(plan) + beside - most >= most * NOTICEABLE_SHARE
 
     def beside_update(self, now: Plan, after: int) -> Plan | None:
         """Return the plan in the place of `now` if `step()` allocates `after` bytes beside it; None if it stays."""

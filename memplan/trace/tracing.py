@@ -262,7 +262,7 @@ def trace_captured(
     graph = captured.graph_module.graph
     needs = tangents_needed(graph)
     mark_checkpoints(graph)
-    write_back_mutations(graph, captured.alias_of)
+    write_back_mutations(graph, captured.alias_of, at_once=True)
     if not host_resident:
         fold(captured.graph_module)
     simplify(graph)

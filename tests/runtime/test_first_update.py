@@ -248,7 +248,8 @@ def _plan_of_now(make: MakeOptimizer, step: Callable[[Any, torch.optim.Optimizer
 def test_bytes_that_are_not_worth_it_change_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     foreach = OPTIMIZERS["foreach"]
     monkeypatch.setattr(measured, "WORTH_PLANNING", 1 << 20)
-    monkeypatch.setattr(measured, "WORTH_PLANNING_SHARE", 1.0)
+    for share in ("WORTH_PLANNING_SHARE", "NOTICEABLE_SHARE"):
+        monkeypatch.setattr(measured, share, 1.0)
     assert not _plan_of_now(foreach, _plain)
     monkeypatch.setattr(measured, "WORTH_PLANNING", 1)
     assert _plan_of_now(foreach, _plain)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from memplan.errors import MemplanError
-from memplan.planning.measured import WORTH_PLANNING_SHARE
+from memplan.planning.measured import NOTICEABLE_SHARE
 from memplan.runtime.api.compilation import Compilation
 from memplan.runtime.api.pending_calls import PendingCalls
 from memplan.runtime.execute.arena_gradients import GradientsInUse
@@ -127,7 +127,7 @@ class IdleArena:
         builder, programs = runs.compilation.builder, runs.compilation.selector.programs_of_calls
         others = _THREAD.others_since(self._first_call, self, runs.arena.device)
         beside = sum(its.idle_bytes for _, its in others if its.may_change)
-        if beside >= max(one.plan.on_device for one in programs) * WORTH_PLANNING_SHARE:
+        if beside >= max(one.plan.on_device for one in programs) * NOTICEABLE_SHARE:
             for one in (self, *(other for other, _ in others)):
                 one.give_up()
             if self._gives_up:

@@ -284,7 +284,7 @@ def _again(
     """Return what compiles the example of `before` by other options, on the tensors of a call that is like it."""
     main, of = before.selector.main, before.builder
     builder = Builder(of.model, options, of.hooks, coordinator)
-    builder.make_room, builder.after = of.make_room, of.after
+    builder.make_room, builder.after, builder.outside = of.make_room, of.after, of.outside
     return Recompilation(
         before=before,
         builder=builder,

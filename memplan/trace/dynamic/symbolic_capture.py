@@ -172,7 +172,7 @@ def _read(
     _inline_sizes(graph)
     needs = tangents_needed(graph)
     mark_checkpoints(graph)
-    write_back_mutations(graph, got.alias_of)
+    write_back_mutations(graph, got.alias_of, at_once=True)
     fold(got.graph_module)
     lower(graph)
     accumulate_in_place(graph)

@@ -151,6 +151,18 @@ def batch_norm(  # noqa: PLR0917  (the op's own signature)
     return out, save_mean, save_rstd, new_mean, new_var
 
 
+def batch_norm_backward(  # noqa: PLR0917  (the op's own signature)
+    rw: Rewriter, grad: fx.Node, x: fx.Node, weight: Any, mean: Any, var: Any, *rest: Any
+) -> fx.Node | None:
+    """Pass no running statistics in training mode, where the kernel reads none: so none are kept for the backward."""
+    save_mean, _, training, *_ = rest
+    if training is not True or save_mean is None or (mean is None and var is None):
+        return None
+    if any(value(one).dtype != value(save_mean).dtype for one in (mean, var) if one is not None):
+        return None
+    return rw.instead(aten.native_batch_norm_backward.default, grad, x, weight, None, None, *rest)
+
+
 def _is_dense(x: torch.Tensor) -> bool:
     """Return whether a tensor is laid out as convolutions lay out their results: contiguous, or channels last."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}

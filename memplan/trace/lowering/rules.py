@@ -14,6 +14,7 @@ from torch import fx
 
 from memplan.trace.lowering.layer_rules import (
     batch_norm,
+    batch_norm_backward,
     copied,
     dropout,
     dropout_backward,
@@ -244,6 +245,7 @@ RULES: dict[Any, Rule] = {
     aten.smooth_l1_loss.default: loss_of(aten.smooth_l1_loss.default),
     aten.soft_margin_loss.default: loss_of(aten.soft_margin_loss.default),
     aten._native_batch_norm_legit_functional.default: batch_norm,
+    aten.native_batch_norm_backward.default: batch_norm_backward,
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
     aten.slice_scatter.default: _scatter(aten.slice.Tensor),

@@ -148,11 +148,12 @@ def tangents_needed(graph: fx.Graph) -> dict[Any, frozenset[int]]:
     return {d: needs[n] for n, d in pairs if isinstance(d, GradAOTOutput) and isinstance(n, fx.Node)}
 
 
-def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None]) -> None:
+def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None], *, at_once: bool = False) -> None:
     """Turn the returned new values of mutated inputs into `copy_` ops at the end of the forward.
 
     A result that eager returns as (a view of) a mutated input is returned as that again. `alias_of` gives, for each
-    leaf of the result, the position of the placeholder that it is a view of.
+    leaf of the result, the position of the placeholder that it is a view of. `at_once`: inputs are written as soon as
+    nothing reads their old values, so that the new ones (running statistics of batch norms) live no longer.
     """
     output, results, descs = returned_by(graph)
     inputs = {n.meta["desc"]: n for n in graph.nodes if n.op == "placeholder"}
@@ -174,10 +175,23 @@ def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None]) -> Non
             what = "an input whose elements share bytes (expand, unfold) is changed in place"
             raise UnsupportedGraph(target.name, what, "pass a dense copy of it (.contiguous())", see="resized-input")
         _refuse_old_value(graph, target, boundary)
-        rewriter = Rewriter(graph, fake_mode_of(graph), new, before=boundary)
+        before = _free_from(graph, target, new, boundary) if at_once else boundary
+        rewriter = Rewriter(graph, fake_mode_of(graph), new, before=before)
         write = rewriter.call(aten.copy_.default, target, new)
         write.meta["partitioner_tag"] = "is_forward"
     _return_inputs(graph, [target for target, _ in mutations], alias_of)
+
+
+def _free_from(graph: fx.Graph, target: fx.Node, new: fx.Node, boundary: fx.Node) -> fx.Node:
+    """Return the first node before which an input can be set to a new value: nothing reads the old one from there on.
+
+    At the latest that is `boundary`, the end of the forward.
+    """
+    used = {new, *touching(graph, target)}
+    found = boundary
+    while found.prev.op not in {"root", "placeholder"} and found.prev not in used:
+        found = found.prev
+    return found
 
 
 def _return_inputs(graph: fx.Graph, mutated: Sequence[fx.Node], alias_of: Sequence[int | None]) -> None:
