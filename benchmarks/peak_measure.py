@@ -127,10 +127,10 @@ def peak_growth(step: Step) -> int:
 def live_bytes() -> int:
     """Return the bytes of all storages of live tensors on the CPU; bytes that several storages share count once.
 
-    These are parameters, buffers, inputs and gradients, what autograd has saved for a backward that is still to come, and whatever
-    a contender keeps between steps, as its arena. Tensors are found by Python's garbage collector, so others that only
-    C++ refers to are not seen. Storages that do not own their bytes (views of an arena by address, numpy's arrays) do
-    not count: the arena may have been freed.
+    These are parameters, buffers, inputs and gradients, what autograd has saved for a backward that is still to come,
+    and whatever a contender keeps between steps, as its arena. Tensors are found by Python's garbage collector, so
+    others that only C++ refers to are not seen. Storages that do not own their bytes (views of an arena by address,
+    numpy's arrays) do not count: the arena may have been freed.
     """
     gc.collect()
     spans = []
