@@ -24,7 +24,8 @@ class Division:
             with `sums` and Inductor's kernels: no chain is divided.
         sums: divide the matrix products at the ends of a chain too, so that its widest tensor never exists whole.
             Results are then equal only up to rounding: other numbers of rows use other kernels, and gradients of
-            weights are summed block by block. With Inductor's kernels, gradients that are added up are added in place.
+            weights are summed block by block. With Inductor's kernels, gradients that are added up are added in place,
+            and those of a loss head are computed in the forward.
         over: divide the chains with an op that reads and writes more than this many bytes. None: the chains with
             the op of the largest working set.
 
