@@ -124,6 +124,7 @@ def test_what_is_offloaded_to_the_host_is_not_in_the_peak_of_the_device() -> Non
         step.run()
     figures: Any = by_events(step, 1, before)
     assert figures["host"]
+    step.clear()
     assert live_bytes() - before == figures["standing"] + figures["host"]
     assert figures["total"] * 0.99 < figures["peak"] <= figures["total"]
 

@@ -21,11 +21,11 @@ RESULTS = list(Result)
 # A fifth of all, which takes little time: a recurrent model, several models, losses and updates outside of what is
 # compiled, averages of weights, parameters that are unfrozen, autocast, a model of transformers, a loop of accelerate.
 CHOSEN = (
-    "mnist_rnn", "dcgan", "vae", "actor_critic", "regression", "ema", "distillation", "transfer", "autocast", "bert",
-    "accelerate_bf16",
+    "mnist_rnn", "dcgan", "vae", "actor_critic", "regression", "ema", "distillation", "transfer", "autocast",
+    "decoder_cache", "accelerate_bf16",
 )  # fmt: skip
 OTHERS = (
-    "siamese", "ctc_inside", "llama", "t5", "timm_vit", "hf_trainer_bf16", "accelerate_loop", "lightning_bf16",
+    "bert", "siamese", "ctc_inside", "llama", "t5", "timm_vit", "hf_trainer_bf16", "accelerate_loop", "lightning_bf16",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from memplan.runtime.kernels import stand_ins
 from memplan.runtime.memory.arena import Arena, Memory
 from tests.slow import slow
 
-_TRACING = 8192  # bytes: small tensors that dynamo and AOTAutograd make
+_TRACING = 10240  # bytes: small tensors that dynamo and AOTAutograd make
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from torch._functorch._aot_autograd.descriptors import (
 
 from memplan.errors import UnsupportedGraph
 from memplan.trace.passes.aliasing import is_fixed, keys_of, written_in
+from memplan.trace.passes.error_checks import is_check
 from memplan.trace.passes.overlapping_strides import may_overlap
 from memplan.trace.passes.rewrite import MEMORY_ONLY, Rewriter, aten, fake_mode_of, storage_key, value
 
@@ -185,11 +186,11 @@ def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None], *, at_
 def _free_from(graph: fx.Graph, target: fx.Node, new: fx.Node, boundary: fx.Node) -> fx.Node:
     """Return the first node before which an input can be set to a new value: nothing reads the old one from there on.
 
-    At the latest that is `boundary`, the end of the forward.
+    At the latest that is `boundary`, the end of the forward. No check comes after it: one that raises changes nothing.
     """
     used = {new, *touching(graph, target)}
     found = boundary
-    while found.prev.op not in {"root", "placeholder"} and found.prev not in used:
+    while found.prev.op not in {"root", "placeholder"} and found.prev not in used and not is_check(found.prev.target):
         found = found.prev
     return found
 
