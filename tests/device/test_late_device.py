@@ -17,7 +17,7 @@ from tests.slow import slow
 
 ROOT = Path(__file__).parents[2]
 MISSING = missing_compiler()
-SLOW = ("policies vit", "captured gpt2")
+SLOW = ("policies vit", "policies gpt2", "captured gpt2")
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
