@@ -275,12 +275,9 @@ def table_of(verdicts: Sequence[Verdict]) -> Table:
         "Peaks: the fourth training step, by memory events, with all tensors that are alive before it, alignment "
         "padding of single plans apart; 'forward and backward' leaves out what is alive only while an optimizer's own"
         " `step()` runs. Most programs need less than a megabyte, and what a compiled module keeps beside its arena "
-        "is a large part of it: the ratios say little about large ones. Where they are above 1, it is by bytes to a "
-        "few kilobytes, and the causes that were found are: an order of calls that is complete in the fifth step only"
-        " (dcgan by memplan.compile: 5 KB, 0.6 KB four steps later); an arena that stays while a model that is not "
-        "compiled runs (byol: 0.9 KB); an arena whose peak is at another step than that of convolutions beside it "
-        "(timm_resnet, torchvision_resnet: 7 KB of 7 MB, 23 KB of 71); and numbers that kernels take as tensors, of 4"
-        " to 128 bytes each.",
+        "is a large part of it: the ratios say little about large ones. Where they are above 1, it is by some bytes: "
+        "numbers that kernels take as tensors (a count that a sum is divided by, the 1 that a counter is raised by), "
+        "and constants of at most 64 bytes. A program keeps them, and so makes nothing outside of its arena.",
         "",
         *counts,
         "",

@@ -265,16 +265,23 @@ class TracedGraph:
         """Return the graph with other inputs of the same kind in place of the example's."""
         return replace(self, example_inputs=tuple(leaves))
 
-    def sharing_constants(self, others: Iterable[TracedGraph]) -> TracedGraph:
-        """Return the graph with constants of `others` in place of its own where these are the same bits.
+    def sharing_constants(self, others: Iterable[TracedGraph] = ()) -> TracedGraph:
+        """Return the graph with one tensor for all of its constants, and those of `others`, that are the same bits.
 
-        These are constants that the passes have made. Tensors of the user's model, which may change them, and
-        constants that a step writes to stay its own.
+        These are constants that the passes have made, and that hold numbers. Tensors of the user's model, which may
+        change them, and constants that a step writes to stay its own.
         """
-        known = [b.tensor for one in others for b in one.bindings if b.own and not b.written]
-        if not known:
+        if not any(b.own for b in self.bindings):
             return self
-        shared = (_shared(b, known) if b.own and not b.written else b for b in self.bindings)
+        known: dict[Any, torch.Tensor] = {}
+        for one in (*others, self):
+            for b in one.bindings:
+                if b.own and not b.written and b.tensor is not None:
+                    known.setdefault(_bits_of(b.tensor), b.tensor)
+        shared = (
+            replace(b, tensor=known[_bits_of(b.tensor)]) if b.own and not b.written and b.tensor is not None else b
+            for b in self.bindings
+        )
         return replace(self, bindings=tuple(shared))
 
     def bound(self, source: Source) -> tuple[Binding, ...]:
@@ -301,19 +308,9 @@ def _meta(x: torch.Tensor) -> torch.Tensor:
     return made.requires_grad_() if x.requires_grad else made
 
 
-def _shared(binding: Binding, known: Iterable[torch.Tensor | None]) -> Binding:
-    """Return the binding of a constant to the first of the `known` tensors that has its layout and bits."""
-    own = binding.tensor
-    assert own is not None
-    return replace(binding, tensor=next((t for t in known if t is not None and _same_bits(t, own)), own))
-
-
-def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Return whether two tensors have the same layout, and the same bits in memory that is just as large."""
-    layouts = [
-        (t.dtype, t.device, t.size(), t.stride(), t.storage_offset(), t.untyped_storage().nbytes()) for t in (one, two)
-    ]
-    if layouts[0] != layouts[1] or not layouts[0][-1]:
-        return False
-    memory = [torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in (one, two)]
-    return torch.equal(*memory)
+def _bits_of(tensor: torch.Tensor) -> Any:
+    """Return a key that is equal for tensors of the same layout and bits, in memory that is just as large."""
+    storage = tensor.untyped_storage()
+    layout = (tensor.dtype, tensor.device, tensor.size(), tensor.stride(), tensor.storage_offset(), storage.nbytes())
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    return (*layout, memory.cpu().numpy().tobytes())
