@@ -6,19 +6,21 @@ multiplies it by the number that comes in. Then no block is computed twice, and 
 linear cross-entropy does the same by hand: https://arxiv.org/abs/2410.10989.)
 
 The numbers are those of a backward for 1, times that number: a power of two changes no digit, another one rounds once
-more. float16 is left alone: there losses are scaled to keep gradients from vanishing, which has to happen before.
+more. float16 is left alone: there losses are scaled to keep gradients from vanishing, which has to happen before. So
+are heads in the middle of a forward, whose gradients would lie in memory while the rest runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memplan.trace.fused.row_parts import BLOCK, FULL, NAMED, PERMUTE, PRODUCTS, SUM, VIEWS
-from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
+from memplan.trace.passes.aliasing import keys_of, tensors_of
+from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
 from memplan.trace.passes.saved_nodes import TAG
 
 EARLY = "memplan_early"  # in the meta of a node: a gradient that the forward computes, and saves
@@ -34,7 +36,7 @@ _OF_FIRST = VIEWS | {
 # Ops that put an operand into the first one, and its position.
 _SCATTERED: dict[object, int] = {aten.slice_scatter.default: 1, aten.scatter.src: 3}
 _ZEROS: dict[object, int] = {FULL: 1, aten.scalar_tensor.default: 0}  # and the position of the number
-_NARROW = torch.float16  # its small numbers vanish
+_WIDE = (torch.float32, torch.float64, torch.bfloat16)  # no small gradient vanishes in them, and none is rounded to 0
 
 
 def compute_gradients_early(graph: fx.Graph) -> int:
@@ -68,6 +70,8 @@ def _for_one(graph: fx.Graph, tangent: fx.Node, others: Collection[fx.Node]) -> 
         return 0
     place = {node: i for i, node in enumerate(graph.nodes)}
     chain = sorted(multiples - {tangent}, key=place.__getitem__)
+    if not _ends_the_forward(graph, chain, place):
+        return 0
     mode = fake_mode_of(graph)
     first = next(node for node in graph.nodes if BLOCK in node.meta)
     with graph.inserting_before(first):
@@ -100,6 +104,24 @@ def _for_one(graph: fx.Graph, tangent: fx.Node, others: Collection[fx.Node]) -> 
     return len(exits)
 
 
+def _ends_the_forward(graph: fx.Graph, chain: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> bool:
+    """Return whether the forward makes no more bytes behind the chain than the gradients that would wait meanwhile."""
+    tangents = [node for node in graph.find_nodes(op="placeholder") if node.meta["desc"].is_tangent()]
+    late, members = _reached(graph, tangents), set(chain)
+    numbers = {node.meta[BLOCK][0] for node in chain if BLOCK in node.meta}
+    start = min(place[node] for node in graph.nodes if BLOCK in node.meta and node.meta[BLOCK][0] in numbers)
+    needed, todo = set(chain), list(chain)
+    while todo:
+        sources = [one for one in todo.pop().all_input_nodes if place[one] > start and one not in needed]
+        needed.update(sources)
+        todo += sources
+    behind = [n for n in graph.nodes if place[n] > start and n not in late and n not in needed and BLOCK not in n.meta]
+    known = keys_of([node for node in graph.nodes if place[node] <= start or node in needed])
+    made = {storage_key(one): one.numel() * one.itemsize for one in tensors_of(behind)}
+    waiting = [value(node) for node in chain if any(user not in members for user in node.users)]
+    return bool(sum(made[key] for key in made.keys() - known) <= sum(one.nbytes for one in waiting))
+
+
 def _multiples(graph: fx.Graph, tangent: fx.Node) -> set[fx.Node] | None:
     """Return the nodes of blocks that are multiples of a gradient, and what leads from it to them and joins them.
 
@@ -113,7 +135,7 @@ def _multiples(graph: fx.Graph, tangent: fx.Node) -> set[fx.Node] | None:
         if not multiples or node.op != "call_function":
             continue
         val = node.meta.get("val")
-        linear = isinstance(val, torch.Tensor) and val.dtype != _NARROW and _is_linear(node, multiples)
+        linear = isinstance(val, torch.Tensor) and val.dtype in _WIDE and _is_linear(node, multiples)
         linear = linear and sources == multiples
         if BLOCK in node.meta:
             if not linear:
@@ -190,9 +212,9 @@ def _in_order_of_blocks(graph: fx.Graph, chain: int) -> None:
     nodes = list(graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     late = _reached(graph, [node for node in graph.find_nodes(op="placeholder") if node.meta["desc"].is_tangent()])
-    own = [node for node in nodes if node.meta.get(BLOCK, (None,))[0] == chain and node not in late]
-    first = own[0]
-    moved, todo = set(own), own
+    own = {node: None for node in nodes if node.meta.get(BLOCK, (None,))[0] == chain and node not in late}
+    first = next(iter(own))
+    moved, todo = set(own), list(own)
     while todo:
         sources = [s for node in todo for s in node.all_input_nodes if place[s] > place[first] and s not in moved]
         moved.update(sources)

@@ -186,7 +186,8 @@ def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None], *, at_
 def _free_from(graph: fx.Graph, target: fx.Node, new: fx.Node, boundary: fx.Node) -> fx.Node:
     """Return the first node before which an input can be set to a new value: nothing reads the old one from there on.
 
-    At the latest that is `boundary`, the end of the forward. No check comes after it: one that raises changes nothing.
+    At the latest that is `boundary`, the end of the forward. No check comes after it. Another op that raises in between
+    leaves what eager leaves.
     """
     used = {new, *touching(graph, target)}
     found = boundary

@@ -21,6 +21,7 @@ from memplan.trace.fused.early_gradients import EARLY
 from memplan.trace.fused.row_division import divide_rows
 from memplan.trace.fused.row_parts import BLOCK
 from memplan.trace.passes.rewrite import aten, copy_of
+from tests.slow import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -54,6 +55,18 @@ class _Clamped(torch.autograd.Function):
         return gradients[0].clamp(-0.002, 0.002)
 
 
+class _Rounded(torch.autograd.Function):
+    """Passes its input on, and the gradient in thousandths."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return (gradients[0] * 1000).to(torch.int32).to(gradients[0].dtype) / 1000
+
+
 def _plain(model: Head, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     return cross_entropy(model.head(x), classes, label_smoothing=0.1)
 
@@ -64,6 +77,20 @@ def _scaled(model: Head, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor
 
 def _clamped(model: Head, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     return cross_entropy(_Clamped.apply(model.head(x)), classes)  # type: ignore[no-untyped-call]
+
+
+def _rounded(model: Head, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    logits = _Rounded.apply(model.head(x))  # type: ignore[no-untyped-call]
+    return cross_entropy(logits, classes, reduction="sum")
+
+
+def _in_the_middle(model: Head, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    """Return the loss of a head, and of layers that begin where it does."""
+    loss = cross_entropy(model.head(x), classes)
+    y = x.repeat(8, 1)
+    for _ in range(4):
+        y = model.below(y).tanh()
+    return loss + y.square().mean()
 
 
 def _squared(model: Head, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
@@ -131,9 +158,12 @@ def test_a_block_ends_before_the_next_one_begins() -> None:
 
 @pytest.mark.parametrize(
     ("loss", "dtype"),
-    [(_clamped, torch.float32), (_two_losses, torch.float32), (_by_rows, torch.float32), (_plain, torch.float16)],
+    [
+        *((loss, torch.float32) for loss in (_clamped, _rounded, _two_losses, _by_rows, _in_the_middle)),
+        (_plain, torch.float16),
+    ],
 )
-def test_what_is_no_multiple_of_one_number_waits_for_the_backward(loss: Loss, dtype: torch.dtype) -> None:
+def test_other_heads_wait_for_the_backward(loss: Loss, dtype: torch.dtype) -> None:
     graph = _joint(loss, dtype)
     divide_rows(graph, BLOCKS)
     assert any(BLOCK in node.meta for node in graph.nodes)
@@ -148,7 +178,13 @@ def _gradients(call: Any, model: nn.Module, factor: float, retain: bool = False)
     return [total.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("loss", [_plain, _scaled, _clamped, _squared, _two_heads, _also_below, _two_losses, _by_rows])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(_plain, _scaled, _clamped, _rounded, _squared, _two_heads, _also_below, _two_losses),
+        *(slow(_by_rows), slow(_in_the_middle)),
+    ],
+)
 def test_gradients_are_those_of_eager(loss: Loss) -> None:
     model = _made(loss)
     twin = copy.deepcopy(model)
