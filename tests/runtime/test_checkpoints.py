@@ -426,6 +426,37 @@ def test_batch_norm_in_a_region_is_said_and_updates_once(caplog: pytest.LogCaptu
     assert not caplog.messages
 
 
+class _Counts(nn.Module):
+    """Multiplies by a buffer that it has raised, inside of a checkpoint."""
+
+    raised: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(_WIDTH, _WIDTH)
+        self.register_buffer("raised", torch.zeros(_WIDTH))
+
+    def _multiplied(self, x: torch.Tensor) -> torch.Tensor:
+        self.raised += 1
+        found: torch.Tensor = self.layer(x).sin() * self.raised
+        return found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(self._multiplied, x, use_reentrant=False)
+        return found
+
+
+def test_a_buffer_that_is_changed_in_a_region_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = _Counts(), _x().requires_grad_()
+    with caplog.at_level("WARNING", "memplan"):
+        compiled = memplan.compile(model, x)
+    (said,) = caplog.messages
+    assert "changed in place inside of a checkpoint. Eager changes it twice" in said
+    assert "test_checkpoints.py:" in said
+    compiled(x).sum().backward()
+    assert torch.equal(model.raised, torch.ones(_WIDTH))
+
+
 def test_a_whole_step_and_a_graph_of_torch_compile() -> None:
     model, eager = Net(dropout=0.3), Net(dropout=0.3)
     ours, theirs = (torch.optim.AdamW(m.parameters(), fused=True) for m in (model, eager))

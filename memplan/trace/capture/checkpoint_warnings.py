@@ -35,26 +35,34 @@ def gradients_that_eager_lacks(graph: fx.Graph) -> tuple[str, ...]:
     return tuple(found)
 
 
-def statistics_updated_once(graph: fx.Graph) -> tuple[str, ...]:
-    """Return a warning for each batch norm of a joint graph whose running statistics eager updates twice per step.
+def updates_run_once(graph: fx.Graph) -> tuple[str, ...]:
+    """Return a warning for each place in a joint graph that changes a buffer or an input inside of a checkpoint.
 
-    It is inside of a checkpoint, and eager runs it once more in the backward. The graph returns the new statistics; an
-    op that computes them belongs to a batch norm also where that was decomposed.
+    Eager runs it once more in the backward. The graph returns the new value; an op that computes it belongs to a batch
+    norm also where that was decomposed.
     """
     (output,) = graph.find_nodes(op="output")
     pairs = zip(output.args[0], output.meta.get("desc") or (), strict=False)
-    found = dict[str, None]()
+    found = dict[str, str]()  # by place
     for node in (node for node, desc in pairs if isinstance(desc, InputMutationAOTOutput)):
         made = node.args[0] if node.target is operator.getitem else node
+        if not made.meta.get("ac_graph_id") or made.meta.get("recompute") not in DROPS:
+            continue
+        place = origin_of(made)
+        where = " in ".join(part for part in (place.module, place.source) if part) or made.name
         op = getattr(made.meta.get("original_aten") or made.target, "_opname", "")
-        if op.startswith(_BATCH_NORMS) and made.meta.get("ac_graph_id") and made.meta.get("recompute") in DROPS:
-            place = origin_of(made)
-            where = " in ".join(part for part in (place.module, place.source) if part) or made.name
-            found[
+        if op.startswith(_BATCH_NORMS):
+            found[place.module or where] = (
                 f"{where}: batch norm inside of a checkpoint. Eager updates its running statistics twice in each step, "
                 "this step once"
-            ] = None
-    return tuple(found)
+            )
+        else:
+            found.setdefault(
+                place.module or where,
+                f"{where}: changed in place inside of a checkpoint. Eager changes it twice in each step, and computes "
+                "gradients by what it is then; this step changes it once",
+            )
+    return tuple(found.values())
 
 
 def _requires_grad(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch._dynamo.convert_frame import compile_lock
 
 from memplan.errors import MemplanError, UnsupportedGraph
-from memplan.trace.capture.checkpoint_warnings import statistics_updated_once
+from memplan.trace.capture.checkpoint_warnings import updates_run_once
 from memplan.trace.capture.conjugates import compute_conjugates
 from memplan.trace.capture.effects import with_fake_tensors
 from memplan.trace.capture.fake_layouts import layout_decompositions, settle_layouts
@@ -153,7 +153,7 @@ def captured(
         separate_gradients(graph_module.graph)
         settle_layouts(graph_module.graph)
         correct_statistics(graph_module.graph)
-    unlike_eager = (*graph_module.meta.get(WARNINGS, ()), *statistics_updated_once(graph_module.graph))
+    unlike_eager = (*graph_module.meta.get(WARNINGS, ()), *updates_run_once(graph_module.graph))
     leaves = joint._aot_state.fw_metadata.output_info
     has_backward = any(n.op == "placeholder" and _is_tangent(n) for n in graph_module.graph.nodes)
     if train and not has_backward:
