@@ -19,10 +19,10 @@ from tests.slow import slow
 TABLE = Path(__file__).parent.parent / "benchmarks" / "results" / "programs.json"
 RESULTS = list(Result)
 # A fifth of all, which takes little time: a recurrent model, several models, losses and updates outside of what is
-# compiled, averages of weights, parameters that are unfrozen, autocast, a model of transformers, a loop of accelerate.
+# compiled, averages of weights, parameters that are unfrozen, autocast, a transformer, a loop of accelerate.
 CHOSEN = (
     "mnist_rnn", "dcgan", "vae", "actor_critic", "regression", "ema", "distillation", "transfer", "autocast",
-    "decoder_cache", "accelerate_bf16",
+    "word_lm_transformer", "accelerate_bf16",
 )  # fmt: skip
 OTHERS = (
     "bert", "siamese", "ctc_inside", "llama", "t5", "timm_vit", "hf_trainer_bf16", "accelerate_loop", "lightning_bf16",

@@ -1,4 +1,4 @@
-"""A fixed part of the sweep (one case of 800), and what happens when a worker does not come back."""
+"""A fixed part of the sweep (one case of 500), and what happens when a worker does not come back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.parity.verdicts import Result, Verdict
 from tests.slow import slow
 
 
-@pytest.mark.parametrize("every", [800, slow(250)])
+@pytest.mark.parametrize("every", [500, slow(250)])
 def test_a_fixed_part(every: int) -> None:
     verdicts = list(sweep(Selection(every=every)))
     assert sum(v.result is Result.PASSED for v in verdicts) > 10  # the databases were found, and most of it passes
