@@ -271,18 +271,17 @@ class TracedGraph:
         These are constants that the passes have made, and that hold numbers. Tensors of the user's model, which may
         change them, and constants that a step writes to stay its own.
         """
-        if not any(b.own for b in self.bindings):
+        own = _constants_of(self)
+        if not own:
             return self
         known: dict[Any, torch.Tensor] = {}
-        for one in (*others, self):
-            for b in one.bindings:
-                if b.own and not b.written and b.tensor is not None:
-                    known.setdefault(_bits_of(b.tensor), b.tensor)
-        shared = (
-            replace(b, tensor=known[_bits_of(b.tensor)]) if b.own and not b.written and b.tensor is not None else b
-            for b in self.bindings
-        )
-        return replace(self, bindings=tuple(shared))
+        for one in others:
+            for _, tensor in _constants_of(one):
+                known.setdefault(_bits_of(tensor), tensor)
+        bindings = list(self.bindings)
+        for i, tensor in own:
+            bindings[i] = replace(bindings[i], tensor=known.setdefault(_bits_of(tensor), tensor))
+        return replace(self, bindings=tuple(bindings))
 
     def bound(self, source: Source) -> tuple[Binding, ...]:
         """Return the bindings of one source, in order."""
@@ -306,6 +305,12 @@ def without_data(leaves: Collection[Any]) -> tuple[Any, ...]:
 def _meta(x: torch.Tensor) -> torch.Tensor:
     made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return made.requires_grad_() if x.requires_grad else made
+
+
+def _constants_of(traced: TracedGraph) -> list[tuple[int, torch.Tensor]]:
+    """Return the constants that the passes have made and no op writes, with the numbers of their bindings."""
+    pairs = enumerate(traced.bindings)
+    return [(i, b.tensor) for i, b in pairs if b.own and not b.written and b.tensor is not None]
 
 
 def _bits_of(tensor: torch.Tensor) -> Any:

@@ -12,7 +12,7 @@ are heads in the middle of a forward, whose gradients would lie in memory while 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -52,8 +52,7 @@ def compute_gradients_early(graph: fx.Graph) -> int:
         >>> compute_gradients_early(joint.graph)
         2
     """
-    given = [node for node in graph.find_nodes(op="placeholder") if node.meta["desc"].is_tangent()]
-    found = 0
+    given, found = _tangents(graph), 0
     for tangent in given:
         if isinstance(tangent.meta.get("val"), torch.Tensor) and not value(tangent).dim() and tangent.users:
             found += _for_one(graph, tangent, [node for node in given if node is not tangent])
@@ -73,12 +72,9 @@ def _for_one(graph: fx.Graph, tangent: fx.Node, others: Collection[fx.Node]) -> 
     if not _ends_the_forward(graph, chain, place):
         return 0
     mode = fake_mode_of(graph)
-    first = next(node for node in graph.nodes if BLOCK in node.meta)
-    with graph.inserting_before(first):
-        one = graph.call_function(FULL, ([], 1.0), {"dtype": value(tangent).dtype, "device": value(tangent).device})
-    with mode:
-        one.meta.update(val=torch.ones((), dtype=value(tangent).dtype, device=value(tangent).device))
-    one.meta["partitioner_tag"] = "is_forward"
+    writer = Rewriter(graph, mode, next(node for node in graph.nodes if BLOCK in node.meta))
+    writer.phase = "is_forward"
+    one = writer.call(FULL, [], 1.0, dtype=value(tangent).dtype, device=value(tangent).device)
     made: dict[fx.Node, fx.Node] = {tangent: one}  # others may read what leads to the blocks: copies
     exits = []
     for node in chain:
@@ -106,15 +102,10 @@ def _for_one(graph: fx.Graph, tangent: fx.Node, others: Collection[fx.Node]) -> 
 
 def _ends_the_forward(graph: fx.Graph, chain: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> bool:
     """Return whether the forward makes no more bytes behind the chain than the gradients that would wait meanwhile."""
-    tangents = [node for node in graph.find_nodes(op="placeholder") if node.meta["desc"].is_tangent()]
-    late, members = _reached(graph, tangents), set(chain)
+    late, members = _reached(graph, _tangents(graph)), set(chain)
     numbers = {node.meta[BLOCK][0] for node in chain if BLOCK in node.meta}
     start = min(place[node] for node in graph.nodes if BLOCK in node.meta and node.meta[BLOCK][0] in numbers)
-    needed, todo = set(chain), list(chain)
-    while todo:
-        sources = [one for one in todo.pop().all_input_nodes if place[one] > start and one not in needed]
-        needed.update(sources)
-        todo += sources
+    needed = _with_sources_behind(chain, start, place)
     behind = [n for n in graph.nodes if place[n] > start and n not in late and n not in needed and BLOCK not in n.meta]
     known = keys_of([node for node in graph.nodes if place[node] <= start or node in needed])
     made = {storage_key(one): one.numel() * one.itemsize for one in tensors_of(behind)}
@@ -187,6 +178,22 @@ def _vanishes(arg: object, sources: Collection[fx.Node]) -> bool:
     return arg in sources or (at is not None and bool(arg.args[at] == 0))
 
 
+def _tangents(graph: fx.Graph) -> list[fx.Node]:
+    """Return the inputs that are gradients."""
+    return [node for node in graph.find_nodes(op="placeholder") if node.meta["desc"].is_tangent()]
+
+
+def _with_sources_behind(nodes: Iterable[fx.Node], start: int, place: Mapping[fx.Node, int]) -> set[fx.Node]:
+    """Return nodes with what they are made from behind a place."""
+    todo = list(nodes)
+    found = set(todo)
+    while todo:
+        sources = [one for one in todo.pop().all_input_nodes if place[one] > start and one not in found]
+        found.update(sources)
+        todo += sources
+    return found
+
+
 def _reached(graph: fx.Graph, sources: Collection[fx.Node]) -> set[fx.Node]:
     """Return all nodes that depend on these."""
     found = set(sources)
@@ -211,20 +218,15 @@ def _in_order_of_blocks(graph: fx.Graph, chain: int) -> None:
     """
     nodes = list(graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
-    late = _reached(graph, [node for node in graph.find_nodes(op="placeholder") if node.meta["desc"].is_tangent()])
+    late = _reached(graph, _tangents(graph))
     own = {node: None for node in nodes if node.meta.get(BLOCK, (None,))[0] == chain and node not in late}
     first = next(iter(own))
-    moved, todo = set(own), list(own)
-    while todo:
-        sources = [s for node in todo for s in node.all_input_nodes if place[s] > place[first] and s not in moved]
-        moved.update(sources)
-        todo = sources
+    moved = _with_sources_behind(own, place[first], place)
     block: dict[fx.Node, int] = {}
     for node in sorted(moved, key=place.__getitem__):
         made = max((block.get(source, -1) for source in node.all_input_nodes), default=-1)
         block[node] = max(made, node.meta[BLOCK][1]) if node in own else made
-    with graph.inserting_before(first):
-        marker = graph.call_function(FULL, ([], 0.0))
+    last = first.prev
     for node in sorted(moved, key=lambda node: (block[node], place[node])):
-        marker.prepend(node)
-    graph.erase_node(marker)
+        last.append(node)
+        last = node

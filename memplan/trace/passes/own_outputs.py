@@ -9,7 +9,8 @@ the end of the forward. These are ordinary ops, planned like all others.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -167,6 +168,9 @@ def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None], *, at_
     output.args = (tuple(n for n, _ in kept),)
     output.meta["desc"] = [d for _, d in kept]
     boundary = _first_backward(graph) or output
+    nodes = list(graph.nodes)
+    backward = set(nodes[nodes.index(boundary) :])
+    aliases = _by_storage(nodes)
     for target, new in mutations:
         if value(target).shape != value(new).shape or value(target).dtype != value(new).dtype:
             raise UnsupportedGraph(
@@ -175,21 +179,31 @@ def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None], *, at_
         if is_fixed(value(target)) and may_overlap(value(target).shape, value(target).stride()):
             what = "an input whose elements share bytes (expand, unfold) is changed in place"
             raise UnsupportedGraph(target.name, what, "pass a dense copy of it (.contiguous())", see="resized-input")
-        _refuse_old_value(graph, target, boundary)
-        before = _free_from(graph, target, new, boundary) if at_once else boundary
+        old = aliases[storage_key(value(target))]
+        _refuse_old_value(target, old, backward)
+        before = _free_from(old, new, boundary) if at_once else boundary
         rewriter = Rewriter(graph, fake_mode_of(graph), new, before=before)
         write = rewriter.call(aten.copy_.default, target, new)
         write.meta["partitioner_tag"] = "is_forward"
     _return_inputs(graph, [target for target, _ in mutations], alias_of)
 
 
-def _free_from(graph: fx.Graph, target: fx.Node, new: fx.Node, boundary: fx.Node) -> fx.Node:
-    """Return the first node before which an input can be set to a new value: nothing reads the old one from there on.
+def _by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
+    """Return the nodes that are one tensor, by its storage."""
+    found = defaultdict[int, list[fx.Node]](list)
+    for node in nodes:
+        if _is_tensor(node):
+            found[storage_key(value(node))].append(node)
+    return found
 
-    At the latest that is `boundary`, the end of the forward. No check comes after it. Another op that raises in between
-    leaves what eager leaves.
+
+def _free_from(old: Iterable[fx.Node], new: fx.Node, boundary: fx.Node) -> fx.Node:
+    """Return the first node before which an input can be set to a new value: nothing reads the `old` one from there on.
+
+    `old` are the input and its aliases. At the latest that is `boundary`, the end of the forward. No check comes after
+    it. Another op that raises in between leaves what eager leaves.
     """
-    used = {new, *touching(graph, target)}
+    used = {new, *old, *(user for node in old for user in node.users)}
     found = boundary
     while found.prev.op not in {"root", "placeholder"} and found.prev not in used and not is_check(found.prev.target):
         found = found.prev
@@ -210,15 +224,12 @@ def _return_inputs(graph: fx.Graph, mutated: Sequence[fx.Node], alias_of: Sequen
     output.args = (tuple(results),)
 
 
-def _refuse_old_value(graph: fx.Graph, target: fx.Node, boundary: fx.Node) -> None:
-    """Raise `UnsupportedGraph` if the backward reads the old value of a changed input.
+def _refuse_old_value(target: fx.Node, old: Iterable[fx.Node], backward: Collection[fx.Node]) -> None:
+    """Raise `UnsupportedGraph` if the backward reads the old value of a changed input, `old` with its aliases.
 
     Eager autograd refuses this too: "modified by an inplace operation".
     """
-    nodes = list(graph.nodes)
-    backward = set(nodes[nodes.index(boundary) :])
-    aliases = [n for n in nodes if _is_tensor(n) and storage_key(value(n)) == storage_key(value(target))]
-    late = next((user for n in aliases for user in n.users if user in backward and user.op != "output"), None)
+    late = next((user for node in old for user in node.users if user in backward and user.op != "output"), None)
     if late is not None:
         name = getattr(target.meta["desc"], "target", target.name)
         reason = f"{name} is changed in place, but its old value is needed for a gradient (by {late.name})"

@@ -43,24 +43,24 @@ class Head(nn.Module):
         return self.loss(self, self.below(x).tanh(), classes)
 
 
-class _Clamped(torch.autograd.Function):
-    """Passes its input on, and the gradient within bounds: no multiple of the gradient that comes in."""
+class _PassedOn(torch.autograd.Function):
+    """Passes its input on."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
+
+
+class _Clamped(_PassedOn):
+    """Passes the gradient on within bounds: no multiple of the gradient that comes in."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0].clamp(-0.002, 0.002)
 
 
-class _Rounded(torch.autograd.Function):
-    """Passes its input on, and the gradient in thousandths."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
+class _Rounded(_PassedOn):
+    """Passes the gradient on in thousandths."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
