@@ -131,7 +131,6 @@ def test_fused_kernels_are_compared_and_rows_are_kept(tmp_path: Path, monkeypatc
     assert asked == ["mlp", "vit"]
 
 
-@pytest.mark.slow  # the next one measures two contenders too
 def test_contenders_are_measured_without_those_that_they_are_compared_with() -> None:
     eager, planned = fused.rows_of("mlp", "nano", 1, chosen=["eager", "memplan"])
     assert eager["bits"] == planned["bits"] == "eager's"
