@@ -26,7 +26,9 @@ from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import DEVICES, CostModel
 from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.dtr import dtr
 from memplan.evict.select import fit_policy
+from memplan.evict.simulator.memory import AddressSpace
 from memplan.evict.workload import Workload
 from memplan.evict.workload_limits import floor
 from memplan.planning.budget import plan_within
@@ -174,7 +176,11 @@ def row(asked: Question, share: int, contenders: Sequence[str]) -> dict[str, Cel
 def baseline(name: str, workload: Workload, plain: float) -> float | None:
     """Overhead of a published policy in %; None where it finds no way."""
     try:
-        figures = measure(workload, fit_policy(name)(workload))
+        if name == "dtr-addresses":
+            events = dtr(workload, memory=AddressSpace(workload.budget))
+        else:
+            events = fit_policy(name)(workload)
+        figures = measure(workload, events)
     except BudgetInfeasible:
         return None
     return (figures.seconds / plain - 1) * 100 if figures.peak <= workload.budget else None

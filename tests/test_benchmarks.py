@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import adaptive, first_call, fits, fused, fused_first_call
+from benchmarks import first_call, fits, fused, fused_first_call
 from benchmarks.contenders import CONTENDERS
 from benchmarks.cuda_memory import MOST, largest
-from benchmarks.direct import count, graph_of, row
 from benchmarks.fused_models import OUTSIDE
 from benchmarks.results import Row
 from benchmarks.runtime import main, measure
@@ -50,13 +49,6 @@ def test_the_gpu_suite_runs_its_tests_without_a_gpu(tmp_path: Path) -> None:
     assert {"eager", "inductor-graph", "memplan-graph", "memplan-step-graph"} <= names
 
 
-def test_bytes_written_are_direct_returned_or_copied() -> None:
-    counts = count(graph_of("resnet", "nano", compiled=False))
-    assert min(counts["direct"], counts["returned"], counts["aten.convolution.default"]) > 0
-    shares = row("resnet", counts)
-    assert sum(float(str(shares[key])) for key in ("direct", "returned", "copied")) == pytest.approx(100)
-
-
 def test_the_command_line_writes_a_table_and_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,17 +62,6 @@ def test_the_command_line_writes_a_table_and_goes_on_where_it_was(
     assert (tmp_path / "runtime.md").read_text() == table
     with pytest.raises(SystemExit, match="made by other sources"):
         main(["--models", "mlp", *options, "--rounds", "3"])
-
-
-def test_guided_steps_and_policies_are_compared(tmp_path: Path) -> None:
-    arguments = ["--models", "mlp", "--size", "nano", "--rounds", "2", "--links", "1000", "--budgets", "80"]
-    assert adaptive.main([*arguments, "--guided-budgets", "80", "--directory", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "adaptive.json").read_text())["rows"]
-    assert {row["part"] for row in rows} == set(adaptive.PARTS)
-    assert {"none", "auto", "auto, guided"} <= {row["plan"] for row in rows if row["part"] == "links"}
-    assert {"none", "genoa", "flow", "auto"} >= {row["plan"] for row in rows if row["part"] == "policies"}
-    assert all(row["ratio"] > 0 and row["arena"] <= 100 for row in rows)
-    assert all(row["plans"] > 0 for row in rows if "guided" in row["plan"])
 
 
 def test_streamed_models_are_measured_at_every_budget(tmp_path: Path) -> None:

@@ -14,11 +14,9 @@ POLICIES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "auto": ("policies.auto", "auto"),
         "recompute": ("policies.auto", "recompute"),
-        "cpsat": ("policies.cpsat", "cpsat"),
         "flow": ("policies.flow", "flow"),
         "genoa": ("policies.genoa", "genoa"),
         "dtr": ("policies.dtr", "dtr"),
-        "dtr-addresses": ("policies.dtr", "dtr_addresses"),
         "delta": ("policies.delta", "delta"),
         "capuchin": ("policies.capuchin", "capuchin"),
     }

@@ -17,14 +17,14 @@ from memplan.evict.judge.arrays import MeasuredEvents, measure
 from memplan.evict.policies.ahead import ahead
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.delta import delta
-from memplan.evict.policies.dtr import dtr, dtr_addresses
+from memplan.evict.policies.dtr import dtr
 from memplan.evict.policies.flow import flow
 from memplan.evict.policies.genoa import genoa
 from memplan.evict.rng_states import SavedStates, decide, with_saved_states, without_states
 from memplan.evict.workload import Policy, Workload, host_resident_storages, in_order
 from memplan.evict.workload_limits import floor
 
-_KEEP_RANDOM: tuple[Policy, ...] = (flow, genoa, dtr, dtr_addresses, delta)  # they copy, or free after the last use
+_KEEP_RANDOM: tuple[Policy, ...] = (flow, genoa, dtr, delta)  # they copy, or free after the last use
 _CLOSE = 0.005  # share of the smallest budget found: the precision of the bisection
 _RUNGS = 16  # smaller budgets, as shares of the bytes without a budget, whose events are candidates for a larger one
 _PATIENCE = 2  # smaller budgets in a row that cost more, after which no smaller one is tried

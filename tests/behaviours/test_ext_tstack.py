@@ -20,7 +20,7 @@ from memplan.evict.events import Events, Kind
 from memplan.evict.judge.arrays import measure
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.delta import Released, delta, direct
-from memplan.evict.policies.dtr import Candidate, dtr, dtr_addresses, h_dtr
+from memplan.evict.policies.dtr import Candidate, dtr, h_dtr
 from memplan.evict.policies.flow import flow
 from memplan.evict.simulator.device_state import EvictionKind
 from memplan.evict.simulator.memory import AddressSpace
@@ -141,7 +141,7 @@ def _names(graph: Graph, events: Events, kind: Kind) -> list[str]:
 
 def test_E3_dtr_at_addresses_releases_B_and_C_and_computes_both_again() -> None:  # noqa: N802
     graph, workload = _step()
-    events = dtr_addresses(workload)
+    events = dtr(workload, memory=AddressSpace(workload.budget))
     before_D = events[: events.index((Kind.RUN, 4))]  # noqa: N806
     assert _names(graph, before_D, Kind.DROP) == ["B", "C"]
     assert _names(graph, events, Kind.RUN) == ["op1", "op2"]
@@ -221,7 +221,7 @@ def test_E5_h_is_cost_over_size_times_staleness_and_pays_for_the_dropped_neighbo
         return h_dtr(candidate)
 
     graph, workload = _step()
-    dtr_addresses(workload, heuristic=record)
+    dtr(workload, memory=AddressSpace(workload.budget), heuristic=record)
     name = [s.name for s in graph.storages]
     before, after = (next(c for c in seen[k:] if name[c.storage] == "C") for k in (0, 3))
     assert (before.around, after.around) == (0.0, 1.0)  # B was dropped in between, and C is made from it

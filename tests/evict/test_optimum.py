@@ -1,13 +1,11 @@
-"""CP-SAT's optimum: that of trying everything on tiny graphs; the greedy policy is close to it on models."""
+"""Recomputes against trying everything, on tiny graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from itertools import combinations, product
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,13 +14,10 @@ from memplan.errors import BudgetInfeasible
 from memplan.evict.events import Event, Events, Kind
 from memplan.evict.judge.arrays import WorkloadArrays, measure, to_arrays
 from memplan.evict.policies.auto import recompute
-from memplan.evict.policies.cpsat import optimum
 from memplan.evict.workload import Workload
 from memplan.evict.workload_limits import floor
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import graphs
-from tests.models import traced_nano
-from tests.slow import slow
 
 
 def _everything(workload: Workload) -> Iterator[Events]:
@@ -47,35 +42,18 @@ def _everything(workload: Workload) -> Iterator[Events]:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(graphs(max_ops=5), st.floats(0, 1))
-def test_it_is_that_of_trying_everything(graph: Graph, share: float) -> None:
+def test_recompute_never_claims_more_than_trying_everything_finds(graph: Graph, share: float) -> None:
     workload = workload_of(graph)
     plain, least = measure(workload, workload.plain).peak, floor(workload)[0]
     workload = replace(workload, budget=round(least + share * (plain - least)))
     arrays = WorkloadArrays(workload)
     figures = [arrays.measure(*to_arrays(events)) for events in _everything(workload)]
     fitting = [one.seconds for one in figures if one is not None and one.peak <= workload.budget]
-    if not fitting:
-        with pytest.raises(BudgetInfeasible, match="proves that nothing fits"):
-            optimum(workload, lives=5)
+    try:
+        events = recompute(workload)
+    except BudgetInfeasible:
+        assert workload.budget < plain
         return
-    found = optimum(workload, lives=5)
-    assert found.proven
-    assert found.seconds == pytest.approx(min(fitting), rel=1e-6)
-    assert judged(graph, workload, found.events)[1].peak <= workload.budget
-
-
-@cache
-def _model(name: str) -> tuple[Graph, Workload]:
-    graph = traced_nano(name).graph
-    return graph, workload_of(graph, alignment=64)
-
-
-@pytest.mark.parametrize(("name", "share"), [("mlp", 0.8), ("resnet", 0.8), ("resnet", 0.5), slow("vit", 0.6)])
-def test_the_greedy_policy_is_within_half_a_point_of_the_proven_optimum(name: str, share: float) -> None:
-    graph, workload = _model(name)
-    workload = replace(workload, budget=int(measure(workload, workload.plain).peak * share))
-    events = recompute(workload)
-    best = optimum(workload, hint=events)
-    assert judged(graph, workload, best.events)[1].peak <= workload.budget
-    assert best.proven
-    assert measure(workload, events).seconds - best.seconds <= 0.005 * sum(workload.seconds)
+    measured = judged(graph, workload, events)[1]
+    assert measured.peak <= workload.budget
+    assert measured.seconds >= min(fitting) * (1 - 1e-9)

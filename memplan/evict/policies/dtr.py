@@ -1,9 +1,9 @@
 """`dtr`: Dynamic Tensor Rematerialization (Kirisame et al. 2021), a published policy that `auto` starts from.
 
 It has no knowledge of later ops: ops run in order, and when an allocation does not fit, the storage with the smallest
-h is dropped, to be recomputed when it is needed. `dtr` counts bytes, as the paper does; `dtr_addresses` gives every
-storage an address, first-fit, so that free memory can be fragmented. Random ops are not run again, so what depends on
-their results is dropped only while those are there; host-resident storages stay once they are loaded.
+h is dropped, to be recomputed when it is needed. `dtr` counts bytes, as the paper does; with an `AddressSpace` as its
+memory, every storage has an address, first-fit, so that free memory can be fragmented. Random ops are not run again, so
+what depends on their results is dropped only while those are there; host-resident storages stay once they are loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memplan.evict.judge.arrays import Ints, flat
 from memplan.evict.policies.neighbourhood_kernel import DROPPED, RELEASED, THERE, seconds_around
 from memplan.evict.simulator.device_state import DeviceState, EvictionKind, Location
 from memplan.evict.simulator.eviction_simulator import MOST_RUNS, EvictionSimulator
-from memplan.evict.simulator.memory import AddressSpace, ByteCounter, SimulatedMemory
+from memplan.evict.simulator.memory import ByteCounter, SimulatedMemory
 from memplan.evict.workload import Workload
 
 _LOST = {Location.GONE: DROPPED, Location.DEAD: RELEASED}
@@ -65,19 +65,19 @@ def h_size(candidate: Candidate) -> float:
     return -candidate.size
 
 
-def dtr(workload: Workload, *, heuristic: Heuristic = h_dtr, most_runs: int = MOST_RUNS) -> Events:
-    """Return events that keep the budget. Raises `BudgetInfeasible` when an op's operands do not fit, or when the ops
-    would run more than `most_runs` times on average.
+def dtr(
+    workload: Workload,
+    *,
+    heuristic: Heuristic = h_dtr,
+    most_runs: int = MOST_RUNS,
+    memory: SimulatedMemory | None = None,
+) -> Events:
+    """Return events that keep the budget, in `memory` of that size (default: bytes without addresses).
+
+    Raises `BudgetInfeasible` when an op's operands do not fit, or when the ops would run more than `most_runs` times on
+    average.
     """
-    return _run(workload, heuristic, ByteCounter(workload.budget), most_runs)
-
-
-def dtr_addresses(workload: Workload, *, heuristic: Heuristic = h_dtr) -> Events:
-    """Return the events of `dtr` in memory with addresses: it drops storages until a hole is large enough."""
-    return _run(workload, heuristic, AddressSpace(workload.budget), MOST_RUNS)
-
-
-def _run(workload: Workload, heuristic: Heuristic, memory: SimulatedMemory, most_runs: int) -> Events:
+    memory = memory or ByteCounter(workload.budget)
     return EvictionSimulator(workload, memory, _Dropper(workload, heuristic), most_runs=most_runs).simulate()
 
 
