@@ -80,6 +80,10 @@ class SolverFault(UserWarning):
     """
 
 
+class WindowsIgnored(UserWarning):
+    """A warning: gaps of buffers have windows, and are read as no gaps: a smaller arena may exist."""
+
+
 class UnsupportedProblem(MemplanError, ValueError):
     """The named solver does not support this problem (pinned offsets, gaps, ...)."""
 

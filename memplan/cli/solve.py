@@ -23,7 +23,7 @@ def solve(
     buffers: Annotated[
         Path,
         typer.Argument(
-            metavar="BUFFERS.csv|-", help="Columns id,lower,upper,size; upper is exclusive. -: standard input."
+            metavar="BUFFERS.csv|-", help="Columns id,lower,upper,size[,alignment][,gaps][,offset]. -: standard input."
         ),
     ],
     *,

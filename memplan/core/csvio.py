@@ -1,7 +1,10 @@
-"""Reads and writes buffers as CSV, the format of minimalloc and idealloc: `id,lower,upper,size[,alignment][,offset]`.
+"""Reads and writes buffers as CSV, in the format of minimalloc and idealloc.
 
-`lower` and `upper` are steps (`upper` exclusive), `size`, `alignment` and `offset` bytes. The capacity in bytes may be
-part of the file name, as in `A.1048576.csv`.
+The columns are `id,lower,upper,size[,alignment][,gaps][,offset]`. `lower` and `upper` are steps (`upper` exclusive),
+`size`, `alignment` and `offset` bytes; a buffer with an offset is pinned to it. `gaps` are `FIRST-END` in steps, apart
+by spaces. What minimalloc's converter takes for these names is read as well: `buffer` and `buffer_id` for `id`, `begin`
+and `start` for `lower`, and `end` for an `upper` that is inclusive, in gaps too. The capacity in bytes may be part of
+the file name, as in `A.1048576.csv`.
 """
 
 from __future__ import annotations
@@ -10,16 +13,18 @@ import csv
 import io
 import os
 import re
+import warnings
 from pathlib import Path
 
 from memplan.core.files import write_atomic
 from memplan.core.jsonio import clip
 from memplan.core.problem import Buffer, Interval, Problem, Solution
-from memplan.errors import InvalidProblem, InvalidSolution, UnreadableFile
+from memplan.errors import InvalidProblem, InvalidSolution, UnreadableFile, WindowsIgnored
 
 _REQUIRED = ("id", "lower", "upper", "size")
-_OPTIONAL = ("alignment", "offset")
-_NUMBERS = ("lower", "upper", "size", "alignment")
+_OPTIONAL = ("alignment", "gaps", "offset")
+_ALIASES = {"buffer": "id", "buffer_id": "id", "begin": "lower", "start": "lower", "end": "upper"}
+_GAP = re.compile(r"(-?[0-9]+)-(-?[0-9]+)(?:@([0-9]+):([0-9]+))?", re.ASCII)
 _WHOLE = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 _DIGITS = 18  # bytes and steps must fit into 64 bits
 
@@ -27,8 +32,9 @@ _DIGITS = 18  # bytes and steps must fit into 64 bits
 def read_problem(path: str | os.PathLike[str]) -> Problem:
     """Read a problem from a CSV file.
 
-    The columns `id,lower,upper,size` are required, in any order; `alignment` is optional. An `offset` column, which
-    minimalloc writes, is a solution and is ignored. A byte order mark is skipped.
+    The columns `id,lower,upper,size` are required, in any order; `alignment`, `gaps` and `offset` are optional, each
+    value of the last two too. A gap with a window (`FIRST-END@LOW:HIGH`: the buffer keeps these of its bytes) is read
+    as no gap, with a `WindowsIgnored` warning. A byte order mark is skipped.
 
     Args:
         path: the CSV file; "NAME.CAPACITY.csv" sets the capacity in bytes.
@@ -90,36 +96,98 @@ def _parse(text: str, where: str) -> tuple[Buffer, ...]:
     rows = csv.reader(io.StringIO(text, newline=None), strict=True)
     try:
         header = [name.strip() for name in next(rows, [])]
-        missing = [name for name in _REQUIRED if name not in header]
-        unknown = [name for name in header if name not in _REQUIRED + _OPTIONAL]
-        if missing or unknown or len(set(header)) != len(header):
+        named = {_ALIASES.get(name, name): name for name in header}
+        if not {*_REQUIRED} <= named.keys() <= {*_REQUIRED, *_OPTIONAL} or len(named) != len(header):
             what = f"the header is {clip(repr(','.join(header)))}" if text.strip() else "is empty: it has no header"
             hint = "the first line must be id,lower,upper,size (upper exclusive)"
             raise UnreadableFile(what, where=f"{where}:1", hint=hint)
-        return tuple(
-            _buffer(dict(zip(header, row, strict=False)), row, header, f"{where}:{rows.line_num}")
-            for row in rows
-            if row
-        )
+        made = [_buffer(row, named, f"{where}:{rows.line_num}") for row in rows if row]
     except csv.Error as error:
         hint = "every line must be comma-separated fields; quotes must be closed"
         raise UnreadableFile(f"is not CSV: {error}", where=f"{where}:{rows.line_num}", hint=hint) from error
+    windows = sum(has_window for _, has_window in made)
+    if windows:
+        what = (
+            f"{where}: {windows} buffers have gaps with windows, which are read as no gaps: offsets are valid, but "
+            "with the windows a smaller arena may exist, and one within a capacity that is said to be too small"
+        )
+        warnings.warn(what, WindowsIgnored, stacklevel=4)
+    return tuple(buffer for buffer, _ in made)
 
 
-def _buffer(fields: dict[str, str], row: list[str], header: list[str], where: str) -> Buffer:
-    if len(row) != len(header):
+def _buffer(row: list[str], named: dict[str, str], where: str) -> tuple[Buffer, bool]:
+    """Return the buffer of a line, and whether a gap has a window. `named`: the names of the columns in the file."""
+    if len(row) != len(named):
         hint = "give a value for every column"
-        raise UnreadableFile(f"{len(row)} fields, the header has {len(header)}", where=where, hint=hint)
-    numbers = {name: _number(name, fields.get(name, "1"), where) for name in _NUMBERS}
-    if numbers["upper"] <= numbers["lower"]:
-        what = f"upper is {numbers['upper']}, not above lower, which is {numbers['lower']}"
-        raise UnreadableFile(what, where=where, hint="upper is exclusive: a buffer of one step has upper = lower + 1")
-    for name, least in (("size", 0), ("alignment", 1)):
-        if numbers[name] < least:
+        raise UnreadableFile(f"{len(row)} fields, the header has {len(named)}", where=where, hint=hint)
+    fields = dict(zip(named, row, strict=True))
+    lower, last, size = (_number(named[name], fields[name], where) for name in ("lower", "upper", "size"))
+    alignment = _number("alignment", fields.get("alignment", "1"), where)
+    inclusive = int(named["upper"] == "end")
+    if last + inclusive <= lower:
+        what = f"{named['upper']} is {last}, not above {named['lower']}, which is {lower}"
+        hint = "upper is exclusive: a buffer of one step has upper = lower + 1"
+        if inclusive:
+            what, hint = (
+                what.replace("not above", "below"),
+                "end is the last step: a buffer of one step has end = start",
+            )
+        raise UnreadableFile(what, where=where, hint=hint)
+    for name, number, least in (("size", size, 0), ("alignment", alignment, 1)):
+        if number < least:
             hint = f"give a number of bytes of {least} or more"
-            raise UnreadableFile(f"{name} is {numbers[name]}", where=where, hint=hint)
-    live = Interval(numbers["lower"], numbers["upper"])
-    return Buffer(id=fields["id"].strip(), size=numbers["size"], live=live, alignment=numbers["alignment"])
+            raise UnreadableFile(f"{name} is {number}", where=where, hint=hint)
+    offset = fields.get("offset", "").strip()
+    pinned = _number("offset", offset, where) if offset else None
+    free, has_window = _gaps(fields.get("gaps", ""), size, inclusive, where)
+    live, gaps = _inside(Interval(lower, last + inclusive), free, where)
+    try:
+        return Buffer(
+            id=fields["id"].strip(), size=size, live=live, alignment=alignment, gaps=gaps, pinned_offset=pinned
+        ), has_window
+    except InvalidProblem as error:
+        hint = "an offset is 0 or more, and a multiple of the alignment"
+        raise UnreadableFile(f"offset: {error.what}", where=where, hint=hint) from error
+
+
+def _gaps(text: str, size: int, inclusive: int, where: str) -> tuple[list[Interval], bool]:
+    """Return the gaps of a field in which all bytes of a buffer are free, and whether there are others."""
+    found, has_window = list[Interval](), False
+    for written in text.split():
+        match = _GAP.fullmatch(written)
+        hint = "write gaps as FIRST-END or FIRST-END@LOW:HIGH, apart by spaces, as in 7-9 12-14@0:8"
+        if match is None:
+            raise UnreadableFile(f"gaps has {clip(repr(written))}, which is no gap", where=where, hint=hint)
+        first, end, low, high = (None if n is None else _number("gaps", n, where) for n in match.groups())
+        assert first is not None
+        assert end is not None
+        if end + inclusive <= first or (low is not None and high is not None and not low <= high <= size):
+            what = f"gaps has {clip(repr(written))}, which ends before it begins or leaves the buffer"
+            raise UnreadableFile(what, where=where, hint=hint)
+        if low is None or low == high:
+            found.append(Interval(first, end + inclusive))
+        else:
+            has_window = True
+    return found, has_window
+
+
+def _inside(live: Interval, gaps: list[Interval], where: str) -> tuple[Interval, tuple[Interval, ...]]:
+    """Return the live interval without gaps at its ends, and the gaps inside of it, those that touch as one."""
+    apart: list[Interval] = []
+    start, end = live.start, live.end
+    for gap in sorted(gaps):
+        if gap.start < live.start or gap.end > live.end or (apart and gap.start < apart[-1].end):
+            what = f"gaps: [{gap.start}, {gap.end}) overlaps another gap, or leaves the lifetime"
+            raise UnreadableFile(what, where=where, hint="gaps are apart, and within the lifetime of their buffer")
+        touches = bool(apart) and gap.start == apart[-1].end
+        apart.append(Interval(apart.pop().start, gap.end) if touches else gap)
+    if apart and apart[0].start == start:
+        start = apart.pop(0).end
+    if apart and apart[-1].end == end:
+        end = apart.pop().start
+    if start >= end:
+        raise UnreadableFile("gaps cover the whole lifetime", where=where, hint="leave such a buffer out")
+    return Interval(start, end), tuple(apart)
 
 
 def _number(name: str, text: str, where: str) -> int:
@@ -133,8 +201,9 @@ def _number(name: str, text: str, where: str) -> int:
 
 
 def write_solution(path: str | os.PathLike[str], problem: Problem, solution: Solution) -> None:
-    """Write the columns `id,lower,upper,size,offset`, minimalloc's output format, to `path`.
+    """Write the columns `id,lower,upper,size[,alignment][,gaps],offset`, minimalloc's output format, to `path`.
 
+    Alignments and gaps are written if a buffer has any.
     The file is replaced in one step: it is written completely or not at all.
 
     Args:
@@ -151,7 +220,10 @@ def write_solution(path: str | os.PathLike[str], problem: Problem, solution: Sol
     """
     out = io.StringIO()
     rows = csv.writer(out, lineterminator="\n")
-    rows.writerow(("id", "lower", "upper", "size", "offset"))
+    aligned = any(b.alignment != 1 for b in problem.buffers)
+    gaps = any(b.gaps for b in problem.buffers)
+    optional = ("alignment",) * aligned + ("gaps",) * gaps
+    rows.writerow((*_REQUIRED, *optional, "offset"))
     for b in problem.buffers:
         if b.id not in solution.offsets:
             raise InvalidSolution(
@@ -160,5 +232,7 @@ def write_solution(path: str | os.PathLike[str], problem: Problem, solution: Sol
                 where=f"buffer {b.id!r}",
                 hint="write only solutions that place every buffer of this problem",
             )
-        rows.writerow((b.id, b.live.start, b.live.end, b.size, solution.offsets[b.id]))
+        said = {"alignment": b.alignment, "gaps": " ".join(f"{gap.start}-{gap.end}" for gap in b.gaps)}
+        optionals = (said[name] for name in optional)
+        rows.writerow((b.id, b.live.start, b.live.end, b.size, *optionals, solution.offsets[b.id]))
     write_atomic(Path(path), out.getvalue())

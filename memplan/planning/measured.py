@@ -31,10 +31,7 @@ from memplan.planning.outside_arena import (
 
 _PRECISION = 1000  # the prediction of eager's peak is exact to about one part in so many
 _MOST_OVERHEAD = 0.1  # the predicted share of the step's time that needing no more than eager may cost
-# bytes above eager's peak, while the optimizer runs, for which a program is made again: that many, or such a share
-WORTH_PLANNING = 64 * 1024
-WORTH_PLANNING_SHARE = 0.0001
-NOTICEABLE_SHARE = 0.002  # the share for which it gives up its arena, where no other plan helps
+NOTICEABLE_SHARE = 0.005  # of the peak: a program that runs is made again, or gives up its arena, for no less
 _log = logging.getLogger("memplan")
 
 
@@ -102,8 +99,7 @@ class AsEager:
         need, limit = self._need(_one_by_one(plan)), self._limit(most, plan)
         if need <= limit or plan.redzone:
             return False
-        eager = most - plan.padding - self.options.reserved
-        return self.after is None or need - most >= min(WORTH_PLANNING, eager * WORTH_PLANNING_SHARE)
+        return self.after is None or need - most >= max(most * NOTICEABLE_SHARE, 1)
 
     def is_more_than_eager(self, plan: Plan, beside: int = 0) -> bool:
         """Return whether a plan, with `beside` bytes of other arenas, needs noticeably more than eager."""
@@ -134,7 +130,12 @@ class AsEager:
                 (plan for plan in (best, self._beside(in_order, side, after) or in_order) if plan is not None),
                 key=lambda plan: _need_of(plan, side, after),
             )
-        return best if best is not None and _need_of(best, side, after) < _need_of(now, side, after) else None
+        now_needs = _need_of(now, side, after)
+        return (
+            best
+            if best is not None and now_needs - _need_of(best, side, after) >= max(now_needs * NOTICEABLE_SHARE, 1)
+            else None
+        )
 
     def _beside(self, base: Plan, side: CallerSide, after: int) -> Plan | None:
         """Return the plan of the same order with what is to be outside of the arena; None if nothing is."""

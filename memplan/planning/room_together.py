@@ -18,7 +18,7 @@ from memplan.evict.workload import Policy
 from memplan.planning.caller_side import CallerSide, eager_with_caller, plan_with_caller
 from memplan.planning.joint import JointPart, join, joint_graph
 from memplan.planning.make_plan import ScheduledGraph, make_plan
-from memplan.planning.measured import AsEager, in_traced_order
+from memplan.planning.measured import NOTICEABLE_SHARE, AsEager, in_traced_order
 from memplan.planning.options import PlanOptions
 from memplan.planning.outside_arena import left_by, need_with_update, with_storages_outside, without_arena
 
@@ -111,6 +111,11 @@ class StepTogether:
         together = self._together(plans)
         beside = max(self.least, reserved, together.arena_size) - together.arena_size
         return self._as_eager().is_more_than_eager(together, beside)
+
+    def is_worth(self, plans: Sequence[Plan]) -> bool:
+        """Return whether the step and its update need so much less by these plans that programs are made again."""
+        now = self._need([graph.plan for graph in self.graphs])
+        return now - self._need(plans) >= max(now * NOTICEABLE_SHARE, 1)
 
     def _as_eager(self) -> AsEager:
         as_traced = [_as_eager(g) for g in self.graphs]

@@ -10,6 +10,7 @@ import torch
 from memplan.core.plan import Plan
 from memplan.errors import MemplanError
 from memplan.planning.caller_side import plan_with_caller
+from memplan.planning.outside_arena import left_by
 from memplan.planning.room_together import RunningGraph, StepTogether, Timeline, need_in_arena
 from memplan.runtime.execute.arena_gradients import GradientsInUse
 from memplan.runtime.execute.instances import ProgramInstance, Smaller
@@ -57,7 +58,9 @@ def made_room(
         ops = sum(len(one.plan.graph.ops) for one in instances)
         if not free or not any(e.backward for e in events):
             return None
-        coordinator.note_compared()
+        sides = tuple(one.runner.caller_side for one in instances)
+        if not coordinator.is_new_question((update.nbytes, update.is_unknown, sides)):
+            return None
         if len(instances) > 1 and ops > _MOST_OPS:
             return None
         position = {id(one): i for i, one in enumerate(instances)}
@@ -72,14 +75,23 @@ def made_room(
         reserved = 0 if found is not None else _reserved_for_dropped(instances, events)
         if (step.least or reserved) and step.is_more_than_eager(plans, reserved):
             instances, found = _without_arenas(coordinator, options)
+        elif found and not (update.is_unknown or step.is_worth(plans)):
+            return None
         if not found or not release_arenas(instances):
             return None
         coordinator.forget_step(max(plan.arena_size for _, plan in found), instances)
-        made = list(zip(instances, found, strict=True))
+        made = [(one, new) for one, new in zip(instances, found, strict=True) if _is_smaller(new[1], one.plan)]
+        for one in instances:
+            one.slot = None
         for one, smaller in made:
             update.report(one.plan, smaller[1], one.runner.caller_side.loss)
             one.smaller = smaller
         return [one for one, _ in made]
+
+
+def _is_smaller(plan: Plan, than: Plan) -> bool:
+    """Return whether a program by a plan takes fewer bytes of an arena, so that it is made."""
+    return plan.arena_size < than.arena_size or (than.arena_size > 0 and bool(left_by(than, plan)))
 
 
 def _reserved_for_dropped(instances: Sequence[ProgramInstance], events: Sequence[InstanceEvent]) -> int:

@@ -106,6 +106,8 @@ def test_even_an_instant_answer_is_progress(run: Run, csv_file: Path) -> None:
         ("id,lower,upper,size\na,0,1,5\na,0,1,5\n", "'a'"),
         ("id,lower,upper,size\na,0,1\n", ":2"),
         ("id,lower,upper,size\na,0,1,x\n", ":2"),
+        ("buffer,start,end,size,gaps\na,0,1,5,\nb,0,9,5,1-\n", ":3: gaps"),
+        ("id,lower,upper,size,offset\na,0,1,5,x\n", ":2: offset"),
         ("\x00\x01\x02", "buffers.csv"),
         (b"\xff\xfe\x00\xd8", "buffers.csv"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from memplan.core.csvio import parse_problem, read_problem, write_solution
 from memplan.core.files import write_atomic
 from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
-from memplan.errors import InvalidSolution, UnreadableFile
+from memplan.core.validate import validate
+from memplan.errors import InvalidSolution, UnreadableFile, WindowsIgnored
 from memplan.solvers import solve
 from tests.strategies import problems
 
@@ -56,16 +58,18 @@ def test_duplicate_ids_and_missing_files(tmp_path: Path) -> None:
         read_problem(tmp_path / "absent.csv")
 
 
-@given(problem=problems(aligned=False, gaps=False))
+@given(problem=problems())
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_written_reads_back_with_its_offsets(tmp_path: Path, problem: Problem) -> None:
     path = tmp_path / "out.csv"
     solution = solve(problem)
     write_solution(path, problem, solution)
-    assert read_problem(path).buffers == problem.buffers
+    pinned = tuple(replace(b, pinned_offset=solution.offsets[b.id]) for b in problem.buffers)
+    assert read_problem(path).buffers == pinned
     rows = [line.split(",") for line in path.read_text().splitlines()]
-    assert rows[0] == ["id", "lower", "upper", "size", "offset"]
-    assert {row[0]: int(row[4]) for row in rows[1:]} == dict(solution.offsets)
+    aligned, gaps = any(b.alignment > 1 for b in pinned), any(b.gaps for b in pinned)
+    assert rows[0] == [*HEAD.split(","), *["alignment"] * aligned, *["gaps"] * gaps, "offset"]
+    assert {row[0]: int(row[-1]) for row in rows[1:]} == dict(solution.offsets)
 
 
 def test_what_no_file_system_takes_is_a_typed_error(tmp_path: Path) -> None:
@@ -105,6 +109,18 @@ HEAD = "id,lower,upper,size"
         (f"{HEAD}\na,0,1\n", 2, "3 fields, the header has 4"),
         (f"{HEAD}\na,0,1,2\nb,0,1,-2\n", 3, "size is -2"),
         (f"{HEAD},alignment\na,0,1,2,0\n", 2, "alignment is 0"),
+        ("id,start,end,size\na,4,3,2\n", 2, "end is 3, below start, which is 4"),
+        ("id,lower,begin,upper,size\n", 1, "the header is 'id,lower,begin,upper,size'"),
+        (f"{HEAD},gaps\na,0,9,2,1-2-3\n", 2, "gaps has '1-2-3', which is no gap"),
+        (f"{HEAD},gaps\na,0,9,2,A-B\n", 2, "gaps has 'A-B', which is no gap"),
+        (f"{HEAD},gaps\na,0,9,2,1-3@1\n", 2, "gaps has '1-3@1', which is no gap"),
+        (f"{HEAD},gaps\na,0,9,2,3-3\n", 2, "gaps has '3-3', which ends before it begins or leaves the buffer"),
+        (f"{HEAD},gaps\na,0,9,2,1-3@1:3\n", 2, "gaps has '1-3@1:3', which ends before it begins or leaves the buffer"),
+        (f"{HEAD},gaps\na,0,9,2,1-4 3-5\n", 2, "gaps: [3, 5) overlaps another gap, or leaves the lifetime"),
+        (f"{HEAD},gaps\na,0,9,2,8-10\n", 2, "gaps: [8, 10) overlaps another gap, or leaves the lifetime"),
+        (f"{HEAD},gaps\na,0,9,2,0-9\n", 2, "gaps cover the whole lifetime"),
+        (f"{HEAD},offset\na,0,9,2,x\n", 2, "offset is 'x', not a whole number"),
+        (f"{HEAD},offset\na,0,9,2,-1\n", 2, "offset: pinned offset -1 is negative or not a multiple of 1"),
         (f"{HEAD}\na,4,4,2\n", 2, "upper is 4, not above lower, which is 4"),
         (f"{HEAD}\na,4,3,2\n", 2, "upper is 3, not above lower, which is 4"),
         (f"{HEAD}\na,0,1,ten\n", 2, "size is 'ten', not a whole number"),
@@ -130,10 +146,43 @@ def test_the_largest_numbers_and_those_with_signs_and_spaces_are_read() -> None:
     assert problem.buffers[1] == Buffer(id="b", size=0, live=Interval(0, 1))
 
 
-def test_a_header_may_have_spaces_and_an_offset_that_is_ignored(tmp_path: Path) -> None:
-    assert parse_problem(b"id , lower,upper,size,offset\na,0,1,2,77\n", "x").buffers == (
-        Buffer(id="a", size=2, live=Interval(0, 1)),
+def test_a_header_may_have_spaces_and_an_offset_is_kept_unless_it_is_empty() -> None:
+    assert parse_problem(b"id , lower,upper,size,offset\na,0,1,2,77\nb,0,1,2,\n", "x").buffers == (
+        Buffer(id="a", size=2, live=Interval(0, 1), pinned_offset=77),
+        Buffer(id="b", size=2, live=Interval(0, 1)),
     )
+
+
+@pytest.mark.parametrize("name", ["id", "buffer", "buffer_id"])
+@pytest.mark.parametrize("first", ["lower", "begin", "start"])
+@pytest.mark.parametrize(("last", "text", "gaps"), [("upper", "12", "7-8 9-11 "), ("end", "11", "7-7 9-10")])
+def test_every_header_of_minimalloc_is_read(name: str, first: str, last: str, text: str, gaps: str) -> None:
+    content = f"{first},size,{name},{last},alignment,gaps\n6,18,1,{text},2,{gaps}\n5,15,0,{text},1,\n"
+    assert parse_problem(content.encode(), "x").buffers == (
+        Buffer(id="1", size=18, live=Interval(6, 12), alignment=2, gaps=(Interval(7, 8), Interval(9, 11))),
+        Buffer(id="0", size=15, live=Interval(5, 12)),
+    )
+
+
+def test_a_gap_is_used_by_others_and_the_buffer_is_back_at_its_offset() -> None:
+    problem = parse_problem(f"{HEAD},gaps\na,0,10,8,1-9\nb,5,15,8,6-14\nc,1,5,8,\n".encode(), "x")
+    assert solve(problem).arena_size == 8
+    assert solve([replace(b, gaps=()) for b in problem.buffers]).arena_size == 16
+    overlapping = parse_problem(f"{HEAD},gaps,offset\na,0,10,8,1-7,0\nb,5,15,8,8-14,0\n".encode(), "x")
+    said = Solution(offsets={"a": 0, "b": 0}, arena_size=8, status=Status.FEASIBLE, bound=8, solver="")
+    with pytest.raises(InvalidSolution, match="both alive at step 7"):
+        validate(overlapping, said)
+
+
+def test_gaps_that_touch_are_one_and_those_at_an_end_shorten_the_lifetime() -> None:
+    (buffer,) = parse_problem(f"{HEAD},gaps\na,0,20,8,0-2 6-7 4-6 18-20\n".encode(), "x").buffers
+    assert buffer == Buffer(id="a", size=8, live=Interval(2, 18), gaps=(Interval(4, 7),))
+
+
+def test_a_window_of_a_gap_is_kept_with_all_of_the_buffer_and_a_warning() -> None:
+    with pytest.warns(WindowsIgnored, match="x: 1 buffers have gaps with windows"):
+        problem = parse_problem(f"{HEAD},gaps\na,0,9,8,1-3@2:6 4-5@3:3\nb,0,9,8,\n".encode(), "x")
+    assert problem.buffers[0].gaps == (Interval(4, 5),)
 
 
 @pytest.mark.parametrize(

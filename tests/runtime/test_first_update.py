@@ -247,16 +247,14 @@ def _plan_of_now(make: MakeOptimizer, step: Callable[[Any, torch.optim.Optimizer
 
 def test_bytes_that_are_not_worth_it_change_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     foreach = OPTIMIZERS["foreach"]
-    monkeypatch.setattr(measured, "WORTH_PLANNING", 1 << 20)
-    for share in ("WORTH_PLANNING_SHARE", "NOTICEABLE_SHARE"):
-        monkeypatch.setattr(measured, share, 1.0)
+    monkeypatch.setattr(measured, "NOTICEABLE_SHARE", 1.0)
     assert not _plan_of_now(foreach, _plain)
-    monkeypatch.setattr(measured, "WORTH_PLANNING", 1)
+    monkeypatch.setattr(measured, "NOTICEABLE_SHARE", 0.0)
     assert _plan_of_now(foreach, _plain)
 
 
 def test_what_allocates_nothing_or_is_not_known_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "WORTH_PLANNING", 1)
+    monkeypatch.setattr(measured, "NOTICEABLE_SHARE", 0.0)
 
     class Own(torch.optim.AdamW):
         """An optimizer of a user, which might hold anything."""
@@ -267,7 +265,7 @@ def test_what_allocates_nothing_or_is_not_known_changes_no_plan(monkeypatch: pyt
 
 
 def test_gradients_that_something_else_refers_to_keep_their_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "WORTH_PLANNING", 1)
+    monkeypatch.setattr(measured, "NOTICEABLE_SHARE", 0.0)
     torch.manual_seed(0)
     model, x = WithLoss(96), torch.randn(96, 96)
     called = memplan.compile(model, x)
@@ -288,7 +286,7 @@ def test_gradients_that_something_else_refers_to_keep_their_arena(monkeypatch: p
 def test_what_shares_bytes_with_a_gradient_still_does_after_the_update(
     alias: Callable[[Any], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measured, "WORTH_PLANNING", 1)
+    monkeypatch.setattr(measured, "NOTICEABLE_SHARE", 0.0)
     torch.manual_seed(0)
     model, x = WithLoss(96), torch.randn(96, 96)
     called = memplan.compile(model, x)
@@ -310,7 +308,7 @@ def test_what_shares_bytes_with_a_gradient_still_does_after_the_update(
 
 
 def test_a_second_optimizer_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "WORTH_PLANNING", 1)
+    monkeypatch.setattr(measured, "NOTICEABLE_SHARE", 0.0)
     torch.manual_seed(0)
     model, x = WithLoss(96), torch.randn(96, 96)
     called = memplan.compile(model, x)
@@ -326,7 +324,7 @@ def test_a_second_optimizer_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_evaluation_after_the_first_update_has_its_results_in_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "WORTH_PLANNING", 1)
+    monkeypatch.setattr(measured, "NOTICEABLE_SHARE", 0.0)
     torch.manual_seed(0)
     model, x = WithLoss(96), torch.randn(96, 96)
     called = memplan.compile(model, x)
@@ -350,7 +348,7 @@ def test_a_step_that_dynamo_traces_measures_nothing() -> None:
 
 
 def test_other_calls_and_evaluations_share_the_smaller_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "WORTH_PLANNING", 1)
+    monkeypatch.setattr(measured, "NOTICEABLE_SHARE", 0.0)
     torch.manual_seed(0)
     model = WithLoss(64)
     reference = WithLoss(64)

@@ -81,8 +81,7 @@ def test_state_and_temporaries_are_those_of_the_real_update(make: Callable[[Any]
 
 
 def test_parts_are_those_of_the_plan_and_of_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "WORTH_PLANNING", 1 << 30)  # the arena is that of the plan
-    monkeypatch.setattr(measured, "WORTH_PLANNING_SHARE", 1.0)
+    monkeypatch.setattr(measured, "NOTICEABLE_SHARE", 1.0)  # the arena is that of the plan
     model, x = Tied(), torch.randn(64, WIDTH)
     plan = memplan.plan(model, x)
     answer = memplan.fits(model, x, device="cpu", allowance=0, search=False)

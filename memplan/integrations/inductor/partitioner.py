@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -143,26 +143,14 @@ class BudgetPartitioner(CustomPartitionerFn):
         costs = cost_model(self._costs or device_costs(joint.device))
         order = tuple(range(len(step.graph.ops)))
         workload = make_workload(step.graph, order, costs, joint.alignment)
-        beside = first.bytes.peak - measure(workload, workload.plain).peak  # what the kernels' graph does not show
-        aim, low, high = limit - beside, 0, measure(workload, workload.plain).peak
-        seen: set[tuple[str, ...]] = set()
-        while len(found) < COMPILATIONS:
-            chosen = _decide(workload, step, aim)
-            if chosen is None:
-                low = aim
-            elif chosen.saved not in seen:
-                seen.add(chosen.saved)
-                found.append(joint.partition(chosen.saved, chosen.seconds))
-                need = found[-1][0].bytes.peak
-                if limit * _CLOSE <= need <= limit:
-                    break
-                low, high = (aim, high) if need <= limit else (low, aim)
-                aim += limit - need
-                if low < aim < high:
-                    continue
-            if high - low <= high // 64:
-                break
-            aim = (low + high) // 2
+        plain = measure(workload, workload.plain).peak
+        beside = first.bytes.peak - plain  # what the kernels' graph does not show
+
+        def lower(chosen: SavedNodes) -> int:
+            found.append(joint.partition(chosen.saved, chosen.seconds))
+            return found[-1][0].bytes.peak
+
+        search_partitions(limit, limit - beside, plain, lambda aim: _decide(workload, step, aim), lower)
         return found
 
     def _limit(self, first: TriedPartition) -> int:
@@ -180,15 +168,55 @@ class BudgetPartitioner(CustomPartitionerFn):
         return BudgetInfeasible(what, op="", smallest=smallest, where="budget", hint=hint)
 
 
+def search_partitions(
+    limit: int,
+    aim: int,
+    high: int,
+    decide: Callable[[int], SavedNodes | None],
+    lower: Callable[[SavedNodes], int],
+) -> None:
+    """Ask for partitions of kernels' bytes below `high`, and lower each new one, until one is close below `limit`.
+
+    Every answer, also one that was seen before, moves a bound of the next aim to this one. So no aim is asked for
+    twice, and the search ends.
+
+    Args:
+        limit: The most bytes that the step may need.
+        aim: The bytes that the first partition is asked to keep.
+        high: Bytes that are known to be too many to aim at.
+        decide: Returns what to save so that the kernels keep an aim; None where nothing keeps it.
+        lower: Returns the bytes of the step that saves this.
+    """
+    low, needs = 0, dict[tuple[str, ...], int]()
+    aim = max(aim, 1)
+    while low < aim < high and len(needs) < COMPILATIONS - 1:
+        _log.debug("asks for a partition whose kernels keep %s", format_bytes(aim))
+        chosen, nearer = decide(aim), low
+        if chosen is not None and chosen.saved not in needs:
+            need = needs[chosen.saved] = lower(chosen)
+            if limit * _CLOSE <= need <= limit:
+                return
+            nearer = aim + limit - need
+        if chosen is None or needs[chosen.saved] <= limit:
+            low = aim
+        else:
+            high = aim
+        if not low < nearer < high:
+            if high - low <= high // 64:
+                return
+            nearer = (low + high) // 2
+        aim = nearer
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _SavedNodes:
+class SavedNodes:
     """The nodes to save, and the seconds of the step by the cost model."""
 
     saved: tuple[str, ...]
     seconds: float
 
 
-def _decide(workload: Workload, step: KernelStep, budget: int) -> _SavedNodes | None:
+def _decide(workload: Workload, step: KernelStep, budget: int) -> SavedNodes | None:
     """Return what to save so that the kernels' buffers keep a budget; None where the policy finds nothing."""
     within = workload.within(max(budget, 0))
     try:
@@ -196,7 +224,7 @@ def _decide(workload: Workload, step: KernelStep, budget: int) -> _SavedNodes | 
     except BudgetInfeasible:
         return None
     nodes = [step.nodes.get(s, ()) for s in kept_for_backward(within, events)]
-    return _SavedNodes(saved=tuple(sorted({n for one in nodes for n in one})), seconds=measure(within, events).seconds)
+    return SavedNodes(saved=tuple(sorted({n for one in nodes for n in one})), seconds=measure(within, events).seconds)
 
 
 class _Joint:

@@ -16,7 +16,7 @@ import contextlib
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ class ArenaCoordinator:
         self.handed = HandedGradients()
         self.members: weakref.WeakSet[ArenaUser] = weakref.WeakSet()  # the instances that have run
         self._compared = 0
+        self._asked: list[tuple[Counter[int], Hashable]] = []
         # the most calls of each program in compared steps
         self._calls: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self.running = threading.Lock()
@@ -80,11 +81,19 @@ class ArenaCoordinator:
             return False
         return any(calls >= _MORE_CALLS * self._calls.get(program, 0) for program, calls in self._calls_now().items())
 
-    def note_compared(self) -> None:
-        """Note the last step: its memory was compared with eager's."""
+    def is_new_question(self, question: Hashable) -> bool:
+        """Return whether the memory of the last step was never compared with eager's so; note that it is now.
+
+        `question`: what an answer depends on, beside the programs of the step.
+        """
+        asked = Counter(map(id, self._calls_now().elements())), question
+        if asked in self._asked or self._compared >= _MAX_COMPARED:
+            return False
+        self._asked.append(asked)
         self._compared += 1
         for program, calls in self._calls_now().items():
             self._calls[program] = max(calls, self._calls.get(program, 0))
+        return True
 
     def _calls_now(self) -> Counter[object]:
         """Return the calls of each program that the last step had in flight, each instance once."""
