@@ -23,7 +23,7 @@ class Block(nn.Module):
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x + self.inner(x)
+        h: torch.Tensor = x + self.inner(x)
         if h.sum() > -1e9:
             h = h.flatten(1)
         if h.sum() > -1e9:
