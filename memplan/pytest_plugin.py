@@ -173,7 +173,7 @@ def _message(verdict: Verdict) -> str:
 
 def _why(finding: Finding) -> Iterator[str]:
     from memplan.core.units import format_bytes
-    from memplan.report.lines import op_name, origin
+    from memplan.report.sections import op_name, origin
 
     if finding.because:
         yield "  largest buffers alive at the peak:"

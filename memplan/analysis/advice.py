@@ -10,32 +10,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from memplan.analysis.groups import grouped, pattern
-from memplan.analysis.holders import Holder, alive_at
-from memplan.analysis.uses import homes, last_use, next_use, own_touches, touches
+from memplan.analysis.buffers import Holder, alive_at, homes, last_use, next_use, own_touches
+from memplan.analysis.rows import grouped, pattern
 from memplan.core.evictions import OFFLOAD_WAIT
 from memplan.core.graph import Phase
 from memplan.core.plan import Plan
-from memplan.core.schedule import live_bytes, working_set_bound
+from memplan.core.schedule import working_set_bound
 from memplan.core.units import format_bytes
 
 SHOWN = 3
 LEAST = 0.01  # share of the live bytes: what saves less is no advice
-
-_POINTWISE = frozenset(
-    {"_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "abs", "add", "clamp", "div",
-     "elu", "exp", "gelu", "gelu_backward", "hardtanh", "hardtanh_backward", "leaky_relu", "log", "masked_fill", "mul",
-     "neg", "pow", "reciprocal", "relu", "rsqrt", "rsub", "sigmoid", "sigmoid_backward", "silu", "silu_backward",
-     "sqrt", "sub", "tanh", "tanh_backward", "threshold_backward", "where"}
-)  # fmt: skip
-"""Ops of aten that read an element before they write the one at the same index: only these can run in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lever:
     """One way to make a plan smaller; `text` says which, for people.
 
-    `name` is "evict", "in place", "copies", "gradients", "layout" or "order"; `saves` is the most bytes it can save.
+    `name` is "evict", "copies", "layout" or "order"; `saves` is the most bytes it can save.
     """
 
     name: str
@@ -51,10 +42,10 @@ def levers(plan: Plan, step: int | None = None) -> tuple[Lever, ...]:
     if not plan.problem.buffers or not plan.schedule.order:
         return ()
     at = plan.problem.peak_step if step is None else step
-    alive, steps = alive_at(plan, at), touches(plan)
-    found = [*_copies(plan, at, alive), *_in_place(plan, at, alive, steps), *_evict(plan, at, alive)]
+    alive = alive_at(plan, at)
+    found = [*_copies(plan, at, alive), *_evict(plan, at, alive)]
     if at == plan.problem.peak_step:
-        found += [*_gradients(plan), *_layout(plan), *_order(plan)]
+        found += [*_layout(plan), *_order(plan)]
     least = LEAST * sum(holder.size for holder in alive)
     return tuple(sorted((one for one in found if one.saves >= least), key=lambda one: -one.saves))
 
@@ -67,18 +58,12 @@ def _evict(plan: Plan, step: int, alive: Iterable[Holder]) -> Iterator[Lever]:
     saves = plan.max_live - _max_live_without(plan, {buffer: gap for _, buffer, gap in found})
     idle = grouped(holder for holder, _, _ in found)
     rows = [f"{_counted(g.count, g.bytes)} of {_made_by(g.op, g.module)}" for g in idle[:SHOWN]]
-    more = f", and {len(idle) - SHOWN} more rows" if len(idle) > SHOWN else ""
-    held = sum(g.bytes for g in idle)
-    effect = (
-        f"saves at most {format_bytes(saves)} of the peak" if saves else "does not lower the peak: it lies elsewhere"
-    )
-    too = " too" if plan.evictions else ""
-    yield Lever(
-        name="evict",
-        saves=saves,
-        text=f"{format_bytes(held)} of activations wait for the backward ({', '.join(rows)}{more}): "
-        f"recomputing or offloading them{too} {effect}",
-    )
+    rows += [f"and {len(idle) - SHOWN} more rows"] if len(idle) > SHOWN else []
+    lower = f"saves at most {format_bytes(saves)} of the peak"
+    effect = lower if saves else "does not lower the peak: it lies elsewhere"
+    what = f"{format_bytes(sum(g.bytes for g in idle))} of activations wait for the backward ({', '.join(rows)})"
+    how = f"recomputing or offloading them{' too' if plan.evictions else ''} {effect}"
+    yield Lever(name="evict", saves=saves, text=f"{what}: {how}")
 
 
 def _saved_for_backward(
@@ -98,14 +83,8 @@ def _saved_for_backward(
             continue
         if backward[before] or not backward[after] or _target(plan, after) == OFFLOAD_WAIT:
             continue
-        origin = storage.origin
-        holder = replace(
-            alive[buffer],
-            id=storage.name,
-            module=origin.module,
-            source=origin.source,
-            op=_target(plan, used[0]),
-        )
+        where = {"module": storage.origin.module, "source": storage.origin.source}
+        holder = replace(alive[buffer], id=storage.name, op=_target(plan, used[0]), **where)
         yield holder, buffer, (before + 1, after)
 
 
@@ -123,30 +102,7 @@ def _max_live_without(plan: Plan, gaps: Mapping[str, tuple[int, int]]) -> int:
         start, end = gaps.get(buffer.id, (0, 0))
         change[start] -= buffer.size if end > start else 0
         change[end] += buffer.size if end > start else 0
-    live = most = 0
-    for delta in change:
-        live += delta
-        most = max(most, live)
-    return most
-
-
-def _in_place(plan: Plan, step: int, alive: Iterable[Holder], steps: Mapping[str, tuple[int, ...]]) -> Iterator[Lever]:
-    """Yield the in-place use of an input whose last use is at `step`, for a result of the same size."""
-    op = plan.graph.ops[plan.schedule.order[step]]
-    if op.target.removeprefix("aten.").partition(".")[0] not in _POINTWISE:
-        return
-    born = [h for h in alive if h.start == step and h.end > step + 1]
-    dying = [h for h in alive if h.end == step + 1 and h.start < step and step in steps.get(h.id, ())]
-    for result in born:
-        twin = next((h for h in dying if h.size == result.size), None)
-        if twin is not None:
-            yield Lever(
-                name="in place",
-                saves=result.size,
-                text=f"{op.target.removesuffix('.default')} reads {twin.id} for the last time and makes {result.id} of "
-                f"the same size: in place saves {format_bytes(result.size)} at step {step}",
-            )
-            return
+    return max(accumulate(change))
 
 
 def _copies(plan: Plan, step: int, alive: Iterable[Holder]) -> Iterator[Lever]:
@@ -163,62 +119,24 @@ def _copies(plan: Plan, step: int, alive: Iterable[Holder]) -> Iterator[Lever]:
     where = list(dict.fromkeys(_made_by(h.op, pattern(h.module)) for h in same))
     names = ", ".join(where[:SHOWN]) + (f" and {len(where) - SHOWN} more places" if len(where) > SHOWN else "")
     op = plan.graph.ops[plan.schedule.order[step]]
-    at = f"{op.target.removesuffix('.default')}" + (f" in {op.origin.module}" if op.origin.module else "")
-    yield Lever(
-        name="copies",
-        saves=size,
-        text=f"{_counted(len(same), size * len(same))} are alive at {at} ({names}): "
-        f"each one less can save {format_bytes(size)}",
-    )
-
-
-def _gradients(plan: Plan) -> Iterator[Lever]:
-    """Yield gradients in the arena, where they reuse the bytes of activations, instead of outside of it."""
-    graph, order = plan.graph, plan.schedule.order
-    made: dict[int, int] = {}  # storage -> the step that writes it first, -1 if it is not written directly
-    outside = {graph.values[v].storage for v in graph.gradients if not graph.storages[graph.values[v].storage].planned}
-    for step, index in enumerate(order):
-        op = graph.ops[index]
-        for storage in outside.intersection(graph.written(op)):
-            made.setdefault(storage, step if op.direct else -1)
-    changes = [0] * (len(order) + 1)
-    for storage, step in made.items():
-        if step >= 0:
-            changes[step] += graph.storages[storage].nbytes
-    beside = sum(changes)
-    live = live_bytes(graph, order)
-    saves = max(live, default=0) + beside - max(map(sum, zip(live, accumulate(changes), strict=False)), default=0)
-    if saves > 0 and plan.eviction is None:
-        yield Lever(
-            name="gradients",
-            saves=saves,
-            text=f"{format_bytes(beside)} of gradients lie beside the arena: in this order, "
-            f"compile(..., gradients='arena') saves {format_bytes(saves)} of the total",
-        )
+    what = f"{_counted(len(same), size * len(same))} are alive at {_made_by(op.target, op.origin.module)} ({names})"
+    yield Lever(name="copies", saves=size, text=f"{what}: each one less can save {format_bytes(size)}")
 
 
 def _layout(plan: Plan) -> Iterator[Lever]:
     least, how = (plan.max_live, "max live") if plan.solution.claimed else (plan.solution.bound, "the proven bound")
     lost = plan.arena_size - least
     if lost > 0:
-        yield Lever(
-            name="layout",
-            saves=lost,
-            text=f"solver {plan.solution.solver!r} left at most {format_bytes(lost)} above {how}: "
-            "another solver or more time may find it",
-        )
+        what = f"solver {plan.solution.solver!r} left at most {format_bytes(lost)} above {how}"
+        yield Lever(name="layout", saves=lost, text=f"{what}: another solver or more time may find it")
 
 
 def _order(plan: Plan) -> Iterator[Lever]:
     least = working_set_bound(plan.graph) if plan.schedule.claimed else plan.schedule.bound
     room = plan.schedule.max_live - least
     if room > 0:
-        yield Lever(
-            name="order",
-            saves=room,
-            text=f"a better order than {plan.schedule.policy!r} may exist: no order can save more than "
-            f"{format_bytes(room)}",
-        )
+        what = f"a better order than {plan.schedule.policy!r} may exist"
+        yield Lever(name="order", saves=room, text=f"{what}: no order can save more than {format_bytes(room)}")
 
 
 def _counted(count: int, total: int) -> str:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from memplan.analysis.figures import Figures, figures_of
-from memplan.analysis.groups import Growth, Key, growths, key_of
-from memplan.analysis.holders import Holder, largest
+from memplan.analysis.buffers import Holder, largest
+from memplan.analysis.rows import Figures, Growth, Key, figures_of, growths, key_of
 from memplan.core.plan import Plan
 
 Pair = tuple[Holder, Holder]
@@ -65,7 +64,7 @@ def diff(before: Plan, after: Plan) -> Diff:
     pairs, went, came = matched(largest(before), largest(after))
     old, new = figures_of(before), figures_of(after)
     first = _first_difference(before, after)
-    at_old, at_new = (_alive(plan) for plan in (before, after))
+    at_old, at_new = ({b.id for b in p.problem.alive_at(p.problem.peak_step)} for p in (before, after))
     return Diff(
         before=old,
         after=new,
@@ -74,24 +73,17 @@ def diff(before: Plan, after: Plan) -> Diff:
         first_difference=first,
         came=came,
         went=went,
-        grew=_by_change(p for p in pairs if p[1].size > p[0].size),
-        shrank=_by_change(p for p in pairs if p[1].size < p[0].size),
-        to_peak=_by_size(p for p in pairs if p[1].id in at_new and p[0].id not in at_old),
-        off_peak=_by_size(p for p in pairs if p[1].id not in at_new and p[0].id in at_old),
+        grew=_ordered((a, b) for a, b in pairs if b.size > a.size),
+        shrank=_ordered((a, b) for a, b in pairs if b.size < a.size),
+        to_peak=_ordered(((a, b) for a, b in pairs if b.id in at_new and a.id not in at_old), by_size=True),
+        off_peak=_ordered(((a, b) for a, b in pairs if b.id not in at_new and a.id in at_old), by_size=True),
         rows=growths(old.peak, new.peak),
     )
 
 
-def _alive(plan: Plan) -> frozenset[str]:
-    return frozenset(b.id for b in plan.problem.alive_at(plan.problem.peak_step))
-
-
-def _by_change(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
-    return tuple(sorted(pairs, key=lambda p: -abs(p[1].size - p[0].size)))
-
-
-def _by_size(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
-    return tuple(sorted(pairs, key=lambda p: -p[1].size))
+def _ordered(pairs: Iterable[Pair], *, by_size: bool = False) -> tuple[Pair, ...]:
+    """Return pairs by their change, or by their size now, the largest first."""
+    return tuple(sorted(pairs, key=lambda p: -p[1].size if by_size else -abs(p[1].size - p[0].size)))
 
 
 def _first_difference(before: Plan, after: Plan) -> str:

@@ -6,9 +6,8 @@ import enum
 from dataclasses import dataclass
 
 from memplan.analysis.advice import Lever, levers
-from memplan.analysis.groups import Group, grouped
-from memplan.analysis.holders import Holder, alive_at
-from memplan.analysis.uses import OpAt, last_use, next_use, op_at, touches
+from memplan.analysis.buffers import Holder, OpAt, alive_at, last_use, next_use, op_at, touches
+from memplan.analysis.rows import Group, grouped
 from memplan.core.plan import Plan
 from memplan.errors import InvalidSize
 
@@ -90,19 +89,15 @@ def explain(plan: Plan, at: int | None = None) -> Explanation:
 
 def _held(plan: Plan, holder: Holder, steps: tuple[int, ...], step: int) -> HeldBuffer:
     after, before = next_use(steps, step), last_use(steps, step)
-    touched = step in steps
-    if touched and before is None:
-        role = BufferRole.MADE
-    elif touched:
-        role = BufferRole.USED if after is not None else BufferRole.LAST_USE
+    if step not in steps:
+        role, idle = BufferRole.WAITS if after is not None else BufferRole.KEPT, _or(after, holder.end)
+        idle -= _or(before, holder.start) + 1
     else:
-        role = BufferRole.WAITS if after is not None else BufferRole.KEPT
-    return HeldBuffer(
-        holder=holder,
-        role=role,
-        next_use=None if after is None else op_at(plan, after),
-        holds_until=None if after is None else op_at(plan, steps[-1]),
-        idle=0
-        if touched
-        else (holder.end if after is None else after) - (holder.start if before is None else before) - 1,
-    )
+        used = BufferRole.USED if after is not None else BufferRole.LAST_USE
+        role, idle = BufferRole.MADE if before is None else used, 0
+    until = (None, None) if after is None else (op_at(plan, after), op_at(plan, steps[-1]))
+    return HeldBuffer(holder=holder, role=role, next_use=until[0], holds_until=until[1], idle=idle)
+
+
+def _or(step: int | None, other: int) -> int:
+    return other if step is None else step

@@ -11,7 +11,7 @@ import enum
 from dataclasses import dataclass
 from fractions import Fraction
 
-from memplan.analysis.figures import Figures
+from memplan.analysis.rows import Figures
 from memplan.core.units import parse_percent, parse_share_exactly, parse_size
 from memplan.errors import InvalidSize
 
@@ -34,39 +34,25 @@ class Metric(enum.StrEnum):
 
     def of(self, figures: Figures) -> Fraction:
         """Return the figure's exact value: bytes or a share."""
-        if self is Metric.FRAGMENTATION:
-            return figures.fragmentation
-        names = {Metric.ARENA: "arena", Metric.PEAK: "max_live", Metric.OUTSIDE: "outside", Metric.TOTAL: "total"}
-        return Fraction(getattr(figures, names[self]))
-
-
-class Against(enum.StrEnum):
-    """The origin that a rule's amount is counted from."""
-
-    ZERO = "zero"
-    BASELINE = "baseline"
-    SHARE_OF_BASELINE = "share of baseline"
+        return Fraction(figures.max_live if self is Metric.PEAK else getattr(figures, self.value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A limit on one figure. `amount` is in bytes or a share of one; `text` is the rule as it was written."""
+    """A limit on one figure: `times` its baseline plus `amount`, in bytes or a share; `text`: as it was written."""
 
     metric: Metric
-    against: Against
+    times: Fraction
     amount: Fraction
     text: str
 
     @property
     def needs_baseline(self) -> bool:
-        return self.against is not Against.ZERO
+        return self.times != 0
 
     def limit(self, baseline: Figures | None) -> Fraction:
         """Return the highest value within the limit, exactly. `baseline` may be None unless it is needed."""
-        if baseline is None or self.against is Against.ZERO:
-            return self.amount
-        before = self.metric.of(baseline)
-        return before + (before * self.amount if self.against is Against.SHARE_OF_BASELINE else self.amount)
+        return self.amount + (self.times * self.metric.of(baseline) if baseline is not None else 0)
 
 
 def parse_rule(text: str) -> Rule:
@@ -75,21 +61,19 @@ def parse_rule(text: str) -> Rule:
     try:
         metric = Metric(name.strip())
     except ValueError:
-        known = ", ".join(Metric)
-        raise InvalidSize(f"{text!r} limits none of {known}", hint=_FORM) from None
+        raise InvalidSize(f"{text!r} limits none of {', '.join(Metric)}", hint=_FORM) from None
     amount = amount.strip()
     if not colon or not amount:
         raise InvalidSize(f"{text!r} has no limit", hint=_FORM)
-    grows = amount.startswith("+")
+    times, value = Fraction(amount.startswith("+")), Fraction(0)
     amount = amount.removeprefix("+").strip()
-    against = Against.BASELINE if grows else Against.ZERO
     if metric.is_share:
         value = parse_share_exactly(amount)
-    elif grows and amount.endswith("%"):
-        against, value = Against.SHARE_OF_BASELINE, parse_percent(amount)
+    elif times and amount.endswith("%"):
+        times += parse_percent(amount)
     else:
         value = Fraction(parse_size(amount))
-    return Rule(metric=metric, against=against, amount=value, text=text.strip())
+    return Rule(metric=metric, times=times, amount=value, text=text.strip())
 
 
 NOTHING_GROWS = tuple(map(parse_rule, ("arena:+0", "outside:+0")))

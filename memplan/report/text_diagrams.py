@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from memplan.core.problem import Buffer, Problem, Solution
-from memplan.report.lines import printable
+from memplan.report.sections import printable
 from memplan.solvers.baselines.partition import partitions
 
 _EMPTY = "*"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.analysis.figures import Figures
+from memplan.analysis.rows import Figures
 from memplan.check.rules import Metric, parse_rule
 from memplan.errors import InvalidSize
 

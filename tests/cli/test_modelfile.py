@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memplan.cli.modelfile import blame, load_model, names_model
+from memplan.cli.source import blame, load_model, names_model
 from memplan.errors import InvalidModel
 
 SOURCE = """\

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.instances import planted
-from memplan.cli import live
+from memplan.cli import solve as command
 from memplan.core.csvio import write_solution
 from memplan.core.problem import Problem
 from memplan.solvers import solve
@@ -77,7 +77,7 @@ def test_solve_goes_on_to_the_smallest_arena_when_asked(run: Run, hard_file: Pat
 def test_progress_is_lines_in_a_log_that_asks_for_it(
     run: Run, hard_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "LINE_SECONDS", 0.001)
+    monkeypatch.setattr(command, "LINE_SECONDS", 0.001)
     code, out, err = run("solve", hard_file, "--minimize", "--progress")
     assert code == 0
     assert "Placing" not in out
