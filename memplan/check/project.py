@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memplan.check.rules import Rule, parse_rule
+from memplan.check.check import Rule, parse_rule
 from memplan.core.jsonio import clip, show
 from memplan.errors import InvalidPlan, InvalidSize, UnreadableFile
 

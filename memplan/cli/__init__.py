@@ -27,17 +27,12 @@ A PLAN is a file written by `memplan report MODEL --save plan.json` or by plan.s
 """
 EPILOG = "\n\n".join((
     "[bold]Examples[/bold]",
-    "memplan demo                                   everything once, in a minute",
     "memplan report model.py:gpt2 --html a.html     what a step needs, and where every tensor lies",
     "memplan report model.py:gpt2 --save plan.json  keep the plan",
-    "memplan fits model.py:gpt2 --device h100       whether it fits, and the largest batch",
-    "memplan diff old.json plan.json                what changed",
     "memplan check plan.json --max-arena 3GiB       fail a build that needs more",
     "memplan solve buffers.csv -o placed.csv        place buffers, without torch",
-    "[bold]In CI[/bold]",
-    "List models, baseline and limits in pyproject.toml under \\[tool.memplan]; `memplan check --format github`.",
-    "[bold]Exit codes[/bold]",
-    "0 success, 1 over a limit or nothing fits, 2 bad input, 3 a bug in memplan, 130 interrupted",
+    "In CI: models, baseline and limits in pyproject.toml, \\[tool.memplan]; `memplan check --format github`.",
+    "Exit codes: 0 success, 1 over a limit or nothing fits, 2 bad input, 3 a bug in memplan, 130 interrupted",
 ))  # fmt: skip
 
 app = typer.Typer(

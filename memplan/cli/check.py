@@ -15,9 +15,8 @@ from memplan.errors import InvalidModel, InvalidSize, UnreadableFile
 
 if TYPE_CHECKING:
     from memplan.analysis.rows import Figures
-    from memplan.check.check import Finding
+    from memplan.check.check import Finding, Rule
     from memplan.check.project import Entry, Project
-    from memplan.check.rules import Rule
     from memplan.report.verdicts import Judged, Location
 
 _TARGETS = "plan.json, FILE.py:FACTORY or package.module:FACTORY; else those of pyproject.toml."
@@ -79,7 +78,7 @@ def check(
 
 def _rule(option: str, text: str) -> Rule:
     """Return the rule that an option's text describes. Raises `InvalidSize`, which names the option."""
-    from memplan.check.rules import parse_rule
+    from memplan.check.check import parse_rule
 
     try:
         return parse_rule(text)
@@ -124,7 +123,7 @@ class _Work:
     time_limit: float | None
 
     def rules(self, entry: Entry) -> tuple[Rule, ...]:
-        from memplan.check.rules import NOTHING_GROWS
+        from memplan.check.check import NOTHING_GROWS
 
         theirs = self.project.rules if self.project else None
         chosen = self.given or (entry.rules if entry.rules is not None else theirs)
@@ -137,36 +136,34 @@ class _Work:
 
     def judge(self, before: Mapping[str, Figures], *, absolute_only: bool = False) -> list[Judged]:
         """Plan or load every entry, one after the other, check it against `before` and return the results."""
+        asked = [(entry, () if absolute_only and not self.file else self.rules(entry)) for entry in self.entries]
+        return [self._judge(entry, rules, before, absolute_only) for entry, rules in asked]
+
+    def _judge(
+        self, entry: Entry, rules: tuple[Rule, ...], before: Mapping[str, Figures], absolute_only: bool
+    ) -> Judged:
         from memplan.check.check import check as check_plan
         from memplan.cli.source import is_model, obtain
         from memplan.planning.consistency import check_consistency
         from memplan.report.verdicts import Judged
 
-        asked = [(entry, () if absolute_only and not self.file else self.rules(entry)) for entry in self.entries]
-        judged = []
-        for entry, every in asked:
-            rules = tuple(r for r in every if not (absolute_only and r.needs_baseline))
-            if any(r.needs_baseline for r in rules):
-                self._require(entry, before)
-            plan = obtain(entry.target, infer=entry.infer)
-            if absolute_only:
-                check_consistency(plan)
-            file = entry.target.rpartition(":")[0] if is_model(entry.target) and ".py:" in entry.target else ""
-            verdict, proofs = check_plan(plan, rules, before.get(entry.name)), ()
-            if self.verify:
-                from memplan.verify import verify
-
-                with c.stages(f"Proving {entry.name} again"):
-                    proofs = verify(plan, self.time_limit)
-            judged.append(Judged(name=entry.name, verdict=verdict, proofs=proofs, file=file))
-        return judged
-
-    def _require(self, entry: Entry, before: Mapping[str, Figures]) -> None:
-        if self.file is None:
+        rules = tuple(r for r in rules if not (absolute_only and r.needs_baseline))
+        if any(r.needs_baseline for r in rules) and self.file is None:
             raise InvalidSize("limits with a plus sign are relative to a baseline", hint="add --baseline FILE")
-        if entry.name not in before:
+        if any(r.needs_baseline for r in rules) and entry.name not in before:
             hint = "add them with --update-baseline, and commit the file"
             raise UnreadableFile(f"has no figures of {entry.name}", where=str(self.file), hint=hint)
+        plan, proofs = obtain(entry.target, infer=entry.infer), ()
+        if absolute_only:
+            check_consistency(plan)
+        if self.verify:
+            from memplan.verify import verify
+
+            with c.stages(f"Proving {entry.name} again"):
+                proofs = verify(plan, self.time_limit)
+        file = entry.target.rpartition(":")[0] if is_model(entry.target) and ".py:" in entry.target else ""
+        verdict = check_plan(plan, rules, before.get(entry.name))
+        return Judged(name=entry.name, verdict=verdict, proofs=proofs, file=file)
 
 
 def _update(work: _Work, *, whole: bool, form: Format) -> None:

@@ -26,6 +26,7 @@ def demo(
     from memplan.cli.source import obtain
     from memplan.core.extras import require_torch
     from memplan.core.files import write_atomic
+    from memplan.report.lines import report_form
 
     require_torch("memplan demo")
     try:
@@ -40,7 +41,7 @@ def demo(
         tell(f"planning {BEFORE}")
         plan = obtain(BEFORE)
     _heading(1, "What does a training step need?", f"memplan report {BEFORE}")
-    _report(plan)
+    show(report_form(plan.report()), Format.TABLE)
     _heading(2, "Where does every tensor lie, and when?", f"memplan report {BEFORE} --save {plan_file} --html {page}")
     plan.save(plan_file)
     write_atomic(page, plan.to_html())
@@ -87,22 +88,6 @@ def _heading(number: int, question: str, command: str) -> None:
     console().print(text, soft_wrap=True)
 
 
-def _report(plan: Plan) -> None:
-    from memplan.core.units import format_exact, format_share
-    from memplan.report.lines import title, verdict
-    from memplan.solvers import solve
-
-    report = plan.report()
-    naive = solve(plan.problem, solver="naive").arena_size
-    say(title(report))
-    say(verdict(report))
-    say(f"arena     {format_exact(plan.arena_size)}, {format_share(plan.fragmentation)} of it lost at the peak")
-    say(f"one tensor after the other, nothing shared, would need {format_exact(naive)}")
-    say(f"outside   {format_exact(report.outside_total)}: parameters, gradients, inputs")
-    for lever in report.advice[:1]:
-        say(f"advice    {lever.text}")
-
-
 def _train() -> None:
     with stages("demo") as tell:
         tell("training in the arena, and by eager")
@@ -135,8 +120,7 @@ def _within(plan: Plan) -> Plan:
 
 def _gate(before: Plan, after: Plan) -> None:
     from memplan.analysis.rows import figures_of
-    from memplan.check.check import check
-    from memplan.check.rules import parse_rule
+    from memplan.check.check import check, parse_rule
     from memplan.report.verdicts import Judged, check_form
 
     verdict = check(after, [parse_rule("arena:+2%")], figures_of(before))

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from string import Formatter
 from urllib.parse import quote
 
 from memplan.core.files import require_place
@@ -28,7 +27,7 @@ def require_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | No
     that is an input, existing Python source, or another output; `UnreadableFile` where no file can be created.
     """
     names = {str(given) for given in inputs if given is not None}
-    read = [Path(name) for name in {*names, *(name.rpartition(":")[0] for name in names)} if os.path.isfile(name)]
+    read = [name for name in {*names, *(name.rpartition(":")[0] for name in names)} if os.path.isfile(name)]
     seen: dict[str, Path] = {}
     for option, path in outputs.items():
         if path is None:
@@ -46,12 +45,9 @@ def require_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | No
         seen[option] = path
 
 
-def _same(one: Path, two: Path) -> bool:
+def _same(one: str | Path, two: str | Path) -> bool:
     """Return whether both paths are the same file; links are followed."""
-    try:
-        return one.resolve() == two.resolve() or (one.exists() and two.exists() and one.samefile(two))
-    except (OSError, RuntimeError):  # a link that leads to itself
-        return False
+    return os.path.realpath(one) == os.path.realpath(two)
 
 
 def refused(path: Path, option: str, what: str, hint: str = "name another file") -> InvalidOutput:
@@ -68,15 +64,10 @@ def require_source_url(template: str | None, page: Path | None) -> None:
         return
     hint = "write one such as 'https://github.com/me/project/blob/main/{path}#L{line}'"
     wrong = partial(InvalidTemplate, where="--source-url", hint=hint)
-    try:
-        fields = [name + (f"!{kind}" if kind else "") + spec for _, name, spec, kind in Formatter().parse(template)
-                  if name is not None and spec is not None]  # fmt: skip
-    except ValueError as error:
-        raise wrong(f"{template!r} has a brace without its other one") from error
-    unknown = next((name for name in fields if name not in ("path", "file", "line")), None)
-    if unknown is not None:
-        raise wrong(f"{template!r} has the placeholder {{{unknown}}}; there are {{path}}, {{file}} and {{line}}")
-    if not {"path", "file"} & set(fields):
+    rest = re.sub(r"\{(path|file|line)\}", "", template)
+    if "{" in rest or "}" in rest:
+        raise wrong(f"{template!r} has a brace that is not of {{path}}, {{file}} or {{line}}")
+    if "{path}" not in template and "{file}" not in template:
         raise wrong(f"{template!r} has neither {{path}} nor {{file}}")
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):", template)
     if scheme is None or scheme[1].lower() in _RUNS_CODE or not template.isprintable():

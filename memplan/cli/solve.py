@@ -126,17 +126,23 @@ def _form(problem: Problem, solution: Solution, capacity: int | None, name: str)
     from memplan.core.units import format_exact, format_share
     from memplan.report.sections import Form, Section, columns
 
-    proof, share = solution.proof, None
+    proof, arena, share = solution.proof, solution.arena_size, None
     if len(solution.offsets) == len(problem.buffers):
-        share = (solution.arena_size - problem.max_live) / solution.arena_size if solution.arena_size else 0.0
-    status = solution.status.name.lower()
+        share = (arena - problem.max_live) / arena if arena else 0.0
+    data = {
+        **{"buffers": len(problem.buffers), "max_live": problem.max_live, "arena_size": arena, "fragmentation": share},
+        **{"capacity": capacity, "status": solution.status.name.lower(), "bound": solution.bound},
+        **{"solver": solution.solver, "seconds": round(solution.seconds, 6)},
+        "proof": proof and {"step": proof.step, "needed": proof.needed, "ids": list(proof.ids)},
+        "offsets": dict(solution.offsets),
+    }
     rows = [
         ("buffers", f"{len(problem.buffers):,}"),
         ("max live", format_exact(problem.max_live)),
         *([("capacity", format_exact(capacity))] if capacity is not None else []),
-        ("arena", "none" if share is None else format_exact(solution.arena_size)),
+        ("arena", "none" if share is None else format_exact(arena)),
         ("fragmentation", "-" if share is None else format_share(share)),
-        ("status", f"{status}: {solution.status.value}"),
+        ("status", f"{data['status']}: {solution.status.value}"),
         ("solver", solution.solver),
         ("seconds", f"{solution.seconds:.3f}"),
     ]
@@ -144,17 +150,4 @@ def _form(problem: Problem, solution: Solution, capacity: int | None, name: str)
         more = f" and {len(proof.ids) - 8} more" if len(proof.ids) > 8 else ""
         need = f"alive at step {proof.step}, need {format_exact(proof.needed)}"
         rows.append(("because", f"{', '.join(proof.ids[:8])}{more}, {need}"))
-    data = {
-        "buffers": len(problem.buffers),
-        "max_live": problem.max_live,
-        "arena_size": solution.arena_size,
-        "fragmentation": share,
-        "capacity": capacity,
-        "status": status,
-        "bound": solution.bound,
-        "solver": solution.solver,
-        "seconds": round(solution.seconds, 6),
-        "proof": proof and {"step": proof.step, "needed": proof.needed, "ids": list(proof.ids)},
-        "offsets": dict(solution.offsets),
-    }
     return Form(title=name, sections=(Section(columns=columns("figure value"), rows=tuple(rows)),), data=data)

@@ -15,12 +15,10 @@ import importlib
 import importlib.util
 import inspect
 import io
-import linecache
 import logging
 import math
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
 _FORM = "name it FILE.py:FACTORY or package.module:FACTORY, where FACTORY() returns (model, example_inputs)"
 _LONGEST = 2000
 _MEMPLAN = str(Path(__file__).resolve().parent)
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def is_model(target: str) -> bool:
@@ -140,7 +137,6 @@ def seconds_option(name: str, seconds: float | None) -> float | None:
 class NamedModel:
     """The result of a factory: `model(*args, **kwargs)` is the call to plan. `file` defines the factory."""
 
-    name: str
     file: str
     model: Any
     args: tuple[Any, ...]
@@ -163,24 +159,22 @@ class NamedFactory:
         except (Exception, SystemExit) as error:
             raise blame(error, f"{self.name.rpartition(':')[2]}() failed", file=self.file) from error
         if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
-            raise self._wrong(f"returned {_kind(returned)}")
+            raise self._wrong(returned, "")
         model, inputs, kwargs = (*returned, None)[:3]
         if not callable(model):
-            raise self._wrong(f"returned {_kind(model)} as the model, which cannot be called")
+            raise self._wrong(model, " as the model, which cannot be called")
         try:
             args, keywords = arguments_of(inputs, kwargs)
         except MemplanError as error:
-            given = _kind(inputs if kwargs is None else kwargs)
-            raise self._wrong(f"returned {given} as keyword arguments, not a dict with names as keys") from error
-        return NamedModel(name=self.name, file=self.file, model=model, args=args, kwargs=keywords)
+            given = inputs if kwargs is None else kwargs
+            raise self._wrong(given, " as keyword arguments, not a dict with names as keys") from error
+        return NamedModel(file=self.file, model=model, args=args, kwargs=keywords)
 
-    def _wrong(self, what: str) -> InvalidModel:
-        return InvalidModel(what, where=self.name, hint="the factory must return (model, example_inputs)")
-
-
-def _kind(value: object) -> str:
-    count = f" of {len(value)} items" if isinstance(value, (tuple, list)) else ""
-    return "None" if value is None else f"an object of type {type(value).__name__}{count}"
+    def _wrong(self, value: object, what: str) -> InvalidModel:
+        count = f" of {len(value)} items" if isinstance(value, (tuple, list)) else ""
+        kind = "None" if value is None else f"an object of type {type(value).__name__}{count}"
+        hint = "the factory must return (model, example_inputs)"
+        return InvalidModel(f"returned {kind}{what}", where=self.name, hint=hint)
 
 
 def load_model(target: str) -> NamedModel:
@@ -208,15 +202,21 @@ def load_factory(target: str) -> NamedFactory:
     module = _import_file(Path(source)) if is_file else _import_module(source)
     factory = getattr(module, name, None)
     if not callable(factory):
-        own = [
-            name
-            for name, value in vars(module).items()
-            if not name.startswith("_") and callable(value) and getattr(value, "__module__", None) == module.__name__
-        ]
+        public = {key: value for key, value in vars(module).items() if not key.startswith("_") and callable(value)}
+        own = [key for key, value in public.items() if getattr(value, "__module__", None) == module.__name__]
         what = "is not a function" if hasattr(module, name) else "there is no such name"
         raise InvalidModel(f"{name}: {what}", where=source, hint=f"it has {', '.join(own[:8])}" if own else _FORM)
-    batch = _takes_batch(factory, name, source)
-    return NamedFactory(name=target, file=getattr(module, "__file__", None) or source, make=factory, takes_batch=batch)
+    try:
+        signature = inspect.signature(factory)
+        signature.bind()
+        batch = signature.parameters.get("batch")
+    except ValueError:  # a builtin without a signature; calling it shows whether it needs arguments
+        batch = None
+    except TypeError as error:
+        hint = "give every argument of the factory a default"
+        raise InvalidModel(f"{name}: needs arguments: {error}", where=source, hint=hint) from error
+    takes = batch is not None and batch.kind in (batch.POSITIONAL_OR_KEYWORD, batch.KEYWORD_ONLY)
+    return NamedFactory(name=target, file=getattr(module, "__file__", None) or source, make=factory, takes_batch=takes)
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -254,40 +254,22 @@ def _put_on_path(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def _takes_batch(factory: Callable[..., Any], name: str, source: str) -> bool:
-    """Return whether a factory has an argument named batch. Raises `InvalidModel` if it needs any argument."""
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # a builtin without a signature; calling it shows whether it needs arguments
-        return False
-    try:
-        signature.bind()
-    except TypeError as error:
-        hint = "give every argument of the factory a default"
-        raise InvalidModel(f"{name}: needs arguments: {signature}", where=source, hint=hint) from error
-    batch = signature.parameters.get("batch")
-    return batch is not None and batch.kind in (batch.POSITIONAL_OR_KEYWORD, batch.KEYWORD_ONLY)
-
-
 def blame(error: BaseException, what: str, *, file: str) -> MemplanError:
     """Return an exception of the user's code as a `MemplanError` that shows the user's source line.
 
-    `what` failed. The line is the last one of `file` in the traceback, or else the last one that is neither in a
-    library nor in memplan. A `MemplanError` is returned unchanged.
+    `what` failed. The line is the last one of `file` in the traceback, or else the last one of any file. A
+    `MemplanError` is returned unchanged.
     """
     if isinstance(error, MemplanError):
         return error
     text = f"{type(error).__name__}: {error}".strip().removesuffix(":")
     text = text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
-    frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
-    own = [f for f in frames if os.path.realpath(f[0]) == os.path.realpath(file)]
-    others = ("<", _MEMPLAN, *_LIBRARIES)
-    own = own or [f for f in frames if not f[0].startswith(others) and "site-packages" not in f[0]]
-    if isinstance(error, SyntaxError) and error.filename:
-        own = [(error.filename, error.lineno or 0)]
-    name, number = own[-1] if own else (file, 0)
-    line = linecache.getline(name, number).strip() if number else ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<", _MEMPLAN))]
+    own = [f for f in frames if os.path.realpath(f.filename) == os.path.realpath(file)] or frames
+    name, number, line = (own[-1].filename, own[-1].lineno, own[-1].line) if own else (file, None, "")
+    if isinstance(error, SyntaxError):
+        name, number, line = error.filename or file, error.lineno, (error.text or "").strip()
     path, here = Path(name), Path.cwd()
     short = str(path.relative_to(here)) if path.is_absolute() and path.is_relative_to(here) else name
     shown = f"\n  > {line}" if line else ""
-    return InvalidModel(f"{what}: {text}{shown}", where=f"{short}:{number}" if own else short)
+    return InvalidModel(f"{what}: {text}{shown}", where=short if number is None else f"{short}:{number}")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from memplan.analysis.advice import Lever, levers
 from memplan.analysis.buffers import Holder, OpAt, alive_at, largest, op_at
+from memplan.analysis.explain import Lever, levers
 from memplan.core.division import Division
 from memplan.core.evictions import SEND, Action, DeviceArena
 from memplan.core.graph import StorageKind

@@ -8,13 +8,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from memplan.analysis.advice import levers
 from memplan.analysis.buffers import alive_at, last_use, next_use, touches
 from memplan.analysis.diff import diff
-from memplan.analysis.explain import BufferRole, explain
+from memplan.analysis.explain import BufferRole, explain, levers
 from memplan.analysis.rows import figures_of
-from memplan.check.check import check
-from memplan.check.rules import parse_rule
+from memplan.check.check import check, parse_rule
 from memplan.core.graph import Origin, Phase, StorageKind
 from memplan.core.in_place import with_inplace_candidates
 from memplan.core.plan import Plan
@@ -89,12 +87,6 @@ def _chain(op: str, sizes: tuple[int, int, int]) -> Plan:
     b.op(Phase.FORWARD, (two,), (out,), target="aten.sum.default")
     graph = b.graph((out,))
     return make_plan(ScheduledGraph(model="chain", graph=graph, schedule=traced(graph), alignment=1, versions={}))
-
-
-def test_copies_are_counted() -> None:
-    (lever,) = (lever for lever in levers(_chain("aten.mm.default", (100, 100, 8))) if lever.name == "copies")
-    assert lever.text.startswith("2 x 100 B are alive at aten.mm")
-    assert lever.saves == 100
 
 
 def test_what_waits_for_the_backward_can_be_evicted() -> None:
@@ -203,7 +195,7 @@ def test_advice_names_what_lies_in_a_buffer_and_not_what_did(monkeypatch: pytest
     plan = make_plan(ScheduledGraph(model="two", graph=graph, schedule=traced(graph), alignment=1, versions={}))
     assert [h.module for h in alive_at(plan, 2)] == ["", "first"]
     assert _advised(plan, 2) == ""  # it saves nothing
-    monkeypatch.setattr("memplan.analysis.advice.LEAST", 0)
+    monkeypatch.setattr("memplan.analysis.explain.LEAST", 0)
     assert "64 B of aten.neg in second" in _advised(plan, 2)
 
 
@@ -212,7 +204,7 @@ def test_advice_is_ranked_by_what_it_saves(monkeypatch: pytest.MonkeyPatch) -> N
     found = levers(plan)
     assert found
     assert [one.saves for one in found] == sorted((one.saves for one in found), reverse=True)
-    monkeypatch.setattr("memplan.analysis.advice.LEAST", max(one.saves for one in found) / plan.max_live)
+    monkeypatch.setattr("memplan.analysis.explain.LEAST", max(one.saves for one in found) / plan.max_live)
     assert [one.saves for one in levers(plan)] == [found[0].saves] * sum(one.saves == found[0].saves for one in found)
 
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.analysis.rows import Figures, Group, figures_of
-from memplan.check.check import EXPLAINED, Finding, Verdict, check
-from memplan.check.rules import Metric, parse_rule
+from memplan.check.check import EXPLAINED, Finding, Metric, Verdict, check, parse_rule
 from memplan.core.plan import Plan
 from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
 from memplan.errors import InvalidSize

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from memplan.check.check import check
-from memplan.check.rules import parse_rule
+from memplan.check.check import check, parse_rule
 from memplan.core.plan import SCHEMA_VERSION, Plan
 from memplan.errors import InvalidPlan, InvalidSolution, MemplanError, UnreadableFile
 from memplan.planning import planfile
