@@ -179,8 +179,8 @@ def _saved_for_backward(
             continue
         if backward[before] or not backward[after] or _target(plan, after) == OFFLOAD_WAIT:
             continue
-        where = {"module": storage.origin.module, "source": storage.origin.source}
-        holder = replace(alive[buffer], id=storage.name, op=_target(plan, used[0]), **where)
+        at, op = storage.origin, _target(plan, used[0])
+        holder = replace(alive[buffer], id=storage.name, op=op, module=at.module, source=at.source)
         yield holder, buffer, (before + 1, after)
 
 

@@ -181,9 +181,18 @@ def _finding(plan: Plan, figures: Figures, baseline: Figures | None, rule: Rule)
         parts = tuple(sorted(figures.parts.items(), key=lambda part: -part[1]))
     elif measured > limit and not grown:
         because = alive_at(plan, plan.problem.peak_step, EXPLAINED)
-    said = {"name": metric.value, "is_share": metric.is_share, "rule": rule.text, "ok": measured <= limit}
-    why = {"because": because, "parts": parts, "grown": grown}
-    return Finding(measured=measured, limit=limit, before=before, **said, **why)
+    return Finding(
+        name=metric.value,
+        measured=measured,
+        limit=limit,
+        is_share=metric.is_share,
+        ok=measured <= limit,
+        rule=rule.text,
+        before=before,
+        because=because,
+        parts=parts,
+        grown=grown,
+    )
 
 
 def _grown(metric: Metric, before: Figures, after: Figures) -> Iterator[Growth]:

@@ -20,8 +20,8 @@ from memplan.errors import InvalidPlan, InvalidSize, UnreadableFile
 _HINT = (
     'as in: [tool.memplan] models = ["model.py:make"], baseline = ".memplan-baseline.json", fail-over = ["arena:+2%"]'
 )
-_PROJECT = {"models": list, "baseline": str, "fail-over": list}
-_ENTRY = {"target": str, "name": str, "infer": bool, "fail-over": list}
+_PROJECT: dict[str, type] = {"models": list, "baseline": str, "fail-over": list}
+_ENTRY: dict[str, type] = {"target": str, "name": str, "infer": bool, "fail-over": list}
 _KINDS = {list: "a list", str: "a text", bool: "true or false"}
 
 
@@ -80,7 +80,7 @@ def _project(file: Path, table: Any, start: Path) -> Project:
 
 
 def _entry(at: str, data: Any, folder: Path, start: Path) -> Entry:
-    fields = {"target": data} if isinstance(data, str) else data
+    fields: Any = {"target": data} if isinstance(data, str) else data
     _require(at, fields, _ENTRY)
     if "target" not in fields:
         raise InvalidPlan("there is no target", where=f"{at}.target", hint=_HINT)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from memplan.check.check import Finding, Rule
     from memplan.check.project import Entry, Project
     from memplan.report.verdicts import Judged, Location
+    from memplan.verify import Proof
 
 _TARGETS = "plan.json, FILE.py:FACTORY or package.module:FACTORY; else those of pyproject.toml."
 _FAIL_OVER = "arena:12GiB, arena:+2%, arena:+64MiB, fragmentation:5%, outside:+0; also peak and total. Repeatable."
@@ -59,17 +60,19 @@ def check(
         raise InvalidSize("is for --verify", where="--time-limit", hint="add --verify, or leave it out")
     project = find_project(Path.cwd())
     entries, listed = _entries(targets or [], infer, project)
-    owner = project if listed else None
+    owner, whole = project if listed else None, listed and not targets
     file = baseline or (owner.baseline if owner else None)
-    work = _Work(entries, tuple(given), owner, file, verify, limit)
-    whole = listed and not targets
+    if update_baseline and file is None:
+        raise InvalidSize("there is no baseline to update", hint="add --baseline FILE")
+    work = _Work(file, verify, limit)
+    asked = [(entry, work.rules(given, entry, owner)) for entry in entries]
     if update_baseline:
-        _update(work, whole=whole, form=form)
+        _update(work, asked, whole=whole, form=form)
         return
     before = read_baseline(file) if file else {}
-    judged = work.judge(before)
+    judged = [work.judge(entry, rules, before) for entry, rules in asked]
     _show(judged, form)
-    for name in set(before) - {entry.name for entry in entries} if whole else ():
+    for name in before.keys() - {entry.name for entry in entries} if whole else ():
         line = f"note: {name} is in the baseline, and pyproject.toml does not list it; --update-baseline removes it"
         c.say(line, stderr=True)
     if not all(j.ok for j in judged):
@@ -109,39 +112,37 @@ def _entries(targets: list[str], infer: bool, project: Project | None) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The entries to check and their limits.
+    """How entries are checked: against the baseline in `file`, if any.
 
-    Rules of the command line (`given`) replace an entry's own, which replace the project's. `file` is the baseline.
     `verify`: prove the claims of the plans again, each within `time_limit` seconds; then no limit is needed.
     """
 
-    entries: tuple[Entry, ...]
-    given: tuple[Rule, ...]
-    project: Project | None
     file: Path | None
     verify: bool
     time_limit: float | None
 
-    def rules(self, entry: Entry) -> tuple[Rule, ...]:
+    def rules(self, given: Sequence[Rule], entry: Entry, project: Project | None) -> tuple[Rule, ...]:
+        """Return the limits of an entry: those of the command line, else its own, else the project's."""
         from memplan.check.check import NOTHING_GROWS
 
-        theirs = self.project.rules if self.project else None
-        chosen = self.given or (entry.rules if entry.rules is not None else theirs)
+        theirs = project.rules if project else None
+        chosen = given or (entry.rules if entry.rules is not None else theirs)
         if chosen is None and self.file is not None:
             chosen = NOTHING_GROWS
         if not chosen and not self.verify:
             hint = "add --baseline FILE, --fail-over arena:12GiB or --max-arena 12GiB"
             raise InvalidSize("no limit is given", hint=hint)
-        return chosen or ()
+        return tuple(chosen or ())
 
-    def judge(self, before: Mapping[str, Figures], *, absolute_only: bool = False) -> list[Judged]:
-        """Plan or load every entry, one after the other, check it against `before` and return the results."""
-        asked = [(entry, () if absolute_only and not self.file else self.rules(entry)) for entry in self.entries]
-        return [self._judge(entry, rules, before, absolute_only) for entry, rules in asked]
-
-    def _judge(
-        self, entry: Entry, rules: tuple[Rule, ...], before: Mapping[str, Figures], absolute_only: bool
+    def judge(
+        self,
+        entry: Entry,
+        rules: tuple[Rule, ...],
+        before: Mapping[str, Figures],
+        *,
+        absolute_only: bool = False,
     ) -> Judged:
+        """Plan or load an entry, check it against `before` and return the result."""
         from memplan.check.check import check as check_plan
         from memplan.cli.source import is_model, obtain
         from memplan.planning.consistency import check_consistency
@@ -153,7 +154,8 @@ class _Work:
         if any(r.needs_baseline for r in rules) and entry.name not in before:
             hint = "add them with --update-baseline, and commit the file"
             raise UnreadableFile(f"has no figures of {entry.name}", where=str(self.file), hint=hint)
-        plan, proofs = obtain(entry.target, infer=entry.infer), ()
+        plan = obtain(entry.target, infer=entry.infer)
+        proofs: tuple[Proof, ...] = ()
         if absolute_only:
             check_consistency(plan)
         if self.verify:
@@ -166,16 +168,16 @@ class _Work:
         return Judged(name=entry.name, verdict=verdict, proofs=proofs, file=file)
 
 
-def _update(work: _Work, *, whole: bool, form: Format) -> None:
+def _update(work: _Work, asked: Sequence[tuple[Entry, tuple[Rule, ...]]], *, whole: bool, form: Format) -> None:
     """Write the current figures to the baseline, unless a plan is invalid or exceeds an absolute limit."""
     from memplan.check import baseline
     from memplan.cli.outputs import require_outputs
     from memplan.core.units import format_exact
 
-    if work.file is None:
-        raise InvalidSize("there is no baseline to update", hint="add --baseline FILE")
-    require_outputs({"--baseline": work.file}, *(entry.target for entry in work.entries))
-    judged = work.judge(baseline.read_baseline(work.file) if work.file.exists() else {}, absolute_only=True)
+    assert work.file is not None
+    require_outputs({"--baseline": work.file}, *(entry.target for entry, _ in asked))
+    before = baseline.read_baseline(work.file) if work.file.exists() else {}
+    judged = [work.judge(entry, rules, before, absolute_only=True) for entry, rules in asked]
     if not all(j.ok for j in judged):
         _show(judged, form)
         why = "something is not proven" if all(j.verdict.ok for j in judged) else "a limit is exceeded"

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, Any
 
 import typer
 
 from memplan.cli import console as c
 from memplan.cli.console import Format, opt
-
-if TYPE_CHECKING:
-    from memplan.core.choices import Checkpoint, Gradients, Kernels
 
 
 def report(
@@ -21,7 +17,6 @@ def report(
     infer: c.Infer = False,
     ranks: c.Ranks = None,
     form: c.Shown = Format.TABLE,
-    json_file: Annotated[Path | None, opt("--json FILE", "Write every figure to FILE, exact, as JSON.")] = None,
     save: Annotated[Path | None, opt("--save FILE", "Write the plan itself to FILE, for check.")] = None,
     html: c.Html = None,
     source_url: c.SourceUrl = None,
@@ -33,11 +28,11 @@ def report(
     host_budget: c.HostBudget = None,
     pinned_budget: c.PinnedBudget = None,
     reserve: c.Reserve = None,
-    checkpoint: Annotated[str, opt("--checkpoint HOW", "follow: drop what eager drops; plan: faster.")] = "follow",
-    kernels: Annotated[str, opt("--kernels KIND", "aten: those of eager; inductor: fused ones.")] = "aten",
-    gradients: Annotated[str, opt("--gradients WHERE", "auto, arena: planned; else outside.")] = "auto",
+    checkpoint: Annotated[str | None, opt("--checkpoint HOW", "follow (default): drop what eager drops; plan.")] = None,
+    kernels: Annotated[str | None, opt("--kernels KIND", "aten (default): those of eager; inductor: fused.")] = None,
+    gradients: Annotated[str | None, opt("--gradients WHERE", "arena: planned; else outside.")] = None,
     costs: c.Costs = None,
-    solver: c.Solver = "auto",
+    solver: c.Solver = None,
     time_limit: c.TimeLimit = None,
 ) -> None:
     """Show what a model needs to the byte, and which buffers need it.
@@ -54,33 +49,22 @@ def report(
 
     limit = seconds_option("--time-limit", time_limit)
     drawn = {"--html": html, "--svg": svg, "--trace": trace, "--snapshot": snapshot}
-    require_outputs({"--save": save, "--json": json_file, **drawn}, target, costs)
+    require_outputs({"--save": save, **drawn}, target, costs)
     require_source_url(source_url, html)
-    budgets = (budget, arena_budget, host_budget, pinned_budget, reserve)
-    words = (gradients, checkpoint, kernels, solver) != ("auto", "follow", "aten", "auto")
-    given = (infer, words, *(one is not None for one in (*budgets, costs, limit, ranks)))
-    require_model(target, any(given))  # before their values are checked, which would not matter
-    options = PlanOptions(
-        budget=budget,
-        arena_budget=arena_budget,
-        host_budget=host_budget,
-        pinned_budget=pinned_budget,
-        reserve=reserve or 0,
-        costs=costs,
-        checkpoint=cast("Checkpoint", checkpoint),
-        kernels=cast("Kernels", kernels),
-        gradients=cast("Gradients", gradients),  # `PlanOptions` refuses any other text
-        solver=solver,
-        time_limit=limit,
-    )
+    asked: dict[str, Any] = {
+        "budget": budget, "arena_budget": arena_budget, "host_budget": host_budget, "pinned_budget": pinned_budget,
+        "reserve": reserve, "checkpoint": checkpoint, "kernels": kernels, "gradients": gradients, "costs": costs,
+        "solver": solver, "time_limit": limit,
+    }  # fmt: skip
+    given = {name: value for name, value in asked.items() if value is not None}
+    require_model(target, bool(given or infer or ranks is not None))  # before their values are checked
+    options = PlanOptions(**given)
     plan = obtain(target, infer=infer, options=options, ranks=ranks)
     figures = plan.report()
     found = report_form(figures)
     c.stop_if_interrupted()
     if save is not None:
         plan.save(save)
-    if json_file is not None:
-        write_atomic(json_file, json.dumps(found.data, indent=2, allow_nan=False) + "\n")
     if any(drawn.values()):
         from memplan.report.pages import picture_html
         from memplan.report.picture import picture_of_plan
@@ -101,4 +85,4 @@ def report(
 
         text = f"arena {format_exact(figures.arena_size)}; {verdict(figures)}"
         typer.echo(command("notice ", title(figures), text))
-    c.wrote(save, json_file, *drawn.values())
+    c.wrote(save, *drawn.values())

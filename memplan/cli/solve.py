@@ -31,7 +31,7 @@ def solve(
     buffers: Annotated[Path, typer.Argument(metavar="BUFFERS.csv|-", help=_BUFFERS)],
     *,
     output: Annotated[Path | None, opt("--output,-o OUT.csv", "Write the buffers with their offsets.")] = None,
-    solver: c.Solver = "auto",
+    solver: c.Solver = None,
     capacity: Annotated[str | None, opt("--capacity SIZE", _CAPACITY)] = None,
     minimize: Annotated[bool, opt("--minimize", "Find the smallest arena, not the first within the capacity.")] = False,
     time_limit: c.TimeLimit = None,
@@ -64,7 +64,7 @@ def solve(
     most = problem.capacity if wanted is None else wanted
     with _progress(f"Placing {len(problem.buffers):,} buffers", wanted=live) as listener:
         solution = solve_problem(
-            problem, capacity=most, time_limit=limit, minimize=minimize or None, solver=solver, seed=seed,
+            problem, capacity=most, time_limit=limit, minimize=minimize or None, solver=solver or "auto", seed=seed,
             on_progress=listener,
         )  # fmt: skip
     c.stop_if_interrupted()

@@ -81,11 +81,10 @@ def diff_form(diff: Diff) -> Form:
         sections.append(Section(heading="what changed at the peak", columns=shown, rows=limited(rows, SHOWN)))
     shown = columns("before> after> steps_before@60 steps_after@60 module source@60 op")
     for name in _CHANGES:
-        pairs = [_pair(name, found) for found in getattr(diff, name)]
-        if pairs:
-            heading = f"{_WORDS.get(name, name)}: {len(pairs)} buffer{'s' if len(pairs) > 1 else ''}"
-            rows = [(*_sizes(a, b), *where(b or a)) for a, b in pairs]  # type: ignore[arg-type]
-            sections.append(Section(heading=heading, columns=shown, rows=limited(rows, SHOWN)))
+        if found := getattr(diff, name):
+            heading = f"{_WORDS.get(name, name)}: {len(found)} buffer{'s' if len(found) > 1 else ''}"
+            changed = [_changed(*one) if isinstance(one, tuple) else _changed(one, one, name) for one in found]
+            sections.append(Section(heading=heading, columns=shown, rows=limited(changed, SHOWN)))
     data = {"format": "memplan-diff-1", "same": diff.same, **to_json(diff)}
     data |= {name: [{"before": a, "after": b} for a, b in data[name]] for name in _CHANGES[:4]}
     return Form(title=title, sections=tuple(sections), data=data)
@@ -108,15 +107,11 @@ def _totals(diff: Diff) -> Iterator[tuple[str, ...]]:
     yield "fragmentation", *shares, "" if before.fragmentation == after.fragmentation else "changed"
 
 
-def _pair(name: str, found: tuple[Holder, Holder] | Holder) -> tuple[Holder | None, Holder | None]:
-    if isinstance(found, tuple):
-        return found
-    return (None, found) if name == "came" else (found, None)
-
-
-def _sizes(before: Holder | None, after: Holder | None) -> tuple[str, ...]:
-    both = (before, after)
-    return *("" if h is None else format_bytes(h.size) for h in both), *((h and steps_of(h)) or "" for h in both)
+def _changed(before: Holder, after: Holder, name: str = "") -> tuple[str, ...]:
+    """Return the sizes and steps of a buffer before and after, of one that came or went on one side, and its origin."""
+    old = ("", "") if name == "came" else (format_bytes(before.size), steps_of(before))
+    new = ("", "") if name == "went" else (format_bytes(after.size), steps_of(after))
+    return old[0], new[0], old[1], new[1], *where(after)
 
 
 def allocated_form(found: Allocated, plan: Plan) -> Form:

@@ -128,7 +128,7 @@ def frontier_data(
     plans = {key: k for k, key in enumerate(kept)}
     opened = [None if picture is None else plans[id(picture)] for picture in pictures]
     opened += [None] * (len(frontier.points) - len(opened))
-    points = []
+    points = list[dict[str, Any]]()
     for row, (p, plan) in enumerate(zip(frontier.points, opened, strict=True)):
         if p.total is not None and p.seconds is not None:
             slower = frontier.overhead(p)

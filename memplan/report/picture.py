@@ -207,8 +207,14 @@ def _copies(plan: Plan) -> Iterator[PictureCopy]:
             started[key] = step
         elif op.target in TRANSFERS and key in started:
             device = next(graph.storages[s] for s in key[1] if graph.storages[s].kind is not StorageKind.HOST)
-            where = {"nbytes": device.nbytes, "storage": device.name, "module": device.origin.module}
-            yield PictureCopy(start=started.pop(key), end=step + 1, to_host=key[0], **where)
+            yield PictureCopy(
+                start=started.pop(key),
+                end=step + 1,
+                nbytes=device.nbytes,
+                storage=device.name,
+                module=device.origin.module,
+                to_host=key[0],
+            )
 
 
 def colours(picture: Picture) -> dict[str, str]:

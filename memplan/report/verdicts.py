@@ -57,8 +57,8 @@ def check_form(judged: Sequence[Judged]) -> Form:
         heading = "the baseline can shrink: run with --update-baseline"
         sections.append(Section(heading=heading, lines=gains))
     if proofs:
-        rows = tuple((_mark(ok), text) for ok, text in proofs)
-        sections.append(Section(heading="proofs", columns=columns("_ claim"), rows=rows))
+        claims = tuple((_mark(ok), text) for ok, text in proofs)
+        sections.append(Section(heading="proofs", columns=columns("_ claim"), rows=claims))
     data = {"format": "memplan-check-1", "ok": all(j.ok for j in judged), "checked": [_json(j) for j in judged]}
     return Form(title=f"memplan: {'; '.join(heads)}", sections=tuple(sections), data=data)
 
