@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from memplan.report.sections import Form
     from memplan.solvers import Progress
 
-LINE_SECONDS = 1.0  # the shortest time between two lines of progress in a log
 _STDIN = "standard input"
 _BUFFERS = "Columns id,lower,upper,size; upper is exclusive. -: standard input."
 _LIVE = "Show the best arena and bound on stderr while it runs; default: on a terminal."
@@ -84,32 +82,23 @@ def solve(
 
 @contextlib.contextmanager
 def _progress(doing: str, *, wanted: bool | None) -> Iterator[Callable[[Progress], None] | None]:
-    """Yield the function that a solver calls with its progress, or None if nothing is shown.
+    """Yield the function that a solver calls with every better arena or bound, or None if nothing is shown.
 
-    `wanted` None: show progress on a terminal only; False: never. A log has at most one line every `LINE_SECONDS`, and
-    always the last one.
+    `wanted` None: show progress on a terminal only; False: never.
     """
     from memplan.core.units import format_exact, format_share
 
-    on_terminal = c.is_live(c.error_console())
-    if wanted is False or (wanted is None and not on_terminal):
+    if wanted is False or (wanted is None and not c.is_live(c.error_console())):
         yield None
         return
-    told, kept = time.perf_counter(), list[str]()
     with c.stages(doing) as tell:
 
         def listen(news: Progress) -> None:
-            nonlocal told
             if news.incumbent is not None:
                 apart = format_share(news.incumbent / news.bound - 1) if news.bound else "-"
-                kept[:] = [f"arena {format_exact(news.incumbent)}, bound {format_exact(news.bound)}, gap {apart}"]
-                if on_terminal or time.perf_counter() - told > LINE_SECONDS:
-                    tell(kept.pop())
-                    told = time.perf_counter()
+                tell(f"arena {format_exact(news.incumbent)}, bound {format_exact(news.bound)}, gap {apart}")
 
         yield listen
-        for line in kept:
-            tell(line)
 
 
 def _draw(path: Path, problem: Problem, solution: Solution, name: str) -> None:

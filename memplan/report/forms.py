@@ -122,34 +122,27 @@ def allocated_form(found: Allocated, plan: Plan) -> Form:
     lines = [(line or "not recorded", found.lines.get(line, 0), planned[line]) for line in {**found.lines, **planned}]
     lines.sort(key=lambda row: (-max(row[1:]), row[0]))
     history = f"{found.events:,} events" if found.events else "no events recorded: what was alive at the end"
+    more = found.peak - plan.total
     totals = [
         ("allocated at the peak", found.peak, history),
         ("reserved by the allocator", found.reserved, "at the end"),
         ("planned total", plan.total, "the arena and what is beside it"),
         ("planned arena", plan.arena_size, ""),
     ]
-    sizes = (*((label, format_bytes(size), f"{size:,}", remark) for label, size, remark in totals),)
-    more = found.peak - plan.total
+    sizes = [(label, format_bytes(size), f"{size:,}", remark) for label, size, remark in totals]
+    sizes.append(("difference of the totals", signed(more), f"{more:+,}", ""))
     rows = [(format_bytes(was), format_bytes(now), signed(was - now), line) for line, was, now in lines]
+    heading = "alive at the peak, by source line; parameters and inputs lie outside the arena"
     sections = (
-        Section(
-            columns=columns("memory size> bytes>@60 remark@100"),
-            rows=(*sizes, ("difference of the totals", signed(more), f"{more:+,}", "")),
-        ),
-        Section(
-            heading="alive at the peak, by source line; parameters and inputs lie outside the arena",
-            columns=columns("allocated> planned> more> source"),
-            rows=limited(rows, SHOWN),
-        ),
+        Section(columns=columns("memory size> bytes>@60 remark@100"), rows=tuple(sizes)),
+        Section(heading=heading, columns=columns("allocated> planned> more> source"), rows=limited(rows, SHOWN)),
     )
     exact = {"peak": found.peak, "reserved": found.reserved, "total": plan.total, "arena": plan.arena_size}
     by_line = [{"source": line, "allocated": was, "planned": now} for line, was, now in lines]
     head = {"format": "memplan-allocated-1", "device": found.device, "events": found.events}
-    was, now = format_bytes(found.peak), format_bytes(plan.total)
-    name = (
-        f"{found.file}, device {found.device}: {was} allocated at the peak, {plan.model or 'the plan'}: {now} planned"
-    )
-    return Form(title=name, sections=sections, data={**head, **exact, "lines": by_line})
+    what = f"{sizes[0][1]} allocated at the peak, {plan.model or 'the plan'}: {sizes[2][1]} planned"
+    title = f"{found.file}, device {found.device}: {what}"
+    return Form(title=title, sections=sections, data={**head, **exact, "lines": by_line})
 
 
 # -- memplan fits --------------------------------------------------------------------------------------------
