@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import RESULTS, Cell, Row, Table, collect
-from memplan.analysis.holders import Holder
-from memplan.analysis.uses import OpAt
+from memplan.analysis.buffers import Holder, OpAt
 from memplan.core.problem import Buffer, Interval, Problem
-from memplan.report.html import picture_html
+from memplan.report.pages import picture_html
 from memplan.report.picture import Picture, PictureBlock
 from tests.report.browser import CHROMIUM, DRIVER, MISSING, browser
 

@@ -20,8 +20,7 @@ import pytest
 from memplan.errors import InvalidSize, LimitExceeded
 
 if TYPE_CHECKING:
-    from memplan.check.check import Finding, Verdict
-    from memplan.check.rules import Rule
+    from memplan.check.check import Finding, Rule, Verdict
     from memplan.core.plan import Plan
 
 Limit = int | float | str
@@ -136,7 +135,7 @@ def _without_torchs_trace() -> Iterator[None]:
 
 
 def _rules(texts: Iterable[str], limits: Mapping[str, Limit | None]) -> tuple[Rule, ...]:
-    from memplan.check.rules import parse_rule
+    from memplan.check.check import parse_rule
 
     unknown = [name for name in limits if name not in _NAMES]
     if unknown:
@@ -173,7 +172,7 @@ def _message(verdict: Verdict) -> str:
 
 def _why(finding: Finding) -> Iterator[str]:
     from memplan.core.units import format_bytes
-    from memplan.report.lines import op_name, origin
+    from memplan.report.sections import op_name, origin
 
     if finding.because:
         yield "  largest buffers alive at the peak:"

@@ -6,13 +6,13 @@ changes.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from memplan.analysis.figures import Figures, figures_of
-from memplan.analysis.groups import Growth, Key, growths, key_of
-from memplan.analysis.holders import Holder, largest
+from memplan.analysis.buffers import Holder, largest
+from memplan.analysis.rows import Figures, Growth, figures_of, growths, key_of
 from memplan.core.plan import Plan
 
 Pair = tuple[Holder, Holder]
@@ -65,7 +65,7 @@ def diff(before: Plan, after: Plan) -> Diff:
     pairs, went, came = matched(largest(before), largest(after))
     old, new = figures_of(before), figures_of(after)
     first = _first_difference(before, after)
-    at_old, at_new = (_alive(plan) for plan in (before, after))
+    at_old, at_new = ({b.id for b in p.problem.alive_at(p.problem.peak_step)} for p in (before, after))
     return Diff(
         before=old,
         after=new,
@@ -74,24 +74,17 @@ def diff(before: Plan, after: Plan) -> Diff:
         first_difference=first,
         came=came,
         went=went,
-        grew=_by_change(p for p in pairs if p[1].size > p[0].size),
-        shrank=_by_change(p for p in pairs if p[1].size < p[0].size),
-        to_peak=_by_size(p for p in pairs if p[1].id in at_new and p[0].id not in at_old),
-        off_peak=_by_size(p for p in pairs if p[1].id not in at_new and p[0].id in at_old),
+        grew=_ordered((a, b) for a, b in pairs if b.size > a.size),
+        shrank=_ordered((a, b) for a, b in pairs if b.size < a.size),
+        to_peak=_ordered(((a, b) for a, b in pairs if b.id in at_new and a.id not in at_old), by_size=True),
+        off_peak=_ordered(((a, b) for a, b in pairs if b.id not in at_new and a.id in at_old), by_size=True),
         rows=growths(old.peak, new.peak),
     )
 
 
-def _alive(plan: Plan) -> frozenset[str]:
-    return frozenset(b.id for b in plan.problem.alive_at(plan.problem.peak_step))
-
-
-def _by_change(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
-    return tuple(sorted(pairs, key=lambda p: -abs(p[1].size - p[0].size)))
-
-
-def _by_size(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
-    return tuple(sorted(pairs, key=lambda p: -p[1].size))
+def _ordered(pairs: Iterable[Pair], *, by_size: bool = False) -> tuple[Pair, ...]:
+    """Return pairs by their change, or by their size now, the largest first."""
+    return tuple(sorted(pairs, key=lambda p: -p[1].size if by_size else -abs(p[1].size - p[0].size)))
 
 
 def _first_difference(before: Plan, after: Plan) -> str:
@@ -108,10 +101,9 @@ def _first_difference(before: Plan, after: Plan) -> str:
 
 
 def _budget(plan: Plan) -> str:
-    if plan.eviction is None:
+    if (kept := plan.eviction) is None:
         return "no budget"
     counts = f"{len(plan.evictions)} eviction{'' if len(plan.evictions) == 1 else 's'}"
-    kept = plan.eviction
     asked = f"an arena budget of {kept.arena_budget:,} B" if kept.budget is None else f"a budget of {kept.budget:,} B"
     return f"{asked} kept by {kept.policy!r} with {counts}"
 
@@ -120,40 +112,16 @@ def matched(
     before: Iterable[Holder], after: Iterable[Holder]
 ) -> tuple[list[Pair], tuple[Holder, ...], tuple[Holder, ...]]:
     """Return (pairs of matching buffers, buffers of `before` only, buffers of `after` only)."""
-    old, new = _by_key(before), _by_key(after)
-    pairs: list[Pair] = []
-    went: list[Holder] = []
-    came: list[Holder] = []
-    for key in {**old, **new}:
-        left, right = old.get(key, []), new.get(key, [])
-        # The closest matches first: same layer and size, then same size, then the rest by first step.
-        for match_by in (lambda h: (h.module, h.size), lambda h: h.size, lambda h: 0):
-            left, right = _pair_off(left, right, match_by, pairs)
-        went += left
-        came += right
-    return pairs, tuple(sorted(went, key=lambda h: -h.size)), tuple(sorted(came, key=lambda h: -h.size))
-
-
-def _by_key(holders: Iterable[Holder]) -> dict[Key, list[Holder]]:
-    rows: dict[Key, list[Holder]] = {}
-    for holder in sorted(holders, key=lambda h: h.start):
-        rows.setdefault(key_of(holder), []).append(holder)
-    return rows
-
-
-def _pair_off(
-    left: list[Holder], right: list[Holder], match_by: Callable[[Holder], object], pairs: list[Pair]
-) -> tuple[list[Holder], list[Holder]]:
-    """Append to `pairs` the buffers of both lists that `match_by` gives equal keys; return the rest of each list."""
-    unmatched: dict[object, list[Holder]] = {}
-    for holder in reversed(right):
-        unmatched.setdefault(match_by(holder), []).append(holder)
-    rest, taken = [], set[str]()
-    for holder in left:
-        same = unmatched.get(match_by(holder))
-        if same:
-            pairs.append((holder, same.pop()))
-            taken.add(pairs[-1][1].id)
-        else:
-            rest.append(holder)
-    return rest, [holder for holder in right if holder.id not in taken]
+    pairs, left, right = list[Pair](), *(sorted(holders, key=lambda h: h.start) for holders in (before, after))
+    # The closest matches first: same layer and size, then same size, then the rest by first step.
+    keys: tuple[Callable[[Holder], object], ...] = (lambda h: (h.module, h.size), lambda h: h.size, lambda h: 0)
+    for key in keys:
+        waiting = defaultdict[object, list[Holder]](list)
+        for holder in reversed(right):
+            waiting[key_of(holder), key(holder)].append(holder)
+        found = [(h, same.pop()) for h in left if (same := waiting[key_of(h), key(h)])]
+        gone, taken = {a.id for a, _ in found}, {b.id for _, b in found}
+        left, right = [h for h in left if h.id not in gone], [h for h in right if h.id not in taken]
+        pairs += found
+    went, came = (tuple(sorted(holders, key=lambda h: -h.size)) for holders in (left, right))
+    return pairs, went, came

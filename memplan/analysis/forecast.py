@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from memplan.analysis.buffers import next_use, own_touches
 from memplan.core.evictions import OFFLOAD, RELOAD, RELOAD_WAIT, TRANSFERS
 from memplan.core.graph import StorageKind
 from memplan.errors import MemplanError, UnknownName
@@ -18,11 +19,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 8  # names in an error
 _GIVEN = (
-    StorageKind.PARAMETER,
-    StorageKind.OPTIMIZER_STATE,
-    StorageKind.CONSTANT,
-    StorageKind.INPUT,
-    StorageKind.TANGENT,
+    *(StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE, StorageKind.CONSTANT),
+    *(StorageKind.INPUT, StorageKind.TANGENT),
 )
 
 
@@ -70,17 +68,13 @@ class Forecast:
     def at(self, step: int) -> StoragePlace:
         """Return where the storage is while the op of `step` runs. Raises `MemplanError` if there is no such step."""
         if not 0 <= step < self.steps:
-            raise MemplanError(
-                f"step {step} is not one of the plan's {self.steps}",
-                where=self.name,
-                hint=f"its steps are 0 to {self.steps - 1}",
-            )
+            what, hint = f"step {step} is not one of the plan's {self.steps}", f"its steps are 0 to {self.steps - 1}"
+            raise MemplanError(what, where=self.name, hint=hint)
         return self.places[bisect_right(self.places, step, key=lambda place: place.start) - 1]
 
     def next_use(self, step: int) -> int | None:
         """Return the first use after `step` (-1: the first of all), None when there is none."""
-        place = bisect_right(self.uses, step)
-        return self.uses[place] if place < len(self.uses) else None
+        return next_use(self.uses, step)
 
 
 def forecast(plan: Plan, name: str) -> Forecast:
@@ -91,10 +85,10 @@ def forecast(plan: Plan, name: str) -> Forecast:
     """
     hosts = _hosts(plan)
     storage = _find(plan, _bases(plan, hosts), name)
-    lives = _lives(plan, storage)
-    touched = _touches(plan, lives)
-    graph, order, found = plan.graph, plan.schedule.order, plan.graph.storages[storage]
+    graph, order, lives, by_name = plan.graph, plan.schedule.order, _lives(plan, storage), own_touches(plan)
+    touched = {life: by_name.get(graph.storages[life].name, ()) for life in lives}
     uses = {s for steps in touched.values() for s in steps if graph.ops[order[s]].target not in TRANSFERS}
+    found = graph.storages[storage]
     return Forecast(
         name=found.name,
         nbytes=found.nbytes,
@@ -133,21 +127,19 @@ def _bases(plan: Plan, hosts: Mapping[int, int]) -> dict[int, int]:
 def _find(plan: Plan, bases: Mapping[int, int], name: str) -> int:
     """Return the storage of that name, never one of its further lives. Raises `UnknownName`."""
     storages = plan.graph.storages
-    for table in (
-        {s.name: i for i, s in reversed(list(enumerate(storages)))},
-        {v.name: v.storage for v in reversed(plan.graph.values)},
-    ):
-        if name in table:
-            return bases.get(table[name], table[name])
-    own = [i for i in range(len(storages)) if i not in bases]
-    made = [i for i in own if name and storages[i].origin.module == name]
+    named = {v.name: v.storage for v in reversed(plan.graph.values)}
+    named |= {s.name: i for i, s in reversed(list(enumerate(storages)))}
+    if name in named:
+        return bases.get(named[name], named[name])
+    own = {i: storages[i] for i in range(len(storages)) if i not in bases}
+    made = [i for i, s in own.items() if name and s.origin.module == name]
     if len(made) == 1:
         return made[0]
     if made:
         names = ", ".join(storages[i].name for i in made[:_SHOWN])
         hint = f"name one of them: {names}{', ...' if len(made) > _SHOWN else ''}"
         raise UnknownName(f"the module made {len(made)} storages", where=name, hint=hint)
-    known = {storages[i].name for i in own} | {storages[i].origin.module for i in own} - {""}
+    known = {text for s in own.values() for text in (s.name, s.origin.module) if text}
     close = get_close_matches(name, sorted(known), n=_SHOWN, cutoff=0.5)
     hint = f"did you mean: {', '.join(close)}" if close else "the names are those of plan.graph.storages"
     raise UnknownName("names no storage, value or module of the plan", where=repr(name), hint=hint)
@@ -169,17 +161,7 @@ def _kept(plan: Plan) -> set[int]:
     return {plan.graph.values[v].storage for v in (*plan.graph.outputs, *plan.graph.gradients)}
 
 
-def _touches(plan: Plan, storages: list[int]) -> dict[int, list[int]]:
-    """Return for each storage the steps that read or write it, ascending."""
-    found: dict[int, list[int]] = {s: [] for s in storages}
-    for step, index in enumerate(plan.schedule.order):
-        for s in plan.graph.touched(plan.graph.ops[index]):
-            if s in found:
-                found[s].append(step)
-    return found
-
-
-def _stays(plan: Plan, touched: Mapping[int, list[int]]) -> Iterator[StoragePlace]:
+def _stays(plan: Plan, touched: Mapping[int, tuple[int, ...]]) -> Iterator[StoragePlace]:
     """Yield where each life is from its first touch to its last."""
     graph, order = plan.graph, plan.schedule.order
     container = {v.storage: plan.placed.values[i].storage for i, v in enumerate(graph.values)}
@@ -202,7 +184,7 @@ def _stays(plan: Plan, touched: Mapping[int, list[int]]) -> Iterator[StoragePlac
 
 
 def _without_gaps(
-    plan: Plan, lives: list[int], hosts: Mapping[int, int], touched: Mapping[int, list[int]]
+    plan: Plan, lives: list[int], hosts: Mapping[int, int], touched: Mapping[int, tuple[int, ...]]
 ) -> Iterator[StoragePlace]:
     """Yield the places of a storage from step 0 to the last: those of its lives, and those between them."""
     base = plan.graph.storages[lives[0]]

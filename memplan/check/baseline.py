@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from memplan.analysis.figures import Figures
+from memplan.analysis.rows import Figures
 from memplan.core.files import locked, write_atomic
 from memplan.core.jsonio import clip, from_json, show, to_json
 from memplan.errors import InvalidPlan, UnreadableFile

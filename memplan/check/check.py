@@ -1,62 +1,95 @@
-"""Checks a plan against limits: which are exceeded, by how much, and which buffers explain it."""
+"""Checks a plan against limits: which are exceeded, by how much, and which buffers explain it.
+
+A limit ("arena:12GiB", "arena:+2%", "fragmentation:5%", "outside:+0") is a figure, a colon and what it may be. With a
+plus sign it is relative to the baseline: a share of it ("+2%") or a number of bytes ("+64MiB") that the figure may grow
+by. Fragmentation is a share itself: "fragmentation:+1%" allows one percentage point more than before.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from memplan.analysis.figures import Figures, figures_of
-from memplan.analysis.groups import Growth, growths
-from memplan.analysis.holders import Holder, alive_at
-from memplan.check.rules import Against, Metric, Rule
+from memplan.analysis.buffers import Holder, alive_at
+from memplan.analysis.rows import Figures, Group, Growth, figures_of, growths
 from memplan.core.plan import Plan
-from memplan.core.units import bytes_apart, format_exact, format_share, shares_apart
+from memplan.core.units import (
+    bytes_apart,
+    format_exact,
+    format_share,
+    parse_percent,
+    parse_share_exactly,
+    parse_size,
+    shares_apart,
+)
 from memplan.errors import InvalidSize
 
 EXPLAINED = 5
+_FORM = "write FIGURE:LIMIT, as arena:12GiB, arena:+2%, fragmentation:5% or outside:+0"
+
+
+class Metric(enum.StrEnum):
+    """The figures that can be limited."""
+
+    ARENA = "arena"
+    PEAK = "peak"
+    FRAGMENTATION = "fragmentation"
+    OUTSIDE = "outside"
+    TOTAL = "total"
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the figure is a share of one instead of bytes."""
+        return self is Metric.FRAGMENTATION
+
+    def of(self, figures: Figures) -> Fraction:
+        """Return the figure's exact value: bytes or a share."""
+        return Fraction(figures.max_live if self is Metric.PEAK else getattr(figures, self.value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckLimits:
-    """The limits of a plan; None is no limit.
+class Rule:
+    """A limit on one figure: `times` its baseline plus `amount`, in bytes or a share; `text`: as it was written."""
 
-    `max_arena`, `max_outside` and `max_total` are bytes (total: `Plan.total`, outside: what it adds to the arena),
-    `max_fragmentation` is a share between 0 and 1. A figure that equals its limit is within it.
-    """
-
-    max_arena: int | None = None
-    max_fragmentation: float | None = None
-    max_outside: int | None = None
-    max_total: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_arena", "max_outside", "max_total"):
-            size = getattr(self, name)
-            if size is not None and size < 0:
-                raise InvalidSize(f"{size} is negative", where=name, hint="give a number of bytes")
-        share = self.max_fragmentation
-        if share is not None and not 0 <= share <= 1:
-            raise InvalidSize(f"{share} is not between 0 and 1", where="max_fragmentation", hint="write 0.02 for 2 %")
+    metric: Metric
+    times: Fraction
+    amount: Fraction
+    text: str
 
     @property
-    def is_empty(self) -> bool:
-        return not self.rules
+    def needs_baseline(self) -> bool:
+        return self.times != 0
 
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        """The limits as rules, in the order of the fields."""
-        # 0.02 as written in decimal, not as the nearest binary fraction: 98 of 100 bytes are within a limit of 2 %.
-        share = None if self.max_fragmentation is None else Fraction(repr(float(self.max_fragmentation)))
-        given = (
-            *((Metric.ARENA, self.max_arena), (Metric.FRAGMENTATION, share)),
-            *((Metric.OUTSIDE, self.max_outside), (Metric.TOTAL, self.max_total)),
-        )
-        return tuple(
-            Rule(metric=metric, against=Against.ZERO, amount=Fraction(most), text=f"{metric}:{most}")
-            for metric, most in given
-            if most is not None
-        )
+    def limit(self, baseline: Figures | None) -> Fraction:
+        """Return the highest value within the limit, exactly. `baseline` may be None unless it is needed."""
+        return self.amount + (self.times * self.metric.of(baseline) if baseline is not None else 0)
+
+
+def parse_rule(text: str) -> Rule:
+    """Return the rule that `text` describes. Raises `InvalidSize`, whose hint shows how rules are written."""
+    name, colon, amount = text.strip().partition(":")
+    try:
+        metric = Metric(name.strip())
+    except ValueError:
+        raise InvalidSize(f"{text!r} limits none of {', '.join(Metric)}", hint=_FORM) from None
+    amount = amount.strip()
+    if not colon or not amount:
+        raise InvalidSize(f"{text!r} has no limit", hint=_FORM)
+    times, value = Fraction(amount.startswith("+")), Fraction(0)
+    amount = amount.removeprefix("+").strip()
+    if metric.is_share:
+        value = parse_share_exactly(amount)
+    elif times and amount.endswith("%"):
+        times += parse_percent(amount)
+    else:
+        value = Fraction(parse_size(amount))
+    return Rule(metric=metric, times=times, amount=value, text=text.strip())
+
+
+NOTHING_GROWS = tuple(map(parse_rule, ("arena:+0", "outside:+0")))
+"""The rules for a baseline when no others are given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +152,12 @@ class Verdict:
         return tuple((metric, before, now) for metric, before, now in pairs if now < before)
 
 
-def check(plan: Plan, limits: CheckLimits | Iterable[Rule], baseline: Figures | None = None) -> Verdict:
-    """Return the verdict on `plan`: each limit compared exactly, without floats.
+def check(plan: Plan, rules: Iterable[Rule], baseline: Figures | None = None) -> Verdict:
+    """Return the verdict on `plan`: each rule compared exactly, without floats.
 
     Raises `InvalidSize` for a rule that counts from a baseline when none is given.
     """
-    rules = limits.rules if isinstance(limits, CheckLimits) else tuple(limits)
+    rules = tuple(rules)
     for rule in rules:
         if rule.needs_baseline and baseline is None:
             raise InvalidSize(
@@ -138,47 +171,44 @@ def check(plan: Plan, limits: CheckLimits | Iterable[Rule], baseline: Figures | 
 
 def _finding(plan: Plan, figures: Figures, baseline: Figures | None, rule: Rule) -> Finding:
     metric, measured, limit = rule.metric, rule.metric.of(figures), rule.limit(baseline)
-    ok = measured <= limit
     before = metric.of(baseline) if baseline is not None else None
+    because: tuple[Holder, ...] = ()
+    parts: tuple[tuple[str, int], ...] = ()
     grown: tuple[Growth, ...] = ()
-    if not ok and baseline is not None and before is not None and measured > before:
-        grown = tuple(_grown(metric, baseline, figures))
-    explain = not ok and not grown
+    if measured > limit and baseline is not None and before is not None and measured > before:
+        grown = tuple(sorted(_grown(metric, baseline, figures), key=lambda row: -row.delta))
+    if measured > limit and not grown and metric is Metric.OUTSIDE:
+        parts = tuple(sorted(figures.parts.items(), key=lambda part: -part[1]))
+    elif measured > limit and not grown:
+        because = alive_at(plan, plan.problem.peak_step, EXPLAINED)
     return Finding(
         name=metric.value,
         measured=measured,
         limit=limit,
         is_share=metric.is_share,
-        ok=ok,
+        ok=measured <= limit,
         rule=rule.text,
         before=before,
-        because=alive_at(plan, plan.problem.peak_step, EXPLAINED) if explain and metric is not Metric.OUTSIDE else (),
-        parts=_parts(figures) if explain and metric is Metric.OUTSIDE else (),
+        because=because,
+        parts=parts,
         grown=grown,
     )
 
 
-def _parts(figures: Figures) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(figures.parts.items(), key=lambda part: -part[1]))
-
-
 def _grown(metric: Metric, before: Figures, after: Figures) -> Iterator[Growth]:
-    """Yield the rows that explain the growth of a figure, largest first."""
-    rows: list[Growth] = []
+    """Yield the rows that explain the growth of a figure."""
     if metric is not Metric.OUTSIDE:
-        rows += growths(before.peak, after.peak)
+        yield from growths(before.peak, after.peak)
     if metric in (Metric.ARENA, Metric.TOTAL, Metric.FRAGMENTATION) and before.lost != after.lost:
-        rows.append(_row("fragmentation", before.lost, after.lost))
+        yield _row("fragmentation", before.lost, after.lost)
     if metric in (Metric.OUTSIDE, Metric.TOTAL):
         for kind in {**after.parts, **before.parts}:
             old, new = before.parts.get(kind, 0), after.parts.get(kind, 0)
             if old != new:
-                rows.append(_row(kind, old, new))
-    yield from sorted(rows, key=lambda row: -row.delta)
+                yield _row(kind, old, new)
 
 
 def _row(kind: str, before: int, after: int) -> Growth:
     """Return a row of bytes that are not buffers of the arena."""
-    return Growth(
-        module="", op="", kind=kind, source="", count_before=0, count_after=0, bytes_before=before, bytes_after=after
-    )
+    sides = (Group(module="", op="", kind=kind, source="", count=0, bytes=size) for size in (before, after))
+    return Growth.of(("", "", kind), *sides)

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memplan.check.rules import Rule, parse_rule
+from memplan.check.check import Rule, parse_rule
 from memplan.core.jsonio import clip, show
 from memplan.errors import InvalidPlan, InvalidSize, UnreadableFile
 
 _HINT = (
     'as in: [tool.memplan] models = ["model.py:make"], baseline = ".memplan-baseline.json", fail-over = ["arena:+2%"]'
 )
+_PROJECT: dict[str, type] = {"models": list, "baseline": str, "fail-over": list}
+_ENTRY: dict[str, type] = {"target": str, "name": str, "infer": bool, "fail-over": list}
+_KINDS = {list: "a list", str: "a text", bool: "true or false"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,83 +56,61 @@ def find_project(start: Path) -> Project | None:
     """
     for folder in (start, *start.parents):
         file = folder / "pyproject.toml"
-        if file.is_file() and (table := _table(file)) is not None:
-            return _project(file, table, start)
+        if file.is_file():
+            try:
+                tool = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
+            except (OSError, ValueError) as error:
+                raise UnreadableFile(f"cannot be read: {error}", where=str(file)) from error
+            if isinstance(tool, dict) and "memplan" in tool:
+                return _project(file, tool["memplan"], start)
     return None
 
 
-def _table(file: Path) -> dict[str, Any] | None:
-    try:
-        tool = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
-    except (OSError, ValueError) as error:
-        raise UnreadableFile(f"cannot be read: {error}", where=str(file)) from error
-    table = tool.get("memplan") if isinstance(tool, dict) else None
-    if table is not None and not isinstance(table, dict):
-        raise _wrong(file, "", table, "a table")
-    return table
-
-
-def _project(file: Path, table: dict[str, Any], start: Path) -> Project:
-    _known(file, "", table, ("models", "baseline", "fail-over"))
+def _project(file: Path, table: Any, start: Path) -> Project:
+    at = f"{file}: tool.memplan"
+    _require(at, table, _PROJECT)
     models = table.get("models", [])
-    if not isinstance(models, list):
-        raise _wrong(file, "models", models, "a list")
-    baseline = table.get("baseline")
-    if baseline is not None and not isinstance(baseline, str):
-        raise _wrong(file, "baseline", baseline, "a file's name")
-    entries = tuple(_entry(file, f"models[{i}]", model, start) for i, model in enumerate(models))
+    entries = tuple(_entry(f"{at}.models[{i}]", model, file.parent, start) for i, model in enumerate(models))
     names = [entry.name for entry in entries]
-    for name in names:
-        if names.count(name) > 1:
-            raise InvalidPlan(f"two models have the name {name!r}", where=f"{file}: tool.memplan.models", hint=_HINT)
-    return Project(
-        file=file,
-        entries=entries,
-        baseline=None if baseline is None else file.parent / baseline,
-        rules=_rules(file, "fail-over", table.get("fail-over")),
-    )
+    twin = next((name for name in names if names.count(name) > 1), None)
+    if twin is not None:
+        raise InvalidPlan(f"two models have the name {twin!r}", where=f"{at}.models", hint=_HINT)
+    baseline = file.parent / table["baseline"] if "baseline" in table else None
+    return Project(file=file, entries=entries, baseline=baseline, rules=_rules(at, table))
 
 
-def _entry(file: Path, where: str, data: Any, start: Path) -> Entry:
-    fields = {"target": data} if isinstance(data, str) else data
-    if not isinstance(fields, dict):
-        raise _wrong(file, where, data, "a text or a table")
-    _known(file, where, fields, ("target", "name", "infer", "fail-over"))
-    target, infer = fields.get("target"), fields.get("infer", False)
-    name = fields.get("name", target)
-    if not isinstance(target, str) or not isinstance(name, str):
-        raise _wrong(file, f"{where}.target", target, "a text")
-    if not isinstance(infer, bool):
-        raise _wrong(file, f"{where}.infer", infer, "true or false")
-    rules = _rules(file, f"{where}.fail-over", fields.get("fail-over"))
-    return Entry(name=name, target=_from_here(file.parent, target, start), infer=infer, rules=rules)
-
-
-def _from_here(folder: Path, target: str, start: Path) -> str:
-    """Return a target that is relative to the project's folder as it is named from `start`; modules are unchanged."""
+def _entry(at: str, data: Any, folder: Path, start: Path) -> Entry:
+    fields: Any = {"target": data} if isinstance(data, str) else data
+    _require(at, fields, _ENTRY)
+    if "target" not in fields:
+        raise InvalidPlan("there is no target", where=f"{at}.target", hint=_HINT)
+    target, name = fields["target"], fields.get("name", fields["target"])
     path = target.rpartition(":")[0] if ".py:" in target else target
-    return str(folder / target) if folder != start and path.endswith((".py", ".json")) else target
+    if folder != start and path.endswith((".py", ".json")):  # named from the project's folder; a module is not
+        target = str(folder / target)
+    return Entry(name=name, target=target, infer=fields.get("infer", False), rules=_rules(at, fields))
 
 
-def _rules(file: Path, where: str, data: Any) -> tuple[Rule, ...] | None:
-    if data is None:
+def _rules(at: str, table: dict[str, Any]) -> tuple[Rule, ...] | None:
+    texts = table.get("fail-over")
+    if texts is None:
         return None
-    if not isinstance(data, list) or not all(isinstance(text, str) for text in data):
-        raise _wrong(file, where, data, "a list of texts")
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidPlan(f"{show(texts)} is not a list of texts", where=f"{at}.fail-over", hint=_HINT)
     try:
-        return tuple(parse_rule(text) for text in data)
+        return tuple(map(parse_rule, texts))
     except InvalidSize as error:
-        error.where = f"{file}: tool.memplan.{where}"
+        error.where = f"{at}.fail-over"
         raise
 
 
-def _known(file: Path, where: str, table: dict[str, Any], keys: tuple[str, ...]) -> None:
-    for key in table:
-        if key not in keys:
-            at = f"{file}: tool.memplan{'.' + where if where else ''}.{clip(key)}"
-            raise InvalidPlan(f"unknown key; known are {', '.join(keys)}", where=at, hint=_HINT)
-
-
-def _wrong(file: Path, where: str, data: object, expected: str) -> InvalidPlan:
-    at = f"{file}: tool.memplan{'.' + where if where else ''}"
-    return InvalidPlan(f"{show(data)} is not {expected}", where=at, hint=_HINT)
+def _require(at: str, table: Any, kinds: dict[str, type]) -> None:
+    """Raise `InvalidPlan` unless `table` is one, whose keys are those of `kinds` and have values of their kinds."""
+    if not isinstance(table, dict):
+        raise InvalidPlan(f"{show(table)} is not a table", where=at, hint=_HINT)
+    for key, value in table.items():
+        if key not in kinds:
+            what = f"unknown key; known are {', '.join(kinds)}"
+            raise InvalidPlan(what, where=f"{at}.{clip(key)}", hint=_HINT)
+        if not isinstance(value, kinds[key]):
+            raise InvalidPlan(f"{show(value)} is not {_KINDS[kinds[key]]}", where=f"{at}.{key}", hint=_HINT)

@@ -2,8 +2,9 @@
 
 In: arguments. Out: text on stdout, files and an exit code: 0 success, 1 a limit is exceeded or no placement fits, 2
 bad input (explained on stderr, without a traceback), 3 a bug in memplan (with a traceback), 130 interrupted. Start at
-`main`, then `report.py`; `source.py` turns a model or a file into a plan. A command is in the file of its name, but for
-`diff` and `explain`, which are in `compare.py`.
+`main`, then `report.py`; `source.py` turns a model or a file into a plan, `console.py` has what commands print with and
+the options that they share, `outputs.py` what they write. A command is in the file of its name, but for `diff` and
+`explain`, which are in `compare.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from typing import Annotated
 import typer
 
 from memplan.cli import budget, check, compare, demo, doctor, fits, report, solve
-from memplan.cli.console import Settings, error_console, show_error, tolerate_encodings
-from memplan.cli.interrupt import EXIT_CODE, Interrupts
+from memplan.cli.console import INTERRUPTED, Interrupts, Settings, error_console, show_error, tolerate_encodings
 from memplan.errors import MemplanError
 
 HELP = """Plan the memory of PyTorch models ahead of time: every tensor at a fixed address in one arena, known before
@@ -25,41 +25,15 @@ anything runs.
 A MODEL is named FILE.py:FACTORY or package.module:FACTORY, where FACTORY() returns (model, example_inputs).
 A PLAN is a file written by `memplan report MODEL --save plan.json` or by plan.save("plan.json").
 """
-
-EPILOG = """[bold]Examples[/bold]
-
-memplan demo                                   everything once, in a minute
-
-memplan report model.py:gpt2                   what a training step needs
-
-memplan report model.py:gpt2 --infer           what a forward alone needs
-
-memplan report model.py:gpt2 --html a.html     see where every tensor lies
-
-memplan report model.py:gpt2 --save plan.json  keep the plan
-
-memplan fits model.py:gpt2 --device h100       whether it fits, and the largest batch
-
-memplan budget model.py:gpt2                   what less memory costs in time
-
-memplan explain plan.json                      which buffers are alive at the peak
-
-memplan diff old.json plan.json                what changed
-
-memplan check plan.json --max-arena 3GiB       fail a build that needs more
-
-memplan check plan.json --baseline b.json      fail a build that grew
-
-memplan solve buffers.csv -o placed.csv        place buffers, without torch
-
-[bold]In CI[/bold]
-
-List models, baseline and limits in pyproject.toml under \\[tool.memplan]; then `memplan check --format github`.
-
-[bold]Exit codes[/bold]
-
-0 success, 1 over a limit or nothing fits, 2 bad input, 3 a bug in memplan, 130 interrupted
-"""
+EPILOG = "\n\n".join((
+    "[bold]Examples[/bold]",
+    "memplan report model.py:gpt2 --html a.html     what a step needs, and where every tensor lies",
+    "memplan report model.py:gpt2 --save plan.json  keep the plan",
+    "memplan check plan.json --max-arena 3GiB       fail a build that needs more",
+    "memplan solve buffers.csv -o placed.csv        place buffers, without torch",
+    "In CI: models, baseline and limits in pyproject.toml, \\[tool.memplan]; `memplan check --format github`.",
+    "Exit codes: 0 success, 1 over a limit or nothing fits, 2 bad input, 3 a bug in memplan, 130 interrupted",
+))  # fmt: skip
 
 app = typer.Typer(
     name="memplan",
@@ -70,13 +44,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(no_args_is_help=True)(report.report)
-app.command(no_args_is_help=True)(fits.fits)
-app.command(no_args_is_help=True)(budget.budget)
-app.command()(check.check)
-app.command(no_args_is_help=True)(compare.diff)
-app.command(no_args_is_help=True)(compare.explain)
-app.command(no_args_is_help=True)(solve.solve)
+for _command in (report.report, fits.fits, budget.budget, check.check, compare.diff, compare.explain, solve.solve):
+    app.command(no_args_is_help=_command is not check.check)(_command)
 app.command()(demo.demo)
 app.command()(doctor.doctor)
 
@@ -103,20 +72,18 @@ def _options(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line with `argv` (without the program's name) and return its exit code."""
     tolerate_encodings()
-    settings = Settings()
+    settings, code = Settings(), 0
     with Interrupts() as interrupts:
         try:
             app(args=None if argv is None else list(argv), prog_name="memplan", obj=settings)
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-            return EXIT_CODE if interrupts.seen else code
         except KeyboardInterrupt:
-            return EXIT_CODE
+            code = INTERRUPTED
         except Exception as error:
-            if interrupts.seen:  # compiled code or a library turned the KeyboardInterrupt into this error
-                return EXIT_CODE
-            return _failed(error, settings)
-        return EXIT_CODE if interrupts.seen else 0
+            if not interrupts.seen:  # else compiled code or a library turned the KeyboardInterrupt into this error
+                code = _failed(error, settings)
+        return INTERRUPTED if interrupts.seen else code
 
 
 def _failed(error: Exception, settings: Settings) -> int:
@@ -124,11 +91,10 @@ def _failed(error: Exception, settings: Settings) -> int:
     known = isinstance(error, (MemplanError, OSError))
     if settings.traceback or not known:
         traceback.print_exception(error)
-    if isinstance(error, MemplanError):
-        show_error(error)
-        return 2
-    if known:  # an OSError, such as a full disk or a missing folder, is no bug of memplan
-        show_error(MemplanError(str(error), hint="check that the paths exist and can be written"))
-        return 2
-    error_console().print("this is a bug in memplan; please report it with the lines above", style="bold red")
-    return 3
+    if not known:
+        error_console().print("this is a bug in memplan; please report it with the lines above", style="bold red")
+        return 3
+    if not isinstance(error, MemplanError):  # an OSError, such as a full disk or a missing folder, is no bug of memplan
+        error = MemplanError(str(error), hint="check that the paths exist and can be written")
+    show_error(error)
+    return 2

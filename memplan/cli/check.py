@@ -2,80 +2,42 @@
 
 from __future__ import annotations
 
-import enum
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memplan.cli.console import console, error_console
+from memplan.cli import console as c
+from memplan.cli.console import Format, opt
+from memplan.errors import InvalidModel, InvalidSize, UnreadableFile
 
 if TYPE_CHECKING:
-    from memplan.analysis.figures import Figures
-    from memplan.check.project import Entry
-    from memplan.cli.gate import Work
-    from memplan.report.verdicts import Judged
+    from memplan.analysis.rows import Figures
+    from memplan.check.check import Finding, Rule
+    from memplan.check.project import Entry, Project
+    from memplan.report.verdicts import Judged, Location
+    from memplan.verify import Proof
 
-
-class VerdictFormat(enum.StrEnum):
-    """The output formats of the verdicts."""
-
-    TABLE = "table"
-    MARKDOWN = "markdown"
-    JSON = "json"
-    GITHUB = "github"
+_TARGETS = "plan.json, FILE.py:FACTORY or package.module:FACTORY; else those of pyproject.toml."
+_FAIL_OVER = "arena:12GiB, arena:+2%, arena:+64MiB, fragmentation:5%, outside:+0; also peak and total. Repeatable."
 
 
 def check(
-    targets: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[PLAN|MODEL]...",
-            help="plan.json, FILE.py:FACTORY or package.module:FACTORY; else those of pyproject.toml.",
-        ),
-    ] = None,
+    targets: Annotated[list[str] | None, typer.Argument(metavar="[PLAN|MODEL]...", help=_TARGETS)] = None,
     *,
-    baseline: Annotated[
-        Path | None, typer.Option("--baseline", metavar="FILE", help="Figures to compare with: nothing may grow.")
-    ] = None,
-    fail_over: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--fail-over",
-            metavar="FIGURE:LIMIT",
-            help="arena:12GiB, arena:+2%, arena:+64MiB, fragmentation:5%, outside:+0; also peak and total. Repeatable.",
-        ),
-    ] = None,
-    update_baseline: Annotated[
-        bool, typer.Option("--update-baseline", help="Write the current figures to the baseline.")
-    ] = False,
-    max_arena: Annotated[
-        str | None, typer.Option("--max-arena", metavar="SIZE", help="The same as --fail-over arena:SIZE.")
-    ] = None,
-    max_fragmentation: Annotated[
-        str | None,
-        typer.Option("--max-fragmentation", metavar="SHARE", help="The same as --fail-over fragmentation:SHARE."),
-    ] = None,
-    max_outside: Annotated[
-        str | None, typer.Option("--max-outside", metavar="SIZE", help="The same as --fail-over outside:SIZE.")
-    ] = None,
-    max_total: Annotated[
-        str | None, typer.Option("--max-total", metavar="SIZE", help="The same as --fail-over total:SIZE.")
-    ] = None,
-    infer: Annotated[bool, typer.Option("--infer", help="Plan the forward of a model alone.")] = False,
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="Prove a plan's claims about all orders and layouts again; exit 1 if one fails."),
-    ] = False,
-    time_limit: Annotated[
-        float | None,
-        typer.Option("--time-limit", metavar="SECONDS", help="How long --verify may take for each proof."),
-    ] = None,
-    form: Annotated[
-        VerdictFormat, typer.Option("--format", help="What to print; github: annotations and a job summary.")
-    ] = VerdictFormat.TABLE,
+    baseline: Annotated[Path | None, opt("--baseline FILE", "Figures to compare with: nothing may grow.")] = None,
+    fail_over: Annotated[list[str] | None, opt("--fail-over FIGURE:LIMIT", _FAIL_OVER)] = None,
+    update_baseline: Annotated[bool, opt("--update-baseline", "Write the current figures to the baseline.")] = False,
+    max_arena: Annotated[str | None, opt("--max-arena SIZE", "As --fail-over arena:SIZE.")] = None,
+    max_fragmentation: Annotated[str | None, opt("--max-fragmentation SHARE", "As --fail-over fragmentation:.")] = None,
+    max_outside: Annotated[str | None, opt("--max-outside SIZE", "As --fail-over outside:SIZE.")] = None,
+    max_total: Annotated[str | None, opt("--max-total SIZE", "As --fail-over total:SIZE.")] = None,
+    infer: c.Infer = False,
+    verify: Annotated[bool, opt("--verify", "Prove what plans claim again; exit 1 if a proof fails.")] = False,
+    time_limit: c.TimeLimit = None,
+    form: c.Shown = Format.TABLE,
 ) -> None:
     """Fail when a plan or a model needs more than it may, or more than it did.
 
@@ -88,97 +50,165 @@ def check(
     """
     from memplan.check.baseline import read_baseline
     from memplan.check.project import find_project
-    from memplan.cli.gate import Work, entries_of, given_rules
-    from memplan.cli.source import seconds_option, share_option, size_option
-    from memplan.errors import InvalidSize
+    from memplan.cli.source import seconds_option
 
-    given = given_rules(
-        fail_over or [],
-        size_option("--max-arena", max_arena),
-        share_option("--max-fragmentation", max_fragmentation),
-        size_option("--max-outside", max_outside),
-        size_option("--max-total", max_total),
-    )
+    most = {"arena": max_arena, "fragmentation": max_fragmentation, "outside": max_outside, "total": max_total}
+    given = [_rule(f"--max-{name}", f"{name}:{text}") for name, text in most.items() if text is not None]
+    given += [_rule("--fail-over", text) for text in fail_over or ()]
     limit = seconds_option("--time-limit", time_limit)
     if limit is not None and not verify:
         raise InvalidSize("is for --verify", where="--time-limit", hint="add --verify, or leave it out")
     project = find_project(Path.cwd())
-    entries, listed = entries_of(targets or [], infer, project)
-    file = baseline or (project.baseline if project and listed else None)
-    work = Work(entries, given, project if listed else None, file, verify=verify, time_limit=limit)
+    entries, listed = _entries(targets or [], infer, project)
+    owner, whole = project if listed else None, listed and not targets
+    file = baseline or (owner.baseline if owner else None)
+    if update_baseline and file is None:
+        raise InvalidSize("there is no baseline to update", hint="add --baseline FILE")
+    work = _Work(file, verify, limit)
+    asked = [(entry, work.rules(given, entry, owner)) for entry in entries]
     if update_baseline:
-        _update(work, whole=listed and not targets, form=form)
+        _update(work, asked, whole=whole, form=form)
         return
     before = read_baseline(file) if file else {}
-    judged = work.judge(before)
+    judged = [work.judge(entry, rules, before) for entry, rules in asked]
     _show(judged, form)
-    if listed and not targets:
-        _mention_unlisted(before, entries)
+    for name in before.keys() - {entry.name for entry in entries} if whole else ():
+        line = f"note: {name} is in the baseline, and pyproject.toml does not list it; --update-baseline removes it"
+        c.say(line, stderr=True)
     if not all(j.ok for j in judged):
         raise typer.Exit(1)
 
 
-def _update(work: Work, *, whole: bool, form: VerdictFormat) -> None:
-    """Write the current figures to the baseline, unless a plan is invalid or exceeds an absolute limit."""
-    from memplan.check.baseline import read_baseline, update_baseline
-    from memplan.cli.interrupt import stop_if_interrupted
-    from memplan.cli.outputs import require_outputs
-    from memplan.errors import InvalidSize
+def _rule(option: str, text: str) -> Rule:
+    """Return the rule that an option's text describes. Raises `InvalidSize`, which names the option."""
+    from memplan.check.check import parse_rule
 
-    if work.file is None:
-        raise InvalidSize("there is no baseline to update", hint="add --baseline FILE")
-    require_outputs({"--baseline": work.file}, *(entry.target for entry in work.entries))
-    before = read_baseline(work.file) if work.file.exists() else {}
-    judged = work.judge(before, absolute_only=True)
+    try:
+        return parse_rule(text)
+    except InvalidSize as error:
+        error.where = option
+        raise
+
+
+def _entries(targets: list[str], infer: bool, project: Project | None) -> tuple[tuple[Entry, ...], bool]:
+    """Return the entries to check, and whether the project lists them: only then its baseline and rules apply."""
+    from memplan.check.project import Entry
+    from memplan.cli.source import is_model
+
+    known = {entry.name: entry for entry in project.entries} if project else {}
+    if targets and all(target in known for target in targets) and not infer:
+        return tuple(known[target] for target in dict.fromkeys(targets)), True
+    if targets:
+        # --infer applies to the models among the targets, not to saved plans.
+        return tuple(Entry(name=t, target=t, infer=infer and is_model(t)) for t in dict.fromkeys(targets)), False
+    if infer:
+        hint = "in pyproject.toml write infer = true for a model"
+        raise InvalidModel("--infer is for models named on the command line", hint=hint)
+    if not known:
+        hint = "name plans or models, or list them in pyproject.toml: [tool.memplan] models = [...]"
+        raise InvalidModel("nothing to check", hint=hint)
+    return tuple(known.values()), True
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """How entries are checked: against the baseline in `file`, if any.
+
+    `verify`: prove the claims of the plans again, each within `time_limit` seconds; then no limit is needed.
+    """
+
+    file: Path | None
+    verify: bool
+    time_limit: float | None
+
+    def rules(self, given: Sequence[Rule], entry: Entry, project: Project | None) -> tuple[Rule, ...]:
+        """Return the limits of an entry: those of the command line, else its own, else the project's."""
+        from memplan.check.check import NOTHING_GROWS
+
+        theirs = project.rules if project else None
+        chosen = given or (entry.rules if entry.rules is not None else theirs)
+        if chosen is None and self.file is not None:
+            chosen = NOTHING_GROWS
+        if not chosen and not self.verify:
+            hint = "add --baseline FILE, --fail-over arena:12GiB or --max-arena 12GiB"
+            raise InvalidSize("no limit is given", hint=hint)
+        return tuple(chosen or ())
+
+    def judge(
+        self,
+        entry: Entry,
+        rules: tuple[Rule, ...],
+        before: Mapping[str, Figures],
+        *,
+        absolute_only: bool = False,
+    ) -> Judged:
+        """Plan or load an entry, check it against `before` and return the result."""
+        from memplan.check.check import check as check_plan
+        from memplan.cli.source import is_model, obtain
+        from memplan.planning.consistency import check_consistency
+        from memplan.report.verdicts import Judged
+
+        rules = tuple(r for r in rules if not (absolute_only and r.needs_baseline))
+        if any(r.needs_baseline for r in rules) and self.file is None:
+            raise InvalidSize("limits with a plus sign are relative to a baseline", hint="add --baseline FILE")
+        if any(r.needs_baseline for r in rules) and entry.name not in before:
+            hint = "add them with --update-baseline, and commit the file"
+            raise UnreadableFile(f"has no figures of {entry.name}", where=str(self.file), hint=hint)
+        plan = obtain(entry.target, infer=entry.infer)
+        proofs: tuple[Proof, ...] = ()
+        if absolute_only:
+            check_consistency(plan)
+        if self.verify:
+            from memplan.verify import verify
+
+            with c.stages(f"Proving {entry.name} again"):
+                proofs = verify(plan, self.time_limit)
+        file = entry.target.rpartition(":")[0] if is_model(entry.target) and ".py:" in entry.target else ""
+        verdict = check_plan(plan, rules, before.get(entry.name))
+        return Judged(name=entry.name, verdict=verdict, proofs=proofs, file=file)
+
+
+def _update(work: _Work, asked: Sequence[tuple[Entry, tuple[Rule, ...]]], *, whole: bool, form: Format) -> None:
+    """Write the current figures to the baseline, unless a plan is invalid or exceeds an absolute limit."""
+    from memplan.check import baseline
+    from memplan.cli.outputs import require_outputs
+    from memplan.core.units import format_exact
+
+    assert work.file is not None
+    require_outputs({"--baseline": work.file}, *(entry.target for entry, _ in asked))
+    before = baseline.read_baseline(work.file) if work.file.exists() else {}
+    judged = [work.judge(entry, rules, before, absolute_only=True) for entry, rules in asked]
     if not all(j.ok for j in judged):
         _show(judged, form)
         why = "something is not proven" if all(j.verdict.ok for j in judged) else "a limit is exceeded"
-        error_console().print(f"{work.file} was not written: {why}", style="bold red", soft_wrap=True)
+        c.say(f"{work.file} was not written: {why}", stderr=True, style="bold red")
         raise typer.Exit(1)
     now = {j.name: j.verdict.figures for j in judged}
-    stop_if_interrupted()
-    _say_written(work.file, update_baseline(work.file, now, whole=whole), now)
-
-
-def _say_written(file: Path, before: Mapping[str, Figures], now: Mapping[str, Figures]) -> None:
-    from rich.text import Text
-
-    from memplan.core.units import format_exact
-    from memplan.report.lines import printable
-
-    screen = console()
-    screen.print(Text(f"wrote {printable(str(file))}: {len(now)} updated"), soft_wrap=True)
+    c.stop_if_interrupted()
+    before = baseline.update_baseline(work.file, now, whole=whole)
+    c.say(f"wrote {work.file}: {len(now)} updated")
     for name, figures in now.items():
         old = before.get(name)
         if old is None or (old.arena, old.outside) != (figures.arena, figures.outside):
             was = "new" if old is None else f"was {format_exact(old.arena)} and {format_exact(old.outside)}"
             sizes = f"arena {format_exact(figures.arena)}, outside {format_exact(figures.outside)}"
-            screen.print(Text(f"  {printable(name)}: {sizes}; {was}"), soft_wrap=True)
+            c.say(f"  {name}: {sizes}; {was}")
 
 
-def _mention_unlisted(before: Mapping[str, Figures], entries: tuple[Entry, ...]) -> None:
-    names = {entry.name for entry in entries}
-    for name in before:
-        if name not in names:
-            line = f"note: {name} is in the baseline, and pyproject.toml does not list it; --update-baseline removes it"
-            error_console().print(line, soft_wrap=True, markup=False)
+def _show(judged: Sequence[Judged], form: Format) -> None:
+    from memplan.cli.outputs import Sources
+    from memplan.report.verdicts import check_form, github_lines, sources_of
 
+    c.show(check_form(judged), form)
+    if form is Format.GITHUB:
+        findings = (finding for j in judged for finding in j.verdict.findings)
+        files = Sources(source for finding in findings for source in sources_of(finding))
 
-def _show(judged: list[Judged], form: VerdictFormat) -> None:
-    from memplan.cli.github import Sources, add_summary
-    from memplan.report import verdicts
+        def locate(one: Judged, finding: Finding) -> Location | None:
+            """Return the line that explains `finding` best, else the file of the model's factory, else None."""
+            lines = (files.find(source, one.file) for source in sources_of(finding))
+            file = files.relative(one.file) if one.file else ""
+            return next((line for line in lines if line), (file, 0) if file else None)
 
-    if form is VerdictFormat.JSON:
-        typer.echo(json.dumps(verdicts.verdicts_json(judged), indent=2, allow_nan=False))
-        return
-    if form is VerdictFormat.MARKDOWN:
-        typer.echo(verdicts.verdicts_markdown(judged), nl=False)
-        return
-    from memplan.report.verdict_table import verdicts_table
-
-    screen = console()
-    screen.print(verdicts_table(judged, screen.width))
-    if form is VerdictFormat.GITHUB:
-        for line in verdicts.github_lines(judged, Sources.of(judged).locate):
+        for line in github_lines(judged, locate):
             typer.echo(line)
-        add_summary(verdicts.verdicts_markdown(judged))

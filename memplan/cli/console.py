@@ -1,23 +1,71 @@
-"""The consoles of the command line: results go to stdout, errors and progress to stderr."""
+"""What commands share: consoles (results go to stdout, errors and progress to stderr), Ctrl-C, options."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import io
+import json
 import os
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
 
 from memplan.errors import MemplanError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.console import Console
 
+    from memplan.report.sections import Form
+
 LOG_WIDTH = 1000  # characters: so wide that no name of a model is broken, and a table takes what it needs
+INTERRUPTED = 130  # the exit code: 128 + SIGINT, as shells report it
+
+
+# -- options -------------------------------------------------------------------------------------------------
+
+
+class Format(enum.StrEnum):
+    """What is printed; github: a table, and a summary of the job (and annotations, of a check)."""
+
+    TABLE = "table"
+    MARKDOWN = "markdown"
+    JSON = "json"
+    GITHUB = "github"
+
+
+def opt(spec: str, text: str, **more: Any) -> Any:
+    """Return an option such as "--output,-o FILE": its names, and what it takes if it takes a value."""
+    names, _, metavar = spec.partition(" ")
+    found = (name.replace("_", " ") for name in names.split(","))
+    return typer.Option(*found, metavar=metavar or None, help=text, **more)
+
+
+TARGET = "plan.json, FILE.py:FACTORY or package.module:FACTORY."
+_LINKS = "With --html: links of source lines, such as https://.../{path}#L{line}; without it they open VS Code."
+
+Infer = Annotated[bool, opt("--infer", "Plan the forward alone, without gradients.")]
+Ranks = Annotated[int | None, opt("--ranks N", "Plan one of N ranks that share the parameters.")]
+Costs = Annotated[str | None, opt("--costs DEVICE|FILE", "The costs of predicted times: a100, h100, h200, l4, cpu.")]
+HostBudget = Annotated[str | None, opt("--host-budget SIZE", "The most bytes of copies on the host.")]
+PinnedBudget = Annotated[str | None, opt("--pinned-budget SIZE", "The same where they are page-locked: for CUDA.")]
+Reserve = Annotated[str | None, opt("--reserve SIZE", "Bytes that the step does not show: optimizer state.")]
+Solver = Annotated[str | None, opt("--solver NAME", "Which solver places the buffers: auto or its name.")]
+TimeLimit = Annotated[float | None, opt("--time-limit SECONDS", "How long the solver, or each proof, may take.")]
+Html = Annotated[Path | None, opt("--html FILE", "Draw it as one page, to zoom and hover.")]
+SourceUrl = Annotated[str | None, opt("--source-url TEMPLATE", _LINKS)]
+Shown = Annotated[Format, opt("--format", "What to print; github: a table, annotations and a job summary.")]
+
+
+# -- consoles ------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -27,17 +75,8 @@ class Settings:
     traceback: bool = False
 
 
-def console() -> Console:
+def console(*, stderr: bool = False) -> Console:
     """Return a console for the current standard output; without a terminal, lines may be `LOG_WIDTH` wide."""
-    return _console(stderr=False)
-
-
-def error_console() -> Console:
-    """Return a console for the current standard error."""
-    return _console(stderr=True)
-
-
-def _console(*, stderr: bool) -> Console:
     from rich.console import Console
 
     made = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
@@ -46,45 +85,55 @@ def _console(*, stderr: bool) -> Console:
     return made
 
 
+def error_console() -> Console:
+    """Return a console for the current standard error."""
+    return console(stderr=True)
+
+
 def is_live(screen: Console) -> bool:
     """Return whether a console writes to a real terminal, on which a line can change; FORCE_COLOR makes none."""
     return screen.is_terminal and screen.file.isatty()
 
 
-@contextlib.contextmanager
-def progress(doing: str) -> Iterator[None]:
-    """Show on a terminal, while the context lasts, that work is under way; print nothing elsewhere."""
-    screen = error_console()
-    if not is_live(screen):
-        yield
+def show(form: Form, how: Format) -> None:
+    """Print a form; for GitHub, add it to the job's summary too. Raises `OSError`."""
+    if how is Format.JSON:
+        typer.echo(json.dumps(form.data, indent=2, allow_nan=False))
         return
+    from memplan.report.sections import markdown
+
+    if how is Format.MARKDOWN:
+        typer.echo(markdown(form), nl=False)
+        return
+    from memplan.report.terminal import rendered
+
+    screen = console()
+    screen.print(rendered(form, screen.width))
+    if how is Format.GITHUB and (summary := os.environ.get("GITHUB_STEP_SUMMARY")):
+        with open(summary, "a", encoding="utf-8") as file:
+            file.write(markdown(form))
+
+
+def say(text: str, *, stderr: bool = False, style: str = "") -> None:
+    """Print one line as it is, unbroken; control characters are escaped, for a name of a file or model has any."""
     from rich.text import Text
 
-    with screen.status(Text(f"{doing} ..."), spinner="line"):
-        yield
+    lines = ("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in text.splitlines())
+    console(stderr=stderr).print(Text("\n".join(lines), style), soft_wrap=True)
+
+
+def show_error(error: MemplanError) -> None:
+    """Print an error to stderr: what, where and the next step."""
+    error_console().print("error: ", style="bold red", end="")
+    say(str(error), stderr=True)
 
 
 def wrote(*paths: Path | None) -> None:
     """Print to stderr which files were written, and their sizes; None stands for none."""
-    from rich.text import Text
-
     from memplan.core.units import format_bytes
 
-    for path in paths:
-        if path is not None:
-            size = f" ({format_bytes(path.stat().st_size)})" if path.is_file() else ""
-            error_console().print(Text(f"wrote {path}{size}"), soft_wrap=True)
-
-
-def show_error(error: MemplanError) -> None:
-    """Print an error to stderr: what, where and the next step, without line breaks so that paths can be copied."""
-    from rich.text import Text
-
-    # A message may quote a file or a model: escape control characters, so that they do not reach the terminal.
-    lines = "\n".join(
-        "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in str(error).splitlines()
-    )
-    error_console().print(Text.assemble(("error: ", "bold red"), lines), soft_wrap=True)
+    for path in filter(None, paths):
+        say(f"wrote {path}" + (f" ({format_bytes(path.stat().st_size)})" if path.is_file() else ""), stderr=True)
 
 
 def tolerate_encodings() -> None:
@@ -92,3 +141,63 @@ def tolerate_encodings() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def stages(doing: str) -> Iterator[Callable[[str], object]]:
+    """Show on stderr that work is under way, and yield a function that shows its stage, with the seconds so far.
+
+    A terminal has one changing line; a log has a line for each stage that is told.
+    """
+    screen, began = error_console(), time.perf_counter()
+    if not is_live(screen):
+        yield lambda stage: say(f"{time.perf_counter() - began:6.1f} s  {doing}: {stage}", stderr=True)
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    parts = SpinnerColumn("line"), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
+    with Progress(*parts, console=screen, transient=True) as shown:
+        task = shown.add_task(f"{doing} ...", total=None)
+        yield lambda stage: shown.update(task, description=f"{doing}: {stage}")
+
+
+# -- Ctrl-C --------------------------------------------------------------------------------------------------
+
+
+class Interrupts:
+    """A context that records interrupts and passes them on to the previous handler.
+
+    Compiled kernels and libraries that call back into Python turn a `KeyboardInterrupt` into errors of their own, or
+    drop it. So the signal itself is recorded, and the exception only serves to stop early. Nothing happens outside of
+    the main thread, or where the process ignores interrupts or leaves them to the system.
+    """
+
+    current: Interrupts | None = None  # that of the running command; a process has one handler of the signal
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._previous: object = None
+
+    def __enter__(self) -> Self:
+        previous = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(previous):
+            self._previous = previous
+            signal.signal(signal.SIGINT, self._note)
+            Interrupts.current = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if callable(self._previous):
+            signal.signal(signal.SIGINT, self._previous)
+            Interrupts.current = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.seen = True
+        if callable(self._previous):
+            self._previous(number, frame)
+
+
+def stop_if_interrupted() -> None:
+    """Raise `KeyboardInterrupt` if the command was interrupted and the exception was lost; call it before writing."""
+    if Interrupts.current is not None and Interrupts.current.seen:
+        raise KeyboardInterrupt

@@ -2,111 +2,78 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
-from memplan.cli.console import console, progress
+from memplan.cli.console import Format, opt, show, stages
 
-_PARTS = (
-    ("torch", "plans and runs models: pip install 'memplan[torch]'", False),
-    ("numpy", "solvers", True),
-    ("numba", "fast search of the portfolio solver", True),
-    ("ortools", "minimum cuts that prove orders; CP-SAT, the exact solver", True),
-    ("networkx", "reports of whole steps, Graph.to_networkx, check --verify", True),
-    ("transformers", "fits --hf, the callback for its Trainer, models of the zoo", False),
-    ("diffusers", "UNet of the zoo", False),
-    ("lightning", "the callback for its Trainer", False),
-    ("PIL", "report --png and solve --plot FILE.png: pip install 'memplan[png]'", False),
-    ("pytest", "the marker and the fixture `memplan`", False),
-)
+_NEEDED = {
+    "numpy": "solvers",
+    "numba": "fast search of the portfolio solver",
+    "ortools": "minimum cuts that prove orders; CP-SAT, the exact solver",
+    "networkx": "reports of whole steps, Graph.to_networkx, check --verify",
+}
+_OPTIONAL = {
+    "torch": "plans and runs models: pip install 'memplan[torch]'",
+    "transformers": "fits --hf, the callback for its Trainer, models of the zoo",
+    "diffusers": "UNet of the zoo",
+    "lightning": "the callback for its Trainer",
+    "pytest": "the marker and the fixture `memplan`",
+}
 
-
-_PROJECTS = {"PIL": "pillow"}  # packages whose project has another name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One line of the result; `ok` is None for an optional part that is absent."""
-
-    what: str
-    found: str
-    ok: bool | None
-    remark: str = ""
+Line = tuple[str, str, bool | None, str]
+"""What was looked for, what was found, whether that is well (None: an optional part that is absent), its use."""
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for bug reports.")] = False,
-) -> None:
+def doctor(as_json: Annotated[bool, opt("--json", "Print it as JSON, for bug reports.")] = False) -> None:
     """Show versions, devices and optional parts, and whether planning works here.
 
     Exits 1 when something that memplan needs is missing.
     """
-    with progress("Looking around"):
+    from memplan.report.sections import Form, Section, columns
+
+    with stages("Looking around"):
         lines = [*_system(), *_packages(), *_devices(), _solves()]
-    if as_json:
-        typer.echo(json.dumps([asdict(line) for line in lines], indent=2))
-    else:
-        _print(lines)
-    if any(line.ok is False for line in lines):
+    marks = {True: "ok", False: "MISSING", None: "-"}
+    rows = tuple((marks[ok], what, found, use) for what, found, ok, use in lines)
+    data = [dict(zip(("what", "found", "ok", "remark"), line, strict=True)) for line in lines]
+    shown = Section(columns=columns("_ part found for@60"), rows=rows)
+    show(Form(title="", sections=(shown,), data=data), Format.JSON if as_json else Format.TABLE)
+    if any(ok is False for _, _, ok, _ in lines):
         raise typer.Exit(1)
 
 
-def _system() -> list[Line]:
+def _system() -> Iterator[Line]:
+    from memplan.core.units import format_bytes
     from memplan.version import __version__
 
-    new_enough = sys.version_info >= (3, 11)
-    memory = _memory()
-    return [
-        Line(what="memplan", found=__version__, ok=True),
-        Line(what="python", found=platform.python_version(), ok=new_enough, remark="" if new_enough else "needs 3.11"),
-        Line(what="system", found=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores{memory}", ok=True),
-    ]
-
-
-def _memory() -> str:
-    from memplan.core.units import format_bytes
-
     try:
-        return f", {format_bytes(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}"
+        memory = f", {format_bytes(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}"
     except (ValueError, OSError, AttributeError):  # the system does not report its memory
-        return ""
+        memory = ""
+    yield "memplan", __version__, True, ""
+    yield "python", platform.python_version(), sys.version_info >= (3, 11), "3.11 or later"
+    yield "system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores{memory}", True, ""
 
 
-def _packages() -> list[Line]:
+def _packages() -> Iterator[Line]:
     import importlib.metadata
     import importlib.util
-    import shutil
 
-    lines = []
-    for name, use, needed in _PARTS:
-        there = importlib.util.find_spec(name) is not None
-        try:
-            version = importlib.metadata.version(_PROJECTS.get(name, name)) if there else "not installed"
-        except importlib.metadata.PackageNotFoundError:
-            version = "installed"
-        lines.append(
-            Line(
-                what=_PROJECTS.get(name, name),
-                found=version,
-                ok=True if there else (False if needed else None),
-                remark=use,
-            )
-        )
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    lines.append(
-        Line(what="chromium", found=chromium or "not installed", ok=bool(chromium) or None, remark="tests of the page")
-    )
-    return lines
+    for name, use in {**_NEEDED, **_OPTIONAL}.items():
+        if importlib.util.find_spec(name) is None:
+            yield name, "not installed", False if name in _NEEDED else None, use
+        else:
+            yield name, importlib.metadata.version(name), True, use
 
 
-def _devices() -> list[Line]:
-    """Return a line for each device of torch, found by another process so that torch is not imported here."""
+def _devices() -> Iterator[Line]:
+    """Yield a line for each device of torch, found by another process so that torch is not imported here."""
     import importlib.util
     import subprocess
 
@@ -115,13 +82,13 @@ def _devices() -> list[Line]:
         "[print(f'cuda:{i},', torch.cuda.get_device_name(i), torch.cuda.get_device_properties(i).total_memory) "
         "for i in range(n)]"
     )
-    if importlib.util.find_spec("torch") is None:
-        return []
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return [Line(what="device", found="torch cannot be imported", ok=False, remark=last[:200])]
-    return [Line(what="device", found=text, ok=True) for text in done.stdout.splitlines() if text.strip()]
+    if importlib.util.find_spec("torch") is not None:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        for text in done.stdout.splitlines():
+            yield "device", text, True, ""
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            yield "device", "torch cannot be imported", False, last[:200]
 
 
 def _solves() -> Line:
@@ -131,21 +98,4 @@ def _solves() -> Line:
 
     buffers = tuple(Buffer(id=str(i), size=64 * (i % 5 + 1), live=Interval(i, i + 4)) for i in range(20))
     solution = solve(Problem(buffers=buffers))
-    return Line(what="solve", found=f"{solution.status.name.lower()} by {solution.solver!r}", ok=True)
-
-
-def _print(lines: list[Line]) -> None:
-    from rich.text import Text
-
-    from memplan.report.lines import printable
-    from memplan.report.table import NARROW, new_table
-
-    table, screen = new_table(), console()
-    names = ("", "part", "found", "for") if screen.width >= NARROW else ("", "part", "found")
-    for name in names:
-        table.add_column(name, overflow="fold")
-    marks = {True: Text("ok", "green"), False: Text("MISSING", "bold red"), None: Text("-", "dim")}
-    for line in lines:
-        texts = (line.what, line.found, line.remark)[: len(names) - 1]
-        table.add_row(marks[line.ok], *(Text(printable(text)) for text in texts))
-    screen.print(table)
+    return "solve", f"{solution.status.name.lower()} by {solution.solver!r}", True, ""

@@ -1,15 +1,23 @@
-"""Checks the output files of a command before it computes anything, so that it overwrites no file that is needed."""
+"""What a command writes: checked before it computes anything; and the files of the repository that source lines are of.
+
+Plans name files without folders ("model.py:12"), so that they contain nothing of the machine that made them. The path
+in the repository is looked up when an annotation or a page is written.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from urllib.parse import quote
 
 from memplan.core.files import require_place
-from memplan.errors import InvalidOutput
+from memplan.errors import InvalidOutput, InvalidTemplate
 
-SOURCE_URL_HELP = "links of source lines, such as https://.../{path}#L{line}; without it they open VS Code."
+_OTHERS = frozenset({"node_modules", "site-packages", "__pycache__"})
+_RUNS_CODE = frozenset({"javascript", "data", "vbscript", "blob"})
 
 
 def require_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | None) -> None:
@@ -18,7 +26,8 @@ def require_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | No
     `inputs` are what the command reads: paths, or targets (FILE.py:FACTORY too). Raises `InvalidOutput` for an output
     that is an input, existing Python source, or another output; `UnreadableFile` where no file can be created.
     """
-    read = [path for given in inputs if given is not None for path in _files(str(given))]
+    names = {str(given) for given in inputs if given is not None}
+    read = [name for name in {*names, *(name.rpartition(":")[0] for name in names)} if os.path.isfile(name)]
     seen: dict[str, Path] = {}
     for option, path in outputs.items():
         if path is None:
@@ -36,34 +45,111 @@ def require_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | No
         seen[option] = path
 
 
-def require_source_url(template: str | None, page: Path | None) -> None:
-    """Raise `InvalidTemplate` unless `template` is None, or one for links of source lines on a `page` to be written."""
-    from memplan.errors import InvalidTemplate
-    from memplan.report.source_links import require_template
+def _same(one: str | Path, two: str | Path) -> bool:
+    """Return whether both paths are the same file; links are followed."""
+    return os.path.realpath(one) == os.path.realpath(two)
 
+
+def refused(path: Path, option: str, what: str, hint: str = "name another file") -> InvalidOutput:
+    """Return the error for an output that would overwrite `path`; `what` ("is Python source") says why it must not."""
+    return InvalidOutput(f"{path} {what}, and would be overwritten", where=option, hint=hint)
+
+
+# -- links of source lines -----------------------------------------------------------------------------------
+
+
+def require_source_url(template: str | None, page: Path | None) -> None:
+    """Raise `InvalidTemplate` unless `template` is None, or an address with {path} or {file} for a page."""
     if template is None:
         return
-    require_template(template, "--source-url")
+    hint = "write one such as 'https://github.com/me/project/blob/main/{path}#L{line}'"
+    wrong = partial(InvalidTemplate, where="--source-url", hint=hint)
+    rest = re.sub(r"\{(path|file|line)\}", "", template)
+    if "{" in rest or "}" in rest:
+        raise wrong(f"{template!r} has a brace that is not of {{path}}, {{file}} or {{line}}")
+    if "{path}" not in template and "{file}" not in template:
+        raise wrong(f"{template!r} has neither {{path}} nor {{file}}")
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):", template)
+    if scheme is None or scheme[1].lower() in _RUNS_CODE or not template.isprintable():
+        raise wrong(f"{template!r} is no address of a file")
     if page is None:
         raise InvalidTemplate(
             "there is no page whose links it makes", where="--source-url", hint="give --html FILE too"
         )
 
 
-def _files(target: str) -> list[Path]:
-    """Return the existing files that `target` names, as a whole or before the colon of a factory's name."""
-    names = {target, target.rpartition(":")[0]} - {""}
-    return [Path(name) for name in sorted(names) if os.path.isfile(name)]
+def links_of(sources: Iterable[str], template: str | None, target: str = "") -> dict[str, str]:
+    """Return addresses by source line ("model.py:12"), of those of `sources` whose file is known for certain.
+
+    That is one with this name where there is no second one in the repository around the working directory, or the file
+    of `target` (FILE.py:FACTORY). Without a `template`, addresses open VS Code. With one, {path} is the path from the
+    repository's root, and {file} the name of the file, which is known for every line.
+    """
+    lines = sorted(set(sources) - {""})
+    files, file = Sources(lines), target.rpartition(":")[0]
+    found = {line: _link(files, line, template, file if file.endswith(".py") else "") for line in lines}
+    return {line: link for line, link in found.items() if link is not None}
 
 
-def _same(one: Path, two: Path) -> bool:
-    """Return whether both paths are the same file; links are followed."""
+def _link(files: Sources, source: str, template: str | None, file: str) -> str | None:
+    (name, _, line), found = source.rpartition(":"), files.find(source, file)
+    if not name or not (line.isascii() and line.isdecimal()):
+        return None
+    if template is None:
+        path = (files.root / found[0]).resolve().as_posix() if found else ""
+        return f"vscode://file/{quote(path.lstrip('/'), safe='/:')}:{line}" if found else None
+    if found is None and "{path}" in template:
+        return None
+    return template.format(path=quote(found[0]) if found else "", file=quote(name), line=line)
+
+
+class Sources:
+    """The current repository's files by name, to find the one that "model.py:12" refers to.
+
+    Its root is GitHub's workspace, the nearest folder with `.git`, or this one. Files in hidden folders and of
+    installed packages do not count; links are not followed.
+    """
+
+    def __init__(self, sources: Iterable[str]) -> None:
+        here = Path.cwd()
+        folders, given = (here, *here.parents), os.environ.get("GITHUB_WORKSPACE")
+        nearest = next((folder for folder in folders if (folder / ".git").exists()), here)
+        self.root = Path(given) if given and Path(given).resolve() in folders else nearest
+        wanted = {source.rpartition(":")[0] for source in sources}
+        self._files: dict[str, list[Path]] = {name: [] for name in wanted}
+        for path in self._walk() if wanted else ():
+            if path.name in wanted:
+                self._files[path.name].append(path)
+
+    def _walk(self) -> Iterator[Path]:
+        for folder, inner, names in os.walk(self.root):
+            searched = (n for n in inner if not n.startswith(".") and n not in _OTHERS)
+            inner[:] = [n for n in searched if not Path(folder, n, "pyvenv.cfg").exists()]
+            yield from (Path(folder, name) for name in names)
+
+    def find(self, source: str, file: str = "") -> tuple[str, int] | None:
+        """Return the file of the repository and the line that `source` refers to, or None if that is not certain.
+
+        It is certain if `file` (a path from the working directory) has this name, or exactly one file of the repository
+        does, and the line contains code; otherwise a library may have a file of the same name.
+        """
+        name, _, number = source.rpartition(":")
+        found = [Path(file)] if file and Path(file).name == name else self._files.get(name, [])
+        if len(found) != 1 or not number.isdecimal() or not _is_code(found[0], int(number)):
+            return None
+        path = self.relative(found[0])
+        return (path, int(number)) if path else None
+
+    def relative(self, file: str | Path) -> str:
+        """Return `file` relative to the repository's root, with slashes, as annotations name it; "" outside of it."""
+        path = Path(file).resolve()
+        return path.relative_to(self.root.resolve()).as_posix() if path.is_relative_to(self.root.resolve()) else ""
+
+
+def _is_code(file: Path, number: int) -> bool:
+    """Return whether `file` has that line and it is not empty."""
     try:
-        return one.resolve() == two.resolve() or (one.exists() and two.exists() and one.samefile(two))
-    except (OSError, RuntimeError):  # a link that leads to itself
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
         return False
-
-
-def refused(path: Path, option: str, what: str, hint: str = "name another file") -> InvalidOutput:
-    """Return the error for an output that would overwrite `path`; `what` ("is Python source") says why it must not."""
-    return InvalidOutput(f"{path} {what}, and would be overwritten", where=option, hint=hint)
+    return 0 < number <= len(lines) and lines[number - 1].strip() not in ("", "#")

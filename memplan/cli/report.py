@@ -2,117 +2,38 @@
 
 from __future__ import annotations
 
-import enum
-import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, Any
 
 import typer
 
-from memplan.cli.console import console, wrote
-from memplan.cli.outputs import SOURCE_URL_HELP
-
-if TYPE_CHECKING:
-    from memplan.core.choices import Checkpoint, Gradients, Kernels
-    from memplan.core.plan import Plan
-    from memplan.report.summary import Report
-
-
-class ReportFormat(enum.StrEnum):
-    """The output formats of the report."""
-
-    TABLE = "table"
-    MARKDOWN = "markdown"
-    JSON = "json"
-    GITHUB = "github"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pictures:
-    """The files into which the arena is drawn; None for those that are not wanted."""
-
-    html: Path | None = None
-    svg: Path | None = None
-    png: Path | None = None
-    trace: Path | None = None
-    snapshot: Path | None = None
+from memplan.cli import console as c
+from memplan.cli.console import Format, opt
 
 
 def report(
-    target: Annotated[
-        str, typer.Argument(metavar="MODEL|PLAN", help="FILE.py:FACTORY, package.module:FACTORY or plan.json.")
-    ],
+    target: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help=c.TARGET)],
     *,
-    infer: Annotated[bool, typer.Option("--infer", help="Plan the forward alone, without gradients.")] = False,
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", metavar="N", help="Plan one of N ranks that share the parameters.")
-    ] = None,
-    form: Annotated[
-        ReportFormat, typer.Option("--format", help="What to print; github: also a job summary.")
-    ] = ReportFormat.TABLE,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write every figure to FILE, exact, as JSON.")
-    ] = None,
-    save: Annotated[
-        Path | None, typer.Option("--save", metavar="FILE", help="Write the plan itself to FILE, for check.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Draw the arena as one page, to zoom and hover.")
-    ] = None,
-    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the arena as an SVG picture.")] = None,
-    png: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="The same as PNG; needs memplan\\[png].")
-    ] = None,
-    source_url: Annotated[
-        str | None,
-        typer.Option("--source-url", metavar="TEMPLATE", help=f"With --html: {SOURCE_URL_HELP}"),
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE", help="Write trace events, for ui.perfetto.dev.")
-    ] = None,
-    snapshot: Annotated[
-        Path | None, typer.Option("--snapshot", metavar="FILE", help="Write a pickle for PyTorch's memory_viz.")
-    ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option("--budget", metavar="SIZE", help="Evict what does not fit into the total: 8GiB, 50% or min."),
-    ] = None,
-    arena_budget: Annotated[
-        str | None, typer.Option("--arena-budget", metavar="SIZE", help="The same for the arena alone.")
-    ] = None,
-    host_budget: Annotated[
-        str | None, typer.Option("--host-budget", metavar="SIZE", help="The most bytes of copies on the host.")
-    ] = None,
-    pinned_budget: Annotated[
-        str | None,
-        typer.Option("--pinned-budget", metavar="SIZE", help="The same where they are page-locked: for CUDA."),
-    ] = None,
-    reserve: Annotated[
-        str | None,
-        typer.Option("--reserve", metavar="SIZE", help="Bytes that the step does not show: optimizer state."),
-    ] = None,
-    checkpoint: Annotated[
-        str,
-        typer.Option("--checkpoint", metavar="HOW", help="follow: drop what eager drops; plan: no more bytes, faster."),
-    ] = "follow",
-    kernels: Annotated[
-        str, typer.Option("--kernels", metavar="KIND", help="aten: those of eager; inductor: fused, of torch.compile.")
-    ] = "aten",
-    gradients: Annotated[
-        str,
-        typer.Option("--gradients", metavar="WHERE", help="auto, arena: planned; added, safe, owned: outside."),
-    ] = "auto",
-    costs: Annotated[
-        str | None,
-        typer.Option("--costs", metavar="DEVICE|FILE", help="The cost model: a100, h100, h200, l4, cpu, a file."),
-    ] = None,
-    solver: Annotated[
-        str, typer.Option("--solver", metavar="NAME", help="Which solver places the buffers: auto or its name.")
-    ] = "auto",
-    time_limit: Annotated[
-        float | None, typer.Option("--time-limit", metavar="SECONDS", help="How long the solver may take.")
-    ] = None,
+    infer: c.Infer = False,
+    ranks: c.Ranks = None,
+    form: c.Shown = Format.TABLE,
+    save: Annotated[Path | None, opt("--save FILE", "Write the plan itself to FILE, for check.")] = None,
+    html: c.Html = None,
+    source_url: c.SourceUrl = None,
+    svg: Annotated[Path | None, opt("--svg FILE", "Draw the arena as an SVG picture.")] = None,
+    trace: Annotated[Path | None, opt("--trace FILE", "Write trace events, for ui.perfetto.dev.")] = None,
+    snapshot: Annotated[Path | None, opt("--snapshot FILE", "Write a pickle for PyTorch's memory_viz.")] = None,
+    budget: Annotated[str | None, opt("--budget SIZE", "Evict what exceeds this total: 8GiB, 50% or min.")] = None,
+    arena_budget: Annotated[str | None, opt("--arena-budget SIZE", "The same for the arena alone.")] = None,
+    host_budget: c.HostBudget = None,
+    pinned_budget: c.PinnedBudget = None,
+    reserve: c.Reserve = None,
+    checkpoint: Annotated[str | None, opt("--checkpoint HOW", "follow (default): drop what eager drops; plan.")] = None,
+    kernels: Annotated[str | None, opt("--kernels KIND", "aten (default): those of eager; inductor: fused.")] = None,
+    gradients: Annotated[str | None, opt("--gradients WHERE", "arena: planned; else outside.")] = None,
+    costs: c.Costs = None,
+    solver: c.Solver = None,
+    time_limit: c.TimeLimit = None,
 ) -> None:
     """Show what a model needs to the byte, and which buffers need it.
 
@@ -120,87 +41,48 @@ def report(
 
     Nothing is computed and no weight is touched: the model may be larger than this machine.
     """
-    from memplan.cli.interrupt import stop_if_interrupted
-    from memplan.cli.outputs import require_outputs, require_source_url
+    from memplan.cli.outputs import links_of, require_outputs, require_source_url
     from memplan.cli.source import obtain, require_model, seconds_option
     from memplan.core.files import write_atomic
     from memplan.planning.options import PlanOptions
-    from memplan.report.summary import report_json
+    from memplan.report.lines import report_form, title, verdict
 
     limit = seconds_option("--time-limit", time_limit)
-    pictures = {"--html": html, "--svg": svg, "--png": png, "--trace": trace, "--snapshot": snapshot}
-    require_outputs({"--save": save, "--json": json_file, **pictures}, target, costs)
+    drawn = {"--html": html, "--svg": svg, "--trace": trace, "--snapshot": snapshot}
+    require_outputs({"--save": save, **drawn}, target, costs)
     require_source_url(source_url, html)
-    budgets = (budget, arena_budget, host_budget, pinned_budget, reserve)
-    words = (gradients, checkpoint, kernels, solver) != ("auto", "follow", "aten", "auto")
-    given = (infer, words, *(one is not None for one in (*budgets, costs, limit, ranks)))
-    require_model(target, any(given))  # before their values are checked, which would not matter
-    options = PlanOptions(
-        budget=budget,
-        arena_budget=arena_budget,
-        host_budget=host_budget,
-        pinned_budget=pinned_budget,
-        reserve=reserve or 0,
-        costs=costs,
-        checkpoint=cast("Checkpoint", checkpoint),
-        kernels=cast("Kernels", kernels),
-        gradients=cast("Gradients", gradients),  # `PlanOptions` refuses any other text
-        solver=solver,
-        time_limit=limit,
-    )
+    asked: dict[str, Any] = {
+        "budget": budget, "arena_budget": arena_budget, "host_budget": host_budget, "pinned_budget": pinned_budget,
+        "reserve": reserve, "checkpoint": checkpoint, "kernels": kernels, "gradients": gradients, "costs": costs,
+        "solver": solver, "time_limit": limit,
+    }  # fmt: skip
+    given = {name: value for name, value in asked.items() if value is not None}
+    require_model(target, bool(given or infer or ranks is not None))  # before their values are checked
+    options = PlanOptions(**given)
     plan = obtain(target, infer=infer, options=options, ranks=ranks)
     figures = plan.report()
-    stop_if_interrupted()
+    found = report_form(figures)
+    c.stop_if_interrupted()
     if save is not None:
         plan.save(save)
-    if json_file is not None:
-        write_atomic(json_file, json.dumps(report_json(figures), indent=2, allow_nan=False) + "\n")
-    wanted = Pictures(html=html, svg=svg, png=png, trace=trace, snapshot=snapshot)
-    if wanted != Pictures():
-        _draw(plan, wanted, source_url, target)
-    _print(figures, form)
-    wrote(save, json_file, html, svg, png, trace, snapshot)
+    if any(drawn.values()):
+        from memplan.report.pages import picture_html
+        from memplan.report.picture import picture_of_plan
+        from memplan.report.svg import picture_svg
+        from memplan.report.trace_events import snapshot_bytes, trace_json
 
-
-def _draw(plan: Plan, wanted: Pictures, source_url: str | None, target: str) -> None:
-    """Write the wanted pictures, all from the same `Picture`."""
-    from memplan.cli import pictures
-    from memplan.cli.source_files import links_of
-    from memplan.report.picture import picture_of_plan
-
-    picture = picture_of_plan(plan)
-    if wanted.html is not None:
-        pictures.write_html(
-            wanted.html, picture, links_of((b.holder.source for b in picture.blocks), source_url, target)
-        )
-    for path, write in (
-        (wanted.svg, pictures.write_svg),
-        (wanted.png, pictures.write_png),
-        (wanted.trace, pictures.write_trace),
-        (wanted.snapshot, pictures.write_snapshot),
-    ):
-        if path is not None:
-            write(path, picture)
-
-
-def _print(figures: Report, form: ReportFormat) -> None:
-    if form is ReportFormat.JSON:
-        from memplan.report.summary import report_json
-
-        typer.echo(json.dumps(report_json(figures), indent=2, allow_nan=False))
-    elif form is ReportFormat.MARKDOWN:
-        from memplan.report.markdown import report_markdown
-
-        typer.echo(report_markdown(figures), nl=False)
-    else:
-        from memplan.report.table import ReportTable
-
-        console().print(ReportTable(figures))
-    if form is ReportFormat.GITHUB:
-        from memplan.cli.github import add_summary, notice
+        picture = picture_of_plan(plan)
+        if html is not None:
+            links = links_of((b.holder.source for b in picture.blocks), source_url, target)
+            write_atomic(html, picture_html(picture, links=links))
+        for path, draw in ((svg, picture_svg), (trace, trace_json), (snapshot, snapshot_bytes)):
+            if path is not None:
+                write_atomic(path, draw(picture))
+    c.show(found, form)
+    if form is Format.GITHUB:
         from memplan.core.units import format_exact
-        from memplan.report.lines import title, verdict
-        from memplan.report.markdown import report_markdown
+        from memplan.report.verdicts import command
 
-        typer.echo(notice(title(figures), f"arena {format_exact(figures.arena_size)}; {verdict(figures)}"))
-        add_summary(report_markdown(figures))
+        text = f"arena {format_exact(figures.arena_size)}; {verdict(figures)}"
+        typer.echo(command("notice ", title(figures), text))
+    c.wrote(save, *drawn.values())

@@ -3,66 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memplan.cli.console import console, error_console, progress, wrote
-from memplan.cli.live import solver_progress
+from memplan.cli import console as c
+from memplan.cli.console import Format, opt
+from memplan.errors import InvalidSize
 
 if TYPE_CHECKING:
     from memplan.core.problem import Problem, Solution
+    from memplan.report.sections import Form
+    from memplan.solvers import Progress
 
 _STDIN = "standard input"
+_BUFFERS = "Columns id,lower,upper,size[,alignment][,gaps][,offset]. -: standard input."
+_LIVE = "Show the best arena and bound on stderr while it runs; default: on a terminal."
+_CAPACITY = "Most bytes the arena may have, as 1048576 or 1MiB; else the file's."
 
 
 def solve(
-    buffers: Annotated[
-        Path,
-        typer.Argument(
-            metavar="BUFFERS.csv|-", help="Columns id,lower,upper,size[,alignment][,gaps][,offset]. -: standard input."
-        ),
-    ],
+    buffers: Annotated[Path, typer.Argument(metavar="BUFFERS.csv|-", help=_BUFFERS)],
     *,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="OUT.csv", help="Write the buffers with their offsets.")
-    ] = None,
-    solver: Annotated[
-        str, typer.Option("--solver", metavar="NAME", help="Which solver places the buffers: auto or its name.")
-    ] = "auto",
-    capacity: Annotated[
-        str | None,
-        typer.Option(
-            "--capacity", metavar="SIZE", help="Most bytes the arena may have, as 1048576 or 1MiB; else the file's."
-        ),
-    ] = None,
-    minimize: Annotated[
-        bool,
-        typer.Option("--minimize", help="Find the smallest arena, not the first that fits the capacity."),
-    ] = False,
-    time_limit: Annotated[
-        float | None, typer.Option("--time-limit", metavar="SECONDS", help="How long the solver may take.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of solvers that use random numbers.")] = 0,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot", metavar="FILE.html|svg|png", help="Draw the arena: FILE.svg, or FILE.html to zoom into."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result and all offsets as JSON.")] = False,
-    live: Annotated[
-        bool | None,
-        typer.Option(
-            "--progress/--quiet",
-            " /-q",
-            help="Show the best arena and bound on stderr while it runs; default: on a terminal.",
-            show_default=False,
-        ),
-    ] = None,
+    output: Annotated[Path | None, opt("--output,-o OUT.csv", "Write the buffers with their offsets.")] = None,
+    solver: c.Solver = None,
+    capacity: Annotated[str | None, opt("--capacity SIZE", _CAPACITY)] = None,
+    minimize: Annotated[bool, opt("--minimize", "Find the smallest arena, not the first within the capacity.")] = False,
+    time_limit: c.TimeLimit = None,
+    seed: Annotated[int, opt("--seed N", "Seed of solvers that use random numbers.")] = 0,
+    plot: Annotated[Path | None, opt("--plot FILE.html|svg", "Draw the arena, as a page or a picture.")] = None,
+    as_json: Annotated[bool, opt("--json", "Print the result and all offsets as JSON.")] = False,
+    live: Annotated[bool | None, opt("--progress/--quiet,_/-q", _LIVE, show_default=False)] = None,
 ) -> None:
     """Place the buffers of a CSV file, without torch.
 
@@ -72,111 +46,97 @@ def solve(
 
     Exits 1 when nothing fits the capacity, or nothing was found that does.
     """
-    from memplan.cli.interrupt import stop_if_interrupted
     from memplan.cli.outputs import require_outputs
     from memplan.cli.source import seconds_option, size_option
-    from memplan.core.csvio import write_solution
+    from memplan.core.csvio import parse_problem, read_problem, write_solution
     from memplan.core.problem import Status
     from memplan.solvers import solve as solve_problem
 
     limit, wanted = seconds_option("--time-limit", time_limit), size_option("--capacity", capacity)
-    draw = None
-    if plot is not None:
-        from memplan.cli.pictures import writer_for
-
-        draw = writer_for("--plot", plot)
+    if plot is not None and plot.suffix.lower() not in (".html", ".svg"):
+        raise InvalidSize(f"{plot.name!r} ends in none of .html, .svg", where="--plot")
     name = _STDIN if str(buffers) == "-" else buffers.name
     require_outputs({"--output": output, "--plot": plot}, buffers)
-    with contextlib.nullcontext() if live is False else progress(f"Reading {name}"):
-        problem = _read(buffers)
-    capacity_bytes = problem.capacity if wanted is None else wanted
-    with solver_progress(f"Placing {len(problem.buffers):,} buffers", wanted=live) as listener:
+    with contextlib.nullcontext() if live is False else c.stages(f"Reading {name}"):
+        problem = parse_problem(sys.stdin.buffer.read(), _STDIN) if name == _STDIN else read_problem(buffers)
+    most = problem.capacity if wanted is None else wanted
+    with _progress(f"Placing {len(problem.buffers):,} buffers", wanted=live) as listener:
         solution = solve_problem(
-            problem, capacity=capacity_bytes, time_limit=limit, minimize=minimize or None, solver=solver, seed=seed,
+            problem, capacity=most, time_limit=limit, minimize=minimize or None, solver=solver or "auto", seed=seed,
             on_progress=listener,
         )  # fmt: skip
-    stop_if_interrupted()
+    c.stop_if_interrupted()
     fits = solution.status in (Status.OPTIMAL, Status.FEASIBLE)
     if output is not None and fits:
         write_solution(output, problem, solution)
-    if plot is not None and draw is not None and fits:
-        from memplan.report.picture import picture_of
-
-        draw(plot, picture_of(problem, solution, name))
+    if plot is not None and fits:
+        _draw(plot, problem, solution, name)
     if fits:
-        wrote(output, plot)
-    if as_json:
-        typer.echo(json.dumps(_figures(problem, solution, capacity_bytes), indent=2))
-    else:
-        _print(problem, solution, capacity_bytes)
+        c.wrote(output, plot)
+    c.show(_form(problem, solution, most, name), Format.JSON if as_json else Format.TABLE)
     if not fits:
         for file in filter(None, (output, plot)):
-            error_console().print(f"{file} was not written: nothing fits", style="bold red", soft_wrap=True)
+            c.say(f"{file} was not written: nothing fits", stderr=True, style="bold red")
         raise typer.Exit(1)
 
 
-def _read(buffers: Path) -> Problem:
-    from memplan.core.csvio import parse_problem, read_problem
+@contextlib.contextmanager
+def _progress(doing: str, *, wanted: bool | None) -> Iterator[Callable[[Progress], None] | None]:
+    """Yield the function that a solver calls with every better arena or bound, or None if nothing is shown.
 
-    return parse_problem(sys.stdin.buffer.read(), _STDIN) if str(buffers) == "-" else read_problem(buffers)
+    `wanted` None: show progress on a terminal only; False: never.
+    """
+    from memplan.core.units import format_exact, format_share
+
+    if wanted is False or (wanted is None and not c.is_live(c.error_console())):
+        yield None
+        return
+    with c.stages(doing) as tell:
+
+        def listen(news: Progress) -> None:
+            if news.incumbent is not None:
+                apart = format_share(news.incumbent / news.bound - 1) if news.bound else "-"
+                tell(f"arena {format_exact(news.incumbent)}, bound {format_exact(news.bound)}, gap {apart}")
+
+        yield listen
 
 
-def _figures(problem: Problem, solution: Solution, capacity: int | None) -> dict[str, Any]:
-    proof = solution.proof
-    return {
-        "buffers": len(problem.buffers),
-        "max_live": problem.max_live,
-        "arena_size": solution.arena_size,
-        "fragmentation": _fragmentation(problem, solution),
-        "capacity": capacity,
-        "status": solution.status.name.lower(),
-        "bound": solution.bound,
-        "solver": solution.solver,
-        "seconds": round(solution.seconds, 6),
+def _draw(path: Path, problem: Problem, solution: Solution, name: str) -> None:
+    from memplan.core.files import write_atomic
+    from memplan.report.pages import picture_html
+    from memplan.report.picture import picture_of
+    from memplan.report.svg import picture_svg
+
+    picture = picture_of(problem, solution, name)
+    write_atomic(path, picture_svg(picture) if path.suffix.lower() == ".svg" else picture_html(picture))
+
+
+def _form(problem: Problem, solution: Solution, capacity: int | None, name: str) -> Form:
+    from memplan.core.units import format_exact, format_share
+    from memplan.report.sections import Form, Section, columns
+
+    proof, arena, share = solution.proof, solution.arena_size, None
+    if len(solution.offsets) == len(problem.buffers):
+        share = (arena - problem.max_live) / arena if arena else 0.0
+    data = {
+        **{"buffers": len(problem.buffers), "max_live": problem.max_live, "arena_size": arena, "fragmentation": share},
+        **{"capacity": capacity, "status": solution.status.name.lower(), "bound": solution.bound},
+        **{"solver": solution.solver, "seconds": round(solution.seconds, 6)},
         "proof": proof and {"step": proof.step, "needed": proof.needed, "ids": list(proof.ids)},
         "offsets": dict(solution.offsets),
     }
-
-
-def _fragmentation(problem: Problem, solution: Solution) -> float | None:
-    """Return the fragmentation of a solution, None without a placement."""
-    if len(solution.offsets) < len(problem.buffers):
-        return None
-    return (solution.arena_size - problem.max_live) / solution.arena_size if solution.arena_size else 0.0
-
-
-def _print(problem: Problem, solution: Solution, capacity: int | None) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from memplan.core.units import format_exact, format_share
-
-    share = _fragmentation(problem, solution)
-    lines = [
+    rows = [
         ("buffers", f"{len(problem.buffers):,}"),
         ("max live", format_exact(problem.max_live)),
-        ("arena", "none" if share is None else format_exact(solution.arena_size)),
+        *([("capacity", format_exact(capacity))] if capacity is not None else []),
+        ("arena", "none" if share is None else format_exact(arena)),
         ("fragmentation", "-" if share is None else format_share(share)),
-        ("status", f"{solution.status.name.lower()}: {solution.status.value}"),
+        ("status", f"{data['status']}: {solution.status.value}"),
         ("solver", solution.solver),
         ("seconds", f"{solution.seconds:.3f}"),
     ]
-    if capacity is not None:
-        lines.insert(2, ("capacity", format_exact(capacity)))
-    if solution.proof is not None:
-        from memplan.report.lines import printable
-
-        shown = ", ".join(printable(name) for name in solution.proof.ids[:8])
-        more = f" and {len(solution.proof.ids) - 8} more" if len(solution.proof.ids) > 8 else ""
-        lines.append(
-            (
-                "because",
-                f"{shown}{more}, alive at step {solution.proof.step}, need {format_exact(solution.proof.needed)}",
-            )
-        )
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, text in lines:
-        table.add_row(label, Text(text))
-    console().print(table)
+    if proof is not None:
+        more = f" and {len(proof.ids) - 8} more" if len(proof.ids) > 8 else ""
+        need = f"alive at step {proof.step}, need {format_exact(proof.needed)}"
+        rows.append(("because", f"{', '.join(proof.ids[:8])}{more}, {need}"))
+    return Form(title=name, sections=(Section(columns=columns("figure value"), rows=tuple(rows)),), data=data)

@@ -348,7 +348,7 @@ class Plan:
         Example:
             >>> pathlib.Path("plan.html").write_text(plan.to_html())
         """
-        return self._drawn("memplan.report.html", "picture_html")
+        return self._drawn("memplan.report.pages", "picture_html")
 
     def to_svg(self) -> str:
         """Return the arena over the step as an SVG picture.
@@ -379,7 +379,7 @@ class Plan:
             >>> frame = pandas.DataFrame(plan.to_records())
             >>> frame[frame.at_peak].groupby("module").nbytes.sum()
         """
-        records: list[dict[str, Any]] = _function("memplan.analysis.records", "records")(self)
+        records: list[dict[str, Any]] = _function("memplan.analysis.buffers", "records")(self)
         return records
 
     def __repr__(self) -> str:
@@ -393,7 +393,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return what notebooks show."""
-        fragment: str = _function("memplan.report.plain", "plan_fragment")(self)
+        fragment: str = _function("memplan.report.lines", "plan_fragment")(self)
         return fragment
 
     def save(self, path: str | os.PathLike[str]) -> None:

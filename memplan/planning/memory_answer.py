@@ -137,5 +137,5 @@ class Fits:
 
     def __str__(self) -> str:
         """Return the answer as plain text, as the command line prints it."""
-        text: str = import_module("memplan.report.fits_form").fits_text(self)
+        text: str = import_module("memplan.report.forms").fits_text(self)
         return text

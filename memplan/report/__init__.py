@@ -1,7 +1,8 @@
-"""Reports: renders plans, analyses and verdicts as text, tables, markdown, JSON, HTML, SVG, PNG and traces.
+"""Reports: renders plans, analyses and verdicts as tables, markdown, JSON, HTML, SVG and traces.
 
-In: a `Plan`, or the results of `analysis/` and `check/`. Out: texts and files. Start at `summary.py`, the figures of a
-plan; `lines.py` words them; `picture.py` holds what the drawings show; every other file renders one format.
-`page_parts.py` puts the HTML pages together from the files in `page/`: a frame (`shell.html`), for each page a body and
-a start script (`report.html`, `start_report.js`), and the scripts that they share.
+In: a `Plan`, or the results of `analysis/` and `check/`. Out: texts and files. What is shown is one `Form` (a title,
+sections, data for JSON): `lines.py` makes that of a plan's `Report` (`summary.py`), `verdicts.py` that of a check,
+`forms.py` every other one; `sections.py` writes it as markdown, plain text or HTML, `terminal.py` for terminals. What
+is drawn is one `Picture` (`picture.py`): `svg.py`, `trace_events.py` and `pages.py` draw it. Pages are put together
+from the files in `page/`: a frame (`shell.html`), for each page a body and a start script, and scripts that they share.
 """

@@ -1,13 +1,18 @@
-"""Words the lines of the report, which every readable format shows in the same order."""
+"""Words the report of a plan: the form that every readable format shows."""
 
 from __future__ import annotations
 
-from memplan.analysis.holders import Holder
+from collections.abc import Iterator
+from itertools import accumulate
+
+from memplan.core.plan import Plan
 from memplan.core.units import bytes_apart, format_bytes, format_exact, format_share
-from memplan.report.summary import Peak, Report
+from memplan.report.sections import Form, Section, columns, fragment, holders_section, markdown, op_name, plain
+from memplan.report.summary import Peak, Report, report_json
+
+MOST_BLOCKS = 3000  # buffers that a picture in a notebook still shows
 
 Line = tuple[str, int | None, str]
-
 
 _RELEASED = "freed after their last use, the most at one step"
 _WORKSPACES = "not known: cuBLAS keeps some for each thread and stream; in no total, reserve= sets bytes aside for it"
@@ -43,13 +48,9 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
         *((("libraries' workspaces", None, _WORKSPACES),) if out.workspaces else ()),
         ("outside the arena", report.outside_total, "all of these"),
     )
-    return arena, step, before, (("total", report.total, _total(report)),)
-
-
-def _total(report: Report) -> str:
-    unknown = ", and kernels' temporaries" if report.outside.temporaries is None else ""
     where = "device and host hold together" if report.kept and report.kept.device else "the device must hold"
-    return f"arena + outside: what {where}{unknown}"
+    unknown = ", and kernels' temporaries" if out.temporaries is None else ""
+    return arena, step, before, (("total", report.total, f"arena + outside: what {where}{unknown}"),)
 
 
 def title(report: Report) -> str:
@@ -72,12 +73,8 @@ def verdict(report: Report) -> str:
         return f"{by}: no layout can need less in this order; that no order can is {_CLAIMED}"
     if not report.order_certified:
         return f"{by}: proven that no layout can need less in this order"
-    return f"{by}: proven that no order and no layout can need less{_but_padding(report)}"
-
-
-def _but_padding(report: Report) -> str:
-    """Return the exception for alignment, since the bound over all orders counts bytes without it."""
-    return f", alignment ({format_bytes(report.padding)}) apart" if report.padding else ""
+    apart = f", alignment ({format_bytes(report.padding)}) apart" if report.padding else ""  # not in orders' bounds
+    return f"{by}: proven that no order and no layout can need less{apart}"
 
 
 def certificate(report: Report) -> str:
@@ -174,16 +171,63 @@ def peak_line(peak: Peak) -> str:
     return f"step {peak.step} ({peak.phase}): {op_name(peak.target)}{module}{source}; {peak.alive} buffers alive"
 
 
-def op_name(target: str) -> str:
-    """Return the short name of an op: "aten.mm" for "aten.mm.default"; other overloads keep their name."""
-    return target.removesuffix(".default")
+def report_form(report: Report) -> Form:
+    """Return all of a report: its sentences, memory, the peak, advice, graphs, and the largest buffers and ops."""
+    tables = []
+    if report.graphs:
+        parts = ((g.name, str(g.forward + g.backward), format_bytes(g.arena_size), g.ends) for g in report.graphs)
+        names = columns("graph steps> alone> ends@100")
+        tables.append(Section(heading="graphs, which share the arena", columns=names, rows=tuple(parts)))
+    if report.largest:
+        tables.append(holders_section("largest buffers", report.largest))
+    if report.functional:
+        names = columns("op calls> size> bytes>@100 most_at_once>@60")
+        rows = (
+            (op_name(f.target), str(f.calls), format_bytes(f.bytes), f"{f.bytes:,}", format_bytes(f.most))
+            for f in report.functional
+        )
+        heading = "ops that run functionally (no out= kernel)"
+        tables.append(Section(heading=heading, columns=names, rows=tuple(rows)))
+    sections = (*_summary(report, certificate(report)), *tables)
+    return Form(title=title(report), sections=sections, data=report_json(report))
 
 
-def origin(holder: Holder) -> str:
-    """Return the origin of a buffer: its module path, or else the op that writes it, or else its name."""
-    return holder.module or op_name(holder.op) or holder.id
+def _summary(report: Report, *proof: str) -> Iterator[Section]:
+    yield Section(lines=(verdict(report), *proof, *waiting_lines(report), *budget_lines(report)))
+    yield _memory(report)
+    if report.peak is not None:
+        yield Section(lines=(f"peak at {peak_line(report.peak)}",))
+    if report.advice:
+        yield Section(heading="what would shrink it", lines=tuple(lever.text for lever in report.advice))
 
 
-def printable(text: str) -> str:
-    """Return `text` on one line with control characters escaped, since names in a plan file may contain any."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+def _memory(report: Report) -> Section:
+    groups = memory_lines(report)
+    rows = tuple((label, *_size(size, remark), remark) for group in groups for label, size, remark in group)
+    sums = frozenset(end - 1 for end in accumulate(map(len, groups)))
+    return Section(columns=columns("memory size> bytes>@60 remark@100"), rows=rows, sums=sums)
+
+
+def _size(size: int | None, remark: str) -> tuple[str, str]:
+    return ("not known" if remark else "not measured", "-") if size is None else (format_bytes(size), f"{size:,}")
+
+
+def report_markdown(report: Report) -> str:
+    """Return the report as GitHub-flavoured markdown, with exact bytes next to the rounded sizes."""
+    return markdown(report_form(report))
+
+
+def report_text(report: Report) -> str:
+    """Return the report as plain text, without a trailing newline: what was planned, a line for each part, the peak."""
+    return plain(title(report), _summary(report))
+
+
+def report_fragment(report: Report) -> str:
+    """Return the report as an HTML fragment for notebooks."""
+    return fragment(title(report), _memory(report))
+
+
+def plan_fragment(plan: Plan) -> str:
+    """Return the report of a plan as an HTML fragment, with the picture of its arena unless it has many buffers."""
+    table = report_fragment(plan.report())
+    return table + plan.to_svg() if len(plan.problem.buffers) <= MOST_BLOCKS else table

@@ -1,19 +1,18 @@
 """The content of a picture of an arena, before it is drawn: blocks in steps x offsets, and live bytes by step.
 
-`svg.py`, `png.py`, `html.py`, `trace_events.py` and `snapshot.py` draw it. It is made from a `Plan`, or with less
+`svg.py`, `pages.py` and `trace_events.py` draw it. It is made from a `Plan`, or with less
 detail from a `Problem` and a `Solution`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from memplan.analysis.holders import Holder, largest
-from memplan.analysis.uses import OpAt, homes, op_at, own_touches
+from memplan.analysis.buffers import Holder, OpAt, homes, largest, op_at, own_touches
 from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, TRANSFERS, Action
-from memplan.core.graph import Phase, StorageKind
+from memplan.core.graph import Origin, Phase, StorageKind
 from memplan.core.plan import Plan
 from memplan.core.problem import Interval, Problem, Solution
 from memplan.core.units import format_bytes, format_share
@@ -102,148 +101,53 @@ class Picture:
 
 def picture_of_plan(plan: Plan) -> Picture:
     """Return the picture of a plan. It takes milliseconds on thousands of ops."""
-    report = plan.report()
-    holders = {holder.id: holder for holder in largest(plan)}
-    backward = (i for i, op in enumerate(plan.schedule.order) if plan.graph.ops[op].phase is Phase.BACKWARD)
-    first = next(backward, None)
-    return Picture(
+    report, graph = plan.report(), plan.graph
+    backward = (i for i, op in enumerate(plan.schedule.order) if graph.ops[op].phase is Phase.BACKWARD)
+    tensors = {graph.storages[v.storage].name: f"{v.dtype} {list(v.shape)}" for v in reversed(graph.values)}
+    outside = ("outside the arena", format_bytes(report.outside_total), "parameters, inputs, gradients, the caller's")
+    total = ("total", format_bytes(report.total), "what the device must hold")
+    return replace(
+        _placed(plan.problem, plan.solution, {holder.id: holder for holder in largest(plan)}, tensors),
         title=title(report),
         steps=report.steps,
-        arena=plan.arena_size,
-        max_live=plan.max_live,
-        peak_step=plan.problem.peak_step,
-        blocks=_blocks(plan.problem, plan.solution, holders, tensors(plan)),
-        profile=plan.problem.live_profile,
         ops=tuple(op_at(plan, step) for step in range(report.steps)),
-        backward_from=first,
-        figures=(
-            *_figures(plan.problem, plan.solution),
-            *_budget(report),
-            ("outside the arena", format_bytes(report.outside_total), "parameters, inputs, gradients, the caller's"),
-            ("total", format_bytes(report.total), "what the device must hold"),
-        ),
+        backward_from=next(backward, None),
+        figures=(*_figures(plan.problem, plan.solution), *_budget(report), outside, total),
         notes=(verdict(report), *(lever.text for lever in report.advice)),
-        arrows=_arrows(plan),
+        arrows=tuple(_arrows(plan)),
         copies=tuple(_copies(plan)),
         gathered=tuple(enumerate(plan.gathered)) if plan.collectives else (),
     )
 
 
-def _budget(report: Report) -> tuple[tuple[str, str, str], ...]:
-    k = report.kept
-    if k is None:
-        return ()
-    remark = f"{k.recomputes} computed again, {k.offloads} copied; predicted +{k.overhead * 100:.2f} % of a step's time"
-    name, limit = ("arena budget", k.arena_budget) if k.budget is None else ("budget", k.budget)
-    return ((name, format_bytes(limit), remark),)
-
-
-_WORDS = {
-    Action.OFFLOAD: "copied to the host, and back",
-    Action.RECOMPUTE: "computed again",
-    Action.COMPRESS: "packed, and unpacked",
-}
-
-
-def _arrows(plan: Plan) -> tuple[Arrow, ...]:
-    """Return an arrow for each eviction, from where its bytes are freed to where they are back in the arena."""
-    buffers, lies, used = {b.id: b for b in plan.problem.buffers}, homes(plan), own_touches(plan)
-
-    def middle(home: str) -> int:
-        return plan.solution.offsets[home] + buffers[home].size // 2
-
-    before: dict[str, str] = {}
-    found = []
-    for e in plan.evictions:
-        gone = before.get(e.storage, e.storage)
-        # The buffer may be that of an input whose bytes the storage reuses in place.
-        leaves, returns = (lies.get(name, name) for name in (gone, e.instance))
-        before[e.storage] = e.instance
-        if leaves in buffers and returns in buffers:
-            what = _WORDS[e.action]
-            found.append(
-                Arrow(
-                    leaves=leaves,
-                    returns=returns,
-                    start=min(used[gone][-1] + 1, e.in_trigger),
-                    offset=middle(leaves),
-                    end=e.in_trigger,
-                    back_offset=middle(returns),
-                    offload=e.action is Action.OFFLOAD,
-                    about=f"{e.storage} ({format_bytes(e.nbytes)}): {what} for step {e.back_access}",
-                )
-            )
-    return tuple(found)
-
-
-def _copies(plan: Plan) -> Iterator[PictureCopy]:
-    """Yield each copy, from its start op to its wait, which touch the same two storages on device and host."""
-    graph, started = plan.graph, dict[tuple[bool, frozenset[int]], int]()
-    for step, index in enumerate(plan.schedule.order):
-        op = graph.ops[index]
-        if op.target not in TRANSFERS:
-            continue
-        key = op.target in (OFFLOAD, OFFLOAD_WAIT), frozenset(graph.touched(op))
-        if op.target in (OFFLOAD, RELOAD):
-            started[key] = step
-        elif key in started:
-            device = next(graph.storages[s] for s in key[1] if graph.storages[s].kind is not StorageKind.HOST)
-            yield PictureCopy(
-                start=started.pop(key),
-                end=step + 1,
-                nbytes=device.nbytes,
-                storage=device.name,
-                module=device.origin.module,
-                to_host=key[0],
-            )
-
-
 def picture_of(problem: Problem, solution: Solution, name: str) -> Picture:
     """Return the picture of a placed problem. Raises `InvalidSolution` if a buffer has no offset (infeasible)."""
-    holders = {
-        b.id: Holder(
-            id=b.id,
-            size=b.size,
-            kind=b.kind,
-            start=b.live.start,
-            end=b.live.end,
-            module=b.origin,
-            source="",
-            op="",
-        )
+    holders = {b.id: Holder.of(b, Origin(module=b.origin), "") for b in problem.buffers}
+    title = f"{name}: {len(problem.buffers)} buffers by {solution.solver!r}"
+    notes = (f"{solution.status.name.lower()}: {solution.status.value}",)
+    return replace(_placed(problem, solution, holders, {}), title=title, notes=notes)
+
+
+def _placed(problem: Problem, solution: Solution, holders: Mapping[str, Holder], tensors: Mapping[str, str]) -> Picture:
+    """Return what any picture shows: the buffers at their offsets, and live bytes."""
+    lies = solution.offsets
+    missing = next((b.id for b in problem.buffers if b.id not in lies), None)
+    if missing is not None:
+        raise InvalidSolution("has no offset: there is nothing to draw", violation="missing", where=missing)
+    blocks = (
+        PictureBlock(holder=holders[b.id], offset=lies[b.id], segments=b.segments, tensor=tensors.get(b.id, ""))
         for b in problem.buffers
-    }
+        if b.size
+    )
     return Picture(
-        title=f"{name}: {len(problem.buffers)} buffers by {solution.solver!r}",
+        title="",
         steps=max((b.live.end for b in problem.buffers), default=0),
         arena=solution.arena_size,
         max_live=problem.max_live,
         peak_step=problem.peak_step,
-        blocks=_blocks(problem, solution, holders, {}),
+        blocks=tuple(blocks),
         profile=problem.live_profile,
         figures=_figures(problem, solution),
-        notes=(f"{solution.status.name.lower()}: {solution.status.value}",),
-    )
-
-
-def tensors(plan: Plan) -> dict[str, str]:
-    """Return by storage name the dtype and shape of the first value in it, such as "float32 [4, 1024]"."""
-    graph = plan.graph
-    return {graph.storages[v.storage].name: f"{v.dtype} {list(v.shape)}" for v in reversed(graph.values)}
-
-
-def _blocks(
-    problem: Problem, solution: Solution, holders: Mapping[str, Holder], known: Mapping[str, str]
-) -> tuple[PictureBlock, ...]:
-    for buffer in problem.buffers:
-        if buffer.id not in solution.offsets:
-            raise InvalidSolution("has no offset: there is nothing to draw", violation="missing", where=buffer.id)
-    return tuple(
-        PictureBlock(
-            holder=holders[b.id], offset=solution.offsets[b.id], segments=b.segments, tensor=known.get(b.id, "")
-        )
-        for b in problem.buffers
-        if b.size
     )
 
 
@@ -255,6 +159,62 @@ def _figures(problem: Problem, solution: Solution) -> tuple[tuple[str, str, str]
         ("max live", format_bytes(problem.max_live), f"at step {problem.peak_step}: no layout needs less"),
         ("fragmentation", share, f"{lost:,} bytes lost at the peak"),
     )
+
+
+def _budget(report: Report) -> Iterator[tuple[str, str, str]]:
+    if (k := report.kept) is not None:
+        how = f"{k.recomputes} computed again, {k.offloads} copied"
+        name, limit = ("arena budget", k.arena_budget) if k.budget is None else ("budget", k.budget)
+        yield name, format_bytes(limit), f"{how}; predicted +{k.overhead * 100:.2f} % of a step's time"
+
+
+_WORDS = {
+    Action.OFFLOAD: "copied to the host, and back",
+    Action.RECOMPUTE: "computed again",
+    Action.COMPRESS: "packed, and unpacked",
+}
+
+
+def _arrows(plan: Plan) -> Iterator[Arrow]:
+    """Yield an arrow for each eviction, from where its bytes are freed to where they are back in the arena."""
+    lies, used, before = homes(plan), own_touches(plan), dict[str, str]()
+    middles = {b.id: plan.solution.offsets[b.id] + b.size // 2 for b in plan.problem.buffers}
+    for e in plan.evictions:
+        gone = before.get(e.storage, e.storage)
+        # The buffer may be that of an input whose bytes the storage reuses in place.
+        leaves, returns = (lies.get(name, name) for name in (gone, e.instance))
+        before[e.storage] = e.instance
+        if leaves in middles and returns in middles:
+            yield Arrow(
+                leaves=leaves,
+                returns=returns,
+                start=min(used[gone][-1] + 1, e.in_trigger),
+                offset=middles[leaves],
+                end=e.in_trigger,
+                back_offset=middles[returns],
+                offload=e.action is Action.OFFLOAD,
+                about=f"{e.storage} ({format_bytes(e.nbytes)}): {_WORDS[e.action]} for step {e.back_access}",
+            )
+
+
+def _copies(plan: Plan) -> Iterator[PictureCopy]:
+    """Yield each copy, from its start op to its wait, which touch the same two storages on device and host."""
+    graph, started = plan.graph, dict[tuple[bool, frozenset[int]], int]()
+    for step, index in enumerate(plan.schedule.order):
+        op = graph.ops[index]
+        key = op.target in (OFFLOAD, OFFLOAD_WAIT), frozenset(graph.touched(op))
+        if op.target in (OFFLOAD, RELOAD):
+            started[key] = step
+        elif op.target in TRANSFERS and key in started:
+            device = next(graph.storages[s] for s in key[1] if graph.storages[s].kind is not StorageKind.HOST)
+            yield PictureCopy(
+                start=started.pop(key),
+                end=step + 1,
+                nbytes=device.nbytes,
+                storage=device.name,
+                module=device.origin.module,
+                to_host=key[0],
+            )
 
 
 def colours(picture: Picture) -> dict[str, str]:

@@ -1,14 +1,14 @@
-"""Headings, sentences and tables as data, rendered as markdown here and for terminals in `table.py`."""
+"""What is shown of anything, as data: a title, headings, sentences and tables; and how text formats write it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
+from typing import Any
 
-from memplan.analysis.holders import Holder
+from memplan.analysis.buffers import Holder
 from memplan.core.units import format_bytes
-from memplan.report.lines import op_name, printable
-from memplan.report.summary import Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,18 +19,28 @@ class Column:
     """
 
     name: str
-    numeric: bool = False
-    from_width: int = 0
+    numeric: bool
+    from_width: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A heading, lines of text and a table; each may be empty."""
+    """A heading, lines of text and a table; each may be empty. `sums` are the rows that add up those above them."""
 
     heading: str = ""
     lines: tuple[str, ...] = ()
     columns: tuple[Column, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
+    sums: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What is shown of a result: a title, sections, and for JSON the exact figures as plain types."""
+
+    title: str
+    sections: tuple[Section, ...]
+    data: Any
 
 
 def columns(text: str) -> tuple[Column, ...]:
@@ -38,17 +48,8 @@ def columns(text: str) -> tuple[Column, ...]:
 
     ">" marks a numeric column, "@100" one that is left out below 100 characters. An underscore stands for a space.
     """
-    made = []
-    for word in text.split():
-        name, _, width = word.partition("@")
-        made.append(
-            Column(
-                name=name.rstrip(">").replace("_", " "),
-                numeric=name.endswith(">"),
-                from_width=int(width) if width else 0,
-            )
-        )
-    return tuple(made)
+    parts = [(name.replace("_", " "), int(width or 0)) for name, _, width in (w.partition("@") for w in text.split())]
+    return tuple(Column(name=name.strip(" >"), numeric=">" in name, from_width=width) for name, width in parts)
 
 
 def limited(rows: Sequence[tuple[str, ...]], most: int) -> tuple[tuple[str, ...], ...]:
@@ -60,56 +61,50 @@ def limited(rows: Sequence[tuple[str, ...]], most: int) -> tuple[tuple[str, ...]
 
 def holders_section(heading: str, holders: Iterable[Holder]) -> Section:
     """Return a table of buffers: their sizes, kinds and steps, and where in the model they come from."""
-    return Section(
-        heading=heading,
-        columns=columns("size> bytes>@100 kind@60 steps@60 module source@60 op"),
-        rows=tuple(
-            (format_bytes(h.size), f"{h.size:,}", h.kind, f"{h.start}-{h.end - 1}", h.module, h.source, op_name(h.op))
-            for h in holders
-        ),
-    )
+    names = columns("size> bytes>@100 kind@60 steps@60 module source@60 op")
+    rows = ((format_bytes(h.size), f"{h.size:,}", h.kind, steps_of(h), *where(h)) for h in holders)
+    return Section(heading=heading, columns=names, rows=tuple(rows))
 
 
-def table_sections(report: Report) -> tuple[Section, ...]:
-    """Return the tables of a report that it has: its graphs, its largest buffers, and its ops that run functionally."""
-    found = []
-    if report.graphs:
-        parts = ((g.name, str(g.forward + g.backward), format_bytes(g.arena_size), g.ends) for g in report.graphs)
-        shown = columns("graph steps> alone> ends@100")
-        found.append(Section(heading="graphs, which share the arena", columns=shown, rows=tuple(parts)))
-    if report.largest:
-        found.append(holders_section("largest buffers", report.largest))
-    if report.functional:
-        rows = (
-            (op_name(f.target), str(f.calls), format_bytes(f.bytes), f"{f.bytes:,}", format_bytes(f.most))
-            for f in report.functional
-        )
-        shown = columns("op calls> size> bytes>@100 most_at_once>@60")
-        found.append(Section(heading="ops that run functionally (no out= kernel)", columns=shown, rows=tuple(rows)))
-    return tuple(found)
-
-
-def sections_markdown(title: str, sections: Iterable[Section]) -> str:
-    """Return sections as GitHub-flavoured markdown, with cells escaped."""
-    parts = [f"## {cell(title)}", *(part for section in sections for part in section_markdown(section))]
+def markdown(form: Form) -> str:
+    """Return a form as GitHub-flavoured markdown, with cells escaped."""
+    parts = [f"## {cell(form.title)}", *(part for section in form.sections for part in _markdown(section))]
     return "\n\n".join(parts) + "\n"
 
 
-def section_markdown(section: Section) -> Iterator[str]:
-    """Yield the heading, the lines and the table of a section as markdown, as far as it has them."""
+def _markdown(section: Section) -> Iterator[str]:
     if section.heading:
         yield f"### {cell(section.heading)}"
     if section.lines:
         yield "\n".join(f"- {cell(line)}" for line in section.lines)
     if section.rows:
-        yield table([(" " if c.numeric else "") + c.name for c in section.columns], section.rows)
+        rule = ["---:" if column.numeric else "---" for column in section.columns]
+        rows = ([f"**{c}**" if c == "FAIL" else cell(c) for c in row] for row in section.rows)
+        lines = [[cell(column.name) for column in section.columns], rule, *rows]
+        yield "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a markdown table of literal texts; a column whose header starts with a space is aligned to the right."""
-    rule = ["---:" if name.startswith(" ") else "---" for name in header]
-    lines = [[name.strip() for name in header], rule, *([cell(text) for text in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def plain(title: str, sections: Iterable[Section]) -> str:
+    """Return sections as plain text without a trailing newline; the first two columns of a table, and its last."""
+    lines = [title]
+    for section in sections:
+        lines += [section.heading] if section.heading else []
+        lines += section.lines
+        if section.rows:
+            left, right = (max(len(row[k]) for row in section.rows) for k in (0, 1))
+            lines.append("")
+            for k, row in enumerate(section.rows):
+                lines.append(f"  {row[0]:<{left}}  {row[1]:>{right}}  {row[-1]}".rstrip())
+                lines += [""] if k in section.sums else []
+            lines += [] if lines[-1] == "" else [""]
+    return "\n".join(map(printable, lines)).rstrip()
+
+
+def fragment(title: str, section: Section) -> str:
+    """Return a section as an HTML fragment for notebooks, without its lines."""
+    align = [' style="text-align:right"' if column.numeric else "" for column in section.columns]
+    rows = ("".join(f"<td{a}>{escape(printable(c))}</td>" for a, c in zip(align, r, strict=True)) for r in section.rows)
+    return f"<div><b>{escape(printable(title))}</b><table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table></div>"
 
 
 def cell(text: str) -> str:
@@ -118,3 +113,33 @@ def cell(text: str) -> str:
     for mark in "\\|`*_<>[]":
         escaped = escaped.replace(mark, "\\" + mark)
     return escaped
+
+
+def printable(text: str) -> str:
+    """Return `text` on one line with control characters escaped, since names in a plan file may contain any."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def op_name(target: str) -> str:
+    """Return the short name of an op: "aten.mm" for "aten.mm.default"; other overloads keep their name."""
+    return target.removesuffix(".default")
+
+
+def origin(holder: Holder) -> str:
+    """Return the origin of a buffer: its module path, or else the op that writes it, or else its name."""
+    return holder.module or op_name(holder.op) or holder.id
+
+
+def where(holder: Holder) -> tuple[str, str, str]:
+    """Return the module, the source line and the op of a buffer."""
+    return holder.module, holder.source, op_name(holder.op)
+
+
+def steps_of(holder: Holder) -> str:
+    """Return the steps at which a buffer is alive: "3-7"."""
+    return f"{holder.start}-{holder.end - 1}"
+
+
+def signed(count: int) -> str:
+    """Return a difference of bytes with its sign: "+1.50 MiB"."""
+    return f"{'+' if count > 0 else ''}{format_bytes(count)}"

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from memplan.analysis.advice import Lever, levers
-from memplan.analysis.holders import Holder, alive_at, largest
+from memplan.analysis.buffers import Holder, OpAt, alive_at, largest, op_at
+from memplan.analysis.explain import Lever, levers
 from memplan.core.division import Division
 from memplan.core.evictions import SEND, Action, DeviceArena
 from memplan.core.graph import StorageKind
 from memplan.core.jsonio import to_json
 from memplan.core.plan import GraphSection, Plan
-from memplan.core.problem import Solution, Status
+from memplan.core.problem import Status
 from memplan.core.schedule import Evidence, live_bytes
 from memplan.core.units import format_bytes
 from memplan.schedule import Barrier, accumulated, price
@@ -57,15 +58,9 @@ class Outside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """The first step at which max live bytes are alive, the op that runs there, and the largest live buffers."""
+class Peak(OpAt):
+    """The first step at which max live bytes are alive, how many buffers are, and the largest of them."""
 
-    step: int
-    op: str
-    target: str
-    phase: str
-    module: str
-    source: str
     alive: int
     holders: tuple[Holder, ...]
 
@@ -202,13 +197,18 @@ class Report:
 
     def __str__(self) -> str:
         """Return the report as plain text."""
-        text: str = import_module("memplan.report.plain").report_text(self)
+        text: str = import_module("memplan.report.lines").report_text(self)
         return text
 
     def _repr_html_(self) -> str:
         """Return what notebooks show."""
-        fragment: str = import_module("memplan.report.plain").report_table(self)
+        fragment: str = import_module("memplan.report.lines").report_fragment(self)
         return fragment
+
+
+_OF_PLAN = ("model", "fingerprint", "arena_size", "max_live", "fragmentation", "padding", "total", "division")
+_OF_ORDER = ("certified", "claimed", "max_live", "bound", "gap", "evidence", "proof")
+_OF_EVICTION = ("budget", "arena_budget", "policy", "costs", "seconds", "base_seconds", "stall", "overhead", "device")
 
 
 def make_report(plan: Plan) -> Report:
@@ -216,42 +216,30 @@ def make_report(plan: Plan) -> Report:
 
     It takes milliseconds on thousands of ops; where all updates wait for all gradients, it orders the ops once more.
     """
-    outside = _outside(plan)
+    graph, solution, outside = plan.graph, plan.solution, _outside(plan)
+    claimed = solution.claimed and solution.status is Status.OPTIMAL
     return Report(
-        model=plan.model,
-        fingerprint=plan.fingerprint,
+        **_copied(plan, _OF_PLAN),
+        **{f"order_{name}": value for name, value in _copied(plan.schedule, _OF_ORDER).items()},
         graphs=plan.sections,
-        backward=plan.graph.forward_ops < len(plan.graph.ops),
+        backward=graph.forward_ops < len(graph.ops),
         steps=len(plan.schedule.order),
         buffers=len(plan.problem.buffers),
-        arena_size=plan.arena_size,
-        gradients=sum(plan.graph.storages[s].nbytes for s in plan.graph.gradients_in_arena),
-        max_live=plan.max_live,
-        fragmentation=plan.fragmentation,
-        padding=plan.padding,
-        status=_status(plan.solution),
-        bound=plan.solution.bound,
-        layout_claimed=plan.solution.claimed,
-        solver=plan.solution.solver,
+        gradients=sum(graph.storages[s].nbytes for s in graph.gradients_in_arena),
+        status="claimed" if claimed else solution.status.name.lower(),
+        bound=solution.bound,
+        layout_claimed=solution.claimed,
+        solver=solution.solver,
         policy=plan.schedule.policy,
-        order_certified=plan.schedule.certified,
-        order_claimed=plan.schedule.claimed,
-        order_max_live=plan.schedule.max_live,
-        order_traced=max(live_bytes(plan.graph, tuple(range(len(plan.graph.ops)))), default=0),
-        order_bound=plan.schedule.bound,
-        order_gap=plan.schedule.gap,
-        order_evidence=plan.schedule.evidence,
-        order_proof=plan.schedule.proof,
-        barrier=price(plan.graph, plan.schedule.max_live),
-        accumulated=accumulated(plan.graph),
+        order_traced=max(live_bytes(graph, tuple(range(len(graph.ops)))), default=0),
+        barrier=price(graph, plan.schedule.max_live),
+        accumulated=accumulated(graph),
         kept=_kept(plan),
         exchanged=_exchanged(plan),
-        division=plan.division,
         kernels=plan.kernels,
         code=str(plan.code or ""),
         outside=outside,
         outside_total=outside.total,
-        total=plan.total,
         peak=_peak(plan),
         largest=largest(plan, LARGEST),
         functional=_functional(plan),
@@ -260,33 +248,23 @@ def make_report(plan: Plan) -> Report:
     )
 
 
-def _status(solution: Solution) -> str:
-    claimed = solution.claimed and solution.status is Status.OPTIMAL
-    return "claimed" if claimed else solution.status.name.lower()
+def _copied(source: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
 
 
 def _kept(plan: Plan) -> Kept | None:
     if plan.eviction is None:
         return None
-    sizes: dict[Action, list[int]] = {action: [] for action in Action}
-    for e in plan.evictions:
-        sizes[e.action].append(e.nbytes)
+    recomputed = [e.nbytes for e in plan.evictions if e.action is Action.RECOMPUTE]
+    offloaded = [e.nbytes for e in plan.evictions if e.action is Action.OFFLOAD]
     return Kept(
-        budget=plan.eviction.budget,
-        arena_budget=plan.eviction.arena_budget,
-        policy=plan.eviction.policy,
-        costs=plan.eviction.costs,
-        recomputes=len(sizes[Action.RECOMPUTE]),
-        recomputed=sum(sizes[Action.RECOMPUTE]),
-        offloads=len(sizes[Action.OFFLOAD]),
-        offloaded=sum(sizes[Action.OFFLOAD]),
+        **_copied(plan.eviction, _OF_EVICTION),
+        recomputes=len(recomputed),
+        recomputed=sum(recomputed),
+        offloads=len(offloaded),
+        offloaded=sum(offloaded),
         host_size=plan.host_size,
         pinned=plan.pinned,
-        seconds=plan.eviction.seconds,
-        base_seconds=plan.eviction.base_seconds,
-        stall=plan.eviction.stall,
-        overhead=plan.eviction.overhead,
-        device=plan.eviction.device,
         sections=plan.devices,
         sent=sum(plan.graph.values[op.reads[0]].shape[0] for op in plan.graph.ops if op.target == SEND),
     )
@@ -295,8 +273,7 @@ def _kept(plan: Plan) -> Kept | None:
 def _exchanged(plan: Plan) -> Exchanged | None:
     if not plan.collectives:
         return None
-    gathers = [c for c in plan.collectives if c.gathers]
-    most = max(plan.gathered)
+    gathers, most = [c for c in plan.collectives if c.gathers], max(plan.gathered)
     return Exchanged(
         gathers=len(gathers),
         again=sum(c.again for c in gathers),
@@ -307,19 +284,19 @@ def _exchanged(plan: Plan) -> Exchanged | None:
     )
 
 
+_BEFORE = {
+    "inputs": StorageKind.INPUT, "tangents": StorageKind.TANGENT, "optimizer_state": StorageKind.OPTIMIZER_STATE,
+    "parameters": StorageKind.PARAMETER, "constants": StorageKind.CONSTANT,
+}  # fmt: skip
+
+
 def _outside(plan: Plan) -> Outside:
+    made = {name: plan.outside.get(name, 0) for name in ("outputs", "gradients", "intermediate", "fallbacks")}
     return Outside(
-        outputs=plan.outside["outputs"],
-        gradients=plan.outside["gradients"],
-        intermediate=plan.outside.get("intermediate", 0),
-        fallbacks=plan.outside["fallbacks"],
+        **made,
+        **{name: plan.graph.bytes_of(kind) for name, kind in _BEFORE.items()},
         temporaries=None if plan.temporaries is None else plan.outside["temporaries"],
         during=max(plan.outside_profile, default=0),
-        inputs=plan.graph.bytes_of(StorageKind.INPUT),
-        tangents=plan.graph.bytes_of(StorageKind.TANGENT),
-        optimizer_state=plan.graph.bytes_of(StorageKind.OPTIMIZER_STATE),
-        parameters=plan.graph.bytes_of(StorageKind.PARAMETER),
-        constants=plan.graph.bytes_of(StorageKind.CONSTANT),
         folded=plan.graph.folded_bytes,
         reserve=plan.reserve,
         numbers=plan.numbers,
@@ -330,18 +307,8 @@ def _outside(plan: Plan) -> Outside:
 def _peak(plan: Plan) -> Peak | None:
     if not plan.problem.buffers:
         return None
-    step = plan.problem.peak_step
-    op = plan.graph.ops[plan.schedule.order[step]]
-    return Peak(
-        step=step,
-        op=op.name,
-        target=op.target,
-        phase=op.phase.value,
-        module=op.origin.module,
-        source=op.origin.source,
-        alive=len(plan.problem.alive_at(step)),
-        holders=alive_at(plan, step, LARGEST),
-    )
+    at, alive = op_at(plan, plan.problem.peak_step), plan.problem.alive_at(plan.problem.peak_step)
+    return Peak(**to_json(at), alive=len(alive), holders=alive_at(plan, at.step, LARGEST))
 
 
 def _functional(plan: Plan) -> tuple[Functional, ...]:
@@ -350,10 +317,7 @@ def _functional(plan: Plan) -> tuple[Functional, ...]:
     for op in plan.graph.ops:
         if size := plan.graph.functional_bytes(op):
             calls.setdefault(op.target, []).append(size)
-    rows = (
-        Functional(target=target, calls=len(sizes), bytes=sum(sizes), most=max(sizes))
-        for target, sizes in calls.items()
-    )
+    rows = (Functional(target=t, calls=len(c), bytes=sum(c), most=max(c)) for t, c in calls.items())
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.target)))
 
 
@@ -362,6 +326,4 @@ def report_json(report: Report) -> dict[str, Any]:
 
     `format` names and numbers its layout.
     """
-    data = to_json(report)
-    data["versions"] = dict(report.versions)
-    return {"format": "memplan-report-1", **data}
+    return {"format": "memplan-report-1", **to_json(report), "versions": dict(report.versions)}

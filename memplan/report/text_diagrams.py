@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from memplan.core.problem import Buffer, Problem, Solution
-from memplan.report.lines import printable
+from memplan.report.sections import printable
 from memplan.solvers.baselines.partition import partitions
 
-_EMPTY = "*"
 _WIDEST = 24
-_FREE = "."
 
 
 def partition_table(problem: Problem) -> str:
@@ -21,36 +19,19 @@ def partition_table(problem: Problem) -> str:
     sum, which is the arena of solver `partition`, and max live, the lower bound of any arena. Ids longer than a column
     are cut.
     """
-    columns = partitions(problem)
-    edges = sorted({edge for b in problem.buffers for s in b.segments for edge in (s.start, s.end)})
-    row_of = {step: row for row, step in enumerate(edges)}
-    drawn = [_column(members, row_of) for members in columns]
-    sizes = [max(b.size for b in members) for members in columns]
-    widths = [max(len(str(size)), *map(len, cells)) for size, cells in zip(sizes, drawn, strict=True)]
-    labels = [f"{start}" if end == start + 1 else f"{start}-{end - 1}" for start, end in pairwise(edges)]
-    left = max(map(len, (*labels, "bytes")))
-    lines = [_line("step", left, map(str, range(len(columns))), widths)]
-    lines += [_line(label, left, (cells[row] for cells in drawn), widths) for row, label in enumerate(labels)]
-    lines.append(_line("bytes", left, map(str, sizes), widths))
-    lines.append(f"{len(columns)} partitions, {sum(sizes)} bytes; max live {problem.max_live} bytes")
-    return "\n".join(lines) + "\n"
-
-
-def _column(members: tuple[Buffer, ...], row_of: dict[int, int]) -> list[str]:
-    """Return the buffer that is in the partition in each row."""
-    cells = [_EMPTY] * max(len(row_of) - 1, 0)
-    for buffer in members:
-        name = printable(buffer.id)
-        name = name if len(name) <= _WIDEST else name[: _WIDEST - 2] + ".."
-        for segment in buffer.segments:
-            rows = range(row_of[segment.start], row_of[segment.end])
-            cells[rows.start : rows.stop] = [name] * len(rows)
-    return cells
-
-
-def _line(label: str, left: int, cells: Iterable[str], widths: list[int]) -> str:
-    padded = (cell.center(width) for cell, width in zip(cells, widths, strict=True))
-    return f"{label:>{left}} | {' | '.join(padded)}".rstrip()
+    columns, (edges, row) = partitions(problem), _edges(problem.buffers)
+    cells = [["*"] * len(columns) for _ in edges[1:]]
+    for k, members in enumerate(columns):
+        for b in members:
+            name = printable(b.id)
+            name = name if len(name) <= _WIDEST else name[: _WIDEST - 2] + ".."
+            for line in (line for s in b.segments for line in cells[row[s.start] : row[s.end]]):
+                line[k] = name
+    sizes = [str(max(b.size for b in members)) for members in columns]
+    head = ("step", [str(k) for k in range(len(columns))])
+    table = _table([head, *zip(_ranges(edges), cells, strict=True), ("bytes", sizes)])
+    total = f"{len(columns)} partitions, {sum(map(int, sizes))} bytes; max live {problem.max_live} bytes"
+    return f"{table}\n{total}\n"
 
 
 def stack_text(problem: Problem, solution: Solution) -> str:
@@ -59,21 +40,32 @@ def stack_text(problem: Problem, solution: Solution) -> str:
     This is the diagram of ext-tstack, with the lowest offset at the bottom. A cell is the id of the buffer that has
     those bytes then, "." if they are free. Below are the arena and max live.
     """
-    buffers = [b for b in problem.buffers if b.size]
-    steps = sorted({edge for b in buffers for s in b.segments for edge in (s.start, s.end)})
-    edges = sorted({solution.offsets[b.id] + part for b in buffers for part in (0, b.size)} | {0})
-    column, row = ({edge: k for k, edge in enumerate(sides)} for sides in (steps, edges))
-    cells = [[_FREE] * max(len(steps) - 1, 0) for _ in edges[1:]]
+    buffers, lies = [b for b in problem.buffers if b.size], solution.offsets
+    steps, column = _edges(buffers)
+    edges = sorted({lies[b.id] + part for b in buffers for part in (0, b.size)} | {0})
+    row = {edge: k for k, edge in enumerate(edges)}
+    cells = [["."] * max(len(steps) - 1, 0) for _ in edges[1:]]
     for b in buffers:
-        offset = solution.offsets[b.id]
-        for segment in b.segments:
-            for line in cells[row[offset] : row[offset + b.size]]:
-                for k in range(column[segment.start], column[segment.end]):
-                    line[k] = printable(b.id)
-    heads = [f"{start}" if end == start + 1 else f"{start}-{end - 1}" for start, end in pairwise(steps)]
+        for line in cells[row[lies[b.id]] : row[lies[b.id] + b.size]]:
+            for k in (k for s in b.segments for k in range(column[s.start], column[s.end])):
+                line[k] = printable(b.id)
     labels = [f"{low}-{high}" for low, high in pairwise(edges)]
-    left = max(map(len, ("bytes", *labels)))
-    widths = [max(map(len, (head, *(line[k] for line in cells)))) for k, head in enumerate(heads)]
-    table = [("bytes", heads), *zip(reversed(labels), reversed(cells), strict=True)]
-    lines = [f"{label:>{left}} | {' | '.join(map(str.center, line, widths))}".rstrip() for label, line in table]
-    return "\n".join((*lines, f"arena {solution.arena_size} bytes; max live {problem.max_live} bytes")) + "\n"
+    table = _table([("bytes", _ranges(steps)), *zip(reversed(labels), reversed(cells), strict=True)])
+    return f"{table}\narena {solution.arena_size} bytes; max live {problem.max_live} bytes\n"
+
+
+def _edges(buffers: Iterable[Buffer]) -> tuple[list[int], dict[int, int]]:
+    """Return the steps at which something changes, ascending, and the index of each."""
+    edges = sorted({edge for b in buffers for s in b.segments for edge in (s.start, s.end)})
+    return edges, {edge: k for k, edge in enumerate(edges)}
+
+
+def _ranges(edges: Iterable[int]) -> list[str]:
+    return [f"{start}" if end == start + 1 else f"{start}-{end - 1}" for start, end in pairwise(edges)]
+
+
+def _table(rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    left = max(len(label) for label, _ in rows)
+    widths = [max(map(len, column)) for column in zip(*(cells for _, cells in rows), strict=True)]
+    lines = (f"{label:>{left}} | {' | '.join(map(str.center, cells, widths))}".rstrip() for label, cells in rows)
+    return "\n".join(lines)

@@ -1,20 +1,20 @@
-"""Renders the verdicts of `memplan check` as rows and sentences, markdown, JSON and GitHub annotations."""
+"""Words the verdicts of `memplan check`: their form, and annotations for GitHub."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memplan.analysis.groups import Growth
+from memplan.analysis.rows import Growth
 from memplan.check.check import Finding, Verdict
 from memplan.core.jsonio import to_json
 from memplan.core.units import format_bytes, format_exact, format_share
-from memplan.report.lines import op_name, printable
-from memplan.report.sections import Section, cell, columns, holders_section, section_markdown, table
-from memplan.verify import Proof
+from memplan.report.sections import Form, Section, columns, holders_section, op_name, printable, signed
 
-FORMAT = "memplan-check-1"
+if TYPE_CHECKING:
+    from memplan.verify import Proof
+
 SHOWN = 8
 
 
@@ -36,150 +36,127 @@ class Judged:
         return self.verdict.ok and all(proof.ok for proof in self.proofs)
 
 
-def signed(count: int) -> str:
-    """Return a difference of bytes with its sign: "+1.50 MiB"."""
-    return f"{'+' if count > 0 else ''}{format_bytes(count)}"
+def check_form(judged: Sequence[Judged]) -> Form:
+    """Return a line per finding, then what explains exceeded limits, what became smaller, and proofs."""
+    found = [(j.name, f) for j in judged for f in j.verdict.findings]
+    proofs = [(proof.ok, f"{j.name}: {proof.text}") for j in judged for proof in j.proofs]
+    failed, proven = sum(not j.verdict.ok for j in judged), sum(ok for ok, _ in proofs)
+    limits = f"{failed} of {len(judged)} over a limit" if failed else f"all {len(judged)} within their limits"
+    heads = [limits] if found or not proofs else []
+    heads += [f"{proven} of {len(proofs)} claims proven again"] if proofs else []
+    names = columns("_ plan of measured>@60 limit>@60 too_much> against_the_baseline>@80")
+    rows = tuple((_mark(f.ok), name, f.name, *f.texts(), _change(f)) for name, f in found)
+    sections = [Section(columns=names, rows=rows)] if rows else []
+    shown: list[Any] = []
+    for name, f in found:
+        why = (name, f.because, f.parts, f.grown)
+        if not f.ok and why not in shown:  # once for findings with the same explanation
+            sections.append(replace(_explanation(f), heading=sentence(name, f)))
+            shown.append(why)
+    if gains := gain_lines(judged):
+        heading = "the baseline can shrink: run with --update-baseline"
+        sections.append(Section(heading=heading, lines=gains))
+    if proofs:
+        claims = tuple((_mark(ok), text) for ok, text in proofs)
+        sections.append(Section(heading="proofs", columns=columns("_ claim"), rows=claims))
+    data = {"format": "memplan-check-1", "ok": all(j.ok for j in judged), "checked": [_json(j) for j in judged]}
+    return Form(title=f"memplan: {'; '.join(heads)}", sections=tuple(sections), data=data)
 
 
-def change(finding: Finding) -> str:
+def _mark(ok: bool) -> str:
+    return "ok" if ok else "FAIL"
+
+
+def _change(finding: Finding) -> str:
     """Return the change from the baseline: "+1.50 MiB (+3.10 %)", or "same"; "" without a baseline."""
     if finding.before is None:
         return ""
-    delta = finding.measured - finding.before
+    delta, sign = finding.measured - finding.before, "+" if finding.measured > finding.before else ""
     if not delta:
         return "same"
     if finding.is_share:
-        return f"{'+' if delta > 0 else ''}{format_share(float(delta))}"
-    share = f" ({'+' if delta > 0 else ''}{format_share(float(delta / finding.before))})" if finding.before else ""
+        return f"{sign}{format_share(float(delta))}"
+    share = f" ({sign}{format_share(float(delta / finding.before))})" if finding.before else ""
     return f"{signed(int(delta))}{share}"
 
 
 def place(growth: Growth) -> str:
     """Return the origin of a row's buffers: module, op, source line."""
-    known = (growth.module, op_name(growth.op), growth.source)
-    return ", ".join(part for part in known if part)
+    return ", ".join(part for part in (growth.module, op_name(growth.op), growth.source) if part)
 
 
 def counts(growth: Growth) -> str:
     """Return the number of buffers of a row before and after: "12 -> 13"; "" for a row without buffers."""
     before, after = growth.count_before, growth.count_after
-    if not before and not after:
-        return ""
-    return f"{before}" if before == after else f"{before} -> {after}"
+    changed = f"{before}" if before == after else f"{before} -> {after}"
+    return changed if before or after else ""
 
 
-def grown_rows(finding: Finding) -> tuple[tuple[str, str, str, str], ...]:
+def _grown_rows(finding: Finding) -> tuple[tuple[str, str, str, str], ...]:
     """Return (bytes added, buffers, kind, where) of the rows that changed most; the last row sums up the others."""
-    shown = sorted(finding.grown, key=lambda g: -abs(g.delta))[:SHOWN]
-    rows = [(signed(g.delta), counts(g), g.kind, place(g)) for g in sorted(shown, key=lambda g: -g.delta)]
-    others = len(finding.grown) - len(shown)
-    if others:
-        rest = sum(g.delta for g in finding.grown) - sum(g.delta for g in shown)
-        rows.append((signed(rest), "", "", f"{others} more rows"))
+    ordered = sorted(finding.grown, key=lambda g: -abs(g.delta))
+    shown, others = sorted(ordered[:SHOWN], key=lambda g: -g.delta), ordered[SHOWN:]
+    rows = [(signed(g.delta), counts(g), g.kind, place(g)) for g in shown]
+    rows += [(signed(sum(g.delta for g in others)), "", "", f"{len(others)} more rows")] if others else []
     return tuple(rows)
 
 
-def sentence(name: str, finding: Finding) -> str:
-    """Return a sentence on one failed finding: "arena of gpt2 is 12.00 KiB (12,288 B): 1 B more than ..."."""
-    measured, limit, excess = finding.texts()
-    grew = "" if finding.before is None else f"; baseline {_value(finding, finding.before)}, {change(finding)}"
-    return f"{finding.name} of {name} is {measured}: {excess} more than {limit} ({finding.rule}){grew}"
-
-
-def _value(finding: Finding, value: Any) -> str:
-    return format_share(float(value)) if finding.is_share else format_exact(int(value))
-
-
-def gain_lines(judged: Sequence[Judged]) -> tuple[str, ...]:
-    """Return a line for each figure that is smaller than in the baseline."""
-    return tuple(
-        f"{j.name}: {metric} {format_exact(before)} -> {format_exact(now)} ({signed(now - before)})"
-        for j in judged
-        for metric, before, now in j.verdict.gains
-    )
-
-
-def proof_lines(judged: Sequence[Judged]) -> tuple[tuple[bool, str], ...]:
-    """Return (proven, sentence) for every proof."""
-    return tuple((proof.ok, f"{j.name}: {proof.text}") for j in judged for proof in j.proofs)
-
-
-def verdicts_json(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Return the verdicts as plain types; every figure is exact: whole bytes, or shares between 0 and 1."""
-    return {"format": FORMAT, "ok": all(j.ok for j in judged), "checked": [_one_json(j) for j in judged]}
-
-
-def _one_json(judged: Judged) -> dict[str, Any]:
-    verdict, figures = judged.verdict, judged.verdict.figures
-    return {
-        "name": judged.name,
-        "ok": judged.ok,
-        "arena": figures.arena,
-        "max_live": figures.max_live,
-        "outside": figures.outside,
-        "total": figures.total,
-        "findings": [_finding_json(finding) for finding in verdict.findings],
-        "gains": [{"of": metric.value, "before": before, "now": now} for metric, before, now in verdict.gains],
-        "proofs": [to_json(proof) for proof in judged.proofs],
-    }
-
-
-def _finding_json(finding: Finding) -> dict[str, Any]:
-    def number(value: Any) -> float | int | None:
-        return None if value is None else float(value) if finding.is_share else int(value)
-
-    return {
-        "of": finding.name,
-        "rule": finding.rule,
-        "ok": finding.ok,
-        "measured": number(finding.measured),
-        "limit": number(finding.limit),
-        "before": number(finding.before),
-        "because": to_json(finding.because),
-        "parts": dict(finding.parts),
-        "grown": [{**to_json(growth), "delta": growth.delta} for growth in finding.grown],
-    }
-
-
-def verdicts_markdown(judged: Sequence[Judged]) -> str:
-    """Return the verdicts as markdown for a pull request: a table, what grew, what shrank, what is proven."""
-    proofs = proof_lines(judged)
-    rows = [
-        ("ok" if f.ok else "**FAIL**", cell(j.name), f.name, *map(cell, f.texts()), cell(change(f)))
-        for j in judged
-        for f in j.verdict.findings
-    ]
-    heads, parts = [], []
-    if rows or not proofs:
-        failed = sum(not j.verdict.ok for j in judged)
-        heads.append(f"{failed} of {len(judged)} over a limit" if failed else f"all {len(judged)} within their limits")
-        header = ("", "plan", "of", " measured", " limit", " too much", " against the baseline")
-        parts.append(table(header, ()) + "".join("\n| " + " | ".join(row) + " |" for row in rows))
-    if proofs:
-        heads.append(f"{sum(ok for ok, _ in proofs)} of {len(proofs)} claims proven again")
-    parts.insert(0, f"## memplan: {'; '.join(heads)}")
-    parts += [part for j in judged for f in j.verdict.findings if not f.ok for part in _why_markdown(j, f)]
-    gains = gain_lines(judged)
-    if gains:
-        parts.append("### The baseline can shrink\n\n" + "\n".join(f"- {cell(line)}" for line in gains))
-    if proofs:
-        lines = [f"- {'ok' if ok else '**FAIL**'} {cell(line)}" for ok, line in proofs]
-        parts.append("### Proofs\n\n" + "\n".join(lines))
-    return "\n\n".join(parts) + "\n"
-
-
-def explanation(finding: Finding) -> Section:
+def _explanation(finding: Finding) -> Section:
     """Return the table that explains an exceeded limit: rows that grew, buffers at the peak, or bytes by kind."""
     if finding.grown:
-        return Section(columns=columns("grew_by> buffers>@60 kind@60 where"), rows=grown_rows(finding))
+        return Section(columns=columns("grew_by> buffers>@60 kind@60 where"), rows=_grown_rows(finding))
     if finding.because:
         return holders_section("", finding.because)
     rows = tuple((name, format_exact(size)) for name, size in finding.parts)
     return Section(columns=columns("outside_the_arena size>"), rows=rows)
 
 
-def _why_markdown(judged: Judged, finding: Finding) -> Iterator[str]:
-    return section_markdown(replace(explanation(finding), heading=sentence(judged.name, finding)))
+def sentence(name: str, finding: Finding) -> str:
+    """Return a sentence on one failed finding: "arena of gpt2 is 12.00 KiB (12,288 B): 1 B more than ..."."""
+    measured, limit, excess = finding.texts()
+    grew = ""
+    if finding.before is not None:
+        before = format_share(float(finding.before)) if finding.is_share else format_exact(int(finding.before))
+        grew = f"; baseline {before}, {_change(finding)}"
+    return f"{finding.name} of {name} is {measured}: {excess} more than {limit} ({finding.rule}){grew}"
+
+
+def gain_lines(judged: Sequence[Judged]) -> tuple[str, ...]:
+    """Return a line for each figure that is smaller than in the baseline."""
+    found = ((j.name, *gain) for j in judged for gain in j.verdict.gains)
+    return tuple(
+        f"{name}: {metric} {format_exact(before)} -> {format_exact(now)} ({signed(now - before)})"
+        for name, metric, before, now in found
+    )
+
+
+def _json(judged: Judged) -> dict[str, Any]:
+    verdict, figures = judged.verdict, judged.verdict.figures
+    sizes = {name: getattr(figures, name) for name in ("arena", "max_live", "outside", "total")}
+    return {
+        **{"name": judged.name, "ok": judged.ok, **sizes},
+        "findings": [_finding_json(finding) for finding in verdict.findings],
+        "gains": [{"of": metric.value, "before": before, "now": now} for metric, before, now in verdict.gains],
+        "proofs": to_json(judged.proofs),
+    }
+
+
+def _finding_json(finding: Finding) -> dict[str, Any]:
+    """Return a finding; its figures are exact: whole bytes, or shares between 0 and 1."""
+    figures = {name: getattr(finding, name) for name in ("measured", "limit", "before")}
+    number = float if finding.is_share else int
+    return {
+        **{"of": finding.name, "rule": finding.rule, "ok": finding.ok},
+        **{name: None if value is None else number(value) for name, value in figures.items()},
+        **{"because": to_json(finding.because), "parts": dict(finding.parts)},
+        "grown": [{**to_json(growth), "delta": growth.delta} for growth in finding.grown],
+    }
+
+
+# -- GitHub --------------------------------------------------------------------------------------------------
+
+Location = tuple[str, int]
+"""A file as annotations name it, and its line; 0 for the whole file."""
 
 
 def sources_of(finding: Finding) -> tuple[str, ...]:
@@ -188,50 +165,34 @@ def sources_of(finding: Finding) -> tuple[str, ...]:
     return tuple(dict.fromkeys(source for source in sources if source))
 
 
-Location = tuple[str, int]
-"""A file as annotations name it, and its line; 0 for the whole file."""
-
-
-def github_lines(
-    judged: Sequence[Judged], locate: Callable[[Judged, Finding], Location | None] = lambda *_: None
-) -> Iterator[str]:
+def github_lines(judged: Sequence[Judged], locate: Callable[[Judged, Finding], Location | None]) -> Iterator[str]:
     """Yield GitHub workflow commands: one per failed finding and proof, and a notice if the baseline can shrink.
 
     `locate` returns the file and line to which the annotation of a finding belongs.
     """
     for j in judged:
-        for finding in j.verdict.findings:
-            if not finding.ok:
-                yield _failure(j, finding, locate(j, finding))
-    for ok, line in proof_lines(judged):
-        if not ok:
-            yield f"::error title=memplan: a plan's claim::{escape_message(line)}"
+        for f in (f for f in j.verdict.findings if not f.ok):
+            why = [" ".join(filter(None, (delta, kind, at))) for delta, _, kind, at in _grown_rows(f)]
+            why += [f"{format_bytes(h.size)} {h.module or h.id} {h.source}" for h in f.because]
+            why += [f"{name} {format_exact(size)}" for name, size in f.parts]
+            file, line = locate(j, f) or ("", 0)
+            at = (f"file={_property(file)}," if file else "") + (f"line={line}," if line else "")
+            yield command(f"error {at}", f"memplan: {f.name} of {j.name}", "\n".join((sentence(j.name, f), *why)))
+        for proof in (proof for proof in j.proofs if not proof.ok):
+            yield command("error ", "memplan: a plan's claim", f"{j.name}: {proof.text}")
     if gains := gain_lines(judged):
-        yield f"::notice title=memplan: the baseline can shrink::{escape_message('; '.join(gains))}"
+        yield command("notice ", "memplan: the baseline can shrink", "; ".join(gains))
 
 
-def _failure(judged: Judged, finding: Finding, location: Location | None) -> str:
-    why = [" ".join(filter(None, (delta, kind, where))) for delta, _, kind, where in grown_rows(finding)]
-    why += [f"{format_bytes(h.size)} {h.module or h.id} {h.source}" for h in finding.because]
-    why += [f"{name} {format_exact(size)}" for name, size in finding.parts]
-    text = "\n".join((sentence(judged.name, finding), *why))
-    title = escape_property(f"memplan: {finding.name} of {judged.name}")
-    return f"::error {_place(location)}title={title}::{escape_message(text)}"
+def command(what: str, title: str, text: str) -> str:
+    """Return a workflow command such as "notice " with a title and a text, which are escaped."""
+    return f"::{what}title={_property(title)}::{_message(text)}"
 
 
-def _place(location: Location | None) -> str:
-    if location is None:
-        return ""
-    file, line = location
-    return f"file={escape_property(file)}," + (f"line={line}," if line else "")
-
-
-def escape_message(text: str) -> str:
-    """Return `text` escaped for the message of a workflow command."""
+def _message(text: str) -> str:
     lines = "\n".join(map(printable, text.split("\n")))
     return lines.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def escape_property(text: str) -> str:
-    """Return `text` escaped for a property of a workflow command, such as its title."""
-    return escape_message(text).replace(":", "%3A").replace(",", "%2C")
+def _property(text: str) -> str:
+    return _message(text).replace(":", "%3A").replace(",", "%2C")

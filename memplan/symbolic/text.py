@@ -6,7 +6,7 @@ from collections import Counter
 
 from memplan.core.units import format_bytes, format_share
 from memplan.errors import ShapeOutOfRange
-from memplan.report.lines import printable
+from memplan.report.sections import printable
 from memplan.symbolic.plan import SymbolicPlan
 
 

@@ -1,16 +1,23 @@
-"""Repeats the proof of each claim of a plan, and reports how it ended."""
+"""Repeats the proof of each claim of a plan, and reports how it ended.
+
+A proof runs for a limited time in a process of its own, because compiled searches cannot be interrupted.
+"""
 
 from __future__ import annotations
 
 import enum
+import multiprocessing
+import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
 
 from memplan.core import lifetimes
 from memplan.core.graph import Graph
 from memplan.core.happens_before import follow, has_copies
 from memplan.core.plan import Plan
-from memplan.core.problem import Problem
 from memplan.core.schedule import Evidence, Schedule
 from memplan.core.units import format_exact
 from memplan.errors import MemplanError
@@ -18,7 +25,8 @@ from memplan.schedule import order
 from memplan.schedule.select import POLICIES
 from memplan.solvers import solve
 from memplan.verify.cut import between_phases, least_at
-from memplan.verify.within import within
+
+T = TypeVar("T")
 
 _SEARCHES = ("exact", "beam", "cpsat")
 _UNLIMITED = 10**15  # a work limit that is never reached before the time limit
@@ -57,9 +65,11 @@ class Proof:
     def text(self) -> str:
         """The claim, the result of its proof and the method, in one line."""
         what = "order of its ops" if self.of == "order" else "layout in its order"
-        said = f"no {what} needs less than {format_exact(self.bound)}"
-        if self.of == "races":
-            said = "no copy races with an op or another copy"
+        least, race = (
+            f"no {what} needs less than {format_exact(self.bound)}",
+            "no copy races with an op or another copy",
+        )
+        said = race if self.of == "races" else least
         heads = {
             ProofState.PROVEN: f"proven again: {said}",
             ProofState.CLAIMED: f"claimed, and not proved again: {said}",
@@ -87,14 +97,18 @@ def _order(plan: Plan, seconds: float | None) -> Proof:
     if not graph.ops:
         return _by_cut(schedule, 0, "no op", "a sum")
     op = next(index for index, op in enumerate(graph.ops) if op.name == schedule.proof)
-    how = f"networkx's minimum_cut at {schedule.proof} did not end within {seconds or 0:g} s"
-    try:
-        least = within(seconds, least_at, graph, op)
-    except MemplanError as error:  # its process ended
-        least, how = None, f"networkx's minimum_cut at {schedule.proof} gave no answer: {error.what}"
+    least, how = _asked(seconds, f"networkx's minimum_cut at {schedule.proof}", least_at, graph, op)
     if least is None:
         return Proof(of="order", state=ProofState.CLAIMED, bound=schedule.bound, how=how, independent=True)
     return _by_cut(schedule, least, f"the minimum cut at {schedule.proof}", "networkx's minimum_cut")
+
+
+def _asked(seconds: float | None, what: str, function: Callable[..., T], *args: Any) -> tuple[T | None, str]:
+    """Return the result of a proof, or None and why there is none, which says nothing of the claim."""
+    try:
+        return within(seconds, function, *args), f"{what} did not end within {seconds or 0:g} s"
+    except MemplanError as error:
+        return None, f"{what} gave no answer: {error.what}"
 
 
 def _by_cut(schedule: Schedule, least: int, what: str, by: str) -> Proof:
@@ -106,13 +120,11 @@ def _by_cut(schedule: Schedule, least: int, what: str, by: str) -> Proof:
 
 def _searched(graph: Graph, schedule: Schedule, seconds: float | None) -> Proof:
     """Return the proof of the bound by repeating the search that is said to have proven it."""
-    name = "auto" if schedule.evidence is Evidence.SEARCH else _search_of(schedule.policy)
+    first = schedule.policy.split(" + ", maxsplit=1)[0]  # of the policy's name: the long search that it begins with
+    name = "auto" if schedule.evidence is Evidence.SEARCH else first if first in _SEARCHES else "exact"
     called = "the portfolio's search" if name == "auto" else f"the long search {name!r}"
-    state, how = ProofState.CLAIMED, f"{called} did not end within {seconds or 0:g} s"
-    try:
-        found = within(seconds, _repeat_search, graph, name, seconds is not None)
-    except MemplanError as error:  # of the search or of its process, which says nothing of the claim
-        found, how = None, f"{called} gave no answer: {error.what}"
+    state = ProofState.CLAIMED
+    found, how = _asked(seconds, called, _repeat_search, graph, name, seconds is not None)
     if found is not None and found.bound >= schedule.bound:
         state, how = ProofState.PROVEN, f"by repeating {called}, the code that proves it first"
     elif found is not None and found.max_live < schedule.bound:
@@ -120,12 +132,6 @@ def _searched(graph: Graph, schedule: Schedule, seconds: float | None) -> Proof:
     elif found is not None:
         how = f"{called} reached its limits and proves {format_exact(found.bound)}"
     return Proof(of="order", state=state, bound=schedule.bound, how=how, independent=False)
-
-
-def _search_of(policy: str) -> str:
-    """Return the long search that a policy's name begins with, otherwise "exact"."""
-    name = policy.split(" + ", maxsplit=1)[0]
-    return name if name in _SEARCHES else "exact"
 
 
 def _repeat_search(graph: Graph, name: str, unlimited: bool) -> Schedule:
@@ -142,7 +148,9 @@ def _layout(plan: Plan, seconds: float | None) -> Proof:
     if bound <= plan.max_live:
         how = f"by {what}: {format_exact(plan.max_live)}"
         return Proof(of="layout", state=ProofState.PROVEN, bound=bound, how=how, independent=True)
-    found = [solve(problem, time_limit=seconds) for problem in _problems(plan)]
+    devices = [section.device for section in plan.devices]  # of several, each has an arena of its own
+    problems = [lifetimes.device_problem(plan.problem, plan.graph, d) for d in devices] or [plan.problem]
+    found = [solve(problem, time_limit=seconds) for problem in problems]
     least, size = sum(s.bound for s in found), sum(s.arena_size for s in found)
     state, how = ProofState.CLAIMED, f"solving again proves {format_exact(least)} within its limits"
     if least >= bound:
@@ -163,8 +171,41 @@ def _races(plan: Plan) -> Proof:
     return Proof(of="races", state=state, bound=0, how=how, independent=False)
 
 
-def _problems(plan: Plan) -> list[Problem]:
-    """Return the placement problem of each arena: one, or one for each device."""
-    if not plan.devices:
-        return [plan.problem]
-    return [lifetimes.device_problem(plan.problem, plan.graph, section.device) for section in plan.devices]
+def within(seconds: float | None, function: Callable[..., T], *args: Any) -> T | None:
+    """Return the result of `function(*args)`, or None when it takes longer than `seconds`.
+
+    `seconds` is wall time, the start of the process included; None means no limit and no other process. Raises what
+    the function raises, and `MemplanError` when its process ends without a result.
+    """
+    if seconds is None:
+        return function(*args)
+    context = multiprocessing.get_context("spawn")  # fork is not safe beside the threads of numerical libraries
+    answers, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(sender, function, args), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        if not answers.poll(seconds):
+            return None
+        returned, answer = answers.recv()
+    except EOFError:
+        child.join()
+        what = f"the process that proves again ended with exit code {child.exitcode}"
+        raise MemplanError(what, hint="it may have run out of memory: try without --time-limit") from None
+    finally:
+        child.kill()
+        child.join()
+        child.close()
+        answers.close()
+    if not returned:
+        raise answer
+    found: T = answer
+    return found
+
+
+def _answer(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt ends the parent, and the parent this process
+    try:
+        sender.send((True, function(*args)))
+    except Exception as error:
+        sender.send((False, error))

@@ -12,7 +12,7 @@ import pytest
 from memplan.analysis.allocated import read_snapshot
 from memplan.errors import UnreadableFile
 from memplan.report.picture import picture_of_plan
-from memplan.report.snapshot import snapshot_bytes
+from memplan.report.trace_events import snapshot_bytes
 from tests.samples import sample_plan
 
 LINE = [{"name": "forward", "filename": "/home/me/model.py", "line": 7}]
@@ -48,7 +48,7 @@ def test_the_peak_is_replayed_from_what_was_alive_before(tmp_path: Path) -> None
     data = {"segments": [segment((64, "active_allocated"), (8, "active_allocated"), (40, "inactive"))]}
     found = read_snapshot(write(tmp_path / "s.pickle", {**data, "device_traces": [events]}))
     assert (found.device, found.peak, found.reserved, found.events) == (0, 64 + 8 + 100, 112, 6)
-    assert found.by_source() == {"model.py:7": 172}
+    assert found.lines == {"model.py:7": 172}
     plain = read_snapshot(write(tmp_path / "p.pickle", {**data, "device_traces": [[]]}))
     assert (plain.peak, plain.events) == (72, 0)
     two = {"segments": [*data["segments"], segment((500, "active_allocated"), device=1)], "device_traces": []}
@@ -60,7 +60,7 @@ def test_our_own_snapshot_shows_the_plans_peak(tmp_path: Path) -> None:
     found = read_snapshot(write(tmp_path / "own.pickle", snapshot_bytes(picture_of_plan(plan))))
     assert found.peak == plan.max_live
     assert found.reserved == plan.arena_size
-    assert sum(found.by_source().values()) == plan.max_live
+    assert sum(found.lines.values()) == plan.max_live
 
 
 class Hostile:

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from memplan.analysis.advice import levers
+from memplan.analysis.buffers import alive_at, last_use, next_use, touches
 from memplan.analysis.diff import diff
-from memplan.analysis.explain import BufferRole, explain
-from memplan.analysis.figures import figures_of
-from memplan.analysis.holders import alive_at
-from memplan.analysis.uses import last_use, next_use, touches
-from memplan.check.check import check
-from memplan.check.rules import parse_rule
+from memplan.analysis.explain import BufferRole, explain, levers
+from memplan.analysis.rows import figures_of
+from memplan.check.check import check, parse_rule
 from memplan.core.graph import Origin, Phase, StorageKind
 from memplan.core.in_place import with_inplace_candidates
 from memplan.core.plan import Plan
-from memplan.core.schedule import live_bytes
 from memplan.errors import InvalidSize
 from memplan.planning.make_plan import ScheduledGraph, make_plan
-from memplan.report.diff_form import diff_json, diff_sections, diff_title
-from memplan.report.explain_form import explain_json, explain_sections, explain_title
-from memplan.report.sections import sections_markdown
+from memplan.report.forms import diff_form, explain_form
+from memplan.report.sections import markdown
 from memplan.schedule import traced
 from tests.graph_strategies import GraphBuilder, plans
 from tests.samples import deep_plan, sample_plan
@@ -65,8 +59,10 @@ def test_everything_that_is_alive_is_explained(plan: Plan, data: st.DataObject) 
             assert held.holds_until.step == used[-1] > step
             assert held.next_use is not None
             assert not any(step < u < held.next_use.step for u in used)
-    assert json.loads(json.dumps(explain_json(found)))["live"] == found.live
-    assert explain_title(found) in sections_markdown("x", explain_sections(found)) or explain_title(found)
+    form = explain_form(found)
+    assert json.loads(json.dumps(form.data))["live"] == found.live
+    assert f"step {step} ({found.at.phase})" in form.title
+    assert f"{len(found.held)} buffers are alive" in markdown(form)
 
 
 @given(st.lists(st.integers(0, 50), unique=True).map(sorted), st.integers(-1, 51))
@@ -93,21 +89,6 @@ def _chain(op: str, sizes: tuple[int, int, int]) -> Plan:
     return make_plan(ScheduledGraph(model="chain", graph=graph, schedule=traced(graph), alignment=1, versions={}))
 
 
-def test_in_place_is_advised_only_where_an_op_can_do_it() -> None:
-    def names(plan: Plan) -> dict[str, int]:
-        return {lever.name: lever.saves for lever in levers(plan)}
-
-    assert names(_chain("aten.relu.default", (100, 100, 8)))["in place"] == 100
-    assert "in place" not in names(_chain("aten.mm.default", (100, 100, 8)))
-    assert "in place" not in names(_chain("aten.relu.default", (100, 90, 8)))
-
-
-def test_copies_are_counted() -> None:
-    (lever,) = (lever for lever in levers(_chain("aten.mm.default", (100, 100, 8))) if lever.name == "copies")
-    assert lever.text.startswith("2 x 100 B are alive at aten.mm")
-    assert lever.saves == 100
-
-
 def test_what_waits_for_the_backward_can_be_evicted() -> None:
     (lever,) = (lever for lever in levers(sample_plan(alignment=1)) if lever.name == "evict")
     # Without activation_2 (100 B) at the peak, 160 B are alive there, and 200 B when it comes back.
@@ -127,22 +108,6 @@ def test_no_lever_promises_more_than_there_is(plan: Plan) -> None:
             assert not plan.schedule.certified
 
 
-@given(plans())
-@settings(deadline=None, max_examples=100)
-def test_gradients_save_what_planning_them_in_the_same_order_does(plan: Plan) -> None:
-    graph, order = plan.graph, plan.schedule.order
-    assume(plan.eviction is None)
-    first = {s: op for op in reversed([graph.ops[i] for i in order]) for s in graph.written(op)}
-    beside = {graph.values[v].storage for v in graph.gradients}
-    beside = {s for s in beside if not graph.storages[s].planned and s in first and first[s].direct}
-    inside = tuple(replace(s, planned=s.planned or i in beside) for i, s in enumerate(graph.storages))
-    before = max(live_bytes(graph, order), default=0) + sum(graph.storages[s].nbytes for s in beside)
-    saved = before - max(live_bytes(replace(graph, storages=inside), order), default=0)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("memplan.analysis.advice.LEAST", 0)  # what is too little to be worth a line counts too
-        assert sum(lever.saves for lever in levers(plan) if lever.name == "gradients") == saved
-
-
 # Differences.
 
 
@@ -152,7 +117,7 @@ def test_a_plan_does_not_differ_from_itself(plan: Plan) -> None:
     found = diff(plan, plan)
     assert found.same
     assert found.same_graph
-    assert "the plans are the same" in sections_markdown("x", diff_sections(found))
+    assert "the plans are the same" in markdown(diff_form(found))
 
 
 @given(plans(), plans())
@@ -169,10 +134,10 @@ def test_every_buffer_is_matched_once_or_came_or_went(one: Plan, two: Plan) -> N
     matched = sum(b.size for b in two.problem.buffers) - sum(h.size for h in found.came)
     before = sum(b.size for b in one.problem.buffers) - sum(h.size for h in found.went)
     assert matched - before == sum(b.size - a.size for a, b in (*found.grew, *found.shrank))
-    data = json.loads(json.dumps(diff_json(found), allow_nan=False))
-    assert data["format"] == "memplan-diff-1"
-    assert diff_title(found)
-    assert sections_markdown(diff_title(found), diff_sections(found))
+    form = diff_form(found)
+    assert json.loads(json.dumps(form.data, allow_nan=False))["format"] == "memplan-diff-1"
+    assert form.title
+    assert markdown(form)
 
 
 def test_what_grew_is_paired_with_what_it_was() -> None:
@@ -230,7 +195,7 @@ def test_advice_names_what_lies_in_a_buffer_and_not_what_did(monkeypatch: pytest
     plan = make_plan(ScheduledGraph(model="two", graph=graph, schedule=traced(graph), alignment=1, versions={}))
     assert [h.module for h in alive_at(plan, 2)] == ["", "first"]
     assert _advised(plan, 2) == ""  # it saves nothing
-    monkeypatch.setattr("memplan.analysis.advice.LEAST", 0)
+    monkeypatch.setattr("memplan.analysis.explain.LEAST", 0)
     assert "64 B of aten.neg in second" in _advised(plan, 2)
 
 
@@ -239,7 +204,7 @@ def test_advice_is_ranked_by_what_it_saves(monkeypatch: pytest.MonkeyPatch) -> N
     found = levers(plan)
     assert found
     assert [one.saves for one in found] == sorted((one.saves for one in found), reverse=True)
-    monkeypatch.setattr("memplan.analysis.advice.LEAST", max(one.saves for one in found) / plan.max_live)
+    monkeypatch.setattr("memplan.analysis.explain.LEAST", max(one.saves for one in found) / plan.max_live)
     assert [one.saves for one in levers(plan)] == [found[0].saves] * sum(one.saves == found[0].saves for one in found)
 
 
@@ -258,7 +223,7 @@ def test_the_differences_of_a_budget_are_said_as_such() -> None:
     plain, kept = deep_plan(), deep_plan("recompute")
     found = diff(plain, kept)
     assert not found.same_graph
-    text = sections_markdown("x", diff_sections(found))
+    text = markdown(diff_form(found))
     assert "no budget before, an arena budget of 5,242,880 B kept by 'recompute' with 2 evictions after" in text
     assert {h.module for h in found.came} | {b.module for _, b in found.shrank} <= {"block_a", "block_b"}
     assert diff(kept, kept).same
@@ -267,7 +232,7 @@ def test_the_differences_of_a_budget_are_said_as_such() -> None:
 def test_graphs_that_differ_in_length_say_where() -> None:
     one, two = sample_plan(), deep_plan()
     assert "before, " in diff(one, two).first_difference
-    assert "after" in sections_markdown("x", diff_sections(diff(one, two)))
+    assert "after" in markdown(diff_form(diff(one, two)))
 
 
 @pytest.mark.parametrize("policy", ["recompute", "genoa"])

@@ -12,12 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.analysis.figures import Figures, figures_of
-from memplan.analysis.groups import grouped, growths, pattern
-from memplan.analysis.holders import alive_at
+from memplan.analysis.buffers import alive_at
+from memplan.analysis.rows import Figures, figures_of, grouped, growths, pattern
 from memplan.check.baseline import baseline_text, read_baseline, update_baseline, write_baseline
-from memplan.check.check import check
-from memplan.check.rules import Metric, parse_rule
+from memplan.check.check import Metric, check, parse_rule
 from memplan.core.plan import Plan
 from memplan.errors import InvalidPlan, InvalidSize, MemplanError, UnreadableFile
 from tests.graph_strategies import plans

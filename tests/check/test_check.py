@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.analysis.figures import Figures, figures_of
-from memplan.analysis.groups import Group
-from memplan.check.check import EXPLAINED, CheckLimits, Finding, check
-from memplan.check.rules import Metric, parse_rule
+from memplan.analysis.rows import Figures, Group, figures_of
+from memplan.check.check import EXPLAINED, Finding, Metric, Verdict, check, parse_rule
 from memplan.core.plan import Plan
 from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
 from memplan.errors import InvalidSize
@@ -18,10 +16,14 @@ from tests.graph_strategies import plans
 from tests.samples import sample_plan
 
 
+def _check(plan: Plan, *rules: str, baseline: Figures | None = None) -> Verdict:
+    return check(plan, tuple(map(parse_rule, rules)), baseline)
+
+
 def test_limits_that_are_met_exactly_are_kept() -> None:
     plan = sample_plan()
     outside = plan.total - plan.arena_size
-    verdict = check(plan, CheckLimits(max_arena=plan.arena_size, max_fragmentation=0.0, max_outside=outside))
+    verdict = _check(plan, f"arena:{plan.arena_size}", "fragmentation:0", f"outside:{outside}")
     assert verdict.ok
     assert [f.name for f in verdict.findings] == ["arena", "fragmentation", "outside"]
     assert all(f.excess == 0 and not f.because and not f.parts for f in verdict.findings)
@@ -29,7 +31,7 @@ def test_limits_that_are_met_exactly_are_kept() -> None:
 
 def test_an_arena_one_byte_too_large_is_named_with_its_buffers() -> None:
     plan = sample_plan()
-    (finding,) = check(plan, CheckLimits(max_arena=plan.arena_size - 1)).findings
+    (finding,) = _check(plan, f"arena:{plan.arena_size - 1}").findings
     assert not finding.ok
     assert finding.excess == 1
     assert [holder.module for holder in finding.because] == ["h.0.attn", "", "layers[1].norm"]
@@ -38,7 +40,7 @@ def test_an_arena_one_byte_too_large_is_named_with_its_buffers() -> None:
 
 def test_what_is_outside_is_explained_by_kind() -> None:
     plan = sample_plan()
-    (finding,) = check(plan, CheckLimits(max_outside=0)).findings
+    (finding,) = _check(plan, "outside:0").findings
     assert finding.measured == finding.excess == 248
     assert finding.parts[0] == ("parameters", 100)
 
@@ -66,14 +68,14 @@ def _fragmented(max_live: int, arena: int) -> Plan:
 
 
 def test_a_share_is_compared_as_it_was_written() -> None:
-    assert check(_fragmented(98, 100), CheckLimits(max_fragmentation=0.02)).ok  # 1 - 98 / 100 > 0.02 in floats
-    assert check(_fragmented(99, 100), CheckLimits(max_fragmentation=0.01)).ok
-    assert not check(_fragmented(97, 100), CheckLimits(max_fragmentation=0.02)).ok
+    assert _check(_fragmented(98, 100), "fragmentation:0.02").ok  # 1 - 98 / 100 > 0.02 in floats
+    assert _check(_fragmented(99, 100), "fragmentation:0.01").ok
+    assert not _check(_fragmented(97, 100), "fragmentation:0.02").ok
 
 
 @given(st.integers(1, 2**45), st.integers(0, 2**20), st.floats(0, 1))
 def test_an_exceeded_share_never_reads_like_its_limit(max_live: int, waste: int, limit: float) -> None:
-    (finding,) = check(_fragmented(max_live, max_live + waste), CheckLimits(max_fragmentation=limit)).findings
+    (finding,) = _check(_fragmented(max_live, max_live + waste), f"fragmentation:{limit:.19f}").findings
     measured, allowed, excess = finding.texts()
     assert finding.ok == (not excess)
     if not finding.ok and finding.measured != finding.limit:
@@ -82,7 +84,7 @@ def test_an_exceeded_share_never_reads_like_its_limit(max_live: int, waste: int,
 
 @given(st.integers(0, 2**45), st.integers(0, 2**45))
 def test_an_exceeded_size_never_reads_like_its_limit(arena: int, limit: int) -> None:
-    (finding,) = check(_fragmented(arena, arena), CheckLimits(max_arena=limit)).findings
+    (finding,) = _check(_fragmented(arena, arena), f"arena:{limit}").findings
     measured, allowed, _ = finding.texts()
     assert finding.ok == (arena <= limit)
     assert (measured == allowed) == (arena == limit)
@@ -91,10 +93,11 @@ def test_an_exceeded_size_never_reads_like_its_limit(arena: int, limit: int) -> 
 @given(plans(), st.integers(0, 2000), st.floats(0, 1), st.integers(0, 2000))
 @settings(deadline=None)
 def test_a_verdict_is_ok_exactly_when_every_limit_is_kept(plan: Plan, arena: int, share: float, outside: int) -> None:
-    verdict = check(plan, CheckLimits(max_arena=arena, max_fragmentation=share, max_outside=outside))
+    limit = Fraction(f"{share:.19f}")
+    verdict = _check(plan, f"arena:{arena}", f"fragmentation:{share:.19f}", f"outside:{outside}")
     kept = (
         plan.arena_size <= arena,
-        plan.fragmentation <= share,
+        Fraction(plan.arena_size - plan.max_live, max(plan.arena_size, 1)) <= limit,
         plan.total - plan.arena_size <= outside,
     )
     assert tuple(f.ok for f in verdict.findings) == kept
@@ -104,33 +107,14 @@ def test_a_verdict_is_ok_exactly_when_every_limit_is_kept(plan: Plan, arena: int
         assert len(finding.texts()) == 3
 
 
-def test_no_limit_is_no_finding() -> None:
-    assert CheckLimits().is_empty
-    assert check(sample_plan(), CheckLimits()).ok
-
-
-@pytest.mark.parametrize(
-    "given_limits", [{"max_arena": -1}, {"max_outside": -5}, {"max_fragmentation": 1.5}, {"max_fragmentation": -0.1}]
-)
-def test_impossible_limits_are_refused(given_limits: dict[str, int]) -> None:
-    with pytest.raises(InvalidSize):
-        CheckLimits(**given_limits)
-
-
-def test_a_limit_of_nan_is_refused() -> None:
-    with pytest.raises(InvalidSize):
-        CheckLimits(max_fragmentation=float("nan"))
-
-
 @pytest.mark.parametrize(("live", "arena", "share"), [(7, 10, 0.3), (93, 100, 0.07), (9, 10, 0.1), (98, 100, 0.02)])
 def test_a_share_that_equals_its_limit_keeps_it_whichever_side_its_float_lies(
     live: int, arena: int, share: float
 ) -> None:
-    limits = CheckLimits(max_fragmentation=share)
-    (finding,) = check(_fragmented(live, arena), limits).findings
+    (finding,) = _check(_fragmented(live, arena), f"fragmentation:{share}").findings
     assert finding.ok
     assert finding.measured == finding.limit == Fraction(arena - live, arena)
-    assert not check(_fragmented(live * 10**6 - 1, arena * 10**6), limits).ok
+    assert not _check(_fragmented(live * 10**6 - 1, arena * 10**6), f"fragmentation:{share}").ok
 
 
 def _row(module: str, size: int, count: int = 1) -> Group:
@@ -214,24 +198,11 @@ def test_bytes_are_whole_in_words_and_exact_beyond_a_limit() -> None:
 
 def test_gains_are_told_for_arena_and_outside_only_where_something_is_gained() -> None:
     before = dataclasses.replace(NOW, arena=321, outside=249)
-    verdict = check(sample_plan(), CheckLimits(), before)
+    verdict = check(sample_plan(), (), before)
     assert verdict.gains == ((Metric.ARENA, 321, 320), (Metric.OUTSIDE, 249, 248))
-    assert check(sample_plan(), CheckLimits(), NOW).gains == ()
-    assert check(sample_plan(), CheckLimits(), dataclasses.replace(NOW, arena=319, outside=247)).gains == ()
-    assert check(sample_plan(), CheckLimits()).gains == ()
-
-
-def test_limits_are_rules_in_the_order_of_the_fields() -> None:
-    rules = CheckLimits(max_arena=0, max_fragmentation=1.0, max_outside=3).rules
-    assert [(rule.text, rule.amount, rule.needs_baseline) for rule in rules] == [
-        ("arena:0", Fraction(0), False),
-        ("fragmentation:1", Fraction(1), False),
-        ("outside:3", Fraction(3), False),
-    ]
-    assert not CheckLimits(max_outside=0).is_empty
-    with pytest.raises(InvalidSize, match="-1 is negative") as caught:
-        CheckLimits(max_outside=-1)
-    assert caught.value.where == "max_outside"
+    assert check(sample_plan(), (), NOW).gains == ()
+    assert check(sample_plan(), (), dataclasses.replace(NOW, arena=319, outside=247)).gains == ()
+    assert check(sample_plan(), ()).gains == ()
 
 
 def test_a_rule_without_its_baseline_names_the_plan() -> None:

@@ -70,8 +70,9 @@ def test_no_table_is_no_project(tmp_path: Path) -> None:
         ("[tool.memplan]\nmodels = [{target = 'a', infer = 1}]", r"models\[0\].infer"),
         ("[tool.memplan]\nmodels = [{target = 'a', x = 1}]", r"models\[0\].x: unknown key"),
         ("[tool.memplan]\nmodels = ['a', 'a']", "two models have the name"),
-        ("[tool.memplan]\nbaseline = 3", "is not a file's name"),
-        ("[tool.memplan]\nfail-over = 'arena:3'", "is not a list of texts"),
+        ("[tool.memplan]\nbaseline = 3", "is not a text"),
+        ("[tool.memplan]\nfail-over = 'arena:3'", "is not a list"),
+        ("[tool.memplan]\nfail-over = [3]", "is not a list of texts"),
         ("[tool.memplan]\nfail-over = ['arena']", "tool.memplan.fail-over: 'arena' has no limit"),
     ],
 )

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.analysis.figures import Figures
-from memplan.check.rules import Metric, parse_rule
+from memplan.analysis.rows import Figures
+from memplan.check.check import Metric, parse_rule
 from memplan.errors import InvalidSize
 
 BEFORE = Figures(arena=200, max_live=150, outside=70, parts={}, peak=())

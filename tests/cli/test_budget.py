@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -64,12 +63,10 @@ def test_a_saved_plan_needs_no_model(run: Run, saved: Path) -> None:
     assert "| ---: |" in run("budget", saved, "--format", "markdown")[1]
 
 
-def test_pictures(run: Run, saved: Path, tmp_path: Path) -> None:
-    assert run("budget", saved, "--svg", "f.svg", "--html", "f.html", "--png", "f.png")[0] == 0
-    picture = ElementTree.fromstring((tmp_path / "f.svg").read_text())
+def test_the_page(run: Run, saved: Path, tmp_path: Path) -> None:
+    assert run("budget", saved, "--html", "f.html")[0] == 0
     data = json.loads(run("budget", saved, "--format", "json")[1])
     kept = [p for p in data["points"] if p.get("seconds") is not None]
-    assert len(picture.findall(".//{*}circle")) == len(kept) + 1  # and one in the legend
     page = (tmp_path / "f.html").read_text()
     assert "cannot be kept" in page
     opened = embedded_data(page)
@@ -77,7 +74,6 @@ def test_pictures(run: Run, saved: Path, tmp_path: Path) -> None:
     assert None not in [point["plan"] for point in opened["points"]], "a point opens its plan"
     assert [plan["maxLive"] for plan in opened["plans"]] == sorted({p["max_live"] for p in kept}, reverse=True)
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
-    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_model_is_compared_with_torchs_knob(run: Run, tmp_path: Path) -> None:

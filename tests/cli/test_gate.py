@@ -56,7 +56,7 @@ def test_a_limit_and_a_growth_are_checked_together(run: Run, grown: Path) -> Non
     assert not data["ok"]
     (one,) = data["checked"]
     assert [(f["rule"], f["measured"], f["limit"], f["before"]) for f in one["findings"]] == [
-        ("arena:1024", 1536, 1024, 320),
+        ("arena:1KiB", 1536, 1024, 320),
         ("arena:+2%", 1536, 326, 320),
     ]
     assert sum(row["delta"] for row in one["findings"][1]["grown"]) == 1216

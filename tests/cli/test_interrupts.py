@@ -60,11 +60,11 @@ def _replace(monkeypatch: pytest.MonkeyPatch, name: str, how: Callable[[Any], An
 
 COMMANDS = [
     (["report", "plan.json", "--html", "out.html", "--save", "out.json"], "memplan.planning.planfile.load"),
-    (["budget", "plan.json", "--svg", "out.svg"], "memplan.planning.frontier.explore"),
+    (["budget", "plan.json", "--html", "out.html"], "memplan.planning.frontier.explore"),
     (["check", "plan.json", "--baseline", "out.json", "--update-baseline"], "memplan.planning.planfile.load"),
     (["solve", "buffers.csv", "-o", "out.csv", "--plot", "out.svg"], "memplan.solvers.solve"),
-    (["diff", "plan.json", "plan.json", "--html", "out.html"], "memplan.report.diff_page.diff_html"),
-    (["budget", "plan.json", "--svg", "out.svg", "--html", "out.html"], "memplan.planning.frontier.plans_of"),
+    (["diff", "plan.json", "plan.json", "--html", "out.html"], "memplan.report.pages.diff_html"),
+    (["budget", "plan.json", "--html", "out.html"], "memplan.planning.frontier.plans_of"),
     (["explain", "plan.json"], "memplan.planning.planfile.load"),
     (["demo", "-o", "shown"], "memplan.cli.source.load_model"),
     (["doctor"], "memplan.cli.doctor._system"),
@@ -157,7 +157,7 @@ def instead(*args, **kwargs):
 frontier.explore = instead
 sys.exit(main(sys.argv[1:]))
 """
-    done = python(code, "budget", "plan.json", "--svg", "out.svg")
+    done = python(code, "budget", "plan.json", "--html", "out.html")
     assert done.returncode == 130, done.stderr
     assert not done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]

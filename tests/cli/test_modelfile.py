@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memplan.cli.modelfile import blame, load_model, names_model
+from memplan.cli.source import blame, load_model, names_model
 from memplan.errors import InvalidModel
 
 SOURCE = """\
@@ -90,7 +90,7 @@ def test_what_a_factory_may_return(
         ("four", "returned an object of type tuple of 4 items"),
         ("no_model", "returned an object of type str as the model"),
         ("bad_keywords", "as keyword arguments"),
-        ("wants", r"wants: needs arguments: \(argument\)"),
+        ("wants", "wants: needs arguments: missing a required argument: 'argument'"),
         ("value", "value: is not a function(.|\n)*it has model, pair"),
         ("missing", "missing: there is no such name(.|\n)*it has model, pair"),
         ("leaves", r"model_file\.py:14: leaves\(\) failed: SystemExit: bye"),

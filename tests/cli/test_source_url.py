@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.errors import InvalidTemplate
-from memplan.report.source_links import editor_link, filled, require_template
+from memplan.cli.outputs import links_of
 from tests.cli.helpers import Run, embedded_data
 
 CODE = "\n".join(f"line = {i}" for i in range(20)) + "\n"
@@ -65,12 +64,12 @@ def test_a_template_with_the_name_alone_needs_no_file(run: Run, plan_file: Path,
     [
         ("https://host/main", "has neither {path} nor {file}"),
         ("https://host/#L{line}", "has neither {path} nor {file}"),
-        ("https://host/{name}#L{line}", "has the placeholder {name}; there are {path}, {file} and {line}"),
-        ("https://host/{}", "has the placeholder {}"),
-        ("https://host/{path.__class__}", "has the placeholder {path.__class__}"),
-        ("https://host/{path!r}", "has the placeholder {path}"),
-        ("https://host/{path", "has a brace without its other one"),
-        ("host/{path}", "begins with no scheme"),
+        ("https://host/{name}#L{line}", "has a brace that is not of {path}, {file} or {line}"),
+        ("https://host/{}", "has a brace that is not of {path}, {file} or {line}"),
+        ("https://host/{path.__class__}", "has a brace that is not of {path}, {file} or {line}"),
+        ("https://host/{path!r}", "has a brace that is not of {path}, {file} or {line}"),
+        ("https://host/{path", "has a brace that is not of {path}, {file} or {line}"),
+        ("host/{path}", "is no address of a file"),
         ("javascript:alert({path})", "is no address of a file"),
         ("", "has neither"),
     ],
@@ -92,13 +91,10 @@ def test_a_template_without_a_page_is_bad_input(run: Run, plan_file: Path) -> No
     assert "give --html FILE too" in err
 
 
-def test_names_are_quoted_and_lines_are_numbers() -> None:
-    template = require_template("https://host/{path}#L{line}")
-    assert filled(template, "a.py:3", 'x/"><b>/a.py') == "https://host/x/%22%3E%3Cb%3E/a.py#L3"
-    for source in ("", "a.py", "a.py:x", "a.py:", ":3"):
-        assert filled(template, source, "a.py") is None
-    assert filled(template, "a.py:3", None) is None
-    assert editor_link("a.py:3", "C:/x y/a.py") == "vscode://file/C:/x%20y/a.py:3"
-    assert editor_link("a.py", "/a.py") is None
-    with pytest.raises(InvalidTemplate, match="placeholder"):
-        require_template("https://host/{0}")
+def test_names_are_quoted_and_lines_are_numbers(tmp_path: Path) -> None:
+    (tmp_path / 'x"<b>').mkdir()
+    (tmp_path / 'x"<b>' / "a.py").write_text(CODE)
+    sources = ("", "a.py", "a.py:x", "a.py:", ":3", "a.py:3", "a.py:99")
+    assert links_of(sources, "https://host/{path}#L{line}") == {"a.py:3": "https://host/x%22%3Cb%3E/a.py#L3"}
+    assert links_of(sources, "https://host/?q={file}")["a.py:99"] == "https://host/?q=a.py"
+    assert links_of(sources, None) == {"a.py:3": f"vscode://file{tmp_path.resolve()}/x%22%3Cb%3E/a.py:3"}

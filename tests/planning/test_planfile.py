@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from memplan.check.check import CheckLimits, check
+from memplan.check.check import check, parse_rule
 from memplan.core.plan import SCHEMA_VERSION, Plan
 from memplan.errors import InvalidPlan, InvalidSolution, MemplanError, UnreadableFile
 from memplan.planning import planfile
@@ -279,7 +279,7 @@ def _holds(plan: Plan) -> None:
     report = plan.report()
     assert report.total == report.arena_size + report.outside_total
     assert plan.to_text()
-    assert check(plan, CheckLimits(max_arena=plan.arena_size)).ok
+    assert check(plan, [parse_rule(f"arena:{plan.arena_size}")]).ok
     assert planfile.to_text(plan)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from memplan.planning.frontier import Rival, explore, plans_of
 from memplan.planning.make_plan import ScheduledGraph
-from memplan.report.frontier_page import frontier_data, frontier_html
+from memplan.report.pages import frontier_data, frontier_html
 from memplan.report.picture import picture_of_plan
 from memplan.schedule import traced
 from tests.report.browser import CHROMIUM, DRIVER, MISSING, Page, open_html, shot

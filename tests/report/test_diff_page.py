@@ -9,7 +9,7 @@ import pytest
 
 from memplan.analysis.diff import diff
 from memplan.core.plan import Plan
-from memplan.report.diff_page import diff_html
+from memplan.report.pages import diff_html
 from tests.report.browser import CHROMIUM, DRIVER, MISSING, Page, open_html, shot
 from tests.samples import deep_plan, sample_plan
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from memplan.core.plan import Plan
-from memplan.report.lines import printable
-from memplan.report.markdown import report_markdown
+from memplan.report.lines import report_form, report_markdown
+from memplan.report.sections import printable
 from memplan.report.summary import report_json
-from memplan.report.table import ReportTable
+from memplan.report.terminal import rendered
 from tests.graph_strategies import plans
 from tests.samples import MIB, branching_plan, deep_plan, sample_plan
 
@@ -23,7 +23,7 @@ from tests.samples import MIB, branching_plan, deep_plan, sample_plan
 def _drawn(plan: Plan, width: int, encoding: str = "utf-8") -> str:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding)
-    Console(file=file, width=width).print(ReportTable(plan.report()))
+    Console(file=file, width=width).print(rendered(report_form(plan.report()), width))
     file.flush()
     return raw.getvalue().decode(encoding)
 

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.core.plan import Plan
-from memplan.report.html import page_data
-from memplan.report.packed import pack
+from memplan.report.pages import pack, page_data
 from memplan.report.picture import COLOURS, GREY, OTHERS, picture_of_plan
 from tests.graph_strategies import plans
 from tests.samples import deep_plan, sample_plan

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from memplan.core.problem import Buffer, Interval, Problem
-from memplan.report.html import picture_html
+from memplan.report.pages import picture_html
 from memplan.report.picture import picture_of, picture_of_plan
 from memplan.solvers import solve
 from tests.report.browser import CHROMIUM, DRIVER, MISSING, Page, open_html, shot

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import itertools
 import json
 import pickle
 import pickletools
-import sys
 import xml.etree.ElementTree as ET
 from typing import Any
 
@@ -17,14 +15,11 @@ from hypothesis import given, settings
 
 from memplan.core.plan import Plan
 from memplan.core.problem import Buffer, Interval, Problem
-from memplan.errors import InvalidSolution, MemplanError
-from memplan.report.frame import ticks
-from memplan.report.html import picture_html
+from memplan.errors import InvalidSolution
+from memplan.report.pages import picture_html
 from memplan.report.picture import Picture, picture_of, picture_of_plan
-from memplan.report.png import picture_png
-from memplan.report.snapshot import snapshot, snapshot_bytes
-from memplan.report.svg import picture_svg
-from memplan.report.trace_events import trace_events
+from memplan.report.svg import picture_svg, ticks
+from memplan.report.trace_events import snapshot, snapshot_bytes, trace_events
 from memplan.solvers import solve
 from tests.graph_strategies import plans
 from tests.samples import MIB, deep_plan, sample_plan
@@ -100,14 +95,6 @@ def test_every_eviction_of_a_plan_is_an_arrow_between_its_blocks(policy: str) ->
     assert [p[0].text for p in drawn] == [arrow.about for arrow in picture.arrows]
     assert all(("stroke-dasharray" in p.attrib) == (policy == "recompute") for p in drawn)
     assert {figure[0] for figure in picture.figures} >= {"arena budget", "arena", "total"}
-
-
-@pytest.mark.parametrize("policy", ["recompute", "genoa"])
-def test_png_draws_the_arrows(policy: str) -> None:
-    picture = picture_of_plan(deep_plan(policy))
-    image = picture_png(picture)
-    assert image.startswith(b"\x89PNG")
-    assert image != picture_png(dataclasses.replace(picture, arrows=()))
 
 
 @pytest.mark.parametrize("policy", ["genoa", "flow"])
@@ -215,18 +202,3 @@ def test_torchs_own_viewer_replays_the_snapshot() -> None:
     text = viewer.trace(data)
     assert text.count("= a[") == 3
     assert "segments: 1" in viewer.segsum(data)
-
-
-def test_png_shows_every_colour_of_the_picture() -> None:
-    from PIL import Image
-
-    image = Image.open(io.BytesIO(picture_png(picture_of_plan(sample_plan()))))
-    assert image.size == (2560, 1640)
-    counts = {color: count for count, color in image.getcolors(1 << 20) or []}
-    assert counts[(0x2F, 0x6F, 0xD8)] > 100_000
-
-
-def test_png_without_pillow_names_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(MemplanError, match=r"memplan\[png\]"):
-        picture_png(_evicted())

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import xml.etree.ElementTree as ET
 
+import pytest
 from hypothesis import given, settings
 
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
-from memplan.report import plain
+from memplan.report import lines as words
 from memplan.report.lines import memory_lines
 from tests.graph_strategies import plans
 from tests.samples import sample_plan
@@ -46,13 +47,10 @@ def test_names_cannot_break_out_of_a_notebook() -> None:
 def test_a_notebook_shows_the_picture_unless_it_has_too_many_buffers() -> None:
     plan = sample_plan()
     assert "<svg" in plan._repr_html_()
-    least = plain._MOST_BLOCKS
-    try:
-        plain._MOST_BLOCKS = len(plan.problem.buffers) - 1
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(words, "MOST_BLOCKS", len(plan.problem.buffers) - 1)
         assert "<svg" not in plan._repr_html_()
         assert "<table>" in plan._repr_html_()
-    finally:
-        plain._MOST_BLOCKS = least
 
 
 def test_pages_and_pictures_come_as_text() -> None:

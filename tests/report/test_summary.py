@@ -84,7 +84,7 @@ def test_functional_bytes_add_up(plan: Plan) -> None:
 
 def test_advice_and_certificate_follow_from_the_plan() -> None:
     report = sample_plan().report()
-    assert [lever.name for lever in report.advice] == ["copies", "evict", "gradients", "order"]
+    assert [lever.name for lever in report.advice] == ["evict", "order"]
     assert verdict(report).endswith("proven that no layout can need less in this order")
     assert "down to" in verdict(dataclasses.replace(report, status="feasible"))
     certified = verdict(dataclasses.replace(report, order_certified=True))

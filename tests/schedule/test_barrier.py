@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
-from memplan.report.markdown import report_markdown
+from memplan.report.lines import report_markdown
 from memplan.report.summary import report_json
 from memplan.runtime import compile_step
 from memplan.schedule import accumulated, order, price

@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 import memplan
 from benchmarks.zoo import ZOO
 from memplan.core.graph import StorageKind
-from memplan.report.markdown import report_markdown
+from memplan.report.lines import report_markdown
 from memplan.trace import trace
 from memplan.trace.passes.fold import SMALL
 from memplan.trace.traced import Source

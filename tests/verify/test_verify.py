@@ -16,7 +16,7 @@ from memplan.planning.consistency import check_consistency
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.schedule import Evidence, order
 from memplan.verify import Proof, ProofState, proofs, verify
-from memplan.verify.within import within
+from memplan.verify.proofs import within
 from tests.core.test_happens_before import offloaded
 from tests.samples import branching_plan, sample_plan
 from tests.schedule.test_bound import diamonds
