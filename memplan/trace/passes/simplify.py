@@ -20,6 +20,12 @@ from memplan.trace.passes.rewrite import CHECKPOINT, aten, fake_mode_of, replace
 
 _SMALL = 4096  # bytes of a result that is shared, and so may live longer
 _BY_ONE = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar}
+SLICES = {  # ops that write a tensor to a view of a copy of another, and that view
+    aten.slice_scatter.default: aten.slice.Tensor,
+    aten.select_scatter.default: aten.select.int,
+    aten.diagonal_scatter.default: aten.diagonal.default,
+    aten.as_strided_scatter.default: aten.as_strided.default,
+}
 _COPIES = {aten.clone.default, aten._to_copy.default}
 # Rounded once in every kernel (IEEE 754): no real result depends on where it is written, but complex ones do.
 _ANYWHERE = {
@@ -32,7 +38,9 @@ def simplify(graph: fx.Graph) -> None:
     """Remove ops that need not run, in place. `graph` is functional, and its constants are folded."""
     made = _made(graph)
     for node in list(graph.nodes):
-        if _is_fixed(node) and keys_of(node) <= made.keys():
+        if _is_written_onto_itself(node):
+            replace_by(graph, node, node.args[0])  # type: ignore[arg-type]
+        elif _is_fixed(node) and keys_of(node) <= made.keys():
             same = _unchanged(node)
             if same is not None and keys_of(same) <= made.keys() and _size(same, made) <= _size(node, made):
                 replace_by(graph, node, same)
@@ -83,6 +91,24 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
     padded = node.target is aten.constant_pad_nd.default and not any(node.args[1])  # type: ignore[arg-type]
     whole = node.target is aten.slice_backward.default  # the slice is the whole tensor
     return x if by_one or padded or whole or node.target in _COPIES else None
+
+
+def _is_written_onto_itself(node: fx.Node) -> bool:
+    """Return whether a node writes a slice of a tensor to where it is: `x[i] += y` writes `x[i]` once more."""
+    if node.target not in SLICES or not _is_fixed(node):
+        return False
+    x, source = node.args[:2]
+    while isinstance(source, fx.Node) and source.target is aten.copy.default:
+        source = source.args[1]
+    if not isinstance(x, fx.Node) or not isinstance(source, fx.Node) or not _same_layout(x, node):
+        return False
+    if source is x or not isinstance(source.meta.get("val"), torch.Tensor) or keys_of(source) != keys_of(x):
+        return False
+    with fake_mode_of(node.graph), torch.no_grad():
+        place = SLICES[node.target](value(x), *node.args[2:], **node.kwargs)
+    same = (place.dtype, place.shape, place.stride(), place.storage_offset())
+    found = value(source)
+    return same == (found.dtype, found.shape, found.stride(), found.storage_offset())
 
 
 def _share(graph: fx.Graph, made: dict[int, int]) -> None:
