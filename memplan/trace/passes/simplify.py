@@ -26,9 +26,9 @@ SLICES = {  # ops that write a tensor to a view of a copy of another, and that v
     aten.diagonal_scatter.default: aten.diagonal.default,
     aten.as_strided_scatter.default: aten.as_strided.default,
 }
-_COPIES = {aten.clone.default, aten._to_copy.default}
+_COPIES = {aten.clone.default, aten._to_copy.default, aten.copy.default}
 # Rounded once in every kernel (IEEE 754): no real result depends on where it is written, but complex ones do.
-_ANYWHERE = {
+ANYWHERE = {
     *(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor),
     *(aten.neg.default, aten.abs.default, aten.where.self),
 }
@@ -83,7 +83,7 @@ def _same_layout(one: fx.Node, two: fx.Node) -> bool:
 
 def _unchanged(node: fx.Node) -> fx.Node | None:
     """Return the argument that the result equals bit by bit, with the same layout; None if it may differ."""
-    x = node.args[0] if node.args else None
+    x = node.args[1 if node.target is aten.copy.default else 0] if node.args else None
     if not isinstance(x, fx.Node) or not _is_fixed(x) or not _same_layout(x, node):
         return None
     one = len(node.args) == 2 and type(node.args[1]) in (int, float) and node.args[1] == 1
@@ -138,7 +138,7 @@ def _make_in_place(graph: fx.Graph, mode: FakeTensorMode, copy: fx.Node, made: d
     while isinstance(op, fx.Node) and is_view(op) and len(op.users) == 1:
         views.append(op)
         op = op.args[0]
-    if not isinstance(op, fx.Node) or op.target not in _ANYWHERE or not _is_its_own(op, copy, made):
+    if not isinstance(op, fx.Node) or op.target not in ANYWHERE or not _is_its_own(op, copy, made):
         return
     with contextlib.suppress(RuntimeError, ValueError), mode, torch.no_grad():  # a view that these strides do not allow
         layout = value(copy)

@@ -15,8 +15,19 @@ from collections import defaultdict
 from torch import fx
 
 from memplan.trace.passes.aliasing import has_effects, is_fixed, keys_of, span
+from memplan.trace.passes.out_variants import out_variant
 from memplan.trace.passes.own_outputs import is_backward, returned_by
-from memplan.trace.passes.rewrite import CHECKPOINT, MEMORY_ONLY, aten, replace_by, storage_key, value
+from memplan.trace.passes.rewrite import (
+    CHECKPOINT,
+    MEMORY_ONLY,
+    Rewriter,
+    aten,
+    fake_mode_of,
+    replace_by,
+    storage_key,
+    value,
+)
+from memplan.trace.passes.simplify import ANYWHERE
 
 
 def write_in_place(graph: fx.Graph) -> None:
@@ -26,6 +37,20 @@ def write_in_place(graph: fx.Graph) -> None:
     bytes in the plan; but not where it is returned or written back to an input, which is never computed again. What a
     checkpoint may compute again stays a copy, too.
     """
+    chosen = _needless_copies(graph)
+    for node in reversed(chosen):  # from the first of a chain on: each one's views are looked at once
+        into, base = node.args[:2]
+        graph.erase_node(node)
+        if into is not base and into.op != "placeholder":  # type: ignore[union-attr]
+            replace_by(graph, into, base)  # type: ignore[arg-type]
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default) if chosen else ():
+        _update(graph, node)
+
+
+def _needless_copies(graph: fx.Graph) -> list[fx.Node]:
+    """Return the copies that `write_in_place` leaves out, from the last on: those into new memory that is changed
+    afterwards, and those of the result to the input that it was a copy of.
+    """
     uses, chosen = _uses(graph), list[fx.Node]()
     kept = keys_of([n for n in returned_by(graph)[1] if isinstance(n, fx.Node)])
     write_backs: dict[int, fx.Node] = {}  # storage -> the copy of what is in it at last to an input
@@ -34,23 +59,52 @@ def write_in_place(graph: fx.Graph) -> None:
         if not isinstance(into, fx.Node) or not isinstance(base, fx.Node) or not _alike(into, base):
             continue
         old, new = storage_key(value(base)), storage_key(value(into))
-        if into.op == "placeholder":
-            if uses[old][-1] is node and not is_backward(node):
-                write_backs[old] = node
-        elif into.target in MEMORY_ONLY and node.prev is into and _is_changed(new, uses[new]):
-            back = write_backs.get(new)
-            if back is not None and back.args[0] is base and uses[old][-2:] == [node, back]:
-                chosen += [back, node]
-            elif uses[old][-1] is node and _is_whole(base, node):
-                if back is not None or new in kept:
-                    kept.add(old)
-                    write_backs |= {} if back is None else {old: back}
-                if old in kept or all(old in keys_of(use) for use in uses[old][:-1]):
-                    chosen.append(node)
-    for node in reversed(chosen):  # from the first of a chain on: each one's views are looked at once
-        (into, base), _ = node.args[:2], graph.erase_node(node)
-        if into is not base and into.op != "placeholder":  # type: ignore[union-attr]
-            replace_by(graph, into, base)  # type: ignore[arg-type]
+        if into.op == "placeholder" and uses[old][-1] is node and not is_backward(node):
+            write_backs[old] = node
+        if into.target not in MEMORY_ONLY or node.prev is not into or not _is_changed(new, uses[new]):
+            continue
+        back = write_backs.get(new)
+        if back is not None and back.args[0] is base and uses[old][-2:] == [node, back]:
+            chosen += [back, node]
+        elif uses[old][-1] is node and _is_whole(base, node):
+            if back is not None:
+                write_backs[old] = back
+            if back is not None or new in kept:
+                kept.add(old)
+            if old in kept or all(old in keys_of(use) for use in uses[old][:-1]):
+                chosen.append(node)
+    return chosen
+
+
+def _update(graph: fx.Graph, node: fx.Node) -> None:
+    """Have an op write its result where `node` copies it to, if it reads that very place: `x[i] += y` needs no memory
+    for the sum.
+    """
+    into, made = node.args[:2]
+    if not isinstance(into, fx.Node) or not isinstance(made, fx.Node) or made.target not in ANYWHERE or node.users:
+        return
+    key, alone = storage_key(value(into)), len(made.users) == 1 and not value(made).is_complex()
+    read = [n for n in made.all_input_nodes if key in keys_of(n)]
+    one, two = value(made), value(into)
+    if not alone or not read or (one.dtype, one.shape, one.device) != (two.dtype, two.shape, two.device):
+        return
+    between = made.next
+    while between is not node and not has_effects(between):
+        between = between.next
+    if between is not node or not all(_is_place_of(n, into) for n in read):
+        return
+    out = out_variant(made.target)  # type: ignore[arg-type]
+    assert out is not None
+    Rewriter(graph, fake_mode_of(graph), made, before=node).call(out, *made.args, **made.kwargs, out=into)
+    graph.erase_node(node)
+    graph.erase_node(made)
+
+
+def _is_place_of(one: fx.Node, two: fx.Node) -> bool:
+    """Return whether two tensors of one storage are the same elements of it, in the same order."""
+    a, b = value(one), value(two)
+    same = (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+    return same and bool(a.storage_offset() == b.storage_offset())
 
 
 def _uses(graph: fx.Graph) -> dict[int, list[fx.Node]]:
