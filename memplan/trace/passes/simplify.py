@@ -37,10 +37,14 @@ ANYWHERE = {
 def simplify(graph: fx.Graph) -> None:
     """Remove ops that need not run, in place. `graph` is functional, and its constants are folded."""
     made = _made(graph)
+    for node in reversed(graph.nodes):
+        write = node.target in SLICES or node.target is aten.copy.default
+        if node.op == "call_function" and not node.users and (write or is_view(node)):
+            graph.erase_node(node)
+        elif node.target in SLICES:
+            _write_once(graph, node)
     for node in list(graph.nodes):
-        if _is_written_onto_itself(node):
-            replace_by(graph, node, node.args[0])  # type: ignore[arg-type]
-        elif _is_fixed(node) and keys_of(node) <= made.keys():
+        if _is_fixed(node) and keys_of(node) <= made.keys():
             same = _unchanged(node)
             if same is not None and keys_of(same) <= made.keys() and _size(same, made) <= _size(node, made):
                 replace_by(graph, node, same)
@@ -93,22 +97,40 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
     return x if by_one or padded or whole or node.target in _COPIES else None
 
 
-def _is_written_onto_itself(node: fx.Node) -> bool:
-    """Return whether a node writes a slice of a tensor to where it is: `x[i] += y` writes `x[i]` once more."""
-    if node.target not in SLICES or not _is_fixed(node):
-        return False
+def _write_once(graph: fx.Graph, node: fx.Node) -> None:
+    """Write a slice of a slice (`x[a:][i] = y`) to its place at once, and a slice onto itself (`x[i] += y`) not at all.
+
+    Functional graphs write to a copy of the outer slice, and then that to a copy of the whole.
+    """
     x, source = node.args[:2]
-    while isinstance(source, fx.Node) and source.target is aten.copy.default:
-        source = source.args[1]
-    if not isinstance(x, fx.Node) or not isinstance(source, fx.Node) or not _same_layout(x, node):
+    if not isinstance(x, fx.Node) or not _is_fixed(x) or not _is_fixed(node) or not _same_layout(x, node):
+        return
+    inner = node
+    with fake_mode_of(graph), torch.no_grad():
+        place = SLICES[node.target](value(x), *node.args[2:], **node.kwargs)  # type: ignore[index]
+        while isinstance(source, fx.Node) and not _is_at(source, place):
+            if source.target is aten.copy.default:
+                source = source.args[1]
+            elif source.target in SLICES and len(source.users) == 1 and _is_at(source.args[0], place):
+                inner, source = source, source.args[1]
+                place = SLICES[inner.target](place, *inner.args[2:], **inner.kwargs)  # type: ignore[index]
+            else:
+                break
+    if isinstance(source, fx.Node) and _is_at(source, place):
+        replace_by(graph, node, x)
+    elif inner is not node and not value(x).storage_offset():
+        node.target = aten.as_strided_scatter.default
+        node.args = (x, inner.args[1], list(place.shape), list(place.stride()), place.storage_offset())
+        node.kwargs = {}
+
+
+def _is_at(node: Any, place: torch.Tensor) -> bool:
+    """Return whether a node is the tensor that lies at a place in memory."""
+    if not isinstance(node, fx.Node) or not _is_fixed(node) or storage_key(value(node)) != storage_key(place):
         return False
-    if source is x or not isinstance(source.meta.get("val"), torch.Tensor) or keys_of(source) != keys_of(x):
-        return False
-    with fake_mode_of(node.graph), torch.no_grad():
-        place = SLICES[node.target](value(x), *node.args[2:], **node.kwargs)
-    same = (place.dtype, place.shape, place.stride(), place.storage_offset())
-    found = value(source)
-    return same == (found.dtype, found.shape, found.stride(), found.storage_offset())
+    one = value(node)
+    same = (one.dtype, one.shape, one.stride()) == (place.dtype, place.shape, place.stride())
+    return same and one.storage_offset() == place.storage_offset()
 
 
 def _share(graph: fx.Graph, made: dict[int, int]) -> None:

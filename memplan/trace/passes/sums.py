@@ -59,7 +59,7 @@ def _needless_copies(graph: fx.Graph) -> list[fx.Node]:
         if not isinstance(into, fx.Node) or not isinstance(base, fx.Node) or not _alike(into, base):
             continue
         old, new = storage_key(value(base)), storage_key(value(into))
-        if into.op == "placeholder" and uses[old][-1] is node and not is_backward(node):
+        if into.op == "placeholder" and all(_is_read_at_once(use, old) for use in uses[old][uses[old].index(node) :]):
             write_backs[old] = node
         if into.target not in MEMORY_ONLY or node.prev is not into or not _is_changed(new, uses[new]):
             continue
@@ -114,6 +114,12 @@ def _uses(graph: fx.Graph) -> dict[int, list[fx.Node]]:
         for key in keys_of([node, *node.all_input_nodes]):
             found[key].append(node)
     return found
+
+
+def _is_read_at_once(node: fx.Node, key: int) -> bool:
+    """Return whether a node of the forward reads memory, for nobody else; the caller may change an input later."""
+    writes = has_effects(node) and key in keys_of(node)
+    return node.op == "call_function" and not is_backward(node) and not writes
 
 
 def _is_changed(key: int, uses: list[fx.Node]) -> bool:
