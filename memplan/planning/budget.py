@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 from memplan.core.plan import Plan
 from memplan.evict.costs import CostModel
@@ -45,7 +46,8 @@ def plan_within(
     workload = make_workload(scheduled.graph, scheduled.schedule.order, costs, scheduled.alignment, device=device)
     unlimited = options.budget is None and options.arena_budget is None
     minimal = "min" in (options.budget, options.arena_budget) or (unlimited and decide is genoa)
-    limits, workload = _limits(scheduled, options, workload, room)
+    free = free and cache(free)
+    limits, workload = _limits(scheduled, options, workload, room, free)
     planner = Planner(
         scheduled=scheduled, options=options, workload=workload, policy=decide, limits=limits, transient=transient
     )
@@ -68,10 +70,10 @@ def plan_within(
 
 
 def _limits(
-    scheduled: ScheduledGraph, options: PlanOptions, workload: Workload, room: int
+    scheduled: ScheduledGraph, options: PlanOptions, workload: Workload, room: int, free: Callable[[], Plan] | None
 ) -> tuple[ByteLimits, Workload]:
     """Return the limits that `options` ask for, and the workload with its limit of bytes on the host."""
-    asked = budgets_in_bytes(options, scheduled.graph, workload)
+    asked = budgets_in_bytes(options, scheduled.graph, workload, free)
     arena = asked.arena_budget
     if options.budget is None and arena is None and workload.host_resident:
         arena = live_without_budget(workload)

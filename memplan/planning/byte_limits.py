@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,18 +19,21 @@ from memplan.planning.options import PlanOptions, read_budget
 _HIGHEST = 2**63 - 1  # the largest number of compiled loops
 
 
-def budgets_in_bytes(options: PlanOptions, graph: Graph, workload: Workload) -> PlanOptions:
+def budgets_in_bytes(
+    options: PlanOptions, graph: Graph, workload: Workload, free: Callable[[], Plan] | None = None
+) -> PlanOptions:
     """Return the options with the budgets of the total and the arena as numbers of bytes; "min" and None stay.
 
     A share of `budget` is one of what eager needs for the traced `graph` (`eager_total`) and `options.reserve`; a share
-    of `arena_budget` is one of the live bytes of `workload` without a budget (`live_without_budget`).
+    of `arena_budget` is one of the live bytes without a budget: of the plan that `free` makes, or of `workload`
+    (`live_without_budget`).
     """
 
     def total() -> int:
         return eager_total(graph) + options.reserved
 
     def arena() -> int:
-        return live_without_budget(workload)
+        return live_without_budget(workload) if free is None else free().max_live
 
     def resolved(budget: object, name: str, whole: Any) -> Any:
         if budget is None:
