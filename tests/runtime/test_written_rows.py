@@ -153,7 +153,7 @@ def _call(model: Callable[[Tensor], Tensor], x: Tensor, train: bool) -> Callable
         with torch.set_grad_enabled(train):
             out = model(x)
             if train:
-                out.backward()
+                torch.autograd.backward(out)
             return out
 
     return call
@@ -169,8 +169,8 @@ def test_parts_are_written_in_place(name: str, train: bool) -> None:
     assert torch.equal(*(call() for call in calls))
     for one, two in zip(model.parameters(), reference.parameters(), strict=True):
         assert (one.grad is two.grad is None) or torch.equal(one.grad, two.grad)  # type: ignore[arg-type]
-    for one in (model, reference):
-        one.zero_grad()
+    for module in (model, reference):
+        module.zero_grad()
     eager, measured = (peak_bytes([call], CPU)[0] for call in calls)  # type: ignore[list-item]
     arena = compiled.plan.arena_size
     row = ROWS * WIDTH * 4  # a number that is written is one in eager, and a row of them in a graph
@@ -223,10 +223,11 @@ class Cached(nn.Module):
             self.keys[:, t] = self.layer(x[:, t]).detach()
             cache.index_copy_(1, torch.tensor([t]), x[:, t : t + 1] * 2)
         cache[:, 5] += 1
-        return (self.layer(x[:, 0]) * self.keys[:, 0].clone()).sum() + cache.sum()
+        found: Tensor = (self.layer(x[:, 0]) * self.keys[:, 0].clone()).sum() + cache.sum()
+        return found
 
 
-@pytest.mark.parametrize("options", [{}, {"device": "cpu"}, {"sanitize": "poison"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"device": "cpu"}, {"sanitize": "poison"}, MIN], ids=str)
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 def test_buffers_and_inputs_are_written_in_place(train: bool, options: dict[str, Any]) -> None:
     torch.manual_seed(0)

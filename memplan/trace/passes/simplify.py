@@ -26,7 +26,7 @@ SLICES = {  # ops that write a tensor to a view of a copy of another, and that v
     aten.diagonal_scatter.default: aten.diagonal.default,
     aten.as_strided_scatter.default: aten.as_strided.default,
 }
-_COPIES = {aten.clone.default, aten._to_copy.default, aten.copy.default}
+_COPIES = {aten.clone.default, aten._to_copy.default}
 # Rounded once in every kernel (IEEE 754): no real result depends on where it is written, but complex ones do.
 ANYWHERE = {
     *(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor),
@@ -87,14 +87,15 @@ def _same_layout(one: fx.Node, two: fx.Node) -> bool:
 
 def _unchanged(node: fx.Node) -> fx.Node | None:
     """Return the argument that the result equals bit by bit, with the same layout; None if it may differ."""
-    x = node.args[1 if node.target is aten.copy.default else 0] if node.args else None
+    written = node.target is aten.copy.default
+    x = node.args[written] if node.args else None
     if not isinstance(x, fx.Node) or not _is_fixed(x) or not _same_layout(x, node):
         return None
     one = len(node.args) == 2 and type(node.args[1]) in (int, float) and node.args[1] == 1
     by_one = node.target in _BY_ONE and one and not node.kwargs and not value(x).is_complex()  # inf * 0i is NaN
     padded = node.target is aten.constant_pad_nd.default and not any(node.args[1])  # type: ignore[arg-type]
     whole = node.target is aten.slice_backward.default  # the slice is the whole tensor
-    return x if by_one or padded or whole or node.target in _COPIES else None
+    return x if by_one or padded or whole or written or node.target in _COPIES else None
 
 
 def _write_once(graph: fx.Graph, node: fx.Node) -> None:

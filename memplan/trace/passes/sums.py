@@ -93,7 +93,7 @@ def _update(graph: fx.Graph, node: fx.Node) -> None:
         between = between.next
     if between is not node or not all(_is_place_of(n, into) for n in read):
         return
-    out = out_variant(made.target)  # type: ignore[arg-type]
+    out = out_variant(made.target)
     assert out is not None
     Rewriter(graph, fake_mode_of(graph), made, before=node).call(out, *made.args, **made.kwargs, out=into)
     graph.erase_node(node)
@@ -131,7 +131,7 @@ def _alike(one: fx.Node, two: fx.Node) -> bool:
     """Return whether two tensors have one layout."""
     a, b = value(one), value(two)
     alike = (a.dtype, a.shape, a.stride(), a.device) == (b.dtype, b.shape, b.stride(), b.device)
-    return alike and is_fixed(a) and is_fixed(b) and not a.storage_offset() and not b.storage_offset()
+    return bool(alike and is_fixed(a) and is_fixed(b)) and a.storage_offset() == b.storage_offset() == 0
 
 
 def _is_whole(base: fx.Node, node: fx.Node) -> bool:
