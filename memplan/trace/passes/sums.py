@@ -93,8 +93,8 @@ def _update(graph: fx.Graph, node: fx.Node) -> None:
         between = between.next
     if between is not node or not all(_is_place_of(n, into) for n in read):
         return
-    out = out_variant(made.target)
-    assert out is not None
+    if (out := out_variant(made.target)) is None:
+        return
     Rewriter(graph, fake_mode_of(graph), made, before=node).call(out, *made.args, **made.kwargs, out=into)
     graph.erase_node(node)
     graph.erase_node(made)
@@ -139,7 +139,7 @@ def _is_whole(base: fx.Node, node: fx.Node) -> bool:
     maker = _maker(base) if base.op == "call_function" else None
     if maker is None or is_backward(maker) is not is_backward(node) or CHECKPOINT in maker.meta:
         return False
-    return span(value(base)) == value(base).numel() * value(base).dtype.itemsize
+    return bool(span(value(base)) == value(base).numel() * value(base).dtype.itemsize)
 
 
 def accumulate_in_place(graph: fx.Graph) -> None:
