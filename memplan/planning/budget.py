@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 from memplan.core.plan import Plan
 from memplan.evict.costs import CostModel
-from memplan.evict.judge.arrays import measure
-from memplan.evict.policies.checkpoint import checkpoint
 from memplan.evict.policies.genoa import genoa
-from memplan.evict.rng_states import only_used, with_saved_states
 from memplan.evict.select import fit_policy
 from memplan.evict.workload import Workload
-from memplan.planning.byte_limits import ByteLimits, budgets_in_bytes, device_of, is_pinned
+from memplan.planning.byte_limits import ByteLimits, budgets_in_bytes, device_of, is_pinned, live_without_budget
 from memplan.planning.fit import make_workload
 from memplan.planning.infeasible import infeasible
 from memplan.planning.make_plan import ScheduledGraph
@@ -30,6 +28,7 @@ def plan_within(
     room: int = 0,
     device: str = "",
     transient: Sequence[int] | None = None,
+    free: Callable[[], Plan] | None = None,
 ) -> Plan:
     """Return a plan of a scheduled graph that keeps the budgets of `options`, by evictions of `options.policy`.
 
@@ -38,35 +37,46 @@ def plan_within(
     may be used. `device` is the device of a step whose model and inputs are on the host and are copied; then no budget
     (None) means the bytes with which nothing is copied twice and activation checkpoints are followed, and for the
     policy "genoa" the smallest possible. `transient` are the measured bytes that each op of the graph, and each op that
-    computes it again, allocates outside the arena; None: only fresh results are known. Raises `BudgetInfeasible`, which
-    names the op with the largest working set and the smallest budget that can be kept.
+    computes it again, allocates outside the arena; None: only fresh results are known. `free` makes the plan without a
+    budget on the device; None: it evicts nothing. No share and no "min" needs more than that plan, and where the policy
+    finds none, that one may keep the budget. Raises `BudgetInfeasible`, which names the op with the largest working set
+    and the smallest budget that can be kept.
     """
     decide = fit_policy(options.policy)
     workload = make_workload(scheduled.graph, scheduled.schedule.order, costs, scheduled.alignment, device=device)
     unlimited = options.budget is None and options.arena_budget is None
     minimal = "min" in (options.budget, options.arena_budget) or (unlimited and decide is genoa)
-    limits, workload = _limits(scheduled, options, workload, room)
+    free = free and cache(free)
+    limits, workload = _limits(scheduled, options, workload, room, free)
     planner = Planner(
         scheduled=scheduled, options=options, workload=workload, policy=decide, limits=limits, transient=transient
     )
+    if unlimited and free is not None:
+        return planner.recorded(free())
+    relative = any(isinstance(read_budget(b), float) for b in (options.budget, options.arena_budget) if b is not None)
     found = None if minimal else planner.below() or planner.below_partly_outside()
-    if found is not None:
+    if found is not None and not (relative and free):
         return found
-    least = smallest_total(planner)
+    candidates = [found or smallest_total(planner)]
+    if free is not None:
+        candidates.append(free())
+    elif minimal and not workload.host_resident:
+        candidates.append(planner.plain())
+    by_arena = options.budget is None or (options.arena_budget == "min" and options.budget != "min")
+    least = min(candidates, key=lambda p: (not limits.keeps(p), p.arena_size if by_arena else p.on_device))
     if not limits.keeps(least):
         raise infeasible(planner, least)
     return planner.recorded(least, minimal=minimal)
 
 
 def _limits(
-    scheduled: ScheduledGraph, options: PlanOptions, workload: Workload, room: int
+    scheduled: ScheduledGraph, options: PlanOptions, workload: Workload, room: int, free: Callable[[], Plan] | None
 ) -> tuple[ByteLimits, Workload]:
     """Return the limits that `options` ask for, and the workload with its limit of bytes on the host."""
-    asked = budgets_in_bytes(options, scheduled.graph, workload)
+    asked = budgets_in_bytes(options, scheduled.graph, workload, free)
     arena = asked.arena_budget
     if options.budget is None and arena is None and workload.host_resident:
-        states = with_saved_states(workload)
-        arena = measure(*only_used(states, checkpoint(states.workload))).peak  # without checkpoints: of the plain step
+        arena = live_without_budget(workload)
     limits = ByteLimits(
         total=asked.budget if isinstance(asked.budget, int) else None,
         arena=arena if isinstance(arena, int) else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,8 @@ from memplan.core.graph import Graph
 from memplan.core.plan import Plan
 from memplan.core.totals import most_within
 from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.checkpoint import checkpoint
+from memplan.evict.rng_states import only_used, with_saved_states
 from memplan.evict.workload import Workload
 from memplan.planning.eager_total import eager_total
 from memplan.planning.options import PlanOptions, read_budget
@@ -17,18 +19,21 @@ from memplan.planning.options import PlanOptions, read_budget
 _HIGHEST = 2**63 - 1  # the largest number of compiled loops
 
 
-def budgets_in_bytes(options: PlanOptions, graph: Graph, workload: Workload) -> PlanOptions:
+def budgets_in_bytes(
+    options: PlanOptions, graph: Graph, workload: Workload, free: Callable[[], Plan] | None = None
+) -> PlanOptions:
     """Return the options with the budgets of the total and the arena as numbers of bytes; "min" and None stay.
 
     A share of `budget` is one of what eager needs for the traced `graph` (`eager_total`) and `options.reserve`; a share
-    of `arena_budget` is one of the live bytes of `workload` without a budget.
+    of `arena_budget` is one of the live bytes without a budget: of the plan that `free` makes, or of `workload`
+    (`live_without_budget`).
     """
 
     def total() -> int:
         return eager_total(graph) + options.reserved
 
     def arena() -> int:
-        return measure(workload, workload.plain).peak
+        return live_without_budget(workload) if free is None else free().max_live
 
     def resolved(budget: object, name: str, whole: Any) -> Any:
         if budget is None:
@@ -45,6 +50,12 @@ def budgets_in_bytes(options: PlanOptions, graph: Graph, workload: Workload) -> 
         budget=resolved(options.budget, "budget", total),
         arena_budget=resolved(options.arena_budget, "arena_budget", arena),
     )
+
+
+def live_without_budget(workload: Workload) -> int:
+    """Return the most live bytes of a step that follows the model's checkpoints, and else evicts nothing."""
+    states = with_saved_states(workload)
+    return measure(*only_used(states, checkpoint(states.workload))).peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

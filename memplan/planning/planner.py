@@ -15,6 +15,7 @@ from memplan.core.plan import Plan
 from memplan.core.schedule import make_schedule
 from memplan.core.totals import functional_transient, outside_bytes
 from memplan.errors import BudgetInfeasible
+from memplan.evict.judge.arrays import measure
 from memplan.evict.select import policy_name
 from memplan.evict.workload import Policy, Workload
 from memplan.evict.workload_limits import floor
@@ -114,6 +115,11 @@ class Planner:
         apart = self.workload.device or self.limits.room or self.scheduled.redzone
         divided = any(is_collective(op.target) for op in self.scheduled.graph.ops)
         return self.options.budget is not None and not apart and not divided
+
+    def plain(self) -> Plan:
+        """Return the plan that evicts nothing."""
+        peak = measure(self.workload, self.workload.plain).peak
+        return self._placed(fit(self.scheduled.graph, self.workload.within(peak), self.policy))
 
     def smallest(self) -> Plan:
         """Return the plan with the smallest arena for which the policy finds events; its arena is its arena budget."""

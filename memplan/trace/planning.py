@@ -6,6 +6,7 @@ import logging
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -195,9 +196,7 @@ def _plan_in_order(
     if options.has_budget or traced.runs_on:
         return _plan_with_transfers(traced, scheduled, options, room, transient)
     if has_checkpoints(traced.graph):
-        costs = cost_model(options.costs or device_costs(traced.device))
-        make = plan_checkpointed if options.checkpoint == "follow" else plan_from_checkpoints
-        return make(scheduled, options, costs)
+        return _plan_with_checkpoints(traced, scheduled, options, transient)
     if options.schedule != "auto":
         return make_plan(scheduled, options)
     return _plan_with_grouped_updates(traced, scheduled, options)
@@ -220,14 +219,26 @@ def _plan_with_transfers(
         return plan_several(scheduled, options, costs, devices=traced.runs_on, transient=transient)
     from memplan.planning.budget import plan_within  # imports the search and its compiler
 
-    found = plan_within(scheduled, options, costs, room=room, device="".join(traced.runs_on), transient=transient)
-    if "min" in (options.budget, options.arena_budget) and has_checkpoints(traced.graph) and not traced.runs_on:
-        followed = plan_checkpointed(scheduled, options, costs)  # it orders the step anew, with what it computes again
-        if options.budget != "min":
-            return min(found, followed, key=lambda plan: plan.arena_size)
-        followed = followed if transient is None else with_temporaries(followed, transient)
-        return min(found, followed, key=lambda plan: plan.on_device)
-    return found
+    followed = has_checkpoints(traced.graph) and not traced.runs_on
+    return plan_within(
+        scheduled,
+        options,
+        costs,
+        room=room,
+        device="".join(traced.runs_on),
+        transient=transient,
+        free=partial(_plan_with_checkpoints, traced, scheduled, options, transient) if followed else None,
+    )
+
+
+def _plan_with_checkpoints(
+    traced: TracedGraph, scheduled: ScheduledGraph, options: PlanOptions, transient: Sequence[int] | None
+) -> Plan:
+    """Return the plan of a step with activation checkpoints and no budget on its device."""
+    costs = cost_model(options.costs or device_costs(traced.device))
+    make = plan_checkpointed if options.checkpoint == "follow" else plan_from_checkpoints
+    made = make(scheduled, replace(options, budget=None, arena_budget=None), costs)
+    return made if transient is None else with_temporaries(made, transient)
 
 
 def _plan_with_grouped_updates(traced: TracedGraph, scheduled: ScheduledGraph, options: PlanOptions) -> Plan:

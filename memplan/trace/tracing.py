@@ -35,7 +35,7 @@ from memplan.trace.passes.fold import fold
 from memplan.trace.passes.own_outputs import own_outputs, tangents_needed, write_back_mutations
 from memplan.trace.passes.rewrite import copy_of
 from memplan.trace.passes.simplify import simplify
-from memplan.trace.passes.sums import accumulate_in_place
+from memplan.trace.passes.sums import accumulate_in_place, write_in_place
 from memplan.trace.retracer import Retracer
 from memplan.trace.traced import TracedGraph
 
@@ -272,6 +272,7 @@ def trace_captured(
     if compress == "int8":
         quantize(graph)
     lower(graph, constants=not host_resident)
+    write_in_place(graph)
     accumulate_in_place(graph)
     finish(graph)
     return replace(

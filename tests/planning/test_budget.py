@@ -316,9 +316,10 @@ def test_a_budget_that_is_just_kept_is_kept() -> None:
 
 
 def test_min_is_raised_by_what_places_lose(tmp_path: Path) -> None:
-    """The budget of the plan is its arena then; of a budget in bytes, more would be evicted."""
+    """The budget of the plan is its arena then; where evictions lose more than they gain, nothing is evicted."""
     tight, plan = within("min", policy="recompute"), within("min", policy="recompute", solver="naive")
-    assert plan.arena_size > plan.max_live == tight.arena_size
+    assert plan.arena_size > plan.max_live > tight.arena_size == tight.max_live
+    assert not plan.evictions
     assert plan.eviction is not None
     assert plan.eviction.arena_budget == plan.arena_size
     plan.save(tmp_path / "plan.json")

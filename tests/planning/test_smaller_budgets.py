@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,14 +17,16 @@ from memplan.evict.costs import DEVICES
 from memplan.evict.judge.arrays import measure
 from memplan.planning import fit as module
 from memplan.planning.budget import plan_within
+from memplan.planning.checkpoints import plan_checkpointed
 from memplan.planning.fit import fit, make_workload
 from memplan.planning.frontier import frontier
-from memplan.planning.make_plan import ScheduledGraph
+from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
 from memplan.schedule import traced
 from memplan.trace import trace
 from tests.graph_strategies import GraphBuilder
 from tests.runtime.budgets import QUICK, QUICK_RECOMPUTE
+from tests.slow import slow
 
 UNIT = 1 << 14
 SHARES = tuple(1 - k * 0.95 / 14 for k in range(15))  # 100 % to 5 %
@@ -48,6 +52,14 @@ def generated(seed: int) -> Graph:
     kept = b.storage(StorageKind.GRADIENT, 64, planned=False)
     b.op(Phase.BACKWARD, (gradient,), (kept,))
     return b.graph(gradients=(kept,))
+
+
+def _checkpointed(graph: Graph) -> Graph:
+    """The same step with the ops of the forward in checkpoints of three ops each; the last op is in none."""
+    last = graph.forward_ops - 1
+    return replace(
+        graph, ops=tuple(replace(op, checkpoint=1 + i // 3) if i < last else op for i, op in enumerate(graph.ops))
+    )
 
 
 def _seconds(graph: Graph, policy: Any, budgets: list[int]) -> list[float]:
@@ -122,3 +134,36 @@ def test_separate_plans_of_a_model_take_no_less_time_under_smaller_budgets() -> 
     assert len(seconds) > 8
     assert seconds == sorted(seconds)
     assert len(refused) == 1
+
+
+POLICIES = [QUICK, QUICK_RECOMPUTE, "flow", "genoa", "dtr", "dtr-addresses", "delta", "capuchin"]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpoints"])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("seed", [1, 3, slow(4), slow(18), slow(21), slow(54)])
+def test_what_asks_for_less_never_gives_more(seed: int, policy: Any, checkpointed: bool) -> None:
+    """Shares, "min", and numbers of bytes that are no more than what is needed without a limit."""
+    graph = _checkpointed(generated(seed)) if checkpointed else generated(seed)
+    scheduled = ScheduledGraph(model="generated", graph=graph, schedule=traced(graph), alignment=64, versions={})
+    costs, options = DEVICES["a100"], PlanOptions(policy=policy)
+    make = partial(plan_checkpointed, scheduled, options, costs) if checkpointed else partial(make_plan, scheduled)
+    unlimited, free = make(), make if checkpointed else None
+    for name, need in (("arena_budget", unlimited.arena_size), ("budget", unlimited.total)):
+        sizes, refused = dict[Any, int](), set[Any]()
+        for limit in ("min", need, need - 1, need * 2 // 3, 1.0, 0.95, 0.9, 0.8, 0.6, 0.4):
+            asked: Any = {name: limit}
+            try:
+                plan = plan_within(scheduled, replace(options, **asked), costs, free=free)
+            except BudgetInfeasible:
+                refused.add(limit)
+                continue
+            sizes[limit] = plan.arena_size if name == "arena_budget" else plan.total
+            assert sizes[limit] <= need
+            if isinstance(limit, int):
+                assert sizes[limit] <= limit
+            elif isinstance(limit, float) and name == "arena_budget":
+                assert sizes[limit] <= limit * need
+        if policy != "capuchin":  # may find less for a smaller budget where it finds nothing for a larger one
+            assert sizes["min"] <= min(sizes.values())
+        assert refused.isdisjoint({need, "min"})

@@ -43,6 +43,18 @@ class Converts(nn.Module):
         return x.double() * random.Random(0).choice([1.5, 2.5])
 
 
+class AsksWhetherItIsExported(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if torch.compiler.is_exporting() else 3)
+
+
+class AsksAndConverts(AsksWhetherItIsExported):
+    """Export traces this, as it does `Converts`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * random.Random(0).choice([1.5, 1.5])
+
+
 class Raises(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("the model's own complaint")
@@ -70,6 +82,13 @@ def test_results_of_unknown_types_are_refused_with_what_makes_them_known() -> No
     assert "torch.export.register_dataclass" in str(caught.value)
     torch.export.register_dataclass(Made)
     assert torch.equal(memplan_compile(MakesItsOwn(), x, train=False)(x).out, x.sin())
+
+
+@pytest.mark.parametrize("model", [AsksWhetherItIsExported(), AsksAndConverts()], ids=lambda m: type(m).__name__)
+def test_a_model_that_computes_otherwise_in_an_export_is_not_exported(model: nn.Module) -> None:
+    x = torch.randn(3)
+    assert torch.equal(memplan_compile(model, x, train=False)(x), model(x))
+    assert not torch.compiler.is_exporting()
 
 
 def test_what_export_asserts_of_dtypes_is_settled() -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -73,9 +76,26 @@ def _read(
     front: Callable[..., nn.Module] = dynamo_graph_capture_for_export(model)
     with warnings.catch_warnings(record=True) as caught, recording_guards(model) as readings:
         warnings.simplefilter("always")
-        with _dynamo_settings(**config), tracing_assignments():
+        with _dynamo_settings(**config), tracing_assignments(), _not_exporting():
             module = front(*args, **kwargs)
     return module, readings, [str(w.message) for w in caught]
+
+
+@contextlib.contextmanager
+def _not_exporting() -> Iterator[None]:
+    """Have dynamo trace what a model computes where `torch.compiler.is_exporting()` is False, as it is in eager.
+
+    Models of transformers compute otherwise in an export, by what every runtime can run.
+    """
+    from torch._dynamo import functional_export
+    from torch._dynamo.variables.torch import tracing_state_functions  # where older versions of torch look it up
+
+    compiling = partial(mock.patch.object, torch.compiler, "_is_compiling_flag", True)
+    with (
+        mock.patch.dict(tracing_state_functions(), {torch.compiler.is_exporting: False}),
+        mock.patch.object(functional_export, "_compiling_state_context", compiling, create=True),
+    ):
+        yield
 
 
 def _dynamo_settings(**config: Any) -> Any:
@@ -123,10 +143,17 @@ def _take_real_tensors(module: nn.Module) -> None:
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
     """Return `torch.export`'s graph of the model as a module: the front end that runs forward as Python."""
-    with exporting(model, args, kwargs), RecurrentAsEager(), _without_prints(), refusing_checkpoints():
+    asked = mock.patch.object(torch.compiler, "is_exporting", _is_exporting)
+    with asked, exporting(model, args, kwargs), RecurrentAsEager(), _without_prints(), refusing_checkpoints():
         module: nn.Module = torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
     meta_of(module)[READINGS] = tuple(options_of_layers(model))
     return module
+
+
+def _is_exporting() -> bool:
+    """Return True to torch, whose own functions have to know, and False to others: they compute as in eager."""
+    caller: str = sys._getframe(1).f_globals.get("__name__", "")
+    return torch.compiler._is_exporting_flag and caller.partition(".")[0] == "torch"
 
 
 @contextlib.contextmanager

@@ -26,8 +26,9 @@ from memplan.trace.lowering.layer_rules import (
     safe_softmax,
 )
 from memplan.trace.lowering.products import product
-from memplan.trace.passes.aliasing import written_in
+from memplan.trace.passes.aliasing import keys_of, written_in
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
+from memplan.trace.passes.simplify import SLICES
 
 _RESHAPES = {aten.view.default, aten._unsafe_view.default}
 _ROLLED = 2  # the most dimensions: three would make eight pieces
@@ -181,8 +182,12 @@ def _roll(rw: Rewriter, x: fx.Node, shifts: list[int], dims: Any = ()) -> fx.Nod
 
 
 def _overwrite(rw: Rewriter, x: fx.Node, source: fx.Node, *_: Any) -> fx.Node:
-    """Lower `copy`: the layout of its first argument with the numbers of its second."""
-    return copied(rw, source)
+    """Lower `copy`: the layout of its first argument with the numbers of its second.
+
+    Where a slice is written, that layout may have large gaps; the write converts and repeats the numbers itself.
+    """
+    is_written = all(user.target in SLICES and user.args[0] is not rw.node for user in rw.node.users)
+    return source if is_written and rw.written.isdisjoint(keys_of(source)) else copied(rw, source)
 
 
 def _filled_with(fill: float) -> Rule:
@@ -248,13 +253,17 @@ RULES: dict[Any, Rule] = {
     aten.native_batch_norm_backward.default: batch_norm_backward,
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
-    aten.slice_scatter.default: _scatter(aten.slice.Tensor),
-    aten.select_scatter.default: _scatter(aten.select.int),
-    aten.as_strided_scatter.default: _scatter(aten.as_strided.default),
+    **{target: _scatter(view) for target, view in SLICES.items()},
     aten.constant_pad_nd.default: _pad,
     aten.masked_fill.Scalar: _then_in_place(aten.masked_fill_.Scalar),
     aten.masked_fill.Tensor: _then_in_place(aten.masked_fill_.Tensor),
     aten.index_put.default: _then_in_place(aten.index_put_.default),
+    aten.index_add.default: _then_in_place(aten.index_add_.default),
+    aten.index_copy.default: _then_in_place(aten.index_copy_.default),
+    aten.index_fill.int_Scalar: _then_in_place(aten.index_fill_.int_Scalar),
+    aten.scatter.src: _then_in_place(aten.scatter_.src),
+    aten.scatter.value: _then_in_place(aten.scatter_.value),
+    aten.scatter_add.default: _then_in_place(aten.scatter_add_.default),
     aten.zeros.default: _filled_with(0),
     aten.ones.default: _filled_with(1),
     aten.zeros_like.default: _filled_with(0),

@@ -20,9 +20,15 @@ from memplan.trace.passes.rewrite import CHECKPOINT, aten, fake_mode_of, replace
 
 _SMALL = 4096  # bytes of a result that is shared, and so may live longer
 _BY_ONE = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar}
+SLICES = {  # ops that write a tensor to a view of a copy of another, and that view
+    aten.slice_scatter.default: aten.slice.Tensor,
+    aten.select_scatter.default: aten.select.int,
+    aten.diagonal_scatter.default: aten.diagonal.default,
+    aten.as_strided_scatter.default: aten.as_strided.default,
+}
 _COPIES = {aten.clone.default, aten._to_copy.default}
 # Rounded once in every kernel (IEEE 754): no real result depends on where it is written, but complex ones do.
-_ANYWHERE = {
+ANYWHERE = {
     *(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor),
     *(aten.neg.default, aten.abs.default, aten.where.self),
 }
@@ -31,6 +37,12 @@ _ANYWHERE = {
 def simplify(graph: fx.Graph) -> None:
     """Remove ops that need not run, in place. `graph` is functional, and its constants are folded."""
     made = _made(graph)
+    for node in reversed(graph.nodes):
+        write = node.target in SLICES or node.target is aten.copy.default
+        if node.op == "call_function" and not node.users and (write or is_view(node)):
+            graph.erase_node(node)
+        elif node.target in SLICES:
+            _write_once(graph, node)
     for node in list(graph.nodes):
         if _is_fixed(node) and keys_of(node) <= made.keys():
             same = _unchanged(node)
@@ -75,14 +87,51 @@ def _same_layout(one: fx.Node, two: fx.Node) -> bool:
 
 def _unchanged(node: fx.Node) -> fx.Node | None:
     """Return the argument that the result equals bit by bit, with the same layout; None if it may differ."""
-    x = node.args[0] if node.args else None
+    written = node.target is aten.copy.default
+    x = node.args[written] if node.args else None
     if not isinstance(x, fx.Node) or not _is_fixed(x) or not _same_layout(x, node):
         return None
     one = len(node.args) == 2 and type(node.args[1]) in (int, float) and node.args[1] == 1
     by_one = node.target in _BY_ONE and one and not node.kwargs and not value(x).is_complex()  # inf * 0i is NaN
     padded = node.target is aten.constant_pad_nd.default and not any(node.args[1])  # type: ignore[arg-type]
     whole = node.target is aten.slice_backward.default  # the slice is the whole tensor
-    return x if by_one or padded or whole or node.target in _COPIES else None
+    return x if by_one or padded or whole or written or node.target in _COPIES else None
+
+
+def _write_once(graph: fx.Graph, node: fx.Node) -> None:
+    """Write a slice of a slice (`x[a:][i] = y`) to its place at once, and a slice onto itself (`x[i] += y`) not at all.
+
+    Functional graphs write to a copy of the outer slice, and then that to a copy of the whole.
+    """
+    x, source = node.args[:2]
+    if not isinstance(x, fx.Node) or not _is_fixed(x) or not _is_fixed(node) or not _same_layout(x, node):
+        return
+    inner = node
+    with fake_mode_of(graph), torch.no_grad():
+        place = SLICES[node.target](value(x), *node.args[2:], **node.kwargs)  # type: ignore[index]
+        while isinstance(source, fx.Node) and not _is_at(source, place):
+            if source.target is aten.copy.default:
+                source = source.args[1]
+            elif source.target in SLICES and len(source.users) == 1 and _is_at(source.args[0], place):
+                inner, source = source, source.args[1]
+                place = SLICES[inner.target](place, *inner.args[2:], **inner.kwargs)  # type: ignore[index]
+            else:
+                break
+    if isinstance(source, fx.Node) and _is_at(source, place):
+        replace_by(graph, node, x)
+    elif inner is not node and not value(x).storage_offset():
+        node.target = aten.as_strided_scatter.default
+        node.args = (x, inner.args[1], list(place.shape), list(place.stride()), place.storage_offset())
+        node.kwargs = {}
+
+
+def _is_at(node: Any, place: torch.Tensor) -> bool:
+    """Return whether a node is the tensor that lies at a place in memory."""
+    if not isinstance(node, fx.Node) or not _is_fixed(node) or storage_key(value(node)) != storage_key(place):
+        return False
+    one = value(node)
+    same = (one.dtype, one.shape, one.stride()) == (place.dtype, place.shape, place.stride())
+    return same and one.storage_offset() == place.storage_offset()
 
 
 def _share(graph: fx.Graph, made: dict[int, int]) -> None:
@@ -112,7 +161,7 @@ def _make_in_place(graph: fx.Graph, mode: FakeTensorMode, copy: fx.Node, made: d
     while isinstance(op, fx.Node) and is_view(op) and len(op.users) == 1:
         views.append(op)
         op = op.args[0]
-    if not isinstance(op, fx.Node) or op.target not in _ANYWHERE or not _is_its_own(op, copy, made):
+    if not isinstance(op, fx.Node) or op.target not in ANYWHERE or not _is_its_own(op, copy, made):
         return
     with contextlib.suppress(RuntimeError, ValueError), mode, torch.no_grad():  # a view that these strides do not allow
         layout = value(copy)
