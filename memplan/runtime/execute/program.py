@@ -42,7 +42,7 @@ class Program:
     the values outside the arena that are saved for the backward: inputs, and outputs (`saved_outputs` says which).
     `left` are activations outside the arena that the forward leaves to the backward, which frees them: no one else
     refers to them.
-    `used_in_backward` are the bindings whose bytes the backward reads. `host` holds offloaded bytes. `last` is called
+    `used_in_backward` are the bindings whose bytes gradients depend on. `host` holds offloaded bytes. `last` is called
     at the end of forward and backward.
     """
 
@@ -336,7 +336,13 @@ def _write(
 
 
 def _read_late(traced: TracedGraph, late: Sequence[int]) -> frozenset[int]:
-    """Return the bindings whose bytes the backward reads, which must not change after the forward."""
+    """Return the bindings whose bytes gradients depend on, which must not change after the forward.
+
+    What the backward reads only to write it, such as a counter, may: eager reads it as it is by then.
+    """
     graph = traced.graph
-    read = {graph.values[v].storage for i in late for v in graph.ops[i].reads}
-    return frozenset(i for i, b in enumerate(traced.bindings) if graph.values[b.value].storage in read)
+    needed = {graph.values[v].storage for v in graph.gradients}
+    for op in (graph.ops[i] for i in reversed(late)):
+        if not needed.isdisjoint(graph.written(op)) or op.only_raises:
+            needed.update(graph.values[v].storage for v in op.reads)
+    return frozenset(i for i, b in enumerate(traced.bindings) if graph.values[b.value].storage in needed)
