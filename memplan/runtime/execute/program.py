@@ -11,6 +11,7 @@ import torch
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.happens_before import require_no_races
 from memplan.core.plan import Plan
+from memplan.core.written_first import require_written_first
 from memplan.devices.kinds import is_accelerator
 from memplan.recording.places import places
 from memplan.runtime.codegen.codegen import DROPPED, LEFT, FunctionWriter
@@ -161,8 +162,10 @@ def build_program(
     """Bind, measure and compile a step. `tensors` maps bindings (indices) to parameters, buffers, example inputs.
 
     The plan of the program is `plan` with the results of the trial run. `bound`: the bound ops of an earlier trial run
-    of the same program, which is then not run again. Raises `InvalidPlan` if a copy races with an op.
+    of the same program, which is then not run again. Raises `InvalidPlan` if a copy races with an op, or an
+    op reads what nothing has written.
     """
+    require_written_first(plan.graph, plan.schedule.order)
     require_no_races(plan)
     layout = _layout(traced)
     graph, order = traced.graph, plan.schedule.order

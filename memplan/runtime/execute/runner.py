@@ -364,11 +364,6 @@ class Runner:
                 self._rebind_moved(current)
         return current
 
-    @property
-    def counted(self) -> list[torch.Tensor]:
-        """The parameters and buffers of the last call to which it refers to count writes."""
-        return [tensor for tensor in self._counted[0] if tensor is not None]
-
     def _rebind_moved(self, current: Sequence[torch.Tensor]) -> None:
         moved = self.parameter_guards.moved(current)
         for i in moved:

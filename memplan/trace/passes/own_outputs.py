@@ -208,7 +208,8 @@ def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None], *, at_
         write.meta["partitioner_tag"] = "is_forward"
         if again:
             _read_again(target, new, aliases[storage_key(value(new))], backward, boundary)
-    _return_inputs(graph, [target for target, _ in mutations], alias_of)
+    late = [n.args[0] for n in backward if n.target is aten.copy_.default]
+    _return_inputs(graph, {*(target for target, _ in mutations), *late}, alias_of)
 
 
 def _read_again(
@@ -250,7 +251,7 @@ def _free_from(old: Iterable[fx.Node], new: fx.Node, boundary: fx.Node) -> fx.No
     return found
 
 
-def _return_inputs(graph: fx.Graph, mutated: Sequence[fx.Node], alias_of: Sequence[int | None]) -> None:
+def _return_inputs(graph: fx.Graph, mutated: Collection[Any], alias_of: Sequence[int | None]) -> None:
     """Return mutated inputs, and views of them, as what they are instead of as their new values."""
     output, results, descs = returned_by(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
