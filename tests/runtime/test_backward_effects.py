@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -110,7 +111,12 @@ COMPILED: dict[str, Callable[..., Any]] = {
     "compile": memplan.compile,
     "backend": lambda model, args: torch.compile(model, backend="memplan"),
     "dynamic": lambda model, args: memplan.compile(
-        model, args, dynamic_shapes=[{0: Dim("rows", min=2, max=8)} for _ in args]
+        model,
+        args,
+        dynamic_shapes={
+            name: {0: Dim("rows", min=2, max=8)}
+            for name, _ in zip(inspect.signature(model.forward).parameters, args, strict=False)
+        },
     ),
     "least": lambda model, args: memplan.compile(model, args, arena_budget="min"),
 }
