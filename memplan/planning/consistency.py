@@ -12,6 +12,7 @@ from memplan.core.problem import Solution, Status
 from memplan.core.schedule import Schedule, live_bytes, working_set_bound
 from memplan.core.totals import page_locked
 from memplan.core.validate import validate
+from memplan.core.written_first import require_written_first
 from memplan.errors import InvalidPlan
 from memplan.schedule.evidence import require_evidence
 
@@ -23,6 +24,7 @@ def check_consistency(plan: Plan) -> None:
     """
     check_graph(plan.graph)
     require_legal(plan.graph, plan.schedule.order)
+    require_written_first(plan.graph, plan.schedule.order)
     _check_schedule(plan.graph, plan.schedule)
     if plan.alignment < 1 or plan.redzone < 0 or plan.redzone % plan.alignment:
         raise InvalidPlan(f"alignment {plan.alignment}, red zone {plan.redzone}", where="alignment")

@@ -10,6 +10,7 @@ from memplan.core.graph import Graph
 from memplan.core.plan import Plan
 from memplan.core.problem import Problem, Solution
 from memplan.core.schedule import Schedule
+from memplan.core.written_first import require_written_first
 from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.solvers import solve
 
@@ -49,7 +50,11 @@ class ScheduledGraph:
         return lifetimes.problem(self.graph, self.schedule, alignment=self.alignment, redzone=self.redzone)
 
     def plan(self, problem: Problem, solution: Solution) -> Plan:
-        """Return the plan that places the buffers of `problem` at the offsets of `solution`."""
+        """Return the plan that places the buffers of `problem` at the offsets of `solution`.
+
+        Raises `InvalidPlan` if an op reads what nothing has written.
+        """
+        require_written_first(self.graph, self.schedule.order)
         return Plan(
             model=self.model,
             graph=self.graph,

@@ -315,7 +315,7 @@ def _constants_of(traced: TracedGraph) -> list[tuple[int, torch.Tensor]]:
 
 def _bits_of(tensor: torch.Tensor) -> Any:
     """Return a key that is equal for tensors of the same layout and bits, in memory that is just as large."""
-    storage = tensor.untyped_storage()
-    layout = (tensor.dtype, tensor.device, tensor.size(), tensor.stride(), tensor.storage_offset(), storage.nbytes())
-    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-    return (*layout, memory.cpu().numpy().tobytes())
+    nbytes = tensor.untyped_storage().nbytes()
+    layout = (tensor.dtype, tensor.device, tensor.size(), tensor.stride(), tensor.storage_offset(), nbytes)
+    memory = tensor.as_strided((nbytes // tensor.itemsize,), (1,), 0)
+    return (*layout, memory.cpu().view(torch.uint8).numpy().tobytes())

@@ -21,7 +21,6 @@ from memplan.planning.fit import make_workload
 from memplan.schedule import order
 from memplan.trace import trace
 from tests.runtime.budgets import FAST_LINK
-from tests.slow import slow
 
 _ON_DEVICE = [
     pytest.param("cpu", id="cpu"),
@@ -119,13 +118,8 @@ def test_T2_genoas_device_memory_is_the_working_set_of_one_op(name: str) -> None
     assert plan.arena_size == plan.max_live == floor(_workload(name))[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "link"),
-    [
-        ("mlp", "fast"), ("mlp", "slow"), ("vit", "slow"), ("resnet", "fast"),
-        slow("vit", "fast"), slow("resnet", "slow"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("link", ["fast", "slow"])
+@pytest.mark.parametrize("name", GRAPHS)
 def test_T3_flow_takes_no_longer_than_genoa_at_any_budget(name: str, link: str) -> None:  # noqa: N802
     workload = _workload(name)
     if link == "slow":

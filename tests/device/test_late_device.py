@@ -13,11 +13,9 @@ import torch
 from benchmarks.preloaded import start
 from tests.device.late import build, missing_compiler
 from tests.device.scenarios import SCENARIOS
-from tests.slow import slow
 
 ROOT = Path(__file__).parents[2]
 MISSING = missing_compiler()
-SLOW = ("policies vit", "policies gpt2", "captured gpt2")
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
@@ -36,9 +34,9 @@ def _run(library: Path, name: str, folder: Path) -> tuple[int | None, str]:
     return process.exitcode, log.read_text(errors="replace")
 
 
-@pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in SCENARIOS if name != "host reads"])
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "host reads"])
 def test_every_order_of_queued_work_gives_the_bits_of_eager(library: Path, name: str, tmp_path: Path) -> None:
-    recording = name.startswith("captured") or name in ("recorded", "refused while captured")
+    recording = name in ("captured", "recorded", "refused while captured")
     if recording and not hasattr(torch.accelerator, "Graph"):
         pytest.skip("torch.accelerator.Graph is of torch 2.12 and newer")
     status, said = _run(library, name, tmp_path)
@@ -50,7 +48,7 @@ def test_every_order_of_queued_work_gives_the_bits_of_eager(library: Path, name:
         assert found.pop("seen without settling"), "results must be there when the caller gets them"
         # Two inputs and the gradient of the loss, which the caller allocated, in each of two steps:
         assert {found[key] for key in found} == {6}, "results on the host are pinned"
-    if name.startswith("captured"):
+    if name == "captured":
         assert all(number > 20 for number in found.values()), "kernels were recorded, and have a pool"
     if name == "recorded":
         assert found["recorded"] > 100, "it is torch's graph that replays"

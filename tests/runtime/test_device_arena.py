@@ -24,7 +24,6 @@ from memplan.planning.fit import make_workload
 from memplan.runtime.debug.tracker import Tracker
 from memplan.trace import trace
 from tests.runtime.budgets import FAST_LINK
-from tests.slow import slow
 
 FLOW: dict[str, Any] = {"policy": "flow", "costs": FAST_LINK}
 
@@ -57,17 +56,8 @@ BY_GENOA = {"arena_budget": "min", "policy": "genoa"}
 BY_FLOW = {"arena_budget": "min", "policy": "flow"}
 
 
-@pytest.mark.parametrize(
-    ("gradients", "options"),
-    [
-        ("safe", {}),
-        ("owned", BY_GENOA),
-        ("safe", BY_FLOW),
-        slow("owned", {}),
-        slow("safe", BY_GENOA),
-        slow("owned", BY_FLOW),
-    ],
-)
+@pytest.mark.parametrize("options", [{}, BY_GENOA, BY_FLOW])
+@pytest.mark.parametrize("gradients", ["safe", "owned"])
 def test_results_gradients_and_buffers_are_those_without_a_device(
     options: dict[str, Any], gradients: Gradients, net: SeveralResults, x: torch.Tensor
 ) -> None:

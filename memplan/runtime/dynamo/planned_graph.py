@@ -85,7 +85,6 @@ class GraphInstance(ProgramInstance):
     def references(self) -> Iterator[torch.Tensor]:
         """Yield the parameters and buffers to which it refers, each as often as it does."""
         yield from self.module.tensors()
-        yield from self.runner.counted
 
     def replace_plan(self, plan: Plan) -> None:
         """Run by another plan from now on, in an arena of its own. It is called while nothing is in flight."""

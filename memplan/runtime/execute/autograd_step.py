@@ -8,7 +8,9 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
+from memplan.core.graph import Phase
 from memplan.errors import StaleActivationsError, UnsupportedCall
 from memplan.runtime.execute.held_gradients import note_held_by_autograd_alone, note_unshared
 from memplan.runtime.execute.repeated_step import Repeatable
@@ -48,7 +50,8 @@ class PlannedStep(torch.autograd.Function):
                 raise
         if runner.left_outside:
             step.leaves(runner.left_outside)
-        runner.count_writes(inputs, current)
+        increment_version(runner.changed(Phase.FORWARD, inputs, current))
+        ctx.changes = runner.changed(Phase.BACKWARD, inputs, current)
         ctx.repeatable.ran(runner, inputs, current)
         # An output that is saved undetached would keep its own autograd graph alive for ever.
         if True in (outputs := runner.program.saved_outputs):
@@ -108,10 +111,11 @@ class PlannedStep(torch.autograd.Function):
             targets = None if missing else _targets(ctx, runner, ownership.handed, [*watched, *saved, *tangents])
             if targets is not None:
                 gradients = runner.added.backward(*saved, *tangents, *targets)
-                torch.autograd.graph.increment_version(targets)
+                increment_version((*targets, *ctx.changes))
                 rest = runner.in_order(gradients, missing)[len(targets) :]
                 return (None, None, None, *[None] * len(targets), *rest)
             gradients = runner.backward(*saved, *tangents)
+            increment_version(ctx.changes)
             if runner.arena_gradients is not None and keeps:
                 gradients = runner.arena_gradients.copies(gradients)  # another backward will use the bytes
             elif runner.arena_gradients is not None:

@@ -11,6 +11,7 @@ import torch
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.happens_before import require_no_races
 from memplan.core.plan import Plan
+from memplan.core.written_first import require_written_first
 from memplan.devices.kinds import is_accelerator
 from memplan.recording.places import places
 from memplan.runtime.codegen.codegen import DROPPED, LEFT, FunctionWriter
@@ -42,7 +43,7 @@ class Program:
     the values outside the arena that are saved for the backward: inputs, and outputs (`saved_outputs` says which).
     `left` are activations outside the arena that the forward leaves to the backward, which frees them: no one else
     refers to them.
-    `used_in_backward` are the bindings whose bytes the backward reads. `host` holds offloaded bytes. `last` is called
+    `used_in_backward` are the bindings whose bytes gradients depend on. `host` holds offloaded bytes. `last` is called
     at the end of forward and backward.
     """
 
@@ -161,8 +162,10 @@ def build_program(
     """Bind, measure and compile a step. `tensors` maps bindings (indices) to parameters, buffers, example inputs.
 
     The plan of the program is `plan` with the results of the trial run. `bound`: the bound ops of an earlier trial run
-    of the same program, which is then not run again. Raises `InvalidPlan` if a copy races with an op.
+    of the same program, which is then not run again. Raises `InvalidPlan` if a copy races with an op, or an
+    op reads what nothing has written.
     """
+    require_written_first(plan.graph, plan.schedule.order)
     require_no_races(plan)
     layout = _layout(traced)
     graph, order = traced.graph, plan.schedule.order
@@ -336,7 +339,13 @@ def _write(
 
 
 def _read_late(traced: TracedGraph, late: Sequence[int]) -> frozenset[int]:
-    """Return the bindings whose bytes the backward reads, which must not change after the forward."""
+    """Return the bindings whose bytes gradients depend on, which must not change after the forward.
+
+    What the backward reads only to write it, such as a counter, may: eager reads it as it is by then.
+    """
     graph = traced.graph
-    read = {graph.values[v].storage for i in late for v in graph.ops[i].reads}
-    return frozenset(i for i, b in enumerate(traced.bindings) if graph.values[b.value].storage in read)
+    needed = {graph.values[v].storage for v in graph.gradients}
+    for op in (graph.ops[i] for i in reversed(late)):
+        if not needed.isdisjoint(graph.written(op)) or op.only_raises:
+            needed.update(graph.values[v].storage for v in op.reads)
+    return frozenset(i for i, b in enumerate(traced.bindings) if graph.values[b.value].storage in needed)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
-from operator import is_
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from memplan.core.choices import Gradients, Sanitize
 from memplan.core.graph import Phase
@@ -82,10 +82,6 @@ class Runner:
             traced, module_guards.called.forward, changes_model=bool(self._written_parameters)
         )
         self._store_written(self.parameter_guards.tensors())
-        self._counted: tuple[tuple[Any, ...], tuple[torch.Tensor, ...]] = (
-            (None,) * len(self.parameter_guards.bindings),
-            (),
-        )
         tensors = dict(zip(self.parameter_guards.bindings, self.parameter_guards.tensors(), strict=True))
         for i, b in enumerate(traced.bindings):
             if b.source is Source.INPUT and bound is None:
@@ -259,7 +255,7 @@ class Runner:
         self.written = items_getter(self._written_parameters)
         self.draws = any(op.random and op.phase is Phase.FORWARD for op in t.graph.ops)
         self._in_order = items_getter(ordered)
-        self._written_inputs = [j for j, i in enumerate(self.program.inputs) if t.bindings[i].written]
+        self._counted = {phase: self._changed_in(phase) for phase in Phase}
         apart = t.without_data()  # the example may be forgotten
         self.tangents = Tangents(apart, self.dropped)
         self._results = ResultsOfCall(apart, self.parameter_guards.bindings)
@@ -317,7 +313,7 @@ class Runner:
             with self.arena.ownership as ownership, torch.no_grad():
                 ownership.begin(keep=False)
                 fresh = self.forward(*inputs)[0]
-            self.count_writes(inputs, current)
+            increment_version(self.changed(Phase.FORWARD, inputs, current))
         return self._results.assemble(fresh, current, leaves)
 
     @property
@@ -353,7 +349,7 @@ class Runner:
                 (loss,), saved = self.forward(*inputs)
                 with updating():
                     self.backward(*saved, tangent)
-        self.count_writes(inputs, current)
+        increment_version(tuple(t for phase in Phase for t in self.changed(phase, inputs, current)))
         return loss
 
     def current(self) -> list[torch.Tensor]:
@@ -367,11 +363,6 @@ class Runner:
             with self.arena.ownership:  # a run in another thread reads its lists of tensors without the GIL
                 self._rebind_moved(current)
         return current
-
-    @property
-    def counted(self) -> list[torch.Tensor]:
-        """The parameters and buffers of the last call to which it refers to count writes."""
-        return [tensor for tensor in self._counted[0] if tensor is not None]
 
     def _rebind_moved(self, current: Sequence[torch.Tensor]) -> None:
         moved = self.parameter_guards.moved(current)
@@ -393,16 +384,26 @@ class Runner:
 
     # -- called by autograd ------------------------------------------------------------------------------
 
-    def count_writes(self, inputs: Sequence[torch.Tensor], current: Sequence[torch.Tensor]) -> None:
-        """Increment the version counters of buffers and inputs that the step changed, as in-place ops do in eager."""
-        if self._written_parameters:
-            known, written = self._counted
-            if not all(map(is_, current, known)):
-                written = _versioned(current[i] for i in self._written_parameters)
-                self._counted = tuple(current), written
-            torch.autograd.graph.increment_version(written)
-        if self._written_inputs:
-            torch.autograd.graph.increment_version(_versioned(inputs[i] for i in self._written_inputs))
+    def _changed_in(self, phase: Phase) -> tuple[list[int], list[int]]:
+        """Return the positions of the inputs, and of the parameters and buffers, that a phase of the step changes."""
+        t = self.traced
+        storages = {s for op in t.graph.ops if op.phase is phase for s in t.graph.written(op)}
+        changed = {i for i, b in enumerate(t.bindings) if t.graph.values[b.value].storage in storages}
+        both = (self.program.inputs, self.parameter_guards.bindings)
+        inputs, parameters = ([j for j, i in enumerate(bindings) if i in changed] for bindings in both)
+        return inputs, parameters
+
+    def changed(
+        self, phase: Phase, inputs: Sequence[torch.Tensor], current: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the inputs, parameters and buffers that a phase of the step changes, whose versions are to be counted,
+        as in-place ops do in eager. Tensors of inference mode have none.
+        """
+        of_inputs, of_parameters = self._counted[phase]
+        if not (of_inputs or of_parameters):
+            return ()
+        tensors = (*(inputs[j] for j in of_inputs), *(current[j] for j in of_parameters))
+        return tuple(t for t in tensors if not t.is_inference())
 
     def in_order(self, gradients: Sequence[torch.Tensor], missing: set[int]) -> Sequence[torch.Tensor | None]:
         """Return the gradients in the order in which `PlannedStep` took its differentiable inputs.
@@ -415,11 +416,6 @@ class Runner:
             return self._in_order(gradients)
         needs = self.traced.results.needs
         return [None if needs[i] and needs[i] <= missing else gradients[i] for i in self._gradient_order]
-
-
-def _versioned(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that have a version counter: all but inference tensors."""
-    return tuple(t for t in tensors if not t.is_inference())
 
 
 def _sanitizers(sanitize: Sanitize | None, traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> Sanitizers:

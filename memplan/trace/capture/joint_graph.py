@@ -32,7 +32,7 @@ from memplan.trace.capture.refusals import lost_checkpoints, require_same_types,
 from memplan.trace.capture.unfinished_collectives import refuse_unfinished
 from memplan.trace.passes.error_checks import order_checks
 from memplan.trace.passes.overlapping_strides import overlapping_tangents
-from memplan.trace.passes.own_outputs import tag_backward
+from memplan.trace.passes.own_outputs import return_new_values, tag_backward
 from memplan.trace.passes.rewrite import separate_tangents
 
 _LOST_BY_EXPORT = ("fork_rng", "rng_state", "manual_seed")  # dynamo refuses these; export would leave them out
@@ -265,7 +265,10 @@ def export_joint(
 
     def export() -> Any:
         table = layout_decompositions() if decompositions is None else dict(decompositions)
-        return aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=table)
+        # Without `keep_inference_input_mutations`, what both forward and backward write has no value after the forward.
+        return aot_export_joint_with_descriptors(
+            stack, module, args, kwargs, decompositions=table, keep_inference_input_mutations=True
+        )
 
     note_checkpoints(module)
     with RecurrentAsEager() if decompositions is None else contextlib.nullcontext():
@@ -273,6 +276,7 @@ def export_joint(
         if overlapping_tangents(joint.graph_module.graph):
             with torch._functorch.config.patch(guess_tangent_strides_as_outputs=False):
                 joint = export()
+    return_new_values(joint.graph_module.graph)
     return joint
 
 

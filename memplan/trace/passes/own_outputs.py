@@ -150,6 +150,23 @@ def tangents_needed(graph: fx.Graph) -> dict[Any, frozenset[int]]:
     return {d: needs[n] for n, d in pairs if isinstance(d, GradAOTOutput) and isinstance(n, fx.Node)}
 
 
+def return_new_values(graph: fx.Graph) -> None:
+    """Return the new values of inputs that the forward changes, in place of the `copy_` ops at the end of the graph.
+
+    AOTAutograd tags those of the backward, where there is one. They stay ops.
+    """
+    output, results, descs = returned_by(graph)
+    training = any(n.meta["desc"].is_tangent() for n in graph.find_nodes(op="placeholder"))
+    for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        target, new = write.args
+        if not write.users and not (training and is_backward(write)) and not target.meta["desc"].is_tangent():
+            results.insert(0, new)
+            descs.insert(0, InputMutationAOTOutput(target.meta["desc"]))
+            graph.erase_node(write)
+    output.args = (tuple(results),)
+    output.meta["desc"] = descs
+
+
 def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None], *, at_once: bool = False) -> None:
     """Turn the returned new values of mutated inputs into `copy_` ops at the end of the forward.
 
@@ -169,7 +186,7 @@ def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None], *, at_
     output.meta["desc"] = [d for _, d in kept]
     boundary = _first_backward(graph) or output
     nodes = list(graph.nodes)
-    backward = set(nodes[nodes.index(boundary) :])
+    backward = frozenset(nodes[nodes.index(boundary) :])
     aliases = _by_storage(nodes)
     for target, new in mutations:
         if value(target).shape != value(new).shape or value(target).dtype != value(new).dtype:
@@ -179,13 +196,37 @@ def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None], *, at_
         if is_fixed(value(target)) and may_overlap(value(target).shape, value(target).stride()):
             what = "an input whose elements share bytes (expand, unfold) is changed in place"
             raise UnsupportedGraph(target.name, what, "pass a dense copy of it (.contiguous())", see="resized-input")
+        if new in backward and is_backward(new):
+            what = "an input is changed in place, through autograd, in forward and backward"
+            raise UnsupportedGraph(target.name, what, "change it under torch.no_grad()", see="old-value")
         old = aliases[storage_key(value(target))]
-        _refuse_old_value(target, old, backward)
+        again = [u for u in target.users if u in backward and u.target is aten.copy_.default and u.args[0] is target]
+        _refuse_old_value(target, old, backward.difference(again))
         before = _free_from(old, new, boundary) if at_once else boundary
         rewriter = Rewriter(graph, fake_mode_of(graph), new, before=before)
         write = rewriter.call(aten.copy_.default, target, new)
         write.meta["partitioner_tag"] = "is_forward"
-    _return_inputs(graph, [target for target, _ in mutations], alias_of)
+        if again:
+            _read_again(target, new, aliases[storage_key(value(new))], backward, boundary)
+    late = [n.args[0] for n in backward if n.target is aten.copy_.default]
+    _return_inputs(graph, {*(target for target, _ in mutations), *late}, alias_of)
+
+
+def _read_again(
+    target: fx.Node, new: fx.Node, aliases: Iterable[fx.Node], backward: Collection[fx.Node], boundary: fx.Node
+) -> None:
+    """Let the backward, which writes `target` too, read it instead of what the forward wrote there, `new`.
+
+    Eager reads what is there by then: another forward, or another backward, may have written it.
+    """
+    for node in aliases:
+        late = [user for user in node.users if user in backward and user.op != "output"]
+        if not late or node in backward:
+            continue
+        rewriter = Rewriter(target.graph, fake_mode_of(target.graph), node, before=boundary)
+        now = target if node is new else _same_view(rewriter, new, target)
+        for user in late:
+            user.replace_input_with(node, now)
 
 
 def _by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
@@ -210,7 +251,7 @@ def _free_from(old: Iterable[fx.Node], new: fx.Node, boundary: fx.Node) -> fx.No
     return found
 
 
-def _return_inputs(graph: fx.Graph, mutated: Sequence[fx.Node], alias_of: Sequence[int | None]) -> None:
+def _return_inputs(graph: fx.Graph, mutated: Collection[Any], alias_of: Sequence[int | None]) -> None:
     """Return mutated inputs, and views of them, as what they are instead of as their new values."""
     output, results, descs = returned_by(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -245,7 +286,7 @@ def returned_by(graph: fx.Graph) -> tuple[fx.Node, list[Any], list[Any]]:
 
 def is_backward(node: fx.Node) -> bool:
     """Return whether a node belongs to the backward (as tagged by AOTAutograd)."""
-    return node.meta.get("partitioner_tag") == "is_backward"
+    return node.meta.get("partitioner_tag") in {"is_backward", "must_be_in_backward"}
 
 
 def tag_backward(graph: fx.Graph) -> None:

@@ -1,0 +1,208 @@
+"""What the backward of a user's autograd function writes: buffers and inputs hold eager's values after each call."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import memplan
+from memplan.core.graph import Phase, StorageKind
+from memplan.core.written_first import require_written_first
+from memplan.errors import InvalidPlan
+from memplan.evict.costs import DEVICES
+from memplan.trace import trace
+from memplan.trace.capture.joint_graph import capture
+from memplan.trace.torch_budget import torch_points
+
+# dynamo makes an object of the function's class to look at it
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+Write = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _largest(held: torch.Tensor, g: torch.Tensor) -> None:
+    held.copy_(g.abs().amax())
+
+
+def _counted(held: torch.Tensor, g: torch.Tensor) -> None:
+    held.add_(1)
+
+
+def _averaged(held: torch.Tensor, g: torch.Tensor) -> None:
+    held.mul_(0.5).add_(g.abs().amax())
+
+
+def _a_view(held: torch.Tensor, g: torch.Tensor) -> None:
+    held[1].add_(g.sum())
+
+
+class Layer(nn.Module):
+    """A linear layer whose backward calls `write`, and whose forward calls `early`, on a buffer or on an input."""
+
+    def __init__(self, write: Write, early: Write | None = None, shape: tuple[int, ...] = (), used: bool = False):
+        super().__init__()
+
+        class Twice(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+                ctx.held = held
+                if early is not None:
+                    early(held, x)
+                return x * 2
+
+            @staticmethod
+            def backward(ctx: Any, g: torch.Tensor) -> Any:
+                write(ctx.held, g)
+                return g * 2, None
+
+        self.linear, self.function, self.used = nn.Linear(8, 8), Twice, used
+        self.register_buffer("held", torch.ones(shape))
+
+    def forward(self, x: torch.Tensor, held: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.linear(x)
+        h = h * self.held.clone() if self.used else h
+        found: torch.Tensor = self.function.apply(h, self.held if held is None else held)
+        return found.square()
+
+
+class ReturnsIt(nn.Module):
+    """Returns the buffer that its backward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer(_averaged)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(x), self.layer.held
+
+
+def _sharing() -> nn.Module:
+    one, two = Layer(_averaged, shape=(3,)), Layer(_a_view, shape=(3,))
+    two.held = one.held
+    return nn.Sequential(one, nn.Tanh(), two)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "set": lambda: Layer(_largest),
+    "counter": lambda: Layer(_counted),
+    "average, used": lambda: Layer(_averaged, used=True),
+    "layers": lambda: nn.Sequential(*[m for _ in range(3) for m in (Layer(_averaged, used=True), nn.Tanh())]),
+    "shared": _sharing,
+    "input": lambda: Layer(lambda held, g: held.copy_(g)),
+    "returned": ReturnsIt,
+    "set in both": lambda: Layer(_largest, lambda held, _: held.add_(1)),
+    "counted in both": lambda: Layer(_counted, lambda held, _: held.mul_(2)),
+}
+COMPILED: dict[str, Callable[..., Any]] = {
+    "compile": memplan.compile,
+    "backend": lambda model, args: torch.compile(model, backend="memplan"),
+    "dynamic": lambda model, args: memplan.compile(
+        model,
+        args,
+        dynamic_shapes={
+            name: {0: Dim("rows", min=2, max=8)}
+            for name, _ in zip(inspect.signature(model.forward).parameters, args, strict=False)
+        },
+    ),
+    "least": lambda model, args: memplan.compile(model, args, arena_budget="min"),
+}
+
+
+def _inputs(name: str, seed: int) -> tuple[torch.Tensor, ...]:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+    return (x, torch.zeros(4, 8)) if name == "input" else (x,)
+
+
+def _loss(out: Any) -> torch.Tensor:
+    found: torch.Tensor = (out[0] if isinstance(out, tuple) else out).sum()
+    return found
+
+
+def _steps(model: nn.Module, call: Callable[..., Any], name: str, waiting: int) -> list[torch.Tensor]:
+    """Buffers, inputs, gradients and results after each call; so many forwards wait for their backwards."""
+    found: list[torch.Tensor] = []
+    given: list[torch.Tensor] = []
+
+    def see(*more: torch.Tensor) -> None:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found.extend(t.detach().clone() for t in (*model.buffers(), *gradients, *given, *more))
+
+    for seed in range(2):
+        losses = []
+        for k in range(waiting):
+            given += _inputs(name, waiting * seed + k)
+            losses.append(_loss(call(*given[-len(_inputs(name, 0)) :])))
+            see(losses[-1])
+        for loss in losses:
+            loss.backward()  # type: ignore[no-untyped-call]
+            see()  # gradients are added up
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("how", COMPILED)
+def test_each_call_leaves_eagers_values(how: str, name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    eager = copy.deepcopy(model)
+    compiled = COMPILED[how](model, _inputs(name, 0))
+    for waiting in (1,) if how == "least" else (1, 2):  # one call in flight is all that the least budget has room for
+        expected, found = (_steps(m, c, name, waiting) for m, c in ((eager, eager), (model, compiled)))
+        assert len(expected) == len(found)
+        assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_whole_step_leaves_eagers_values(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    eager = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, eager))
+    step = memplan.compile_step(model, ours, _loss, _inputs(name, 0))
+    for seed in range(3):
+        one, two = _inputs(name, seed), _inputs(name, seed)
+        step(*one)
+        _loss(eager(*two)).backward()  # type: ignore[no-untyped-call]
+        theirs.step()
+        theirs.zero_grad()
+        pairs = [(m.state_dict().values(), given) for m, given in ((model, one), (eager, two))]
+        assert all(map(torch.equal, *([*state, *given] for state, given in pairs)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_graph_whose_forward_writes_back_what_the_backward_makes_is_refused(
+    name: str,
+) -> None:
+    graph = trace(MODELS[name](), _inputs(name, 0)).graph
+    order = range(len(graph.ops))
+    require_written_first(graph, order)
+    held = {i for i, s in enumerate(graph.storages) if s.kind in (StorageKind.PARAMETER, StorageKind.INPUT)}
+    late = [i for i in order if graph.ops[i].phase is Phase.BACKWARD and held & set(graph.written(graph.ops[i]))]
+    assert late, "the backward writes it"
+    for moved in late:
+        if held.issuperset(graph.values[v].storage for v in graph.ops[moved].reads):
+            continue  # what it reads has a value
+        early = [moved, *(i for i in order if i != moved)]
+        with pytest.raises(InvalidPlan, match="before anything has written it"):
+            require_written_first(graph, early)
+
+
+def test_torchs_own_budget_counts_the_writes_of_the_backward() -> None:
+    model, args = MODELS["set in both"](), _inputs("", 0)
+    assert capture(model, args, {}, train=True).training
+    (point,) = torch_points(model, args, None, DEVICES["cpu"], 64, budgets=[1.0])
+    assert point.peak > 0
