@@ -62,7 +62,8 @@ def _relations(results: list[Any], model: nn.Module, x: torch.Tensor) -> list[An
             (i for i, k in enumerate(known) if k.untyped_storage()._cdata == t.untyped_storage()._cdata), None
         )
         base = next((i for i, k in enumerate([*known[:count], *tensors]) if k is t._base), None)
-        if not torch.is_grad_enabled() and base is not None and tensors[base - count].dim() > 2:
+        hidden = base is not None and base >= count and tensors[base - count].dim() > 2
+        if hidden and not torch.is_grad_enabled():
             base = None  # in eager they have a base that nobody has: the product of a linear layer
         found.append((is_one, stored, base, t.requires_grad, t.is_leaf, t.shape, t.stride()))
         known.append(t)
