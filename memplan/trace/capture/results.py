@@ -70,12 +70,14 @@ def views_among(graph: fx.Graph) -> tuple[ResultView, ...]:
     return tuple(_view(node, number) for node in outputs)
 
 
-def _view(output: Any, number: dict[fx.Node, int]) -> ResultView:
+def _view(output: Any, number: dict[Any, int]) -> ResultView:
     """Return what an output is; `number` has the outputs."""
-    node, detached = output, False
+    node: Any = output
+    detached = False
     while isinstance(node, fx.Node) and node.op == "call_function" and is_view(node):
         detached = detached or node.target is aten.detach.default
         node = node.args[0]
-        if node in number:
-            return ResultView(of=number[node], detached=detached)
+        of = number.get(node)
+        if of is not None:
+            return ResultView(of=of, detached=detached)
     return ResultView(detached=detached)
