@@ -198,16 +198,18 @@ class ReturnKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
-    """One leaf of the module's result.
+    """One output of the module.
 
-    FRESH: `value`. ALIAS: the view `value` of `of` (a value index). CONSTANT: `constant`. An ALIAS that is not
-    `differentiable` is detached, as eager's is.
+    FRESH: `value`. ALIAS: the view `value` of `of` (a value index), which is made from output `view_of` if there is
+    one. CONSTANT: `constant`. `detached`: eager's is detached. One that is not `differentiable` requires no gradient.
     """
 
     kind: ReturnKind
     differentiable: bool = False
     value: int = -1
     of: int = -1
+    view_of: int | None = None
+    detached: bool = False
     constant: Any = None
 
 
@@ -215,13 +217,15 @@ class Returned:
 class Results:
     """The values that leave a step. All numbers are value indices, except those of `gradient_of` and `needs`.
 
-    `returned`: the leaves of the module's result, in order. `fresh`: the outputs that the forward returns to autograd;
-    `tangents[i]`: the gradient that comes in for `fresh[i]` (None: not differentiable). `gradients`: what the backward
-    returns to autograd; `gradient_of[i]`: the index of the binding whose gradient `gradients[i]` is; `needs[i]`: the
-    tangents (by index) that it depends on; it is None where none of them arrives.
+    `returned`: the outputs of the module, each tensor once; `leaves`: the output that each leaf of its result is.
+    `fresh`: the outputs that the forward returns to autograd; `tangents[i]`: the gradient that comes in for `fresh[i]`
+    (None: not differentiable). `gradients`: what the backward returns to autograd; `gradient_of[i]`: the index of the
+    binding whose gradient `gradients[i]` is; `needs[i]`: the tangents (by index) that it depends on; it is None where
+    none of them arrives.
     """
 
     returned: tuple[Returned, ...]
+    leaves: tuple[int, ...]
     fresh: tuple[int, ...]
     tangents: tuple[int | None, ...]
     gradients: tuple[int, ...]

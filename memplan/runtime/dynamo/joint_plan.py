@@ -63,7 +63,8 @@ def part_of_step(
             called[storage] = names.get(id(tensor), binding.name)
         elif binding.source is Source.INPUT and binding.index in inputs:
             shared[storage] = inputs[binding.index]
-    for i, leaf in enumerate(traced.results.returned):
+    for i, number in enumerate(traced.results.leaves):
+        leaf = traced.results.returned[number]
         if leaf.value >= 0 and i in instance.results:
             shared.setdefault(traced.graph.values[leaf.value].storage, instance.results[i])
     by_name = {storage.name: i for i, storage in enumerate(plan.graph.storages)}

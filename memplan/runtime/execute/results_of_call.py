@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from memplan.runtime.memory.arena import view_within
-from memplan.trace.traced import ReturnKind, Source, TracedGraph
+from memplan.trace.traced import Returned, ReturnKind, Source, TracedGraph
 
 
 class ResultsOfCall:
@@ -26,6 +26,14 @@ class ResultsOfCall:
         returned = traced.results.returned
         alone = len(returned) == 1 and traced.out_spec.is_leaf()
         self._single = self._fresh_at.get(returned[0].value) if alone else None
+        depth: list[int] = []
+        for r in returned:
+            chain = [r]
+            while chain[-1].view_of is not None:
+                chain.append(returned[chain[-1].view_of])
+            depth.append(len(chain))
+        # Views of one tensor are made in the order in which the model made them: autograd adds their gradients in it.
+        self._order = sorted(range(len(returned)), key=lambda i: (depth[i], returned[i].value))
 
     def views_of(self, saved: Sequence[int]) -> list[int]:
         """Return the positions of new results that are views of saved values, and not saved themselves.
@@ -55,19 +63,27 @@ class ResultsOfCall:
                 base[b.value] = b.tensor
         for position, i in enumerate(self._parameters):
             base[t.bindings[i].value] = current[position]
-        results = []
-        for r in t.results.returned:
+        made: list[Any] = [None] * len(self._order)
+        for i in self._order:
+            r = t.results.returned[i]
             if r.kind is ReturnKind.CONSTANT:
-                results.append(r.constant)
+                made[i] = r.constant
             else:
-                alias = base[r.of] if r.value == r.of else self._alias(base[r.of], r.of, r.value)
-                results.append(alias if r.differentiable or not alias.requires_grad else alias.detach())
-        return pytree.tree_unflatten(results, t.out_spec)
+                made[i] = self._tensor(r, base, made)
+        return pytree.tree_unflatten([made[i] for i in t.results.leaves], t.out_spec)
+
+    def _tensor(self, r: Returned, base: Mapping[int, torch.Tensor], made: Sequence[Any]) -> torch.Tensor:
+        """Return an output: what the step or the caller has, or a view of it, or of an output that is `made`."""
+        if r.view_of is not None:
+            alias = self._alias(made[r.view_of], self._traced.results.returned[r.view_of].value, r.value)
+        elif r.value == r.of:
+            return base[r.of] if r.differentiable or not base[r.of].requires_grad else base[r.of].detach()
+        else:
+            alias = self._alias(base[r.of], r.of, r.value)
+        return alias.detach() if r.detached or (alias.requires_grad and not r.differentiable) else alias
 
     def _alias(self, tensor: torch.Tensor, of: int, value: int) -> torch.Tensor:
         one, two = self._traced.graph.values[of], self._traced.graph.values[value]
         if one.dtype != two.dtype:
             return view_within(one, two, tensor.detach())
-        if (one.shape, one.strides, one.offset) == (two.shape, two.strides, two.offset):
-            return tensor
         return tensor.as_strided(two.shape, two.strides, tensor.storage_offset() + two.offset - one.offset)

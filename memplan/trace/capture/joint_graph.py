@@ -29,6 +29,7 @@ from memplan.trace.capture.python_values import Reading, with_values
 from memplan.trace.capture.quiet import quiet
 from memplan.trace.capture.recurrent import RecurrentAsEager, separate_gradients, size_workspaces
 from memplan.trace.capture.refusals import lost_checkpoints, require_same_types, require_traceable, unsupported
+from memplan.trace.capture.results import ResultView, returning_once, views_among
 from memplan.trace.capture.unfinished_collectives import refuse_unfinished
 from memplan.trace.passes.error_checks import order_checks
 from memplan.trace.passes.overlapping_strides import overlapping_tangents
@@ -38,6 +39,7 @@ from memplan.trace.passes.rewrite import separate_tangents
 _LOST_BY_EXPORT = ("fork_rng", "rng_state", "manual_seed")  # dynamo refuses these; export would leave them out
 Decompositions = Mapping[Any, Callable[..., Any]]  # ops, and functions that compute them from other ops
 _OF_INPUT = ("is_input", "alias_of_input")  # AOTAutograd's output types
+_ONCE = "memplan's results"  # key of the structure of the result, and of what is which tensor in it, in the metadata
 
 
 class NoBackward(UnsupportedGraph):
@@ -49,11 +51,12 @@ class Captured:
     """A joint graph with AOTAutograd's descriptors on its placeholders and outputs.
 
     `in_spec` is the pytree of (args, kwargs), `out_spec` that of the module's result; `inputs` are the flattened
-    example inputs. For each leaf of the result, `differentiable` says whether eager's leaf requires a gradient, and
-    `alias_of` names the placeholder (by position) that it is a view of, or None. `training`: the graph contains the
-    backward. `autocast`: the type that autocast casts to, if the model was traced under it. `readings`: the Python
-    values that are constants of the graph. `warnings`: what the step computes unlike eager, for the log. `trained`: the
-    names of the parameters and buffers that required a gradient.
+    example inputs. The graph returns each tensor of the result once: `leaves` has the output that each leaf of the
+    result is. For each output, `differentiable` says whether eager's requires a gradient, `alias_of` names the
+    placeholder (by position) that it is a view of, or None, and `views` what it is among the outputs. `training`: the
+    graph contains the backward. `autocast`: the type that autocast casts to, if the model was traced under it.
+    `readings`: the Python values that are constants of the graph. `warnings`: what the step computes unlike eager, for
+    the log. `trained`: the names of the parameters and buffers that required a gradient.
     """
 
     graph_module: fx.GraphModule
@@ -62,6 +65,8 @@ class Captured:
     inputs: tuple[Any, ...]
     differentiable: tuple[bool, ...]
     alias_of: tuple[int | None, ...]
+    leaves: tuple[int, ...]
+    views: tuple[ResultView, ...]
     training: bool
     autocast: torch.dtype | None
     readings: tuple[Reading, ...] = ()
@@ -140,7 +145,9 @@ def captured(
 
     Raises `UnsupportedGraph` if a backward is missing, and for ops that cannot be planned.
     """
-    graph_module, out_spec = joint.graph_module, joint.out_spec
+    graph_module = joint.graph_module
+    out_spec, repeated = graph_module.meta[_ONCE]
+    views = views_among(graph_module.graph)
     refuse_unfinished(graph_module.graph)
     require_same_types(graph_module.graph)
     order_checks(graph_module.graph)
@@ -154,7 +161,7 @@ def captured(
         settle_layouts(graph_module.graph)
         correct_statistics(graph_module.graph)
     unlike_eager = (*graph_module.meta.get(WARNINGS, ()), *updates_run_once(graph_module.graph))
-    leaves = joint._aot_state.fw_metadata.output_info
+    outputs = joint._aot_state.fw_metadata.output_info
     has_backward = any(n.op == "placeholder" and _is_tangent(n) for n in graph_module.graph.nodes)
     if train and not has_backward:
         raise NoBackward(
@@ -168,8 +175,10 @@ def captured(
         in_spec=in_spec,
         out_spec=out_spec,
         inputs=tuple(inputs),
-        differentiable=tuple(leaf.requires_grad for leaf in leaves),
-        alias_of=tuple(leaf.base_idx if leaf.output_type.name in _OF_INPUT else None for leaf in leaves),
+        differentiable=tuple(out.requires_grad for out in outputs),
+        alias_of=tuple(out.base_idx if out.output_type.name in _OF_INPUT else None for out in outputs),
+        leaves=repeated,
+        views=views,
         training=has_backward,
         autocast=autocast_dtype("cpu") or autocast_dtype("cuda"),
         readings=with_values(graph_module.meta.get(READINGS, ()), model),
@@ -254,8 +263,8 @@ def export_joint(
     kwargs: dict[str, Any],
     decompositions: Decompositions | None = None,
 ) -> Any:
-    """Return AOTAutograd's joint graph of a front end's module; no gradient that comes in has elements that share
-    bytes.
+    """Return AOTAutograd's joint graph of a front end's module, which returns each tensor once; no gradient that comes
+    in has elements that share bytes.
 
     AOTAutograd gives the gradient of an output the output's own strides. Those of `unfold` and `as_strided` have no
     room for a gradient for each element. The graph is then traced again with dense gradients, as eager's backward gets.
@@ -271,12 +280,14 @@ def export_joint(
         )
 
     note_checkpoints(module)
-    with RecurrentAsEager() if decompositions is None else contextlib.nullcontext():
+    recurrent = RecurrentAsEager() if decompositions is None else contextlib.nullcontext()
+    with recurrent, returning_once(module) as once:
         joint = export()
         if overlapping_tangents(joint.graph_module.graph):
             with torch._functorch.config.patch(guess_tangent_strides_as_outputs=False):
                 joint = export()
     return_new_values(joint.graph_module.graph)
+    joint.graph_module.meta[_ONCE] = once[-1]
     return joint
 
 

@@ -372,7 +372,7 @@ class _Builder:
         made = {self.values[v].storage for op in ops for v in op.writes}
         bindings = tuple(replace(b, written=self.values[b.value].storage in made) for b in self.bindings)
         results, value_of = self._results(pieces)
-        read = read_results(results, value_of, self.values, bindings, made, self.captured.differentiable, self.needs)
+        read = read_results(results, value_of, self.values, bindings, made, self.captured, self.needs)
         captured = self.captured
         graph = Graph(
             ops=tuple(ops),

@@ -67,6 +67,8 @@ def _update_alone(step: TracedGraph, captured: Captured, append: Callable[[fx.Gr
         inputs=tuple(inputs),
         differentiable=(),
         alias_of=(),
+        leaves=(),
+        views=(),
         readings=(),
     )
     return build(alone, step.model, {})

@@ -366,7 +366,7 @@ class _FxReader:
             self.alias_classes.values,
             bindings,
             made,
-            self.captured.differentiable,
+            self.captured,
             self.needs,
         )
         return TracedGraph(

@@ -17,6 +17,7 @@ from torch._functorch._aot_autograd.descriptors import (
 
 from memplan.core.graph import Value
 from memplan.errors import UnsupportedGraph
+from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.passes.own_outputs import returned_by
 from memplan.trace.traced import Binding, Results, Returned, ReturnKind, Source
 
@@ -29,7 +30,7 @@ def read_results(  # noqa: PLR0917
     values: Sequence[Value],
     bindings: Sequence[Binding],
     made: set[int],
-    differentiable: Sequence[bool],
+    captured: Captured,
     needs: Mapping[Any, frozenset[int]],
 ) -> Results:
     """Return what leaves the graph, sorted by kind; `made` are the storages that its ops write. Raises
@@ -41,7 +42,9 @@ def read_results(  # noqa: PLR0917
     gradients = [(n, d) for n, d in pairs if isinstance(d, GradAOTOutput) and isinstance(n, fx.Node)]
     tangents = {n.meta["desc"].output: value_of[n] for n in graph.nodes if _is_tangent(n)}
     base_of = {values[b.value].storage: b.value for b in reversed(bindings)}
-    fresh = _fresh_outputs(outputs, set(tangents), value_of, values, made - set(base_of))
+    plain = [(n, d) for n, d in outputs if isinstance(d, PlainAOTOutput)]
+    roots = [pair for pair, view in zip(plain, captured.views, strict=True) if view.of is None]
+    fresh = _fresh_outputs(outputs, roots, set(tangents), value_of, values, made - set(base_of))
     unused = [output for output in tangents if output not in {d for _, d in fresh}]
     if unused:
         changed = getattr(getattr(unused[0], "mutated_input", None), "target", None)
@@ -62,11 +65,7 @@ def read_results(  # noqa: PLR0917
         base_of.setdefault(values[value_of[node]].storage, value_of[node])
     own = {value_of[node] for node, _ in fresh}
     bound = {(b.source, b.name, b.index): i for i, b in enumerate(bindings)}
-    returned = tuple(
-        _returned(n, differentiable[d.idx], value_of, values, base_of, own)
-        for n, d in outputs
-        if isinstance(d, PlainAOTOutput)
-    )
+    returned = tuple(_returned(i, plain, captured, value_of, values, base_of, own) for i in range(len(plain)))
     without_gradient = {value_of[node] for node, d in fresh if d not in tangents}
     lost = [r for r in returned if r.kind is ReturnKind.FRESH and r.value in without_gradient]
     if lost:
@@ -74,6 +73,7 @@ def read_results(  # noqa: PLR0917
         raise UnsupportedGraph(values[lost[0].value].name, what, "return a copy of it (.clone())", see="views")
     return Results(
         returned=returned,
+        leaves=captured.leaves,
         fresh=tuple(value_of[node] for node, _ in fresh),
         tangents=tuple(tangents.get(desc) for _, desc in fresh),
         gradients=tuple(value_of[node] for node, _ in gradients),
@@ -82,8 +82,9 @@ def read_results(  # noqa: PLR0917
     )
 
 
-def _fresh_outputs(
+def _fresh_outputs(  # noqa: PLR0917
     outputs: list[_Output],
+    roots: list[_Output],
     differentiable: set[Any],
     value_of: Mapping[fx.Node, int],
     values: Sequence[Value],
@@ -92,12 +93,12 @@ def _fresh_outputs(
     """Return the outputs that the step itself writes, in order: those with a tangent, and one for each other storage.
 
     Of outputs that share bytes, those with a tangent are fresh. The others are made outside of the step, as views of
-    the first of them that autograd knows, so that gradients through them arrive.
+    the first of them that autograd knows, so that gradients through them arrive. `roots` are no views of others.
     """
     nodes = [(n, d) for n, d in outputs if isinstance(n, fx.Node) and n in value_of]
     fresh = [pair for pair in nodes if pair[1] in differentiable and values[value_of[pair[0]]].storage in made]
     seen = {values[value_of[node]].storage for node, _ in fresh}
-    for node, desc in nodes:
+    for node, desc in [*(pair for pair in roots if pair in nodes), *nodes]:
         storage = values[value_of[node]].storage
         if storage in made and storage not in seen:
             fresh.append((node, desc))
@@ -106,23 +107,36 @@ def _fresh_outputs(
 
 
 def _returned(  # noqa: PLR0917
-    node: Any,
-    differentiable: bool,
+    number: int,
+    outputs: Sequence[_Output],
+    captured: Captured,
     value_of: Mapping[fx.Node, int],
     values: Sequence[Value],
     base_of: Mapping[int, int],
     own: AbstractSet[int],
 ) -> Returned:
-    """Return how a leaf of the result is made. `own`: the values that the step itself writes for the caller."""
+    """Return how an output of the model is made. `own`: the values that the step itself writes for the caller."""
+    node, _ = outputs[number]
     if not isinstance(node, fx.Node):
         return Returned(kind=ReturnKind.CONSTANT, constant=node)
-    value = value_of[node]
+    value, view, differentiable = value_of[node], captured.views[number], captured.differentiable[number]
     base = value if value in own else base_of[values[value].storage]
     if differentiable and values[value].dtype != values[base].dtype:
         what = f"it returns a {values[value].dtype} view of a {values[base].dtype} tensor that requires a gradient"
         raise UnsupportedGraph(node.name, what, "return a copy of it (.clone())", see="views")
-    kind = ReturnKind.FRESH if base == value and differentiable else ReturnKind.ALIAS
-    return Returned(kind=kind, value=value, of=base, differentiable=differentiable)
+    of = view.of
+    if of is not None:
+        whole = value_of[outputs[of][0]]
+        apart = values[whole].storage != values[value].storage or (value in own and value != whole)
+        of = None if apart or (differentiable and not captured.differentiable[of]) else of
+    return Returned(
+        kind=ReturnKind.FRESH if base == value and differentiable and of is None else ReturnKind.ALIAS,
+        value=value,
+        of=base,
+        view_of=of,
+        detached=view.detached,
+        differentiable=differentiable,
+    )
 
 
 def _key(desc: Any) -> tuple[Source, str, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -209,7 +209,7 @@ def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None], *, at_
         if again:
             _read_again(target, new, aliases[storage_key(value(new))], backward, boundary)
     late = [n.args[0] for n in backward if n.target is aten.copy_.default]
-    _return_inputs(graph, {*(target for target, _ in mutations), *late}, alias_of)
+    _return_inputs(graph, {**dict(zip(late, late, strict=True)), **dict(mutations)}, alias_of)
 
 
 def _read_again(
@@ -251,13 +251,15 @@ def _free_from(old: Iterable[fx.Node], new: fx.Node, boundary: fx.Node) -> fx.No
     return found
 
 
-def _return_inputs(graph: fx.Graph, mutated: Collection[Any], alias_of: Sequence[int | None]) -> None:
-    """Return mutated inputs, and views of them, as what they are instead of as their new values."""
+def _return_inputs(graph: fx.Graph, mutated: Mapping[Any, Any], alias_of: Sequence[int | None]) -> None:
+    """Return mutated inputs (with their new values), and views of them, as what they are instead."""
     output, results, descs = returned_by(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     for i, (node, desc) in enumerate(zip(results, descs, strict=True)):
         base = alias_of[desc.idx] if isinstance(desc, PlainAOTOutput) else None
-        if base is not None and placeholders[base] in mutated:
+        if base is not None and mutated.get(placeholders[base]) is node:
+            results[i] = placeholders[base]
+        elif base is not None and placeholders[base] in mutated:
             v = value(node)
             rewriter = Rewriter(graph, fake_mode_of(graph), node, before=output)
             where = (list(v.shape), list(v.stride()), v.storage_offset())

@@ -1,0 +1,83 @@
+"""The tensors that a model returns: which leaves of its result are one tensor, and which are views of one another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
+from torch.utils import _pytree as pytree
+
+from memplan.trace.passes.aliasing import is_view
+from memplan.trace.passes.own_outputs import returned_by
+from memplan.trace.passes.rewrite import aten
+
+Once = tuple[pytree.TreeSpec, tuple[int, ...]]  # the structure of a result, and the output that each leaf is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultView:
+    """What an output is among the outputs: a view of output `of` (None: of none), by way of `detach()` or not."""
+
+    of: int | None = None
+    detached: bool = False
+
+
+@contextlib.contextmanager
+def returning_once(module: nn.Module) -> Iterator[list[Once]]:
+    """Let a front end's module return each tensor of its result once, and no structure; yields what each call returned.
+
+    A tensor that is returned twice is one output, with one gradient, in everything that follows.
+    """
+    found: list[Once] = []
+
+    def once(of: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that returns the outputs of `of`."""
+
+        def outputs(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            leaves, spec = pytree.tree_flatten(of(*args, **kwargs))
+            keys = [id(x) if isinstance(x, torch.Tensor) else (i,) for i, x in enumerate(leaves)]
+            first = dict(zip(reversed(keys), reversed(leaves), strict=True))
+            number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+            found.append((spec, tuple(number[key] for key in keys)))
+            return tuple(first[key] for key in number)
+
+        return outputs
+
+    holder: Any = module
+    name = "forward"
+    if isinstance(module, fx.GraphModule):  # which AOTAutograd interprets
+        holder, name = module.graph._codegen, "process_outputs"
+    held: dict[str, Any] = vars(holder)
+    before = dict(held)
+    held[name] = once(getattr(holder, name))
+    try:
+        yield found
+    finally:
+        held.pop(name)
+        held.update({name: before[name]} if name in before else {})
+
+
+def views_among(graph: fx.Graph) -> tuple[ResultView, ...]:
+    """Return what each output of the model is among them, by the views that a functional graph makes."""
+    _, results, descs = returned_by(graph)
+    outputs = [node for node, desc in zip(results, descs, strict=True) if isinstance(desc, PlainAOTOutput)]
+    number = {node: i for i, node in reversed(list(enumerate(outputs))) if isinstance(node, fx.Node)}
+    return tuple(_view(node, number) for node in outputs)
+
+
+def _view(output: Any, number: dict[Any, int]) -> ResultView:
+    """Return what an output is; `number` has the outputs."""
+    node: Any = output
+    detached = False
+    while isinstance(node, fx.Node) and node.op == "call_function" and is_view(node):
+        detached = detached or node.target is aten.detach.default
+        node = node.args[0]
+        of = number.get(node)
+        if of is not None:
+            return ResultView(of=of, detached=detached)
+    return ResultView(detached=detached)

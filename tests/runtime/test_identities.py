@@ -1,0 +1,117 @@
+"""Which results are one tensor, an input or a view of another result: as eager has it, and so are bits and writes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import memplan
+
+
+class Aliasing(nn.Module):
+    """Returns what a function makes of itself and its input."""
+
+    def __init__(self, function: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("count", torch.arange(16.0))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
+CASES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "a result twice": lambda m, x: (y := m.a(x), y),
+    "a result in containers": lambda m, x: {"p": (y := m.a(x)), "q": [y, (y, m.b(x), None)]},
+    "a result twice, saved": lambda m, x: (y := m.a(x).relu(), m.b(y), y),
+    "the same by another name": lambda m, x: (y := m.a(x), y.contiguous(), y.float()),
+    "a view twice": lambda m, x: (y := m.a(x), v := y[1:], v),
+    "an input twice": lambda m, x: (x, m.a(x), x),
+    "views of an input": lambda m, x: (m.a(x), v := x[:2], v[:, 1:], v, x.detach()),
+    "parameters and views": lambda m, x: (m.a(x), m.b.weight, m.b.weight, m.b.weight.t()),
+    "a buffer that is changed": lambda m, x: (m.count.add_(1), m.a(x), m.count, m.count[2:], m.count)[1:],
+    "the whole and a slice": lambda m, x: (y := m.a(x.view(2, 3, 16)), y[:, 1:]),
+    "a slice and the whole": lambda m, x: ((y := m.a(x).relu())[:, 1:], y),
+    "several slices and the whole": lambda m, x: (y := m.a(x.view(2, 3, 16)), y[:, 1:], y[0], y[1]),
+    "slices in another order": lambda m, x: ((y := m.a(x), v := y[1:], w := y[:, 3:]), w, v)[::-1],
+    "a view of a view": lambda m, x: (y := m.a(x), v := y[1:], v.t(), y.unsqueeze(0)),
+    "equal views": lambda m, x: (y := m.a(x), y.view_as(y), y.view(-1), y.view(-1)),
+    "a view of the same shape": lambda m, x: (y := m.a(x.view(2, 3, 16)), y.view(6, 16)),
+    "a detached result": lambda m, x: (y := m.a(x), d := y.detach(), d, y[1:].detach()),
+    "detached first": lambda m, x: ((y := m.a(x)).detach(), y),
+}
+MODES = ["train", "eval", "no_grad"]
+
+
+def _relations(results: list[Any], model: nn.Module, x: torch.Tensor) -> list[Any]:
+    """For each result: the first tensor that it is, whose storage it has, and of whose views it is one."""
+    known: list[torch.Tensor] = [x, *model.parameters(), *model.buffers()]
+    tensors = [r for r in results if isinstance(r, torch.Tensor)]
+    count, found = len(known), []
+    for t in tensors:
+        is_one = next((i for i, k in enumerate(known) if k is t), None)
+        stored = next(
+            (i for i, k in enumerate(known) if k.untyped_storage()._cdata == t.untyped_storage()._cdata), None
+        )
+        base = next((i for i, k in enumerate([*known[:count], *tensors]) if k is t._base), None)
+        hidden = base is not None and base >= count and tensors[base - count].dim() > 2
+        if hidden and not torch.is_grad_enabled():
+            base = None  # in eager they have a base that nobody has: the product of a linear layer
+        found.append((is_one, stored, base, t.requires_grad, t.is_leaf, t.shape, t.stride()))
+        known.append(t)
+    return found
+
+
+def _observed(call: Callable[[torch.Tensor], Any], model: nn.Module, x: torch.Tensor, *, mode: str) -> list[Any]:
+    """What a caller sees of one call: relations, values after a write through each result, and gradients."""
+    start = copy.deepcopy(model.state_dict())
+    with torch.no_grad() if mode == "no_grad" else contextlib.nullcontext():
+        seen: list[Any] = [_relations(pytree.tree_leaves(call(x)), model, x)]
+    if mode != "no_grad":
+        results = [r for r in pytree.tree_leaves(call(x)) if isinstance(r, torch.Tensor)]
+        kept = [r for r in results if r.requires_grad and not r.is_leaf]
+        for r in kept:
+            r.retain_grad()
+        weighed = [(i + 1) / 3 * (r.sin() * torch.linspace(0.3, 1.7, r.shape[-1])).sum() for i, r in enumerate(results)]
+        torch.autograd.backward(torch.stack(weighed).sum())
+        seen += [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
+        seen.append(None if x.grad is None else x.grad.clone())
+        model.zero_grad()
+        x.grad = None
+    for i in range(len(seen[0])):
+        with torch.no_grad() if mode == "no_grad" else contextlib.nullcontext():
+            results = [r for r in pytree.tree_leaves(call(x)) if isinstance(r, torch.Tensor)]
+        before = x.detach().clone()
+        results[i].detach().mul_(2)
+        seen += [r.detach().clone() for r in results]
+        x.detach().copy_(before)
+        model.load_state_dict(start)
+    return seen
+
+
+def _same(one: Any, two: Any) -> bool:
+    return torch.equal(one, two) if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) else one == two
+
+
+@pytest.mark.parametrize("wants", [False, True], ids=["plain input", "input with a gradient"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_results_alias_as_in_eager(name: str, mode: str, wants: bool) -> None:
+    torch.manual_seed(0)
+    model = Aliasing(CASES[name]).train(mode == "train")
+    x = torch.randn(6, 16).requires_grad_(wants)
+    with torch.no_grad() if mode == "no_grad" else contextlib.nullcontext():
+        compiled = memplan.compile(copy.deepcopy(model), (x,))
+    expected = _observed(model, model, x, mode=mode)
+    found = _observed(compiled, compiled, x, mode=mode)
+    assert len(expected) == len(found)
+    for i, (one, two) in enumerate(zip(expected, found, strict=True)):
+        assert _same(one, two), f"observation {i}: {one} {two}"
