@@ -209,12 +209,12 @@ def test_a_step_is_planned_while_another_thread_exports(monkeypatch: pytest.Monk
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert compiled._calls.arena.ownership.steps == steps + 1
     assert torch.equal(step(_x(1)), _net()(_x(1)).square().sum())
-    with pytest.raises(IndexError, match="out of range"):  # of eager's type, by any way into torch's interpreter
+    with pytest.raises(IndexError, match="out of range"):  # of eager's type
         _lookups()(torch.tensor([7]))
 
 
 def _lookups() -> CompiledModule:
-    """Enough ops for a run of torch's interpreter; the example's indices are in range."""
+    """A compiled model whose example's indices are in range."""
     net = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
     with pytest.MonkeyPatch.context() as flags:
         for flag in ("_is_compiling_flag", "_is_exporting_flag"):

@@ -2,6 +2,5 @@
 
 In: bound ops in the order of the schedule. Out: source code of a forward and a backward, and the globals of that
 code. Start at `codegen.py`. `step_ir.py` is the intermediate form of the code, in which `needless_copies.py` leaves out
-needless copies; `namespace.py` holds its globals, and `torchscript_runs.py`, with `torchscript_writer.py`, turns runs
-of ops into one call.
+needless copies; `namespace.py` holds its globals.
 """

@@ -2,7 +2,7 @@
 
 Tensors in the arena, parameters and constants are globals of the generated code: their addresses never change, and it
 contains no view ops of them. Tensors whose address changes from call to call (inputs, outputs, gradients, tangents) are
-locals, and so are views of them. A run of ops that torch's TorchScript interpreter can execute becomes one call.
+locals, and so are views of them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import accumulate, groupby
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,20 +20,12 @@ from memplan.devices.kinds import HOST
 from memplan.runtime.codegen.namespace import Namespace
 from memplan.runtime.codegen.needless_copies import without_needless_copies
 from memplan.runtime.codegen.step_ir import Call, CallbackLine, Empty, Layout, Line, View, refs, same_layout
-from memplan.runtime.codegen.torchscript_runs import (
-    can_interpret,
-    make_interpreted,
-    raise_as_eager,
-    separate_index_errors,
-)
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
 from memplan.runtime.memory.arena import dtype_of, view_within
 from memplan.trace.traced import Computed, Live, OpaqueResult, Ref
 
 Callback = Callable[[], None]
 Drop = Callable[[Any, torch.Tensor], None]
-_MIN_CALLS = 3  # in a run: fewer calls take less time from Python than entering torch's interpreter
-
 
 LEFT = "left_outside"  # global list: activations outside the arena between a forward and its backward
 DROPPED = "dropped"  # global list: arguments of this call whose bytes are freed once they were read
@@ -70,7 +60,6 @@ class FunctionWriter:
         self.views: list[View] = []  # views of arguments: they come first
         self.lines: list[Line] = []
         self.live: dict[str, str] = {}  # hyperparameters, read once per call
-        self.indexed = False  # the second result of `separate_index_errors`
 
     def op(self, bound: BoundOp) -> None:
         """Add the call of one op, whose results go to where their values are."""
@@ -120,29 +109,15 @@ class FunctionWriter:
         for value in kept:
             self._use(value)
         self.lines = without_needless_copies(self.lines, self.layout, kept)
-        fitting, self.indexed = separate_index_errors(self.lines, self._fitting())
-        return self._compiled(self.name, groups, fitting)
-
-    def _compiled(self, name: str, groups: Sequence[Sequence[int]], fitting: Sequence[bool]) -> Callable[..., Any]:
         parts = ["(" + "".join(f"{self._returned(value)}, " for value in group) + ")" for group in groups]
-        lines, native = self._written({value for group in (*groups, self.left) for value in group}, fitting)
+        lines = self._written(set(kept))
         body = [f"{name} = {source}" for source, name in self.live.items()] + self._take() + lines
         body = _indented(f"with {self._dispatch_contexts()}:", body or ["pass"])
         arguments = ", ".join(f"v{a}" for a in self.arguments)
-        if native:
-            optimise = self.namespace.add("k", torch._C._set_graph_executor_optimize)
-            was = self.namespace.add("k", torch._C._get_graph_executor_optimize)
-            body = [f"was = {was}()", f"{optimise}(False)", *_indented("try:", body)]
-            fail = self.namespace.add("k", partial(raise_as_eager, indexed=self.indexed))
-            body += _indented("except RuntimeError as error:", [f"{fail}(error)", "raise"])
-            body += _indented("finally:", [f"{optimise}(was)"])
-            modes = self.namespace.add("k", torch._C._len_torch_dispatch_stack)
-            python = self.namespace.add("k", _Python(self, f"{name}_in_python", groups))
-            body = [*_indented(f"if {modes}():", [f"return {python}({arguments})"]), *body]
         if self.left:
             body.append(f"{LEFT}.extend(({', '.join(f'v{value}' for value in self.left)},))")
         body.append(f"return {', '.join(parts) if parts else '()'}")
-        return self.namespace.define("\n".join(_indented(f"def {name}({arguments}):", body)), name)
+        return self.namespace.define("\n".join(_indented(f"def {self.name}({arguments}):", body)), self.name)
 
     def _returned(self, index: int) -> str:
         """Return the expression of a returned value: a static value is returned as another tensor over its bytes."""
@@ -183,34 +158,20 @@ class FunctionWriter:
 
     # -- lines -------------------------------------------------------------------------------------------
 
-    def _written(self, returned: set[int], fitting: Sequence[bool]) -> tuple[list[str], bool]:
-        """Return the source of the lines, and whether torch's interpreter runs any; `fitting`: those that it may."""
+    def _written(self, returned: set[int]) -> list[str]:
+        """Return the source of the lines, with what is released after each."""
         written = [source for view in self.views for source in self._python(view)]
-        last_use = {value: i for i, line in enumerate(self.lines) for value in line.uses}
-        last_use |= dict.fromkeys(returned, len(self.lines))
         dead, dropped = self._last_lines(), self._dropped_after(returned)
-        apart = [
-            i in dead or i in dropped for i in range(-1, len(self.lines) - 1)
-        ]  # a run ends where memory is released
-        runs = zip(fitting, accumulate(apart), self.lines, strict=True)
-        native, names, end = False, set(self.taken), 0
-        for (fit, _), group in groupby(runs, key=itemgetter(0, 1)):
-            run = [line for *_, line in group]
-            end += len(run)
-            if fit and sum(isinstance(line, Call) for line in run) >= _MIN_CALLS:
-                native = True
-                results = [v for line in run for v in line.makes if last_use.get(v, -1) >= end]
-                written.append(self._interpreted(run, results))
-            else:
-                results = [v for line in run for v in line.makes]
-                written += [source for line in run for source in self._python(line)]
-            names.update(results)
-            gone = sorted(v for v in names if self.layout.graph.values[v].storage in dead.get(end - 1, ()))
+        names = set(self.taken)
+        for position, line in enumerate(self.lines):
+            written += self._python(line)
+            names.update(line.makes)
+            gone = sorted(v for v in names if self.layout.graph.values[v].storage in dead.get(position, ()))
             if gone:
                 written.append(f"del {', '.join(f'v{v}' for v in gone)}")
                 names.difference_update(gone)
-            written += [self._drop(value) for value in dropped.get(end - 1, ())]
-        return written, native
+            written += [self._drop(value) for value in dropped.get(position, ())]
+        return written
 
     def _last_lines(self) -> dict[int, set[int]]:
         """Return the storages to release, by the line (index) after which nothing uses them."""
@@ -245,24 +206,6 @@ class FunctionWriter:
         """Return the line that frees the bytes of an argument, if it is in the list of those that may be freed."""
         self.namespace.names.setdefault(DROPPED, [])
         return f"{self.namespace.add('k', self.drop)}({DROPPED}, v{argument})"
-
-    def _fitting(self) -> list[bool]:
-        """Return for each line whether torch's interpreter can run it, in a group that is large enough to gain time."""
-        found: list[bool] = []
-        asked: dict[Any, bool] = {}
-        for callbacks, group in groupby(self.lines, key=lambda line: isinstance(line, CallbackLine)):
-            lines = list(group)
-            may = self.layout.native and not callbacks and sum(isinstance(line, Call) for line in lines) >= _MIN_CALLS
-            found += [may and can_interpret(line, self.layout, asked) for line in lines]
-        return found
-
-    def _interpreted(self, lines: Sequence[Line], results: Sequence[int]) -> str:
-        """Return the source of one call that runs all lines and returns the values `results`."""
-        run = make_interpreted(lines, results, self.layout, self.namespace.names)
-        tensors = self.namespace.following(run.tensors, run.values)
-        arguments = [tensors, *(f"v{value}" for value in run.arguments)]
-        call = f"{self.namespace.add('s', run.function)}({', '.join(arguments)})"
-        return f"{', '.join(f'v{value}' for value in results)} = {call}" if results else call
 
     def _python(self, line: Line) -> list[str]:
         if isinstance(line, CallbackLine):
@@ -354,23 +297,6 @@ class FunctionWriter:
         contexts: list[type] = [torch._C._AutoDispatchBelowADInplaceOrView]
         contexts += [torch._C._DisableAutocast] if self.layout.autocast else []
         return ", ".join(f"{self.namespace.add('k', context)}()" for context in contexts)
-
-
-class _Python:
-    """A variant of a generated function without TorchScript runs, compiled at its first call.
-
-    It runs while a `TorchDispatchMode` is active: errors that a mode raises keep their type only if ops are called from
-    Python (torch's interpreter turns them into a `RuntimeError`).
-    """
-
-    def __init__(self, writer: FunctionWriter, name: str, groups: Sequence[Sequence[int]]) -> None:
-        self._make = partial(writer._compiled, name, groups, [False] * len(writer.lines))
-        self._made: Callable[..., Any] | None = None
-
-    def __call__(self, *arguments: Any) -> Any:
-        if self._made is None:
-            self._made = self._make()
-        return self._made(*arguments)
 
 
 def _indented(header: str, body: Iterable[str]) -> list[str]:

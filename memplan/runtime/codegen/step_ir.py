@@ -1,4 +1,4 @@
-"""The lines of a generated function, before it is decided whether Python or torch's interpreter runs them."""
+"""The lines of a generated function."""
 
 from __future__ import annotations
 
@@ -15,21 +15,17 @@ from memplan.trace.traced import Computed, Ref
 class Layout:
     """Says which values are static (globals), and the base (value index) of every dynamic storage (by index).
 
-    `placed`: the static values whose address never changes, in the arena and its host memory, and that have dimensions
-    (torch's interpreter may turn zero-dimensional constants into numbers). `fresh_storages`: the storages that ops
-    allocate; the caller will own them, but for those in `released`, activations outside the arena, which are released
-    after their last use. `native`: torch's interpreter may execute runs of ops. `pinned`: results on the host are
-    allocated in page-locked memory, because an accelerator copies them there.
+    `fresh_storages`: the storages that ops allocate; the caller will own them, but for those in `released`, activations
+    outside the arena, which are released after their last use. `pinned`: results on the host are allocated in
+    page-locked memory, because an accelerator copies them there.
     """
 
     graph: Graph
     static: frozenset[int]
-    placed: frozenset[int]
     base_of: Mapping[int, int]
     fresh_storages: frozenset[int]
     released: frozenset[int]
     autocast: bool
-    native: bool
     pinned: bool
 
     def base(self, index: int) -> int:

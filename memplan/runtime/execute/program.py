@@ -17,7 +17,6 @@ from memplan.recording.places import places
 from memplan.runtime.codegen.codegen import DROPPED, LEFT, FunctionWriter
 from memplan.runtime.codegen.namespace import Namespace
 from memplan.runtime.codegen.step_ir import Layout
-from memplan.runtime.codegen.torchscript_runs import AVAILABLE
 from memplan.runtime.copies.copies import Copy
 from memplan.runtime.debug.hooks import Hook, observing
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Callback, Sanitizers
@@ -266,12 +265,10 @@ def _layout(traced: TracedGraph) -> Layout:
     return Layout(
         graph=graph,
         static=frozenset(i for i, v in enumerate(graph.values) if v.storage in static_storages),
-        placed=frozenset(i for i, v in enumerate(graph.values) if v.storage in ours and v.shape),
         base_of=base_of,
         fresh_storages=frozenset(base_of) - bound_storages,
         released=graph.released,
         autocast=traced.autocast is not None,
-        native=AVAILABLE and not is_accelerator(traced.device),
         pinned=bool(traced.runs_on) and is_accelerator(traced.device),
     )
 
