@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.lost_checkpoints import LostCheckpoint
-from memplan.trace.capture.origins import place_in_user_code, place_of
+from memplan.trace.capture.origins import place_at_end, place_in_user_code, place_of
 from memplan.trace.passes.rewrite import aten
 
 SEVERAL = "or use memplan.compile(model, inputs), without fullgraph=True, which plans the graphs between such places"
@@ -140,6 +140,11 @@ def why_it_breaks(refused: UnsupportedGraph) -> str:
     reason = refused.reason.splitlines()[0].removeprefix("cannot be traced as one graph: ")
     place = place_in_user_code(str(refused.__cause__ or refused))
     return reason.removeprefix("Unsupported: ") + (f" ({place})" if place else "")
+
+
+def where_it_breaks(refused: UnsupportedGraph) -> str:
+    """Return the line of the model that one graph cannot hold, such as "model.py:12"; "" if it is not known."""
+    return place_in_user_code(str(refused.__cause__ or "")) or place_at_end(refused.node)
 
 
 def require_same_types(graph: fx.Graph) -> None:
