@@ -40,7 +40,7 @@ from memplan.runtime.options import RunOptions
 from memplan.runtime.room_for_update import compared, made_room
 from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
 from memplan.trace.capture.python_numbers import numbers_of, with_numbers
-from memplan.trace.capture.refusals import where_it_breaks, why_it_breaks
+from memplan.trace.capture.refusals import runs_as_eager, where_it_breaks, why_it_breaks
 from memplan.trace.optimizer.first_update import FirstUpdate
 from memplan.trace.traced import TracedGraph
 
@@ -195,7 +195,7 @@ class PlannedGraph:
         try:
             instance = self._instance(self._instances[key], coordinator, inputs, numbers)
         except UnsupportedGraph as refused:
-            if self._options.has_budget:
+            if self._options.has_budget or not runs_as_eager(refused):
                 raise
             self._instead = self._without_plan(refused, inputs)
             return self._instead(*inputs)

@@ -141,6 +141,7 @@ def captured(
     Raises `UnsupportedGraph` if a backward is missing, and for ops that cannot be planned.
     """
     graph_module, out_spec = joint.graph_module, joint.out_spec
+    _without_hidden_tangents(graph_module.graph, joint._aot_state.fw_metadata.input_info)
     refuse_unfinished(graph_module.graph)
     require_same_types(graph_module.graph)
     order_checks(graph_module.graph)
@@ -176,6 +177,22 @@ def captured(
         warnings=unlike_eager if has_backward else (),
         trained=_trained(model),
     )
+
+
+def _without_hidden_tangents(graph: fx.Graph, inputs: Sequence[Any]) -> None:
+    """Erase the gradients that come in for tensors that forward changes behind autograd's back (`.data`, `no_grad`).
+
+    `inputs`: AOTAutograd's metadata of each input.
+    """
+    given = [n for n in graph.find_nodes(op="placeholder") if not _is_tangent(n)]
+    hidden = {
+        node.meta["desc"]
+        for node, info in zip(given, inputs, strict=False)
+        if info.mutations_hidden_from_autograd or info.mutations_under_no_grad_or_inference_mode
+    }
+    for node in graph.find_nodes(op="placeholder"):
+        if _is_tangent(node) and not node.users and getattr(node.meta["desc"].output, "mutated_input", None) in hidden:
+            graph.erase_node(node)
 
 
 def _trained(model: nn.Module) -> frozenset[str]:
@@ -243,8 +260,9 @@ def _capture_joint(
     if isinstance(complaints[-1], LostCheckpoint):
         raise lost_checkpoints(model, complaints[0]) from complaints[0]
     # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
-    clearest = complaints[-1 if "Observed exception" in str(complaints[0]) else 0]
-    raise unsupported(model, clearest) from clearest
+    own = "Observed exception" in str(complaints[0])
+    clearest = complaints[-1 if own else 0]
+    raise unsupported(model, clearest, own=own) from clearest
 
 
 def export_joint(

@@ -37,6 +37,8 @@ _BREAKS = {  # headings of refusals of one graph that a graph break, or Python b
     *("data-dependent", "data-dependent-size", "graph-breaks", "python-state", "first-call", "random-numbers"),
     *("not-a-buffer", "types", "lost-checkpoints"),
 }
+# Headings of what would be wrong, or has nothing to run, in any way.
+_WRONG = {"not-a-module", "data-parallel", "sharded", "no-gradient", "example-fails"}
 
 
 def require_traceable(model: Any) -> None:
@@ -85,8 +87,8 @@ def lost_checkpoints(model: nn.Module, reason: Exception) -> UnsupportedGraph:
     return UnsupportedGraph(type(model).__name__, what, f"{hint}; {SEVERAL}", see="lost-checkpoints")
 
 
-def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
-    """Return the front end's error as one sentence and a hint."""
+def unsupported(model: nn.Module, error: Exception, *, own: bool = False) -> UnsupportedGraph:
+    """Return the front end's error as one sentence and a hint. `own`: the model raised it, as it does in eager."""
     name = type(model).__name__
     failure = _FAILED_ON_FAKES.search(str(error))
     if failure is not None:  # eager's own error, within dynamo's traceback
@@ -122,7 +124,7 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
             f"; {SEVERAL}"
         )
     else:
-        see = "example-fails"
+        see = "example-fails" if own or isinstance(error, TypeError) else "graph-breaks"
         hint = "check that model(*example_inputs) runs eagerly; then trace a smaller submodule to find the culprit"
     return UnsupportedGraph(name, "\n  ".join([reason, *details[:4]]), hint, see=see)
 
@@ -130,6 +132,11 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
 def breaks(refused: UnsupportedGraph) -> bool:
     """Return whether a model that was refused as one graph can run as several, with Python between them."""
     return refused.see in _BREAKS
+
+
+def runs_as_eager(refused: UnsupportedGraph) -> bool:
+    """Return whether what was refused may run as eager instead: everything but what would be wrong."""
+    return refused.see not in _WRONG
 
 
 def why_it_breaks(refused: UnsupportedGraph) -> str:
