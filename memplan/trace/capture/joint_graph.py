@@ -180,18 +180,22 @@ def captured(
 
 
 def _without_hidden_tangents(graph: fx.Graph, inputs: Sequence[Any]) -> None:
-    """Erase the gradients that come in for tensors that forward changes behind autograd's back (`.data`, `no_grad`).
+    """Erase the gradients that come in for parameters that forward changes, which it can only do hidden from autograd.
 
-    `inputs`: AOTAutograd's metadata of each input.
+    Such as `weight.data.clamp_(...)`, and an embedding with `max_norm`: such a gradient is zero. `inputs`:
+    AOTAutograd's metadata of each input.
     """
     given = [n for n in graph.find_nodes(op="placeholder") if not _is_tangent(n)]
-    hidden = {
-        node.meta["desc"]
-        for node, info in zip(given, inputs, strict=False)
-        if info.mutations_hidden_from_autograd or info.mutations_under_no_grad_or_inference_mode
-    }
+    leaves = {node.meta["desc"] for node, info in zip(given, inputs, strict=False) if info.is_leaf}
     for node in graph.find_nodes(op="placeholder"):
-        if _is_tangent(node) and not node.users and getattr(node.meta["desc"].output, "mutated_input", None) in hidden:
+        if not _is_tangent(node) or getattr(node.meta["desc"].output, "mutated_input", None) not in leaves:
+            continue
+        for user in list(node.users):
+            others = [x for x in user.args if x is not node]
+            if user.target is torch.ops.aten.add.Tensor and len(others) == 1 and isinstance(others[0], fx.Node):
+                user.replace_all_uses_with(others[0])
+                graph.erase_node(user)
+        if not node.users:
             graph.erase_node(node)
 
 
