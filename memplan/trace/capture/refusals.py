@@ -41,12 +41,22 @@ _BREAKS = {  # headings of refusals of one graph that a graph break, or Python b
 _WRONG = {"not-a-module", "data-parallel", "sharded", "no-gradient", "example-fails"}
 
 
-def require_traceable(model: Any) -> None:
-    """Raise `UnsupportedGraph` for what is no module, and for modules whose call is not their forward on tensors."""
+def require_module(model: Any) -> None:
+    """Raise `UnsupportedGraph` for what is no module, or has no Python to trace, even in parts."""
+    if isinstance(model, torch.jit.ScriptModule):
+        hint = "pass the module as it was before torch.jit.script or trace"
+        raise UnsupportedGraph(
+            type(model).__name__, "is a ScriptModule, which cannot be traced", hint, see="script-module"
+        )
     if not isinstance(model, nn.Module):
         raise UnsupportedGraph(
             type(model).__name__, "is not an nn.Module", "pass the model itself, then its inputs", see="not-a-module"
         )
+
+
+def require_traceable(model: Any) -> None:
+    """Raise `UnsupportedGraph` for what is no module, and for modules whose call is not their forward on tensors."""
+    require_module(model)
     for name, module in model.named_modules():
         found = _refusal(module)
         if found is not None:
