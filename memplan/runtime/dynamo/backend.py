@@ -115,7 +115,7 @@ class Backend:
             self._options,
             self._coordinators,
             self.hooks,
-            self._divided,
+            divide=self._divided,
             ends=ends,
             whole=whole,
         )

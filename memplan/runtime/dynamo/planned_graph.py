@@ -106,8 +106,8 @@ class PlannedGraph:
         options: RunOptions,
         coordinators: ArenaCoordinators,
         hooks: Hooks,
-        divide: Divide,
         *,
+        divide: Divide,
         ends: str = "",
         whole: bool = False,
     ) -> None:
