@@ -15,7 +15,7 @@ from memplan.runtime.api.pending_calls import require_room
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.backend import Backend
 from memplan.runtime.options import CompileOptions, RunOptions
-from memplan.trace.capture.refusals import breaks
+from memplan.trace.capture.refusals import breaks, runs_as_eager
 
 _MAX_RECOMPILES = 64  # of one function of the model, beyond which dynamo runs it eagerly
 # options that `Backend` does not take
@@ -64,8 +64,8 @@ class SeveralGraphs:
 
 
 def can_be_several(refused: UnsupportedGraph, options: RunOptions) -> bool:
-    """Return whether several graphs can hold what one cannot, and all options hold for several graphs too."""
-    if not breaks(refused):
+    """Return whether several graphs, or eager, can hold what one graph cannot, and all options hold then too."""
+    if not (breaks(refused) or (runs_as_eager(refused) and not options.has_budget)):
         return False
     plain = {f.name: f.default for f in fields(CompileOptions) if f.name in (*_OF_ONE_GRAPH[1:], "cuda_graph")}
     held = all(getattr(options, name) == default for name, default in plain.items())

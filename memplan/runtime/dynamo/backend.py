@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import fx
@@ -15,7 +15,7 @@ from memplan.runtime.dynamo.arena_coordinators import ArenaCoordinators
 from memplan.runtime.dynamo.joint_budget import keep_budgets
 from memplan.runtime.dynamo.joint_plan import joint_plan
 from memplan.runtime.dynamo.planned_graph import PlannedGraph
-from memplan.runtime.dynamo.split_graph import SplitGraph, example_inputs, parts_of
+from memplan.runtime.dynamo.split_graph import SplitGraph, as_eager, example_inputs, masked_writes, parts_of
 from memplan.runtime.memory.shared_arena import release_arenas
 from memplan.runtime.options import RunOptions
 from memplan.trace.capture.origins import why_it_ends
@@ -85,17 +85,27 @@ class Backend:
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the callable that replaces a graph; dynamo calls this with each graph that it has traced."""
-        parts = parts_of(graph)
-        if not parts:
-            return self._planned(graph, inputs, why_it_ends(graph), whole=not why_it_ends(graph))
         last = why_it_ends(graph)
+        why = "the shape of a gradient depends on a mask"
+        return self._divided(graph, inputs, masked_writes(graph), why, last) or self._planned(
+            graph, inputs, last, whole=not last
+        )
+
+    def _divided(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], eager: Collection[fx.Node], why: str, last: str
+    ) -> Callable[..., Any] | None:
+        """Return what runs a graph in parts, around the nodes that run as `eager`; None if it cannot be divided.
+
+        `why`: why the parts before these nodes end. `last`: why the graph ends.
+        """
+        parts = parts_of(graph, eager, why)
         runs = [
-            part.module
+            as_eager(part.module)
             if part.eager
             else self._planned(part.module, example_inputs(part, graph, inputs), part.ends or last)
             for part in parts
         ]
-        return SplitGraph(graph, parts, runs)
+        return SplitGraph(graph, parts, runs) if parts else None
 
     def _planned(self, graph: fx.GraphModule, inputs: Sequence[Any], ends: str, *, whole: bool = False) -> PlannedGraph:
         """Return the callable of one graph, and remember it as long as it is in use."""
@@ -105,6 +115,7 @@ class Backend:
             self._options,
             self._coordinators,
             self.hooks,
+            divide=self._divided,
             ends=ends,
             whole=whole,
         )

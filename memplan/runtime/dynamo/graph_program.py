@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memplan.core.plan import Plan
+from memplan.errors import UnsupportedGraph
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.graph_module import GraphModuleWithParams
 from memplan.runtime.execute.instances import Smaller
@@ -60,6 +62,11 @@ def first_program_of(
 
 def _trace(module: GraphModuleWithParams, rest: Sequence[Any], options: RunOptions) -> TracedGraph:
     """Return the trace of a graph, with its backward if autograd would record the call."""
+    placed = next((x for x in (*module.tensors(), *rest) if is_traceable_wrapper_subclass(x)), None)
+    if placed is not None:
+        what = f"an input of type {type(placed).__name__}, behind which there are other tensors"
+        hint = "use memplan.compile or compile_step, which plan what parallelize_module and fully_shard divide"
+        raise UnsupportedGraph(type(module).__name__, what, hint, see="inputs")
     train = torch.is_grad_enabled() and any(_wants_gradient(x) for x in (*module.parameters(), *rest))
     with torch.inference_mode(False):  # this enables gradients, too
         return trace_graph(

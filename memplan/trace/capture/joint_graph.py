@@ -148,6 +148,7 @@ def captured(
     graph_module = joint.graph_module
     out_spec, repeated = graph_module.meta[_ONCE]
     views = views_among(graph_module.graph)
+    _without_hidden_tangents(graph_module.graph, joint._aot_state.fw_metadata.input_info)
     refuse_unfinished(graph_module.graph)
     require_same_types(graph_module.graph)
     order_checks(graph_module.graph)
@@ -185,6 +186,26 @@ def captured(
         warnings=unlike_eager if has_backward else (),
         trained=_trained(model),
     )
+
+
+def _without_hidden_tangents(graph: fx.Graph, inputs: Sequence[Any]) -> None:
+    """Erase the gradients that come in for parameters that forward changes, which it can only do hidden from autograd.
+
+    Such as `weight.data.clamp_(...)`, and an embedding with `max_norm`: such a gradient is zero. `inputs`:
+    AOTAutograd's metadata of each input.
+    """
+    given = [n for n in graph.find_nodes(op="placeholder") if not _is_tangent(n)]
+    leaves = {node.meta["desc"] for node, info in zip(given, inputs, strict=False) if info.is_leaf}
+    for node in graph.find_nodes(op="placeholder"):
+        if not _is_tangent(node) or getattr(node.meta["desc"].output, "mutated_input", None) not in leaves:
+            continue
+        for user in list(node.users):
+            others = [x for x in user.args if x is not node]
+            if user.target is torch.ops.aten.add.Tensor and len(others) == 1 and isinstance(others[0], fx.Node):
+                user.replace_all_uses_with(others[0])
+                graph.erase_node(user)
+        if not node.users:
+            graph.erase_node(node)
 
 
 def _trained(model: nn.Module) -> frozenset[str]:
@@ -252,8 +273,9 @@ def _capture_joint(
     if isinstance(complaints[-1], LostCheckpoint):
         raise lost_checkpoints(model, complaints[0]) from complaints[0]
     # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
-    clearest = complaints[-1 if "Observed exception" in str(complaints[0]) else 0]
-    raise unsupported(model, clearest) from clearest
+    own = "Observed exception" in str(complaints[0])
+    clearest = complaints[-1 if own else 0]
+    raise unsupported(model, clearest, own=own) from clearest
 
 
 def export_joint(
