@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,9 +14,14 @@ from torch._inductor.codegen import wrapper as lines
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.virtualized import V
 
+import memplan
+from memplan import torch_versions
 from memplan.errors import UnsupportedDevice, UnsupportedGraph
+from memplan.integrations.inductor.wrapper_lines import _HARMLESS as HARMLESS
+from memplan.integrations.inductor.wrapper_lines import _changes as changes
+from memplan.torch_versions import UNPLANNED_LINES
 from memplan.trace.fused import environment
-from memplan.trace.fused.wrapper import RecordingWrapper, read_line, recording
+from memplan.trace.fused.wrapper import _READERS, _SILENT, RecordingWrapper, read_line, recording
 from memplan.trace.fused.written import Allocation, KernelLine
 
 # What memplan reads of each line of Inductor's code: the names of its fields, in torch 2.13.
@@ -33,6 +39,14 @@ FIELDS = {
     "FreeIfNotReusedLine": {"wrapper", "node", "is_reused", "comm_buffer"},
     "KernelDefinitionLine": {"wrapper", "kernel_name", "kernel_body", "metadata", "gpu", "cpp_definition"},
 }
+# What other releases of torch write: before 2.13, 2.14, and only from 2.14 on. `LineContext` is of another module.
+OF_OTHER_RELEASES = {
+    *("ExternKernelMultiOutLine", "AssertSizeStrideLine", "AssertDivByZeroLine", "ConditionalLine", "SwitchLine"),
+    *("GroupedAssertSizeStrideLine", "EnterCudaMemPoolContextLine", "ExitCudaMemPoolContextLine", "LineContext"),
+    *("EnterCudaStreamContextLine", "ExitCudaStreamContextLine"),
+    *("EnterDeviceContextManagerWithStreamInfoLine", "ExitDeviceContextManagerWithStreamInfoLine"),
+}
+RENAMED = {"ReuseLine", "ReinterpretLine", "MultiOutputLine"}
 SINCE_2_13 = {"ExternKernelMultiOutLine"}
 CALL_FIELDS = {"kernel_name", "call_args", "arg_types", "triton", "triton_meta", "inductor_meta", "device"}
 
@@ -66,13 +80,39 @@ def test_a_compilation_that_is_not_recorded_gets_inductors_own_wrapper(monkeypat
         RecordingWrapper.create(True, "", None)
 
 
-def test_a_line_that_is_not_known_is_refused_by_name() -> None:
-    class NewLine(lines.WrapperLine):
-        pass
+KINDS = [kind for kind in vars(lines).values() if isinstance(kind, type) and issubclass(kind, lines.WrapperLine)]
 
-    with pytest.raises(UnsupportedGraph, match="NewLine") as refused:
-        read_line(NewLine(), "")
-    assert refused.value.see == "inductor-code"
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_line_of_this_torch_is_known_and_every_other_one_is_refused_by_name(kind: Any) -> None:
+    """Known is what is planned, or is refused with the reason. A kind of line that torch adds is neither."""
+    name = kind.__name__
+    bases = {"WrapperLine", "MemoryPlanningLine"}  # which are not written
+    assert (name in _SILENT | RENAMED | {"AllocateLine", "KernelDefinitionLine"} | set(_READERS)) != (
+        name in bases | set(UNPLANNED_LINES) - {"AllocateLine"}
+    )
+    for made in (kind, type("NewLine", (kind,), {})):
+        known = made is kind and name not in bases
+        words = f"NewLine, of torch {torch.__version__}" if made is not kind else name
+        if made is not kind or name in bases or name in UNPLANNED_LINES:
+            line: Any = object.__new__(made)
+            line.comm_buffer = line.unbacked_bindings = True
+            with pytest.raises(UnsupportedGraph, match=re.escape(words)) as refused:
+                read_line(line, "")
+            assert ("not known" not in str(refused.value)) == known
+            assert refused.value.see == "inductor-code"
+            if not (known and name in HARMLESS | {"AllocateLine"}):
+                with pytest.raises(UnsupportedGraph, match=re.escape(words)) as refused:
+                    list(changes(cast("Any", None), line))
+                assert refused.value.see == "partitioner"
+        elif name in HARMLESS:
+            assert list(changes(cast("Any", None), object.__new__(made))) == []
+
+
+def test_a_known_name_is_a_line_of_some_torch() -> None:
+    """Names that no torch has would hide a spelling mistake."""
+    ours = _SILENT | RENAMED | set(_READERS) | set(UNPLANNED_LINES) | HARMLESS
+    assert {name for name in ours if not hasattr(lines, name)} <= OF_OTHER_RELEASES
 
 
 def test_a_buffer_of_a_collective_and_a_kernel_of_another_compiler_are_refused() -> None:
@@ -107,11 +147,22 @@ def test_lines_that_align_inputs_are_those_that_torch_writes() -> None:
     assert read_line("arg0_1 = copy_of(arg0_1)", "arg0_1 = copy_of(arg0_1)") is not None
 
 
-def test_another_version_of_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "TESTED", ("1.0",))
-    with pytest.raises(UnsupportedDevice, match=r"tested with torch 1\.0") as refused:
-        environment.require_inductor()
-    assert refused.value.see == "inductor-version"
+def test_a_newer_torch_is_tried_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_versions, "KNOWN", ("1.0", "2.1"))
+    model, x = torch.nn.Linear(4, 1), torch.ones(2, 4)
+    with pytest.warns(UserWarning, match=r"newer than 2\.1, the newest release that memplan was tested with") as caught:
+        plans = [memplan.plan(model, (x,), kernels="inductor") for _ in range(2)]
+    assert len(caught) == 1
+    assert plans[0].arena_size == plans[1].arena_size > 0
+    monkeypatch.setattr(torch_versions, "KNOWN", ("1.0", "99.0"))
+    memplan.plan(model, (x,), kernels="inductor")  # no warning, which would be an error
+
+
+@pytest.mark.parametrize("version", ["2.14.0a0+git1", "2.14.1+cu130", "2.9.0", "2.15.0", "3.0.0"])
+def test_releases_are_compared_as_numbers(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_versions, "KNOWN", ("2.11", "2.14"))
+    monkeypatch.setattr(torch, "__version__", version)
+    assert torch_versions.is_newer() == (version in ("2.15.0", "3.0.0"))
 
 
 def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
