@@ -20,7 +20,7 @@ def look_at_torch() -> list[dict[str, Any]]:
         >>> look_at_torch()[1]["what"]
         "eager's kernels"
     """
-    lines = [{"what": "device", "found": f"cpu, {torch.get_num_threads()} threads", "ok": True}]
+    lines: list[dict[str, Any]] = [{"what": "device", "found": f"cpu, {torch.get_num_threads()} threads", "ok": True}]
     kind = torch.accelerator.current_accelerator()
     if kind is not None and is_available(kind.type):
         for i in range(torch.accelerator.device_count()):
@@ -28,15 +28,16 @@ def look_at_torch() -> list[dict[str, Any]]:
             total = torch.get_device_module(device).mem_get_info(i)[1]
             lines.append({"what": "device", "found": f"{device}, {name_of(device)} {total}", "ok": True})
     tested = f"torch {KNOWN[0]} to {KNOWN[-1]} are tested" + (", this one is newer and tried" if is_newer() else "")
-    for what, attempt in (("eager's kernels", "aten"), ("Inductor's kernels", "inductor"), ("partitioner", None)):
+    ways: dict[str, Literal["aten", "inductor"] | None]
+    ways = {"eager's kernels": "aten", "Inductor's kernels": "inductor", "partitioner": None}
+    for what, attempt in ways.items():
         try:
             _attempt(attempt)
-            found, ok = "works", True
+            found = "works"
         except Exception as error:  # whatever torch raises is what is shown
-            found, ok = f"fails: {' '.join(str(error).split()) or type(error).__name__}"[:200], None
-        lines.append(
-            {"what": what, "found": found, "ok": False if ok is None and attempt == "aten" else ok, "remark": tested}
-        )
+            found = f"fails: {' '.join(str(error).split()) or type(error).__name__}"[:200]
+        ok = found == "works" or (False if attempt == "aten" else None)  # without the others, eager's are there
+        lines.append({"what": what, "found": found, "ok": ok, "remark": tested})
     return lines
 
 
