@@ -1,4 +1,4 @@
-"""What differs between the releases of torch that memplan runs with, in one place; a newer release is tried.
+"""The differences between the releases of torch that memplan runs with, in one place; a newer release is tried.
 
 Names that only some releases have are looked up here, and the lines of Inductor's wrapper are listed here by kind.
 Inductor is imported when one of its functions is called.

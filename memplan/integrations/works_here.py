@@ -1,4 +1,4 @@
-"""What memplan can do with the torch that is installed, for `memplan doctor`, which asks another process."""
+"""Tries, for `memplan doctor`, what memplan can do with the torch that is installed."""
 
 from __future__ import annotations
 
