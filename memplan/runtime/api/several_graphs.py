@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from inspect import signature
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from memplan.runtime.api.pending_calls import require_room
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.backend import Backend
 from memplan.runtime.options import CompileOptions, RunOptions
+from memplan.torch_versions import compile_limits
 from memplan.trace.capture.refusals import breaks, runs_as_eager
 
 _MAX_RECOMPILES = 64  # of one function of the model, beyond which dynamo runs it eagerly
@@ -40,9 +40,8 @@ class SeveralGraphs:
             return model(*args, **kwargs)
 
         compile_call: Any = torch.compile  # whose overloads lack the limits
-        limits = {"isolate_recompiles": True, "recompile_limit": _MAX_RECOMPILES}  # torch 2.11 has neither
-        known = {k: v for k, v in limits.items() if k in signature(torch.compile).parameters}
-        self._run = compile_call(call, backend=self.backend, **known)
+        limits = compile_limits(isolate_recompiles=True, recompile_limit=_MAX_RECOMPILES)
+        self._run = compile_call(call, backend=self.backend, **limits)
         self._ran = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
