@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
 from benchmarks.checkpointing import checkpoint_blocks
+from benchmarks.peak_measure import live_bytes
 from benchmarks.zoo import ZOO
 from memplan.core.graph import Phase, StorageKind
 from memplan.devices.measure import peak_bytes
@@ -387,3 +388,53 @@ def test_the_workspace_of_a_recurrent_layer_is_not_copied() -> None:
     assert all(torch.equal(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
     biases = [p.grad for name, p in model.named_parameters() if "bias" in name]
     assert len({g.data_ptr() for g in biases if g is not None}) == 2
+
+
+def _mlp() -> tuple[nn.Sequential, nn.Sequential]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    return model, copy.deepcopy(model)
+
+
+def _loop(call: Callable[[torch.Tensor], Any], model: nn.Module, batches: list[torch.Tensor]) -> Callable[[], None]:
+    """Return a loop over batches; `call` returns a loss for its backward, or has trained on the batch itself."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loop() -> None:
+        for x in batches:
+            loss = call(x)
+            if loss.requires_grad:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return loop
+
+
+@pytest.mark.parametrize("how", ["eager", "passive", "eager in flight", "eager step", "passive step"])
+def test_an_arena_is_given_back_while_calls_run_without_a_plan(how: str) -> None:
+    model, reference = _mlp()
+    batches = [torch.randn(256 - 16 * n, 64) for n in range(8)]
+    on_mismatch: Any = how.split()[0]
+    before = live_bytes()
+    if "step" in how:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = memplan.compile_step(
+            model, optimizer, lambda y: y.square().mean(), (batches[0],), on_mismatch=on_mismatch
+        )
+        loop = _loop(step, model, batches * 2)
+    else:
+        compiled = memplan.compile(model, batches[0], on_mismatch=on_mismatch)
+        if "in flight" in how:
+            torch.autograd.grad(compiled(batches[0]).sum() + compiled(batches[0]).sum(), list(model.parameters()))
+        loop = _loop(lambda x: compiled(x).square().mean(), model, batches * 2)
+    expected = _loop(lambda x: reference(x).square().mean(), reference, batches * 2)
+    kept = []  # so that the arena is elsewhere when it is taken again
+    for _ in range(3):
+        loop()
+        expected()
+        kept.append([torch.zeros(n) for n in range(1000, 200000, 1000)])
+    assert all(map(torch.equal, model.parameters(), reference.parameters()))
+    kept.clear()
+    standing = live_bytes() - before
+    assert standing + peak_bytes([loop], CPU)[0] <= 1.01 * peak_bytes([expected], CPU)[0]

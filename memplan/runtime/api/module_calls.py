@@ -74,9 +74,9 @@ class ModuleCalls:
         """Make those of a model that is compiled (`made`), or is to be: by `compile`; a copy, at its first use."""
         self.options, self.train, self.copied = options, train, copied
         self.pending: PendingCalls | None = None
-        self.fallbacks = Fallbacks(model, options, train, hooks)
         self.calling = OneThread()
         self.idle = IdleArena(type(model).__name__, self._running, self.calling)
+        self.fallbacks = Fallbacks(model, options, train, hooks, self._give_back_arena)
         self._model, self._hooks = model, hooks
         self._compilation = made
         self._again: Recompilation | CopyOfCompiled | None = copied
@@ -166,6 +166,11 @@ class ModuleCalls:
     def _runs_now(self) -> RunsNow:
         fixed = self.several is not None or self._again is not None or self.guide is not None
         return RunsNow(compilation=self.compilation, pending=self.pending, fixed=fixed)
+
+    def _give_back_arena(self) -> None:
+        """Give the idle arena back until a program runs, because the original runs now."""
+        if self.is_compiled:
+            self._runs_now.give_back_arena()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model for the arguments of a call; programs are made, and made again, in here alone."""

@@ -166,8 +166,8 @@ class Backend:
     @property
     def arena_size(self) -> int:
         """The bytes of all arenas that its graphs have now."""
-        memories = {instance.runner.arena.memory for graph in self.graphs for instance in graph.instances}
-        return sum(memory.untyped_storage().nbytes() for memory in memories)  # 0 where it was freed
+        arenas = (instance.arena for graph in self.graphs for instance in graph.instances)
+        return sum({id(arena.memory): arena.held for arena in arenas}.values())
 
 
 def _remade(kind: type[Backend], options: dict[str, Any]) -> Backend:

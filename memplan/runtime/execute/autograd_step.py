@@ -40,6 +40,7 @@ class PlannedStep(torch.autograd.Function):
     ) -> Any:
         with runner.arena.ownership as ownership:
             step = ownership.begin(keep=True)
+            runner.take_arena()
             ctx.repeatable = Repeatable(runner, inputs)
             try:
                 fresh, saved = runner.forward(*inputs)

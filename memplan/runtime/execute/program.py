@@ -140,6 +140,20 @@ class Program:
         """Seconds that all steps so far have waited for copies."""
         return sum(copy.stalled for copy in self.copies)
 
+    @property
+    def may_move(self) -> bool:
+        """Whether `move` moves all that knows addresses: sanitizers know some, and so do the arenas of several devices."""
+        return self.sanitizers is NO_SANITIZERS and not self.arena.sections
+
+    def move(self) -> None:
+        """Use the arena at the address where it is from now on."""
+        graph = self.traced.graph
+        planned = _in_arena(graph, self.plan, self.arena)
+        for index in self.layout.static:
+            value = graph.values[index]
+            if (storage := planned.get(value.storage)) is not None:  # runs of torch's interpreter have the same tensors
+                self.namespace.names[f"v{index}"].set_(storage, value.offset, value.shape, value.strides)
+
     def rebind(self, binding: int, tensor: torch.Tensor) -> None:
         """Use another tensor for a parameter or buffer from now on."""
         graph, b = self.traced.graph, self.traced.bindings[binding]

@@ -109,12 +109,14 @@ class Runner:
         self._op_timer = NO_SANITIZERS
         self._observed: tuple[Hook | None, Sanitizers, Functions] | None = None
         self.caller = CallerObserver()
+        self._address = arena.address
         self._prepare_calls()
         self.owned = self._find_owned_gradients() if gradients == "owned" else None
         self.added = self._find_added_gradients() if gradients == "added" else None
         # Results without any gradient (torch.linalg.vector_norm(x, 0)) require one in eager all the same.
         self._anchored = traced.training and self.owned is None and not self._gradient_order
-        self.arena_gradients = self._find_arena_gradients(temporary=gradients == "auto")
+        self._temporary = gradients == "auto"
+        self.arena_gradients = self._find_arena_gradients()
         if hooks is not None:
             hooks.attach(self)
 
@@ -278,7 +280,7 @@ class Runner:
         gradients = [self.traced.results.gradients[i] for i in self._gradient_order[: len(self._wanted_parameters)]]
         return AddedGradients(self.program, gradients) if gradients and self.cuda_graphs is None else None
 
-    def _find_arena_gradients(self, *, temporary: bool) -> ArenaGradients | None:
+    def _find_arena_gradients(self) -> ArenaGradients | None:
         """Return the gradients that the plan keeps in the arena; None if there are none."""
         t = self.traced
         pairs = zip(self._wanted_parameters, self._gradient_order, strict=False)
@@ -287,7 +289,20 @@ class Runner:
         if not found:
             return None
         slots, values = zip(*found, strict=True)
-        return ArenaGradients(self.parameter_guards, slots, values, self.program, temporary=temporary)
+        return ArenaGradients(self.parameter_guards, slots, values, self.program, temporary=self._temporary)
+
+    @property
+    def may_give_back(self) -> bool:
+        """Whether its arena may be given back, and taken again at another address: recorded steps keep theirs."""
+        return self.cuda_graphs is None and self.program.may_move
+
+    def take_arena(self) -> None:
+        """Have the arena's bytes allocated, if they were given back, and use them where they are."""
+        address = self.arena.address
+        if address != self._address:
+            self._address = address
+            self.program.move()
+            self.arena_gradients = self._find_arena_gradients()
 
     # -- a call ------------------------------------------------------------------------------------------
 
@@ -316,6 +331,7 @@ class Runner:
         else:
             with self.arena.ownership as ownership, torch.no_grad():
                 ownership.begin(keep=False)
+                self.take_arena()
                 fresh = self.forward(*inputs)[0]
             self.count_writes(inputs, current)
         return self._results.assemble(fresh, current, leaves)
@@ -347,6 +363,7 @@ class Runner:
         assert self.backward is not None
         with self.arena.ownership as ownership, torch.no_grad():
             ownership.begin(keep=False)
+            self.take_arena()
             if self.cuda_graphs is not None:
                 loss = self.cuda_graphs.step(inputs, tangent)
             else:
