@@ -36,7 +36,7 @@ class Fallbacks:
         passive: With `on_mismatch="passive"`, the state of the last call that ran without a plan; else None.
     """
 
-    def __init__(  # noqa: PLR0917
+    def __init__(
         self,
         original: nn.Module,
         options: CompileOptions,

@@ -98,6 +98,10 @@ class IdleArena:
         """Compare with eager right before the first update of some of these parameters."""
         self._update = FirstUpdate(parameters, self._make_room)
 
+    def wait_no_longer(self) -> None:
+        """Compare with eager no more: its steps have no arena."""
+        self._update = None
+
     def begin_call(self) -> None:
         """Note a call that is about to run, and do before it what an earlier comparison found, or left for later."""
         number = _THREAD.note_call(self)

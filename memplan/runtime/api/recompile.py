@@ -210,6 +210,16 @@ def outside(before: Compilation, gradients: ArenaGradients, call: Example) -> Re
     return again
 
 
+def handing_over(before: Compilation, call: Example) -> Recompilation:
+    """Return what compiles for gradients that parameters' hooks get when they are made; its steps have no arena.
+
+    What hooks allocate is not known, and beside an arena it would be more than eager.
+    """
+    again = _again(before, replace(before.base_options, gradients="added"), call, before.builder.coordinator)
+    again.builder.outside = True
+    return again
+
+
 def several_in_flight(before: Compilation, arena: Arena, call: Example) -> tuple[Compilation, PendingCalls]:
     """Compile for several calls in flight, because one begins while another waits for its backward in `arena`."""
     options, main = before.base_options, before.selector.main

@@ -421,6 +421,11 @@ class Runner:
         if self._written_inputs:
             torch.autograd.graph.increment_version(_versioned(inputs[i] for i in self._written_inputs))
 
+    def without_gradient(self, missing: set[int]) -> set[int]:
+        """Return the positions, in their order, of gradients that depend only on `missing` tangents."""
+        needs = self.traced.results.needs
+        return {n for n, i in enumerate(self._gradient_order) if needs[i] and needs[i] <= missing} if missing else set()
+
     def in_order(self, gradients: Sequence[torch.Tensor], missing: set[int]) -> Sequence[torch.Tensor | None]:
         """Return the gradients in the order in which `PlannedStep` took its differentiable inputs.
 

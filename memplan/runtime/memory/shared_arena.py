@@ -312,8 +312,9 @@ def _parameters(instances: Iterable[ArenaUser]) -> frozenset[int]:
 def release_arenas(instances: Iterable[ArenaUser], *, lend: bool = False) -> bool:
     """Free the arenas of instances of any coordinators; the instances settle in others when they run again.
 
-    `lend`: give the bytes back only until then, and leave the instances where they are. Returns False, and frees nothing, if a call waits for its backward, another thread runs one, or a gradient of the
-    last step cannot be moved out of the arena.
+    `lend`: give the bytes back only until then, and leave the instances where they are. Returns False, and frees
+    nothing, if a call waits for its backward, another thread runs one, or a gradient of the last step cannot be moved
+    out of the arena.
     """
     of: dict[ArenaCoordinator, list[ArenaUser]] = {}
     for instance in instances:
