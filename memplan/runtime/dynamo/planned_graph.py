@@ -169,8 +169,10 @@ class PlannedGraph:
             return "added"
         if self._options.gradients != "auto":
             return self._options.gradients
-        if not self._whole or self._options.has_budget:
+        if not self._whole:
             return "safe"
+        if self._options.has_budget:
+            return "added"
         return "auto" if coordinator.gradients_in_arena else "added"
 
     def _call(self, coordinator: ArenaCoordinator, inputs: Sequence[Any]) -> Any:

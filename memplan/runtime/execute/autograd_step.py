@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from memplan.errors import StaleActivationsError, UnsupportedCall
-from memplan.runtime.execute.added_gradients import HandsOver
 from memplan.runtime.execute.held_gradients import note_held_by_autograd_alone, note_unshared
 from memplan.runtime.execute.repeated_step import Repeatable
 from memplan.runtime.guards import transforms
@@ -151,16 +150,15 @@ def _may_add(ctx: Any, runner: Any) -> bool:
     return hooks_ever_set() == ctx.hooks_before or not hooks_on(ctx)
 
 
-def _handing(ctx: Any, runner: Any) -> HandsOver | None:
+def _handing(ctx: Any, runner: Any) -> Any:
     """Return the backward that hands gradients to parameters with hooks when they are made; None without such hooks."""
     if not (ctx.adds and any(p._post_accumulate_grad_hooks for p in ctx.adds) and _may_add(ctx, runner)):
         return None
-    found: HandsOver | None = runner.added.handing(ctx.adds, [node for node, _ in ctx.next_functions[: len(ctx.adds)]])
-    return found
+    return runner.added.handing(ctx.adds, [node for node, _ in ctx.next_functions[: len(ctx.adds)]])
 
 
 def _handed_over(
-    handing: HandsOver, runner: Any, given: Sequence[torch.Tensor], missing: set[int]
+    handing: Any, runner: Any, given: Sequence[torch.Tensor], missing: set[int]
 ) -> list[torch.Tensor | None]:
     """Run a backward that hands gradients over; return those that autograd is to get, in order."""
     gradients, kept = handing(given, runner.without_gradient(missing))
