@@ -70,7 +70,7 @@ class AddedGradients:
 
         `nodes`: as in `targets`. Parameters that something else uses, or with other hooks, get theirs from autograd.
         """
-        if not any(p._post_accumulate_grad_hooks for p in parameters):  # type: ignore[attr-defined]
+        if not any(p._post_accumulate_grad_hooks for p in parameters):
             return None
         if torch.is_anomaly_enabled() or not _counts_references():
             return None
@@ -198,7 +198,7 @@ class HandsOver:
             return
         gradient, self._made[i] = self._made[i], None
         assert gradient is not None
-        with torch._C._ForceDispatchKeyGuard(*self._keys):  # type: ignore[attr-defined]
+        with torch._C._ForceDispatchKeyGuard(*self._keys):
             if parameter.grad is not None:
                 parameter.grad.add_(gradient)
             elif gradient.stride() == parameter.stride():
@@ -206,7 +206,7 @@ class HandsOver:
             else:
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)
             del gradient
-            hooks: Any = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            hooks: Any = parameter._post_accumulate_grad_hooks
             for key, hook in tuple((hooks or {}).items()):
                 once = hooks[key] = hook if isinstance(hook, _Once) else _Once(hook)
                 if once.now(parameter) is not None:
