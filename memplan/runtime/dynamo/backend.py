@@ -37,8 +37,9 @@ class Backend:
     Args:
         gradients: "auto": without a budget, a graph that is the whole model keeps its gradients in the arena until
             the next step begins; they are outside, and added to, from the first step on that runs several graphs, or
-            that finds gradients of the last one still set. Within a budget, and for graphs that end at a graph break,
-            as "safe". "safe": each backward returns gradients of their own to autograd. "owned": each backward assigns
+            that finds gradients of the last one still set. Within a
+            budget they are added to as well, and graphs that end at a graph break have them as "safe". "safe": each
+            backward returns gradients of their own to autograd. "owned": each backward assigns
             the `.grad` of its graph's parameters itself, with the limits that `memplan.compile` names.
         options: The options of `memplan.compile` that decide how a step is planned and checked: `budget`,
             `arena_budget`, `host_budget`, `pinned_budget`, `reserve`, `policy`, `costs`, `checkpoint`, `kernels`,
@@ -177,8 +178,8 @@ class Backend:
     @property
     def arena_size(self) -> int:
         """The bytes of all arenas that its graphs have now."""
-        memories = {instance.runner.arena.memory for graph in self.graphs for instance in graph.instances}
-        return sum(memory.untyped_storage().nbytes() for memory in memories)  # 0 where it was freed
+        arenas = (instance.arena for graph in self.graphs for instance in graph.instances)
+        return sum({id(arena.memory): arena.held for arena in arenas}.values())
 
 
 def _remade(kind: type[Backend], options: dict[str, Any]) -> Backend:

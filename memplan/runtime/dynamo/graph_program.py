@@ -33,11 +33,12 @@ def first_program_of(
     *,
     smaller: Smaller | None = None,
     after: int = 0,
+    outside: bool = False,
 ) -> tuple[TracedGraph, Runner]:
     """Return the trace of a graph, and its first program, which is planned and tried.
 
     `options`: with `gradients` as they are for this graph. `smaller`: the trace and the plan, where they are known.
-    `after`: as in `first_program`, for a graph that trains.
+    `after`, `outside`: as in `first_program`, for a graph that trains.
     """
     guards = ModuleGuards(module)
     rest = module.set_kept(inputs)
@@ -53,7 +54,8 @@ def first_program_of(
             )
 
         given, after = smaller[1] if smaller else None, after if traced.training else 0
-        built = first_program(options, traced, None, assemble, given=given, after=after)
+        outside = outside and traced.training
+        built = first_program(options, traced, None, assemble, given=given, after=after, outside=outside)
     if options.has_budget:  # a joint plan of all graphs may be tried on the example
         return built.traced, built.runner
     built.runner.forget_example()  # the first batch: nobody else may hold it

@@ -32,6 +32,7 @@ from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, Sm
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.call_kinds import kind_of
+from memplan.runtime.guards.hook_counts import AccumulateHooks
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_parts import part_of
@@ -132,6 +133,7 @@ class PlannedGraph:
         self._divide = divide
         self._instead: Callable[..., Any] | None = None  # what runs where no plan can hold it
         self._update: FirstUpdate | None = None
+        self._hooked = AccumulateHooks()
         self._after = 0  # bytes that the optimizer allocates beside the arena, for which later programs leave room
         for warning in gradients_that_eager_lacks(graph.graph) if torch.is_grad_enabled() else ():
             _log.warning("%s", warning)
@@ -164,12 +166,19 @@ class PlannedGraph:
                 self._coordinators.put_gradients_outside(coordinator, _STILL_SET, self._graph)
                 return self._call(coordinator, inputs)
 
-    def _gradients_for(self, coordinator: ArenaCoordinator) -> Gradients:
-        """Return where the gradients of the graph are now: in the arena while steps consist of this graph alone."""
+    def _gradients_for(self, coordinator: ArenaCoordinator, *, hooked: bool) -> Gradients:
+        """Return where the gradients of the graph are now: in the arena while steps consist of this graph alone.
+
+        `hooked`: hooks of parameters get them when they are made.
+        """
+        if hooked:
+            return "added"
         if self._options.gradients != "auto":
             return self._options.gradients
-        if not self._whole or self._options.has_budget:
+        if not self._whole:
             return "safe"
+        if self._options.has_budget:
+            return "added"
         return "auto" if coordinator.gradients_in_arena else "added"
 
     def _call(self, coordinator: ArenaCoordinator, inputs: Sequence[Any]) -> Any:
@@ -184,15 +193,16 @@ class PlannedGraph:
             _drop_replaced(coordinator)
         self._calls += 1
         numbers = {name: inputs[i].item() for name, i in self._numbers.items()}
-        gradients = self._gradients_for(coordinator)
-        key = coordinator, tuple(map(kind_of, inputs)) if self._varies else (), repr(numbers), gradients
+        hooked = self._options.plans_for_updates and self._hooked.any_on(lambda: (inputs[i] for i in self._kept))
+        how = self._gradients_for(coordinator, hooked=hooked), hooked
+        key = coordinator, tuple(map(kind_of, inputs)) if self._varies else (), repr(numbers), how
         if key not in self._instances:
-            self._drop([k for k in self._instances if k[0] is coordinator and k[-1] != gradients])
+            self._drop([k for k in self._instances if k[0] is coordinator and k[-1] != how])
             if len(self._instances) == _MAX_PLANS:
                 del self._instances[next(iter(self._instances))]
             self._instances[key] = []
         try:
-            instance = self._instance(self._instances[key], coordinator, inputs, numbers)
+            instance = self._instance(self._instances[key], coordinator, inputs, numbers, how)
         except UnsupportedGraph as refused:
             if self._options.has_budget or not runs_as_eager(refused):
                 raise
@@ -253,9 +263,10 @@ class PlannedGraph:
         coordinator: ArenaCoordinator,
         inputs: Sequence[Any],
         numbers: Mapping[str, float],
+        how: tuple[Gradients, bool],
     ) -> GraphInstance | None:
         """Return an idle instance, preferably one with the same parameters, or a new one; None beyond the limit."""
-        options = replace(self._options, gradients=self._gradients_for(coordinator))
+        options = replace(self._options, gradients=how[0])
 
         def make(like: GraphInstance | None, smaller: Smaller | None = None) -> GraphInstance:
             """Return a new instance; the trace, the plan and the bound ops of another one are reused."""
@@ -266,7 +277,10 @@ class PlannedGraph:
                     traced, runner = like.traced, like.another(coordinator, ModuleGuards(module))
                 else:
                     traced, runner = first_program_of(
-                        module, inputs, options, coordinator, self._hooks, smaller=smaller, after=self._after
+                        *(module, inputs, options, coordinator, self._hooks),
+                        smaller=smaller,
+                        after=self._after,
+                        outside=how[1],
                     )
                 self._wait_for_update(traced)
                 return GraphInstance(module, traced, runner, ends=self._ends, graph=self)
