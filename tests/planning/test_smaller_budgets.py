@@ -136,7 +136,7 @@ def test_separate_plans_of_a_model_take_no_less_time_under_smaller_budgets() -> 
     assert len(refused) == 1
 
 
-POLICIES = [QUICK, QUICK_RECOMPUTE, "flow", "genoa", "dtr", "dtr-addresses", "delta", "capuchin"]
+POLICIES = [QUICK, QUICK_RECOMPUTE, "flow", "genoa", "dtr", "delta", "capuchin"]
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpoints"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import logging
 import random
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import memplan
@@ -351,3 +353,38 @@ def test_promises_refuse() -> None:
     budgeted = torch.compile(Net(_cond), backend=memplan.Backend(budget="1GiB"))
     with pytest.raises(UnsupportedGraph):
         budgeted(_x())
+
+
+class Counting(nn.Module):
+    """Writes to a tensor that is no buffer: an attribute, or one of a list or dict."""
+
+    def __init__(self, held: str) -> None:
+        super().__init__()
+        count = torch.zeros(4)
+        self.inner = nn.Linear(4, 4)
+        self.held: Any = {"attribute": count, "list": [count], "dict": {"count": count}}[held]
+
+    @property
+    def count(self) -> torch.Tensor:
+        """The tensor."""
+        (found,) = pytree.tree_leaves(self.held)
+        return found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = self.held if isinstance(self.held, torch.Tensor) else next(iter(pytree.tree_leaves(self.held)))
+        count.add_(1)
+        return self.inner(x) * count
+
+
+@pytest.mark.parametrize("by_backend", [False, True])
+@pytest.mark.parametrize("held", ["attribute", "list", "dict"])
+@pytest.mark.filterwarnings("ignore:.*planned as several graphs", "ignore:.*runs as eager")
+def test_a_tensor_that_is_no_buffer_counts_the_steps_and_not_the_traces(held: str, by_backend: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Counting(held), torch.randn(2, 4)
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="memplan") if by_backend else memplan.compile(model, x)
+    assert not model.count.any()
+    for _ in range(3):
+        assert torch.equal(compiled(x), eager(x))
+        assert torch.equal(model.count, eager.count)

@@ -238,13 +238,28 @@ def _without_cudnn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restoring(model: nn.Module) -> Iterator[None]:
-    """Restore parameters and buffers: AOTAutograd leaves its fake ones in a submodule that has two names."""
+    """Restore parameters and buffers: AOTAutograd leaves its fake ones in a submodule that has two names.
+
+    Restore the contents of tensors that are plain attributes, too: a forward that writes to one writes to it while it is
+    traced, since a front end takes it for a constant.
+    """
     held: list[tuple[Any, Any]] = [(own, dict(own)) for m in model.modules() for own in (m._parameters, m._buffers)]
+    plain = [x for m in model.modules() for x in pytree.tree_leaves(_attributes(m)) if type(x) is torch.Tensor]
+    contents = [(x, x._version, x.detach().clone()) for x in plain if not x.is_inference()]
     try:
         yield
     finally:
         for own, before in held:
             own.update(before)
+        with torch.no_grad():
+            for tensor, version, content in contents:
+                if tensor._version != version:
+                    tensor.copy_(content)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module other than its parameters, buffers and submodules."""
+    return {name: value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")}
 
 
 def _capture_joint(
