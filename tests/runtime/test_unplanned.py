@@ -367,13 +367,14 @@ class Counting(nn.Module):
     @property
     def count(self) -> torch.Tensor:
         """The tensor."""
-        (found,) = pytree.tree_leaves(self.held)
-        return found
+        count: torch.Tensor = next(iter(pytree.tree_leaves(self.held)))
+        return count
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         count = self.held if isinstance(self.held, torch.Tensor) else next(iter(pytree.tree_leaves(self.held)))
         count.add_(1)
-        return self.inner(x) * count
+        scaled: torch.Tensor = self.inner(x) * count
+        return scaled
 
 
 @pytest.mark.parametrize("by_backend", [False, True])
