@@ -15,7 +15,7 @@ from torch.export import Dim
 import memplan
 from memplan.core.graph import Phase, StorageKind
 from memplan.core.written_first import require_written_first
-from memplan.errors import InvalidPlan
+from memplan.errors import InvalidPlan, StaleActivationsError, UnsupportedGraph
 from memplan.evict.costs import DEVICES
 from memplan.trace import trace
 from memplan.trace.capture.joint_graph import capture
@@ -222,3 +222,21 @@ def test_torchs_own_budget_counts_the_writes_of_the_backward() -> None:
     assert capture(model, args, {}, train=True).training
     (point,) = torch_points(model, args, None, DEVICES["cpu"], 64, budgets=[1.0])
     assert point.peak > 0
+
+
+@pytest.mark.parametrize("name", ["layers", "shared", "returned, first"])
+def test_inductors_kernels_give_the_bits_of_torchs_inductor(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    theirs = copy.deepcopy(model)
+    compiled = memplan.compile(model, _inputs(name, 0), kernels="inductor")
+    expected, found = (_steps(m, c, name, 1) for m, c in ((theirs, torch.compile(theirs)), (model, compiled)))
+    assert len(expected) == len(found)
+    assert all(map(torch.equal, expected, found))
+    with pytest.raises(StaleActivationsError):  # torch reads what the first backward has left
+        _steps(model, compiled, name, 2)
+
+
+def test_inductors_kernels_of_what_forward_and_backward_write_are_refused() -> None:
+    with pytest.raises(UnsupportedGraph, match="which the forward has changed by then"):
+        memplan.compile(MODELS["counted in both"](), _inputs("", 0), kernels="inductor")
