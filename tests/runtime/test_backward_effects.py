@@ -78,12 +78,13 @@ class Layer(nn.Module):
                 return g * 2, None
 
         self.linear, self.function, self.used, self.last = nn.Linear(8, 8), Twice, used, last
+        self.held: torch.Tensor
         self.register_buffer("held", torch.ones(shape))
 
     def forward(self, x: torch.Tensor, held: torch.Tensor | None = None) -> torch.Tensor:
         h = self.linear(x)
         h = h * self.held.clone() if self.used else h
-        found: torch.Tensor = self.function.apply(h, self.held if held is None else held)
+        found: torch.Tensor = self.function.apply(h, self.held if held is None else held)  # type: ignore[no-untyped-call]
         return found if self.last else found.square()
 
 
