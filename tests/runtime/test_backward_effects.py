@@ -240,4 +240,4 @@ def test_inductors_kernels_give_the_bits_of_torchs_inductor(name: str) -> None:
 
 def test_inductors_kernels_of_what_forward_and_backward_write_are_refused() -> None:
     with pytest.raises(UnsupportedGraph, match="which the forward has changed by then"):
-        memplan.compile(MODELS["counted in both"](), _inputs("", 0), kernels="inductor")
+        memplan.plan(MODELS["counted in both"](), _inputs("", 0), kernels="inductor")
