@@ -15,7 +15,7 @@ from torch.export import Dim
 import memplan
 from memplan.core.graph import Phase, StorageKind
 from memplan.core.written_first import require_written_first
-from memplan.errors import InvalidPlan
+from memplan.errors import InvalidPlan, StaleActivationsError, UnsupportedGraph
 from memplan.evict.costs import DEVICES
 from memplan.trace import trace
 from memplan.trace.capture.joint_graph import capture
@@ -53,7 +53,15 @@ def _a_view(held: torch.Tensor, g: torch.Tensor) -> None:
 class Layer(nn.Module):
     """A linear layer whose backward calls `write`, and whose forward calls `early`, on a buffer or on an input."""
 
-    def __init__(self, write: Write, early: Write | None = None, shape: tuple[int, ...] = (), used: bool = False):
+    def __init__(
+        self,
+        write: Write,
+        early: Write | None = None,
+        shape: tuple[int, ...] = (),
+        used: bool = False,
+        last: bool = False,
+    ) -> None:
+        """`used`: the forward reads the buffer. `last`: the function comes last, so that its backward comes first."""
         super().__init__()
 
         class Twice(torch.autograd.Function):
@@ -69,22 +77,23 @@ class Layer(nn.Module):
                 write(ctx.held, g)
                 return g * 2, None
 
-        self.linear, self.function, self.used = nn.Linear(8, 8), Twice, used
+        self.linear, self.function, self.used, self.last = nn.Linear(8, 8), Twice, used, last
+        self.held: torch.Tensor
         self.register_buffer("held", torch.ones(shape))
 
     def forward(self, x: torch.Tensor, held: torch.Tensor | None = None) -> torch.Tensor:
         h = self.linear(x)
         h = h * self.held.clone() if self.used else h
-        found: torch.Tensor = self.function.apply(h, self.held if held is None else held)
-        return found.square()
+        found: torch.Tensor = self.function.apply(h, self.held if held is None else held)  # type: ignore[no-untyped-call]
+        return found if self.last else found.square()
 
 
 class ReturnsIt(nn.Module):
     """Returns the buffer that its backward writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, last: bool = False) -> None:
         super().__init__()
-        self.layer = Layer(_averaged)
+        self.layer = Layer(_averaged, last=last)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.layer(x), self.layer.held
@@ -104,8 +113,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "shared": _sharing,
     "input": lambda: Layer(lambda held, g: held.copy_(g)),
     "returned": ReturnsIt,
+    "returned, first": lambda: ReturnsIt(last=True),
+    "counter, first": lambda: Layer(_counted, last=True),
+    "average, used, first": lambda: Layer(_averaged, used=True, last=True),
     "set in both": lambda: Layer(_largest, lambda held, _: held.add_(1)),
     "counted in both": lambda: Layer(_counted, lambda held, _: held.mul_(2)),
+    "counted in both, first": lambda: Layer(_counted, lambda held, _: held.mul_(2), last=True),
 }
 COMPILED: dict[str, Callable[..., Any]] = {
     "compile": memplan.compile,
@@ -127,6 +140,10 @@ def _inputs(name: str, seed: int) -> tuple[torch.Tensor, ...]:
     return (x, torch.zeros(4, 8)) if name == "input" else (x,)
 
 
+def _tensors(*outs: Any) -> list[torch.Tensor]:
+    return [t for out in outs for t in (out if isinstance(out, tuple) else (out,))]
+
+
 def _loss(out: Any) -> torch.Tensor:
     found: torch.Tensor = (out[0] if isinstance(out, tuple) else out).sum()
     return found
@@ -142,14 +159,14 @@ def _steps(model: nn.Module, call: Callable[..., Any], name: str, waiting: int) 
         found.extend(t.detach().clone() for t in (*model.buffers(), *gradients, *given, *more))
 
     for seed in range(2):
-        losses = []
+        outs: list[Any] = []
         for k in range(waiting):
             given += _inputs(name, waiting * seed + k)
-            losses.append(_loss(call(*given[-len(_inputs(name, 0)) :])))
-            see(losses[-1])
-        for loss in losses:
-            loss.backward()  # type: ignore[no-untyped-call]
-            see()  # gradients are added up
+            outs.append(call(*given[-len(_inputs(name, 0)) :]))
+            see(*_tensors(*outs))
+        for out in outs:
+            _loss(out).backward()  # type: ignore[no-untyped-call]
+            see(*_tensors(*outs))  # gradients are added up; a result may be what is written
     return found
 
 
@@ -206,3 +223,21 @@ def test_torchs_own_budget_counts_the_writes_of_the_backward() -> None:
     assert capture(model, args, {}, train=True).training
     (point,) = torch_points(model, args, None, DEVICES["cpu"], 64, budgets=[1.0])
     assert point.peak > 0
+
+
+@pytest.mark.parametrize("name", ["layers", "shared", "returned, first"])
+def test_inductors_kernels_give_the_bits_of_torchs_inductor(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    theirs = copy.deepcopy(model)
+    compiled = memplan.compile(model, _inputs(name, 0), kernels="inductor")
+    expected, found = (_steps(m, c, name, 1) for m, c in ((theirs, torch.compile(theirs)), (model, compiled)))
+    assert len(expected) == len(found)
+    assert all(map(torch.equal, expected, found))
+    with pytest.raises(StaleActivationsError):  # torch reads what the first backward has left
+        _steps(model, compiled, name, 2)
+
+
+def test_inductors_kernels_of_what_forward_and_backward_write_are_refused() -> None:
+    with pytest.raises(UnsupportedGraph, match="which the forward has changed by then"):
+        memplan.plan(MODELS["counted in both"](), _inputs("", 0), kernels="inductor")

@@ -296,15 +296,16 @@ def is_backward(node: fx.Node) -> bool:
 def tag_backward(graph: fx.Graph) -> None:
     """Tag the nodes of the backward that AOTAutograd left untagged (the ops of a user's `torch.autograd.Function`).
 
-    These are the nodes after the first tagged one, or after the first that needs a gradient that comes in.
+    AOTAutograd tags all that it has traced when the forward ends. What comes after that is the backward, whatever it
+    reads: a buffer's old value depends on no gradient that comes in.
     """
-    tangents = {n for n in graph.nodes if n.op == "placeholder" and n.meta["desc"].is_tangent()}
-    passed = False
-    for node in graph.nodes:
-        if node.op == "call_function":
-            passed = passed or is_backward(node) or not tangents.isdisjoint(node.all_input_nodes)
-            if passed:
-                node.meta.setdefault("partitioner_tag", "is_backward")
+    if not any(n.meta["desc"].is_tangent() for n in graph.find_nodes(op="placeholder")):
+        return
+    for node in reversed(graph.nodes):
+        if node.meta.get("partitioner_tag") == "is_forward":
+            break
+        if node.op == "call_function" and node.meta.get("partitioner_tag") is None:
+            node.meta["partitioner_tag"] = "is_backward"
 
 
 def touching(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
