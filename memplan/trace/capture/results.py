@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from memplan.trace.passes.aliasing import is_view
@@ -31,9 +35,16 @@ class ResultView:
 def returning_once(module: nn.Module) -> Iterator[list[Once]]:
     """Let a front end's module return each tensor of its result once, and no structure; yields what each call returned.
 
-    A tensor that is returned twice is one output, with one gradient, in everything that follows.
+    A tensor that is returned twice is one output, with one gradient, in everything that follows. Pieces of a tensor
+    (`split`) are views of it where the tensor, or a piece by another op, is returned too, and not tensors of their own.
     """
     found: list[Once] = []
+    several: list[torch.Tensor] = []
+    of_several = torch._functionalize_is_multi_output_view
+
+    def is_piece(x: torch.Tensor) -> bool:
+        """Return whether AOTAutograd may take an output for a tensor of its own: others in its bytes are of its op."""
+        return of_several(x) and not any(x is one for one in several)
 
     def once(of: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that returns the outputs of `of`."""
@@ -44,7 +55,8 @@ def returning_once(module: nn.Module) -> Iterator[list[Once]]:
             first = dict(zip(reversed(keys), reversed(leaves), strict=True))
             number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
             found.append((spec, tuple(number[key] for key in keys)))
-            return tuple(first[key] for key in number)
+            several.extend(_by_several_ops(outputs := [first[key] for key in number]))
+            return tuple(outputs)
 
         return outputs
 
@@ -56,10 +68,21 @@ def returning_once(module: nn.Module) -> Iterator[list[Once]]:
     before = dict(held)
     held[name] = once(getattr(holder, name))
     try:
-        yield found
+        with mock.patch.object(torch, "_functionalize_is_multi_output_view", is_piece):
+            yield found
     finally:
         held.pop(name)
         held.update({name: before[name]} if name in before else {})
+
+
+def _by_several_ops(outputs: list[Any]) -> list[torch.Tensor]:
+    """Return those outputs of a trace (as AOTAutograd wraps them) whose bytes are also returned by another op."""
+    traced = [x for x in outputs if isinstance(x, FunctionalTensor) and x.requires_grad]
+    made_by = defaultdict[StorageWeakRef, set[Any]](set)
+    with FunctionalTensorMode():  # reading `grad_fn` after a change in place makes it anew
+        for x in traced:
+            made_by[StorageWeakRef(x.untyped_storage())].add(x.grad_fn)
+    return [x.elem for x in traced if len(made_by[StorageWeakRef(x.untyped_storage())]) > 1]
 
 
 def views_among(graph: fx.Graph) -> tuple[ResultView, ...]:
