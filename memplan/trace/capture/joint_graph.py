@@ -147,11 +147,11 @@ def captured(
     """
     graph_module = joint.graph_module
     out_spec, repeated = graph_module.meta[_ONCE]
-    views = views_among(graph_module.graph)
     refuse_unfinished(graph_module.graph)
     require_same_types(graph_module.graph)
     order_checks(graph_module.graph)
     tag_backward(graph_module.graph)
+    views = views_among(graph_module.graph)
     separate_tangents(graph_module.graph)
     _without_assertions(graph_module.graph)
     if as_eager:

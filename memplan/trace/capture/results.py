@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from memplan.trace.passes.aliasing import is_view
-from memplan.trace.passes.own_outputs import returned_by
+from memplan.trace.passes.own_outputs import is_backward, returned_by
 from memplan.trace.passes.rewrite import aten
 
 Once = tuple[pytree.TreeSpec, tuple[int, ...]]  # the structure of a result, and the output that each leaf is
@@ -25,10 +25,14 @@ Once = tuple[pytree.TreeSpec, tuple[int, ...]]  # the structure of a result, and
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultView:
-    """What an output is among the outputs: a view of output `of` (None: of none), by way of `detach()` or not."""
+    """What an output is among the outputs: a view of output `of` (None: of none), by way of `detach()` or not.
+
+    `used`: the forward computes something from it, or from views of it.
+    """
 
     of: int | None = None
     detached: bool = False
+    used: bool = False
 
 
 @contextlib.contextmanager
@@ -96,11 +100,17 @@ def views_among(graph: fx.Graph) -> tuple[ResultView, ...]:
 def _view(output: Any, number: dict[Any, int]) -> ResultView:
     """Return what an output is; `number` has the outputs."""
     node: Any = output
-    detached = False
+    used, detached = isinstance(node, fx.Node) and _is_used(node), False
     while isinstance(node, fx.Node) and node.op == "call_function" and is_view(node):
         detached = detached or node.target is aten.detach.default
         node = node.args[0]
         of = number.get(node)
         if of is not None:
-            return ResultView(of=of, detached=detached)
-    return ResultView(detached=detached)
+            return ResultView(of=of, detached=detached, used=used)
+    return ResultView(detached=detached, used=used)
+
+
+def _is_used(node: fx.Node) -> bool:
+    """Return whether the forward computes something from a node or a view of it."""
+    readers = [n for n in node.users if n.op != "output" and not is_backward(n) and n.target is not aten.detach.default]
+    return any(_is_used(n) if is_view(n) else True for n in readers)
