@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs memplan from this checkout into .venv, every version pinned. Usage: scripts/install.sh [EXTRA]
-# EXTRA may be several: torch,docs. Without torch, memplan solves, and reads and checks saved plans. TORCH=2.11 (or 2.12)
+# EXTRA may be several: torch,docs. Without torch, memplan solves, and reads and checks saved plans. TORCH=2.11 (or 2.12, 2.14)
 # installs that torch instead, by constraints/torch-2.11.txt.
 # Needs python3 >= 3.11 with venv (or another interpreter named by $PYTHON). Running it again is quick.
 set -euo pipefail

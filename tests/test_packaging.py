@@ -53,7 +53,7 @@ def test_a_torch_without_constraints_is_refused_before_anything_is_installed() -
         check=False,
     )
     assert done.returncode == 2
-    assert "there is no constraints/torch-1.0.txt; TORCH is one of: 2.11 2.12 2.13" in done.stderr
+    assert "there is no constraints/torch-1.0.txt; TORCH is one of: 2.11 2.12 2.13 2.14" in done.stderr
 
 
 def test_the_source_distribution_holds_the_repository(tmp_path: Path) -> None:

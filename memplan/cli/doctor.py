@@ -31,14 +31,14 @@ Line = tuple[str, str, bool | None, str]
 
 
 def doctor(as_json: Annotated[bool, opt("--json", "Print it as JSON, for bug reports.")] = False) -> None:
-    """Show versions, devices and optional parts, and whether planning works here.
+    """Show versions, devices and optional parts, and what works here: each of memplan's ways is tried on a small model.
 
     Exits 1 when something that memplan needs is missing.
     """
     from memplan.report.sections import Form, Section, columns
 
     with stages("Looking around"):
-        lines = [*_system(), *_packages(), *_devices(), _solves()]
+        lines = [*_system(), *_packages(), *_of_torch(), _solves()]
     marks = {True: "ok", False: "MISSING", None: "-"}
     rows = tuple((marks[ok], what, found, use) for what, found, ok, use in lines)
     data = [dict(zip(("what", "found", "ok", "remark"), line, strict=True)) for line in lines]
@@ -72,23 +72,22 @@ def _packages() -> Iterator[Line]:
             yield name, importlib.metadata.version(name), True, use
 
 
-def _devices() -> Iterator[Line]:
-    """Yield a line for each device of torch, found by another process so that torch is not imported here."""
+def _of_torch() -> Iterator[Line]:
+    """Yield a line for each device of torch, and for each way to plan, by another process: torch is slow to import."""
     import importlib.util
+    import json
     import subprocess
 
-    code = (
-        "import torch; n = torch.cuda.device_count(); print('cpu,', torch.get_num_threads(), 'threads'); "
-        "[print(f'cuda:{i},', torch.cuda.get_device_name(i), torch.cuda.get_device_properties(i).total_memory) "
-        "for i in range(n)]"
-    )
-    if importlib.util.find_spec("torch") is not None:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        for text in done.stdout.splitlines():
-            yield "device", text, True, ""
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            yield "device", "torch cannot be imported", False, last[:200]
+    if importlib.util.find_spec("torch") is None:
+        return
+    code = "import json; from memplan.integrations.works_here import look_at_torch; print(json.dumps(look_at_torch()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        yield "device", "torch cannot be imported", False, last[:200]
+        return
+    for found in json.loads(done.stdout.splitlines()[-1]):
+        yield found["what"], found["found"], found["ok"], found.get("remark", "")
 
 
 def _solves() -> Line:

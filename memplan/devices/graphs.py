@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from memplan.devices.kinds import is_accelerator, is_available
+from memplan.torch_versions import accelerators
 
 
 def can_record(device: torch.device) -> bool:
     """Return whether torch records graphs on a device."""
-    if not is_accelerator(device) or not is_available(device.type) or not hasattr(torch.accelerator, "Graph"):
+    if not is_accelerator(device) or not is_available(device.type) or accelerators("Graph") is None:
         return False
     try:
         new_graph(None)

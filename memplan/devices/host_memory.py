@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from memplan.devices.kinds import is_accelerator
+from memplan.torch_versions import accelerators
 
 
 def host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -16,7 +17,7 @@ def host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
 
 def unlock_unused(device: torch.device) -> None:
     """Give back pinned memory that nothing refers to: torch keeps it for later requests of the same size."""
-    give_back = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 has none
+    give_back = accelerators("empty_host_cache")
     if is_accelerator(device) and give_back is not None:
         give_back()
 

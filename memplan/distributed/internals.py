@@ -1,7 +1,7 @@
 """Checks that torch keeps what FSDP2 and `DistributedDataParallel` know where memplan reads it.
 
-Neither says by public names how it gathers and reduces. The names that are read here are those of torch 2.13; where one
-of them is missing, a model is refused, instead of read halfway.
+Neither says by public names how it gathers and reduces. The names that are read here are those of torch 2.13
+and 2.14; where one of them is missing, a model is refused, instead of read halfway.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from memplan.errors import UnsupportedGraph
+from memplan.torch_versions import KNOWN
 
 # the attributes that are read of each of torch's objects; `_modules` and the like, which every module has, apart
 OF_STATE = (
@@ -88,5 +89,5 @@ def require_state(state: Any) -> None:
 
 def _elsewhere(where: str, name: str) -> UnsupportedGraph:
     what = f"has no {name!r} in torch {torch.__version__}, by which memplan reads how parameters are divided"
-    hint = "install torch 2.13, or train without memplan"
+    hint = f"install torch {KNOWN[-1]}, or train without memplan"
     return UnsupportedGraph(where, what, hint, see="ranks-refused")

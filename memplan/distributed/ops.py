@@ -21,6 +21,7 @@ from memplan.core.collectives import NAMESPACE
 from memplan.distributed.ended import AGAIN, reason_of, require_going_on, timeout_of
 from memplan.distributed.gloo import ReduceScatter, copied_bytes, is_gloo
 from memplan.errors import CollectiveFailed
+from memplan.torch_versions import collective
 
 _SCHEMAS = {
     "gather_parameter": "Tensor shard, int ranks, str group",
@@ -105,7 +106,7 @@ def updating() -> Iterator[None]:
 
 
 def _gather_parameter(shard: torch.Tensor, ranks: int, group: str, *, out: torch.Tensor, later: bool) -> Any:
-    run = _named("all_gather_single", "all_gather_into_tensor")
+    run = collective("all_gather_single", "all_gather_into_tensor")
     return run(out, shard, group=process_group(group), async_op=later)
 
 
@@ -113,7 +114,7 @@ def _reduce_scatter(whole: torch.Tensor, how: str, ranks: int, group: str, *, ou
     found = process_group(group)
     if later and is_gloo(found) and whole.device.type == "cpu":
         return ReduceScatter(out, whole, _reduction(how), found)
-    run = _named("reduce_scatter_single", "reduce_scatter_tensor")
+    run = collective("reduce_scatter_single", "reduce_scatter_tensor")
     return run(out, whole, op=_reduction(how), group=found, async_op=later)
 
 
@@ -154,12 +155,6 @@ def process_group(name: str) -> Any:
     """Return a process group by its name."""
     home: Any = distributed.distributed_c10d
     return home._resolve_process_group(name)
-
-
-def _named(name: str, before: str) -> Callable[..., Any]:
-    """Return a function of torch.distributed by its name, or by the one that it had before torch 2.13."""
-    found: Callable[..., Any] = getattr(distributed, name, None) or getattr(distributed, before)
-    return found
 
 
 def _reduction(how: str) -> Any:

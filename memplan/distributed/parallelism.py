@@ -23,6 +23,7 @@ from memplan.distributed.refusals import (
     require_parameter,
     require_reducer,
 )
+from memplan.torch_versions import reducing_group
 
 _PRIVATE = "torch.distributed.fsdp._fully_shard"
 _FIRST_BUCKET_BYTES = 1 << 20  # of torch's, which starts to reduce early
@@ -240,7 +241,7 @@ def _shards(param: Any, names: Mapping[int, list[str]], *, reshards: bool) -> It
     """Yield the shard of an `FSDPParam` for each name of its parameter."""
     divide_factors = internal(f"{_PRIVATE}._fsdp_collectives", "_get_gradient_divide_factors")
     group = param.mesh_info.shard_process_group
-    reduces = getattr(param.mesh_info, "reduce_scatter_process_group", None) or group  # of torch 2.13 and newer
+    reduces = reducing_group(param.mesh_info)
     own, gathered = param.sharded_param.dtype, gathered_dtype(param)
     reduced = param.mp_policy.reduce_dtype or gathered
     before, after, how, _ = divide_factors(group, None, reduced, param.device.type)

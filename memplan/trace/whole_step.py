@@ -137,7 +137,7 @@ def capture_loss(
 
     Raises:
         UnsupportedGraph: The model or the loss cannot be traced, or no update can have an option of the optimizer.
-        UnsupportedDevice: Inductor cannot generate kernels here, or for this version of torch memplan cannot run them.
+        UnsupportedDevice: Inductor cannot generate kernels here.
         UnsupportedCall: The model is divided among ranks, and `kernels` are Inductor's.
     """
     require_supported(optimizer)

@@ -14,6 +14,7 @@ from memplan.core.plan import Plan
 from memplan.core.units import format_exact
 from memplan.errors import InvalidModel
 from memplan.planning import planfile
+from memplan.torch_versions import KNOWN
 from tests.cli.helpers import Run, python
 from tests.samples import sample_plan
 
@@ -83,6 +84,8 @@ def test_doctor_says_what_there_is(run: Run) -> None:
     found = {line["what"]: line for line in json.loads(out)}
     assert found["torch"]["ok"]
     assert found["device"]["found"].startswith(("cpu", "cuda"))
+    assert [found[what]["found"] for what in ("eager's kernels", "Inductor's kernels", "partitioner")] == ["works"] * 3
+    assert f"to {KNOWN[-1]} are tested" in found["partitioner"]["remark"]
     assert found["solve"]["found"].startswith("optimal")
 
 

@@ -26,6 +26,7 @@ from memplan.planning.consistency import check_consistency
 from memplan.report.lines import waiting_lines
 from memplan.report.picture import picture_of_plan
 from memplan.report.trace_events import trace_events
+from memplan.torch_versions import KNOWN
 from tests.distributed.models import SmallGpt, energy, tokens, vectors
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
@@ -481,7 +482,7 @@ def test_another_torch_that_keeps_its_knowledge_elsewhere_is_refused(ranks: None
     finally:
         setattr(thing, name, known)
     assert error.value.see == "ranks-refused"
-    assert "install torch 2.13" in str(error.value.hint)
+    assert f"install torch {KNOWN[-1]}" in str(error.value.hint)
 
 
 def test_a_private_function_that_is_gone_is_refused(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:

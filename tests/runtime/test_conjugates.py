@@ -113,13 +113,13 @@ def test_what_is_conjugated_can_be_computed_again() -> None:
 def test_conjugated_views_of_inputs_are_refused_as_results(requires_grad: bool) -> None:
     net = _Weighted(lambda x, w: (x.conj(), x * w), 4, 4)
     with pytest.raises(UnsupportedGraph, match="conjugated view of an input"):
-        memplan_compile(net, (torch.randn(4, 4, dtype=_COMPLEX, requires_grad=requires_grad),))
+        memplan_compile(net, (torch.randn(4, 4, dtype=_COMPLEX, requires_grad=requires_grad),), fullgraph=True)
 
 
 def test_a_conjugated_input_is_refused() -> None:
     net = _Weighted(lambda x, w: x * w, 4, 4)
     with pytest.raises(UnsupportedGraph, match="bit of the tensor"):
-        memplan_compile(net, (torch.randn(4, 4, dtype=_COMPLEX).conj(),))
+        memplan_compile(net, (torch.randn(4, 4, dtype=_COMPLEX).conj(),), fullgraph=True)
 
 
 def test_a_later_call_may_pass_a_conjugated_input() -> None:
@@ -138,7 +138,7 @@ def _and_its_conjugate(x: torch.Tensor, w: torch.Tensor) -> Any:
 def test_no_gradient_is_lost_of_a_conjugate_returned_beside_what_it_is_of() -> None:
     net, x = _Weighted(_and_its_conjugate, 4, 4), torch.randn(4, 4, dtype=_COMPLEX)
     with pytest.raises(UnsupportedGraph, match="no gradient would reach"):
-        memplan_compile(net, (x,))
+        memplan_compile(net, (x,), fullgraph=True)
 
 
 @pytest.mark.parametrize("op", [torch.add, torch.sub])

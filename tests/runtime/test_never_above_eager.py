@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
 from benchmarks.checkpointing import checkpoint_blocks
+from benchmarks.peak_measure import live_bytes
 from benchmarks.zoo import ZOO
 from memplan.core.graph import Phase, StorageKind
 from memplan.devices.measure import peak_bytes
@@ -387,3 +388,164 @@ def test_the_workspace_of_a_recurrent_layer_is_not_copied() -> None:
     assert all(torch.equal(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
     biases = [p.grad for name, p in model.named_parameters() if "bias" in name]
     assert len({g.data_ptr() for g in biases if g is not None}) == 2
+
+
+def _mlp() -> tuple[nn.Sequential, nn.Sequential]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    return model, copy.deepcopy(model)
+
+
+def _loop(call: Callable[[torch.Tensor], Any], model: nn.Module, batches: list[torch.Tensor]) -> Callable[[], None]:
+    """Return a loop over batches; `call` returns a loss for its backward, or has trained on the batch itself."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loop() -> None:
+        for x in batches:
+            loss = call(x)
+            if loss.requires_grad:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return loop
+
+
+@pytest.mark.parametrize("how", ["eager", "passive", "eager in flight", "eager step", "passive step"])
+def test_an_arena_is_given_back_while_calls_run_without_a_plan(how: str) -> None:
+    model, reference = _mlp()
+    batches = [torch.randn(256 - 16 * n, 64) for n in range(8)]
+    on_mismatch: Any = how.split(maxsplit=1)[0]
+    before = live_bytes()
+    if "step" in how:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = memplan.compile_step(
+            model, optimizer, lambda y: y.square().mean(), (batches[0],), on_mismatch=on_mismatch
+        )
+        loop = _loop(step, model, batches * 2)
+    else:
+        compiled = memplan.compile(model, batches[0], on_mismatch=on_mismatch)
+        if "in flight" in how:
+            torch.autograd.grad(compiled(batches[0]).sum() + compiled(batches[0]).sum(), list(model.parameters()))
+        loop = _loop(lambda x: compiled(x).square().mean(), model, batches * 2)
+    expected = _loop(lambda x: reference(x).square().mean(), reference, batches * 2)
+    kept = []  # so that the arena is elsewhere when it is taken again
+    for _ in range(3):
+        loop()
+        expected()
+        kept.append([torch.zeros(n) for n in range(1000, 200000, 1000)])
+    assert all(map(torch.equal, model.parameters(), reference.parameters()))
+    kept.clear()
+    standing = live_bytes() - before
+    assert standing + peak_bytes([loop], CPU)[0] <= 1.01 * peak_bytes([expected], CPU)[0]
+
+
+class Tied(nn.Module):
+    """Layers of which two share their weight, and one is called twice."""
+
+    def __init__(self, *, tied: bool = True) -> None:
+        super().__init__()
+        self.tied = tied
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(5))
+        if tied:
+            self.layers[4].weight = self.layers[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, *self.layers[1 : 1 + self.tied]):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def _stepping(model: nn.Module, parameters: list[nn.Parameter], every: int = 1) -> list[Any]:
+    """Return hooks that step the optimizer of each parameter, each or every so many calls, and free its gradient."""
+    optimizers = {p: torch.optim.Adam([p], lr=0.01) for p in parameters}
+    calls = dict.fromkeys(parameters, 0)
+
+    def hook(p: torch.Tensor) -> None:
+        assert isinstance(p, nn.Parameter)
+        assert p.grad is not None, "called again"
+        calls[p] += 1
+        if calls[p] % every == 0:
+            optimizers[p].step()
+            p.grad = None
+
+    return [p.register_post_accumulate_grad_hook(hook) for p in parameters]  # type: ignore[no-untyped-call]
+
+
+HOOKED = ["all", "late", "some", "removed", "accumulated", "both", "also on gradients", "embedding"]
+
+
+@pytest.mark.parametrize("how", ["compile", "backend"])
+@pytest.mark.parametrize("kind", HOOKED)
+def test_an_optimizer_in_the_backward_needs_no_more_than_eager(kind: str, how: str) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = Tied(tied=kind != "both")  # else eager adds up in another order
+    x = torch.randn(32, 128)
+    if kind == "embedding":
+        model, x = nn.Sequential(nn.Embedding(500, 64), nn.Linear(64, 64), nn.ReLU()), torch.randint(500, (4, 16))
+    reference = copy.deepcopy(model)
+
+    def train(one: nn.Module, called: Any, found: list[int]) -> Callable[[], None]:
+        """Train a model; return what runs one more step."""
+        parameters = list(one.parameters())
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        handles: list[Any] = []
+
+        def step() -> None:
+            loss = called(x).square().mean()
+            if kind == "both":
+                loss = loss + called(x * 0.5).square().mean()
+            loss.backward()
+            if kind in ("some", "removed"):
+                optimizer.step()
+                optimizer.zero_grad()
+
+        if kind == "late":
+            step()
+            one.zero_grad()
+        hooked = parameters[::2] if kind == "some" else parameters
+        handles += _stepping(one, hooked, 2 if kind == "accumulated" else 1)
+        if kind == "also on gradients":
+            handles += [p.register_hook(lambda g: g * 0.5) for p in parameters[1:3]]  # type: ignore[no-untyped-call]
+        for _ in range(3):
+            step()
+        if kind == "removed":
+            for handle in handles:
+                handle.remove()
+            step()
+        return step
+
+    expected = train(reference, reference, [])
+    eager = peak_bytes([expected], CPU)[0]
+    states = 2 * sum(p.numel() * 4 + 4 for p in (model.parameters() if kind != "some" else [*model.parameters()][::2]))
+    before = live_bytes()
+    compiled = memplan.compile(model, x) if how == "compile" else torch.compile(model, backend="memplan")
+    step = train(model, compiled, [])
+    kept = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    standing = max(live_bytes() - before - states - kept, 0)
+    measured = standing + peak_bytes([step], CPU)[0]
+    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+    assert all(map(torch.equal, *zip(*pairs, strict=True)))
+    assert all((p.grad is q.grad is None) or torch.equal(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
+    if kind != "both":  # there hooks run when the backward ends
+        assert measured <= 1.01 * eager
+
+
+def test_a_parameter_that_a_hook_changes_is_read_no_more() -> None:
+    """The gradient of a weight can be made before that of what it multiplies, which reads the weight."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+    reference, x = copy.deepcopy(model), torch.randn(8, 16)
+
+    def zero(p: torch.Tensor) -> None:
+        with torch.no_grad():
+            p.zero_()
+
+    compiled = memplan.compile(model, x)
+    for one, called in ((model, compiled), (reference, reference)):
+        for p in one.parameters():
+            p.register_post_accumulate_grad_hook(zero)  # type: ignore[no-untyped-call]
+        called(x).square().sum().backward()
+    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+    assert all(torch.equal(p.grad, q.grad) and not p.any() for p, q in pairs)  # type: ignore[arg-type]
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())

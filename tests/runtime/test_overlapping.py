@@ -114,7 +114,7 @@ def test_an_overlapping_input_that_forward_changes_is_refused() -> None:
             return x * 2
 
     with pytest.raises(UnsupportedGraph, match="elements share bytes"):
-        memplan.compile(Changed(), torch.randn(16).unfold(0, 3, 1), train=False)
+        memplan.compile(Changed(), torch.randn(16).unfold(0, 3, 1), train=False, fullgraph=True)
 
 
 _OUTPUTS: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -122,3 +122,32 @@ def test_a_loss_of_a_returned_object_raises() -> None:
     out, record = compiled(x)
     with pytest.raises(UnsupportedCall, match="for which no gradient is planned"):
         (out.sum() + record.hidden.sum()).backward()
+
+
+class Note:
+    """An object that equals nothing but itself."""
+
+
+class Noted(nn.Module):
+    """Returns a tensor, and objects in objects, one of them a `Note`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Record]:
+        hidden = self.one(x).tanh()
+        return hidden, Record(hidden, [Record(hidden * 2, [Note()])])
+
+
+def test_an_object_that_equals_nothing_else_is_returned() -> None:
+    torch.manual_seed(0)
+    model, x = Noted(), torch.randn(4, 8)
+    compiled: Any = memplan.compile(model, x)
+    for _ in range(2):
+        (out, one), (expected, two) = compiled(x), model(x)
+        assert type(one.inner[0].inner[0]) is Note
+        assert torch.equal(one.hidden, two.hidden)
+        assert torch.equal(one.inner[0].hidden, two.inner[0].hidden)
+        gradients = [torch.autograd.grad(y.sum(), list(model.parameters())) for y in (out, expected)]
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from torch import nn
 
 import memplan
+from benchmarks.peak_measure import live_bytes
 from memplan.core.plan import Plan
-from memplan.devices.measure import quiet_kineto
+from memplan.devices.measure import peak_bytes, quiet_kineto
 from memplan.errors import BudgetInfeasible, MemplanError
 from memplan.runtime.execute.runner import Runner
 from memplan.trace.traced import Source
@@ -367,3 +369,33 @@ def test_results_leave_the_arena_and_evictions_are_chosen_anew(monkeypatch: pyte
     del gradients
     model.zero_grad()
     assert _measured(compiled, x) <= compiled.plan.total
+
+
+@pytest.mark.parametrize("how", ["compile", "backend"])
+@pytest.mark.parametrize("none", [True, False])
+@pytest.mark.parametrize("budget", [0.8, 1_900_000])
+def test_gradients_accumulate_within_a_budget(how: str, none: bool, budget: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.GELU())])
+    reference, x = copy.deepcopy(model), torch.randn(256, 128)
+    ones = torch.ones(256, 128)
+    before = live_bytes() - sum(p.nbytes for p in model.parameters()) - x.nbytes - ones.nbytes
+    called: Any = torch.compile(model, backend=memplan.Backend(budget=budget, policy="recompute"))
+    if how == "compile":
+        called = memplan.compile(model, x, budget=budget, policy="recompute")
+    for _ in range(2):
+        for _ in range(3):
+            called(x).backward(ones)
+            reference(x).backward(ones)
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        assert all(torch.equal(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
+        for one in (model, reference):
+            one.zero_grad(set_to_none=none)
+    reference.zero_grad()
+    called(x).backward(ones)
+    standing = live_bytes() - before
+    peak = standing + peak_bytes([lambda: called(x).backward(ones)], torch.device("cpu"))[0]
+    limit = memplan.plan(model, x, budget=budget, policy="recompute").eviction
+    assert limit is not None
+    assert limit.budget is not None
+    assert peak <= limit.budget

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -162,7 +163,7 @@ def test_scripts_are_refused_and_named(trace: bool) -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.GELU())
     script: Any = torch.jit.trace(inner, x) if trace else torch.jit.script(inner)  # type: ignore[no-untyped-call]
     for model in (script, nn.Sequential(script), Applies(_itself, nn.Sequential(nn.Linear(4, 4), script))):
-        for ask in (plan, memplan_compile):
+        for ask in (plan, partial(memplan_compile, fullgraph=True)):
             with pytest.raises(UnsupportedGraph, match="ScriptModule") as caught:
                 ask(model, x)
             assert "torch.jit.script" in str(caught.value.hint)
@@ -201,7 +202,7 @@ def test_lazy_modules_are_compiled_after_their_first_call() -> None:
     first = nn.LazyLinear(3)
     model, x = nn.Sequential(first, nn.LazyBatchNorm1d()), torch.randn(4, 5)
     with pytest.raises(UnsupportedGraph, match="shapes are not known") as caught:
-        memplan_compile(model, x)
+        memplan_compile(model, x, fullgraph=True)
     assert "call the model once" in str(caught.value.hint)
     assert nn.parameter.is_lazy(first.weight)
     model(x)
@@ -219,7 +220,7 @@ def test_kernels_that_resize_their_results_are_refused() -> None:
     )
     model, x = nn.Sequential(nn.Linear(4, 4), fake_quantize), torch.randn(4, 4)
     with pytest.raises(UnsupportedGraph, match="was traced as"):
-        memplan_compile(model, x)
+        memplan_compile(model, x, fullgraph=True)
     model(x)
     assert torch.equal(memplan_compile(model, x)(x), model(x))
 

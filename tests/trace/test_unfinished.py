@@ -63,24 +63,29 @@ def _plan(net: nn.Module, x: torch.Tensor) -> Any:
 
 
 def _compile(net: nn.Module, x: torch.Tensor) -> Any:
-    return memplan.compile(net, (x,))
+    return memplan.compile(net, (x,), fullgraph=True)
 
 
 def _compile_step(net: nn.Module, x: torch.Tensor) -> Any:
     return memplan.compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.sum, (x,))
 
 
-def _behind_torch_compile(net: nn.Module, x: torch.Tensor) -> Any:
-    return torch.compile(net, backend=memplan.Backend())(x)
-
-
-@pytest.mark.parametrize("run", [_plan, _compile, _compile_step, _behind_torch_compile])
+@pytest.mark.parametrize("run", [_plan, _compile, _compile_step])
 @pytest.mark.parametrize("talk", [_summed, _gathered, _scattered, _in_place])
 def test_collectives_are_refused(talk: Any, run: Any) -> None:
     torch._dynamo.reset()
     with pytest.raises(UnsupportedGraph, match=r"a collective .*arrives later") as caught:
         run(_Talks(talk), torch.randn(4, 4))
     assert "torch.compiler.disable" in str(caught.value)
+
+
+@pytest.mark.parametrize("talk", [_summed, _gathered, _scattered, _in_place])
+def test_behind_torch_compile_collectives_run_as_eager(talk: Any) -> None:
+    torch._dynamo.reset()
+    net, x = _Talks(talk), torch.randn(4, 4)
+    expected = torch.compile(net, backend="aot_eager")(x)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(net, backend=memplan.Backend())(x), expected)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo looks at, of what the function returns

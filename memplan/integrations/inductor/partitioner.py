@@ -37,6 +37,7 @@ from memplan.integrations.inductor.temporaries import Temporaries
 from memplan.integrations.inductor.wrapper_lines import read_wrapper
 from memplan.planning.fit import make_workload
 from memplan.planning.options import Budget, Costs, read_budget, read_size
+from memplan.torch_versions import warn_if_newer
 from memplan.trace.capture.quiet import quiet
 from memplan.trace.passes.old_values import require_new_values, save_old_values
 from memplan.trace.passes.rewrite import storage_key
@@ -112,6 +113,7 @@ class BudgetPartitioner(CustomPartitionerFn):
             BudgetInfeasible: No partition was found that keeps the budget.
             UnsupportedGraph: Sizes vary from call to call, or Inductor's program cannot be read.
         """
+        warn_if_newer()
         joint = _Joint(gm, joint_inputs, kwargs)
         try:
             tried = self._tries(joint)

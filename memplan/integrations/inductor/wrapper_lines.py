@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch._inductor import ir
-from torch._inductor.codegen import wrapper
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import DeferredLineBase
 from torch._inductor.virtualized import V
@@ -17,15 +16,16 @@ from torch.utils import _pytree as pytree
 
 from memplan.errors import UnsupportedGraph
 from memplan.integrations.inductor.temporaries import Temporaries
+from memplan.torch_versions import PLAIN_LINES, why_not_planned
 
 _ASSIGNS = re.compile(r"^(\w+) = ")
-_HARMLESS = (
-    "AssertDivByZeroLine", "AssertSizeStrideLine", "CommentLine", "DynamicScalarLine", "EnterDeviceContextManagerLine",
-    "EnterDeviceContextManagerWithStreamInfoLine", "ExitDeviceContextManagerLine",
-    "ExitDeviceContextManagerWithStreamInfoLine", "ExternKernelMultiOutLine", "ExternKernelOutLine",
-    "IndexPutFallbackLine", "KernelCallLine", "KernelDefinitionLine", "LineContext", "NullLine", "ScatterFallbackLine",
-    "SymbolicCallArgLine", "UnbackedSymbolDefsLine",
-)  # fmt: skip
+# Beside those that touch no memory: kernels that write into their arguments, numbers, and pools, whose bytes count too.
+_HARMLESS = PLAIN_LINES | {
+    *("ExternKernelMultiOutLine", "ExternKernelOutLine", "IndexPutFallbackLine", "KernelCallLine"),
+    *("KernelDefinitionLine", "ScatterFallbackLine"),
+    *("DynamicScalarLine", "SymbolicCallArgLine", "UnbackedSymbolDefsLine"),
+    *("EnterCudaMemPoolContextLine", "ExitCudaMemPoolContextLine"),
+}
 _BY_LIBRARIES = (
     *("ExternKernelAllocLine", "ExternKernelMultiOutLine", "ExternKernelOutLine"),
     *("IndexPutFallbackLine", "ScatterFallbackLine"),
@@ -109,30 +109,26 @@ def storage_bytes(graph: GraphLowering, buffer: Any) -> int:
 
 def _changes(graph: GraphLowering, line: Any) -> Iterator[Change]:
     """Yield the changes that a line makes."""
-    if isinstance(line, wrapper.AllocateLine):
-        yield Change(Act.MAKE, line.node.get_name(), storage_bytes(graph, line.node))
-    elif isinstance(line, wrapper.ReuseLine):
-        yield Change(Act.SHARE, line.reused_as.get_name(), of=(line.node.get_name(),))
-        if line.delete_old:
-            yield Change(Act.DROP, line.node.get_name())
-    elif isinstance(line, wrapper.ReinterpretLine):
-        yield Change(Act.SHARE, line.reused_as.get_name(), of=(line.node.get_name(),))
-    elif isinstance(line, wrapper.FreeIfNotReusedLine):
-        if not line.is_reused:
-            yield Change(Act.DROP, line.node.get_name())
-    elif isinstance(line, wrapper.FreeLine):
-        yield Change(Act.DROP, line.node.get_name())
-    elif isinstance(line, wrapper.MultiOutputLine):
-        yield Change(Act.SHARE, line.result_name, of=(f"{line.arg_name}{_place(line.indices)}",))
-    elif isinstance(line, wrapper.ExternKernelAllocLine):
-        yield from _made_by_kernel(graph, line.node)
-    elif isinstance(line, (str, DeferredLineBase)):
-        yield from _made_by_text(graph, line if isinstance(line, str) else line.line)
-    elif type(line).__name__ not in _HARMLESS:
-        name = type(line).__name__
-        what = f"Inductor's wrapper has a line whose effect on memory is not known: {name}"
-        hint = "use torch._functorch.config.activation_memory_budget, or memplan.compile"
-        raise UnsupportedGraph(name, what, hint, see="partitioner")
+    match type(line).__name__:
+        case "AllocateLine":
+            yield Change(Act.MAKE, line.node.get_name(), storage_bytes(graph, line.node))
+        case "ReuseLine" | "ReinterpretLine" as kind:
+            yield Change(Act.SHARE, line.reused_as.get_name(), of=(line.node.get_name(),))
+            if kind == "ReuseLine" and line.delete_old:
+                yield Change(Act.DROP, line.node.get_name())
+        case "FreeIfNotReusedLine" | "FreeLine" as kind:
+            if kind == "FreeLine" or not line.is_reused:
+                yield Change(Act.DROP, line.node.get_name())
+        case "MultiOutputLine":
+            yield Change(Act.SHARE, line.result_name, of=(f"{line.arg_name}{_place(line.indices)}",))
+        case "ExternKernelAllocLine":
+            yield from _made_by_kernel(graph, line.node)
+        case kind if isinstance(line, (str, DeferredLineBase)):
+            yield from _made_by_text(graph, line if isinstance(line, str) else line.line)
+        case kind if kind not in _HARMLESS:
+            what = f"Inductor's wrapper has {why_not_planned(line)}, whose effect on memory is not known"
+            hint = "use torch._functorch.config.activation_memory_budget, or memplan.compile"
+            raise UnsupportedGraph(kind, what, hint, see="partitioner")
 
 
 def _made_by_kernel(graph: GraphLowering, node: Any) -> Iterator[Change]:

@@ -23,6 +23,7 @@ from memplan.runtime.api.kernel_choice import with_chosen_kernels
 from memplan.runtime.options import CompileOptions, device_for, given_plan
 from memplan.schedule import Policy as SchedulePolicy
 from memplan.solvers import Solver
+from memplan.trace.capture.refusals import require_module
 
 
 def compile(
@@ -188,7 +189,8 @@ def compile(
         bucketing=bucketing,
         prefer=prefer,
     )
-    parallelism = parallelism_of(model) if isinstance(model, nn.Module) else None
+    require_module(model)
+    parallelism = parallelism_of(model)
     if parallelism is not None:
         return DividedModule(model, args, kwargs, parallelism=parallelism, options=options, train=train, given=given)
     if options.kernels == "auto":

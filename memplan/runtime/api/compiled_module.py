@@ -19,7 +19,6 @@ from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.measurement import Measurement
 from memplan.runtime.profiling.profile_guided import MeasuredStep
-from memplan.trace.capture.refusals import require_traceable
 
 if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan
@@ -68,7 +67,6 @@ class CompiledModule(SharedModule, MeasuredStep):
         `copied_in`: as a copy of a module that was compiled in these training flags, which is compiled when first used;
         a list has them in the order of the submodules.
         """
-        require_traceable(model)
         super().__init__(model)
         hooks, copied = Hooks(), None
         if copied_in is not None:

@@ -265,6 +265,7 @@ class CompiledStep(MeasuredStep):
         quiet: bool = False,
     ) -> torch.Tensor:
         """Run a step that has no plan eagerly, and offload saved activations on demand if there is a budget."""
+        self._builder.give_back_arena()
         run = _call
         if self._on_mismatch != "eager":
             device = self._updating.traced.device

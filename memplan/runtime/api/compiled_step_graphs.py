@@ -18,7 +18,7 @@ from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.call_kinds import kind_of_call
 from memplan.runtime.options import StepOptions
-from memplan.trace.capture.refusals import why_it_breaks
+from memplan.trace.capture.refusals import breaks, why_it_breaks
 from memplan.trace.optimizer.recordable import require_no_closure
 
 _log = logging.getLogger("memplan")
@@ -38,7 +38,8 @@ def step_of_graphs(
     Raises `refused`, the error of the step as one graph, where graph breaks would not help or an option needs one
     graph: a budget, `device`, `divide`, `compress`, `kernels`, `cuda_graph`, and ranks that train together.
     """
-    if options.has_budget or not can_be_several(refused, options) or parallelism_of(loss) is not None:
+    one = options.has_budget or not breaks(refused) or parallelism_of(loss) is not None
+    if one or not can_be_several(refused, options):
         raise refused
     require_no_closure(optimizer)
     step = CompiledStepGraphs(loss, optimizer, options, batch, kwargs)

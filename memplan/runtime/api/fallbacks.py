@@ -36,7 +36,16 @@ class Fallbacks:
         passive: With `on_mismatch="passive"`, the state of the last call that ran without a plan; else None.
     """
 
-    def __init__(self, original: nn.Module, options: CompileOptions, train: bool | None, hooks: Hooks) -> None:
+    def __init__(
+        self,
+        original: nn.Module,
+        options: CompileOptions,
+        train: bool | None,
+        hooks: Hooks,
+        give_back_arena: Callable[[], None],
+    ) -> None:
+        """Make those of a module. `give_back_arena` is called before the original runs: its arena is idle then."""
+        self._give_back_arena = give_back_arena
         self.several: SeveralGraphs | None = None
         self.passive: OnDemandOffload | None = None
         self._original, self._options, self._train, self._hooks = original, options, train, hooks
@@ -84,11 +93,13 @@ class Fallbacks:
         `refused`: why there is no program; None if there are too many.
         """
         how, device = self._options.on_mismatch, made.selector.main.traced.device
+        refuses = isinstance(differs, BudgetInfeasible) or differs.see == "no-numbers"
+        if how == "error" or (refuses and how != "passive"):
+            raise differs
+        self._give_back_arena()
         if how == "passive":
             self.passive = offload_for(differs, made.plan, device)
             return run_within(self.passive, self._original, args, kwargs)
-        if how == "error" or isinstance(differs, BudgetInfeasible) or differs.see == "no-numbers":
-            raise differs
         if how == "eager":
             return self._original(*args, **kwargs)
         return self._unplanned.run(differs, refused, made.plan, device, args, kwargs)
@@ -99,6 +110,7 @@ class Fallbacks:
             self._warned.add(str(why))
             how = "call it under torch.no_grad(), or compile with train=False for results without gradients"
             _log.warning("%s: compiled in eval mode; a call runs eagerly: %s; %s", made.plan.model, why, how)
+        self._give_back_arena()
         return self._original(*args, **kwargs)
 
     def uncompiled(self, refused: MemplanError, args: Args, kwargs: Kwargs) -> Any:

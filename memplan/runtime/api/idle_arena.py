@@ -61,7 +61,17 @@ class RunsNow:
         if self.pending is not None:
             return 0 if self.pending.coordinator.waiting else self.pending.nbytes
         ownership = self.arena.ownership
-        return 0 if ownership.released or ownership.pending is not None else self.arena.nbytes
+        return 0 if ownership.released or ownership.pending is not None else self.arena.held
+
+    def give_back_arena(self) -> None:
+        """Give its bytes back until a program runs again, if no call is in flight, because something else runs now."""
+        programs = self.compilation.selector.programs_of_calls
+        if not all(runner.may_give_back for runner in programs):
+            return
+        if self.pending is not None:
+            self.pending.release(lend=True)
+        else:
+            self.arena.give_back_idle()
 
 
 class IdleArena:
@@ -87,6 +97,10 @@ class IdleArena:
     def wait_for_update(self, parameters: Callable[[], Iterable[torch.nn.Parameter]]) -> None:
         """Compare with eager right before the first update of some of these parameters."""
         self._update = FirstUpdate(parameters, self._make_room)
+
+    def wait_no_longer(self) -> None:
+        """Compare with eager no more: its steps have no arena."""
+        self._update = None
 
     def begin_call(self) -> None:
         """Note a call that is about to run, and do before it what an earlier comparison found, or left for later."""

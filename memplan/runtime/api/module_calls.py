@@ -27,6 +27,7 @@ from memplan.runtime.api.pickling import Example, example_of
 from memplan.runtime.api.recompile import (
     CopyOfCompiled,
     Recompilation,
+    handing_over,
     no_example,
     of_all_sizes,
     of_changed_model,
@@ -39,6 +40,7 @@ from memplan.runtime.api.several_graphs import SeveralGraphs
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.arena_gradients import ArenaGradients, GradientsInUse
 from memplan.runtime.execute.runner import Runner
+from memplan.runtime.guards.hook_counts import AccumulateHooks
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import ArenaInUse, OneThread
 from memplan.runtime.options import CompileOptions
@@ -74,10 +76,11 @@ class ModuleCalls:
         """Make those of a model that is compiled (`made`), or is to be: by `compile`; a copy, at its first use."""
         self.options, self.train, self.copied = options, train, copied
         self.pending: PendingCalls | None = None
-        self.fallbacks = Fallbacks(model, options, train, hooks)
         self.calling = OneThread()
         self.idle = IdleArena(type(model).__name__, self._running, self.calling)
+        self.fallbacks = Fallbacks(model, options, train, hooks, self._give_back_arena)
         self._model, self._hooks = model, hooks
+        self._accumulate_hooks = AccumulateHooks()
         self._compilation = made
         self._again: Recompilation | CopyOfCompiled | None = copied
         self._copy_refused: MemplanError | None = None
@@ -155,7 +158,7 @@ class ModuleCalls:
     def _use(self, made: Compilation) -> None:
         """Run new programs from now on; compare them with eager at the next update, if others may take their place."""
         self._compilation, self._again = made, None
-        if self.selector.main.traced.training and self._runs_now.may_change:
+        if self.selector.main.traced.training and self._runs_now.may_change and not self.builder.outside:
             self.idle.wait_for_update(self._model.parameters)
 
     def _running(self) -> RunsNow | None:
@@ -166,6 +169,11 @@ class ModuleCalls:
     def _runs_now(self) -> RunsNow:
         fixed = self.several is not None or self._again is not None or self.guide is not None
         return RunsNow(compilation=self.compilation, pending=self.pending, fixed=fixed)
+
+    def _give_back_arena(self) -> None:
+        """Give the idle arena back until a program runs, because the original runs now."""
+        if self.is_compiled:
+            self._runs_now.give_back_arena()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model for the arguments of a call; programs are made, and made again, in here alone."""
@@ -180,6 +188,8 @@ class ModuleCalls:
                     return self.fallbacks.uncompiled(why, args, kwargs)
             else:
                 self._compile_again(args, kwargs)
+        if self._accumulate_hooks.any_on(self._model.parameters) and not self.builder.outside:
+            self._hand_gradients_over(args, kwargs)
         self.idle.begin_call()
         if self.pending is None:
             try:
@@ -292,6 +302,14 @@ class ModuleCalls:
         """Compile for gradients outside the arena, because those of the last step are still in use at the next call."""
         self._again = outside(self.compilation, gradients, (args, kwargs))
         self._compile_again(args, kwargs)
+
+    def _hand_gradients_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile once more for gradients that hooks of parameters get when they are made, if the options allow it."""
+        trains = torch.is_grad_enabled() and self.selector.main.traced.training
+        if trains and self._runs_now.may_change and self._made_way():
+            self._again = handing_over(self.compilation, (args, kwargs))
+            self._compile_again(args, kwargs)
+            self.idle.wait_no_longer()
 
     def _compile_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile once more, for a call; until that has succeeded, it is to be done, as the arena is freed already."""

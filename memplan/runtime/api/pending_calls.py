@@ -108,11 +108,14 @@ class PendingCalls:
             _log.warning(what, runner.plan.model, waiting)
         return None
 
-    def release(self) -> bool:
-        """Free the arena until its programs run again. Returns False, and frees nothing, while a call is in flight."""
+    def release(self, *, lend: bool = False) -> bool:
+        """Free the arena until its programs run again. Returns False, and frees nothing, while a call is in flight.
+
+        `lend`: as in `release_arenas`.
+        """
         if self._before is not None:
             return False
-        return release_arenas(instance for instances in self._instances.values() for instance in instances)
+        return release_arenas((one for of in self._instances.values() for one in of), lend=lend)
 
     def plan_of(self, runner: Runner) -> Plan | None:
         """Return the plan of the first instance of a program, as if it had an arena of its own; None if it has none."""

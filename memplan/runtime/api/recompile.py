@@ -22,7 +22,7 @@ from memplan.errors import InputMismatch, MemplanError
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.compilation import Compilation, compile_example
 from memplan.runtime.api.example_leaves import TensorLike, detached, is_made_up, with_tensors
-from memplan.runtime.api.gradients_outside import leave_arena, require_room_outside
+from memplan.runtime.api.gradients_outside import leave_arena
 from memplan.runtime.api.mismatch import shapes_of
 from memplan.runtime.api.pending_calls import PendingCalls, require_room
 from memplan.runtime.api.pickling import Example, example_of, in_modes, modes_by_name
@@ -203,10 +203,19 @@ def outside(before: Compilation, gradients: ArenaGradients, call: Example) -> Re
     again = _again(before, replace(before.base_options, gradients="added"), call)
     has_budget = again.options.has_budget
     if has_budget:
-        require_room_outside(gradients)
         with in_modes(again.builder.model, again.modes), compiled_from(again.example) as (args, kwargs):
             again.builder.require_plan(args, kwargs, again.train)
     leave_arena(gradients, has_budget=has_budget)
+    return again
+
+
+def handing_over(before: Compilation, call: Example) -> Recompilation:
+    """Return what compiles for gradients that parameters' hooks get when they are made; its steps have no arena.
+
+    What hooks allocate is not known, and beside an arena it would be more than eager.
+    """
+    again = _again(before, replace(before.base_options, gradients="added"), call, before.builder.coordinator)
+    again.builder.outside = True
     return again
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from inspect import signature
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from memplan.runtime.api.pending_calls import require_room
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.backend import Backend
 from memplan.runtime.options import CompileOptions, RunOptions
-from memplan.trace.capture.refusals import breaks
+from memplan.torch_versions import compile_limits
+from memplan.trace.capture.refusals import breaks, runs_as_eager
 
 _MAX_RECOMPILES = 64  # of one function of the model, beyond which dynamo runs it eagerly
 # options that `Backend` does not take
@@ -40,9 +40,8 @@ class SeveralGraphs:
             return model(*args, **kwargs)
 
         compile_call: Any = torch.compile  # whose overloads lack the limits
-        limits = {"isolate_recompiles": True, "recompile_limit": _MAX_RECOMPILES}  # torch 2.11 has neither
-        known = {k: v for k, v in limits.items() if k in signature(torch.compile).parameters}
-        self._run = compile_call(call, backend=self.backend, **known)
+        limits = compile_limits(isolate_recompiles=True, recompile_limit=_MAX_RECOMPILES)
+        self._run = compile_call(call, backend=self.backend, **limits)
         self._ran = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,8 +63,8 @@ class SeveralGraphs:
 
 
 def can_be_several(refused: UnsupportedGraph, options: RunOptions) -> bool:
-    """Return whether several graphs can hold what one cannot, and all options hold for several graphs too."""
-    if not breaks(refused):
+    """Return whether several graphs, or eager, can hold what one graph cannot, and all options hold then too."""
+    if not (breaks(refused) or (runs_as_eager(refused) and not options.has_budget)):
         return False
     plain = {f.name: f.default for f in fields(CompileOptions) if f.name in (*_OF_ONE_GRAPH[1:], "cuda_graph")}
     held = all(getattr(options, name) == default for name, default in plain.items())

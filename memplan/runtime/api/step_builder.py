@@ -272,6 +272,12 @@ class StepBuilder:
         of = program.runner
         return self._runner(arena, program.traced, of.plan, of.program.bound, of.input_guards)
 
+    def give_back_arena(self) -> None:
+        """Give the arena back until a step runs in it, because one runs without a plan now."""
+        programs = [one.runner for plan in self.plans for one in plan.programs]
+        if self._arena is not None and all(runner.may_give_back for runner in programs):
+            self._arena.give_back_idle()
+
     def _free_arena(self) -> None:
         """Free the arena before a larger one replaces it, so that there is one at a time."""
         if self._arena is not None and not self._arena.ownership.released:

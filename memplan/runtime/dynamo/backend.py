@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import fx
@@ -15,7 +15,7 @@ from memplan.runtime.dynamo.arena_coordinators import ArenaCoordinators
 from memplan.runtime.dynamo.joint_budget import keep_budgets
 from memplan.runtime.dynamo.joint_plan import joint_plan
 from memplan.runtime.dynamo.planned_graph import PlannedGraph
-from memplan.runtime.dynamo.split_graph import SplitGraph, example_inputs, parts_of
+from memplan.runtime.dynamo.split_graph import SplitGraph, as_eager, example_inputs, masked_writes, parts_of
 from memplan.runtime.memory.shared_arena import release_arenas
 from memplan.runtime.options import RunOptions
 from memplan.trace.capture.origins import why_it_ends
@@ -37,8 +37,9 @@ class Backend:
     Args:
         gradients: "auto": without a budget, a graph that is the whole model keeps its gradients in the arena until
             the next step begins; they are outside, and added to, from the first step on that runs several graphs, or
-            that finds gradients of the last one still set. Within a budget, and for graphs that end at a graph break,
-            as "safe". "safe": each backward returns gradients of their own to autograd. "owned": each backward assigns
+            that finds gradients of the last one still set. Within a
+            budget they are added to as well, and graphs that end at a graph break have them as "safe". "safe": each
+            backward returns gradients of their own to autograd. "owned": each backward assigns
             the `.grad` of its graph's parameters itself, with the limits that `memplan.compile` names.
         options: The options of `memplan.compile` that decide how a step is planned and checked: `budget`,
             `arena_budget`, `host_budget`, `pinned_budget`, `reserve`, `policy`, `costs`, `checkpoint`, `kernels`,
@@ -85,17 +86,27 @@ class Backend:
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the callable that replaces a graph; dynamo calls this with each graph that it has traced."""
-        parts = parts_of(graph)
-        if not parts:
-            return self._planned(graph, inputs, why_it_ends(graph), whole=not why_it_ends(graph))
         last = why_it_ends(graph)
+        why = "the shape of a gradient depends on a mask"
+        return self._divided(graph, inputs, masked_writes(graph), why, last) or self._planned(
+            graph, inputs, last, whole=not last
+        )
+
+    def _divided(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], eager: Collection[fx.Node], why: str, last: str
+    ) -> Callable[..., Any] | None:
+        """Return what runs a graph in parts, around the nodes that run as `eager`; None if it cannot be divided.
+
+        `why`: why the parts before these nodes end. `last`: why the graph ends.
+        """
+        parts = parts_of(graph, eager, why)
         runs = [
-            part.module
+            as_eager(part.module)
             if part.eager
             else self._planned(part.module, example_inputs(part, graph, inputs), part.ends or last)
             for part in parts
         ]
-        return SplitGraph(graph, parts, runs)
+        return SplitGraph(graph, parts, runs) if parts else None
 
     def _planned(self, graph: fx.GraphModule, inputs: Sequence[Any], ends: str, *, whole: bool = False) -> PlannedGraph:
         """Return the callable of one graph, and remember it as long as it is in use."""
@@ -105,6 +116,7 @@ class Backend:
             self._options,
             self._coordinators,
             self.hooks,
+            divide=self._divided,
             ends=ends,
             whole=whole,
         )
@@ -166,8 +178,8 @@ class Backend:
     @property
     def arena_size(self) -> int:
         """The bytes of all arenas that its graphs have now."""
-        memories = {instance.runner.arena.memory for graph in self.graphs for instance in graph.instances}
-        return sum(memory.untyped_storage().nbytes() for memory in memories)  # 0 where it was freed
+        arenas = (instance.arena for graph in self.graphs for instance in graph.instances)
+        return sum({id(arena.memory): arena.held for arena in arenas}.values())
 
 
 def _remade(kind: type[Backend], options: dict[str, Any]) -> Backend:

@@ -28,10 +28,12 @@ class GraphModuleWithParams(nn.Module):
                 self.register_buffer(name, inputs[i])
 
     def forward(self, *rest: Any) -> Any:
-        """Run the graph with the kept inputs and `rest`."""
+        """Run the graph with the kept inputs and `rest`; what it is traced into knows the model's lines."""
         given = iter(rest)
         kept = {i: getattr(self, name) for i, name in self._kept.items()}
-        return self.graph(*(kept[i] if i in kept else next(given) for i in range(len(rest) + len(kept))))
+        inputs = (kept[i] if i in kept else next(given) for i in range(len(rest) + len(kept)))
+        with fx.traceback.preserve_node_meta():
+            return fx.Interpreter(self.graph).run(*inputs)
 
     def set_kept(self, inputs: Sequence[Any]) -> list[Any]:
         """Set the parameters and buffers to those among the inputs of a call; return the other inputs."""

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memplan.core.plan import Plan
+from memplan.errors import UnsupportedGraph
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.graph_module import GraphModuleWithParams
 from memplan.runtime.execute.instances import Smaller
@@ -31,11 +33,12 @@ def first_program_of(
     *,
     smaller: Smaller | None = None,
     after: int = 0,
+    outside: bool = False,
 ) -> tuple[TracedGraph, Runner]:
     """Return the trace of a graph, and its first program, which is planned and tried.
 
     `options`: with `gradients` as they are for this graph. `smaller`: the trace and the plan, where they are known.
-    `after`: as in `first_program`, for a graph that trains.
+    `after`, `outside`: as in `first_program`, for a graph that trains.
     """
     guards = ModuleGuards(module)
     rest = module.set_kept(inputs)
@@ -51,7 +54,8 @@ def first_program_of(
             )
 
         given, after = smaller[1] if smaller else None, after if traced.training else 0
-        built = first_program(options, traced, None, assemble, given=given, after=after)
+        outside = outside and traced.training
+        built = first_program(options, traced, None, assemble, given=given, after=after, outside=outside)
     if options.has_budget:  # a joint plan of all graphs may be tried on the example
         return built.traced, built.runner
     built.runner.forget_example()  # the first batch: nobody else may hold it
@@ -60,6 +64,11 @@ def first_program_of(
 
 def _trace(module: GraphModuleWithParams, rest: Sequence[Any], options: RunOptions) -> TracedGraph:
     """Return the trace of a graph, with its backward if autograd would record the call."""
+    placed = next((x for x in (*module.tensors(), *rest) if is_traceable_wrapper_subclass(x)), None)
+    if placed is not None:
+        what = f"an input of type {type(placed).__name__}, behind which there are other tensors"
+        hint = "use memplan.compile or compile_step, which plan what parallelize_module and fully_shard divide"
+        raise UnsupportedGraph(type(module).__name__, what, hint, see="inputs")
     train = torch.is_grad_enabled() and any(_wants_gradient(x) for x in (*module.parameters(), *rest))
     with torch.inference_mode(False):  # this enables gradients, too
         return trace_graph(

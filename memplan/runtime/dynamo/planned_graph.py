@@ -26,11 +26,13 @@ from memplan.runtime.dynamo.arena_coordinators import ArenaCoordinators
 from memplan.runtime.dynamo.graph_module import GraphModuleWithParams, is_kept, named_class
 from memplan.runtime.dynamo.graph_program import first_program_of
 from memplan.runtime.dynamo.replaced_tensors import with_replaced_tensors
+from memplan.runtime.dynamo.split_graph import as_eager, nodes_at
 from memplan.runtime.execute.arena_gradients import GradientsInUse
 from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, Smaller, idle_instance
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.call_kinds import kind_of
+from memplan.runtime.guards.hook_counts import AccumulateHooks
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_parts import part_of
@@ -39,7 +41,7 @@ from memplan.runtime.options import RunOptions
 from memplan.runtime.room_for_update import compared, made_room
 from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
 from memplan.trace.capture.python_numbers import numbers_of, with_numbers
-from memplan.trace.capture.refusals import why_it_breaks
+from memplan.trace.capture.refusals import runs_as_eager, where_it_breaks, why_it_breaks
 from memplan.trace.optimizer.first_update import FirstUpdate
 from memplan.trace.traced import TracedGraph
 
@@ -48,7 +50,7 @@ _MAX_PLANS = 8  # of a graph, that are kept: one for each thread, and for each s
 _STILL_SET = "gradients of the last step are still set or referred to at the next call"
 _SEVERAL = "a step runs several graphs, or several calls of one, before their backward"
 _NEW = 4  # calls of a graph, the first of which may be made twice
-_DATA_DEPENDENT = ("data-dependent", "data-dependent-size")  # headings of refusals
+Divide = Callable[[fx.GraphModule, Sequence[Any], Sequence[fx.Node], str, str], Callable[..., Any] | None]
 
 
 class GraphInstance(ProgramInstance):
@@ -105,10 +107,15 @@ class PlannedGraph:
         coordinators: ArenaCoordinators,
         hooks: Hooks,
         *,
+        divide: Divide,
         ends: str = "",
         whole: bool = False,
     ) -> None:
-        """Make what replaces `graph`. `whole`: it is all of the function that dynamo traced."""
+        """Make what replaces `graph`.
+
+        `divide` returns what runs a graph in parts, around nodes that run as eager; its arguments are those of
+        `Backend._divided`. `whole`: the graph is all of the function that dynamo traced.
+        """
         self._graph = graph
         self._whole = whole
         self._ends = ends
@@ -123,8 +130,10 @@ class PlannedGraph:
         self._instances: dict[Any, list[GraphInstance]] = {}
         self._retained: list[GraphInstance] = []  # that run no new calls, and whose backward may run (again)
         self._calls = 0
-        self._eager = False  # whether no trace can hold it
+        self._divide = divide
+        self._instead: Callable[..., Any] | None = None  # what runs where no plan can hold it
         self._update: FirstUpdate | None = None
+        self._hooked = AccumulateHooks()
         self._after = 0  # bytes that the optimizer allocates beside the arena, for which later programs leave room
         for warning in gradients_that_eager_lacks(graph.graph) if torch.is_grad_enabled() else ():
             _log.warning("%s", warning)
@@ -140,12 +149,12 @@ class PlannedGraph:
         return tuple(instances[0].plan for instances in tuple(self._instances.values()) if instances)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run the graph at planned addresses, or eagerly where the shapes of its backward depend on data.
+        """Run the graph at planned addresses; what no plan can hold runs as eager, with a warning.
 
-        Raises `UnsupportedGraph` when it cannot be planned for another reason, or has to keep a budget.
+        Raises `UnsupportedGraph` where that would break a budget.
         """
-        if self._eager:
-            return self._graph(*inputs)
+        if self._instead is not None:
+            return self._instead(*inputs)
         coordinator = self._coordinators.of_this_thread()
         with coordinator.calling:
             try:
@@ -157,12 +166,19 @@ class PlannedGraph:
                 self._coordinators.put_gradients_outside(coordinator, _STILL_SET, self._graph)
                 return self._call(coordinator, inputs)
 
-    def _gradients_for(self, coordinator: ArenaCoordinator) -> Gradients:
-        """Return where the gradients of the graph are now: in the arena while steps consist of this graph alone."""
+    def _gradients_for(self, coordinator: ArenaCoordinator, *, hooked: bool) -> Gradients:
+        """Return where the gradients of the graph are now: in the arena while steps consist of this graph alone.
+
+        `hooked`: hooks of parameters get them when they are made.
+        """
+        if hooked:
+            return "added"
         if self._options.gradients != "auto":
             return self._options.gradients
-        if not self._whole or self._options.has_budget:
+        if not self._whole:
             return "safe"
+        if self._options.has_budget:
+            return "added"
         return "auto" if coordinator.gradients_in_arena else "added"
 
     def _call(self, coordinator: ArenaCoordinator, inputs: Sequence[Any]) -> Any:
@@ -177,22 +193,30 @@ class PlannedGraph:
             _drop_replaced(coordinator)
         self._calls += 1
         numbers = {name: inputs[i].item() for name, i in self._numbers.items()}
-        gradients = self._gradients_for(coordinator)
-        key = coordinator, tuple(map(kind_of, inputs)) if self._varies else (), repr(numbers), gradients
+        hooked = self._options.plans_for_updates and self._hooked.any_on(lambda: (inputs[i] for i in self._kept))
+        how = self._gradients_for(coordinator, hooked=hooked), hooked
+        key = coordinator, tuple(map(kind_of, inputs)) if self._varies else (), repr(numbers), how
         if key not in self._instances:
-            self._drop([k for k in self._instances if k[0] is coordinator and k[-1] != gradients])
+            self._drop([k for k in self._instances if k[0] is coordinator and k[-1] != how])
             if len(self._instances) == _MAX_PLANS:
                 del self._instances[next(iter(self._instances))]
             self._instances[key] = []
         try:
-            instance = self._instance(self._instances[key], coordinator, inputs, numbers)
+            instance = self._instance(self._instances[key], coordinator, inputs, numbers, how)
         except UnsupportedGraph as refused:
-            if refused.see not in _DATA_DEPENDENT or self._options.has_budget:
+            if self._options.has_budget or not runs_as_eager(refused):
                 raise
-            _log.warning("%s runs as eager: %s", refused.where, why_it_breaks(refused))
-            self._eager = True
-            return self._graph(*inputs)
+            self._instead = self._without_plan(refused, inputs)
+            return self._instead(*inputs)
         return self._graph(*inputs) if instance is None else instance(inputs)
+
+    def _without_plan(self, refused: UnsupportedGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return what runs the graph as eager, or as parts of which only what was refused does; log it."""
+        place, why = where_it_breaks(refused), why_it_breaks(refused)
+        apart = self._divide(self._graph, inputs, nodes_at(self._graph, place), why, self._ends)
+        what = "a part of" if apart else "a graph of"
+        _log.warning("%s %s runs as eager: %s: %s", what, named_class(self._graph).__name__, refused.where, why)
+        return apart or as_eager(self._graph)
 
     def _wait_for_update(self, traced: TracedGraph) -> None:
         """Have the first update of an optimizer measured, from the first program on that it may follow."""
@@ -239,9 +263,10 @@ class PlannedGraph:
         coordinator: ArenaCoordinator,
         inputs: Sequence[Any],
         numbers: Mapping[str, float],
+        how: tuple[Gradients, bool],
     ) -> GraphInstance | None:
         """Return an idle instance, preferably one with the same parameters, or a new one; None beyond the limit."""
-        options = replace(self._options, gradients=self._gradients_for(coordinator))
+        options = replace(self._options, gradients=how[0])
 
         def make(like: GraphInstance | None, smaller: Smaller | None = None) -> GraphInstance:
             """Return a new instance; the trace, the plan and the bound ops of another one are reused."""
@@ -252,7 +277,10 @@ class PlannedGraph:
                     traced, runner = like.traced, like.another(coordinator, ModuleGuards(module))
                 else:
                     traced, runner = first_program_of(
-                        module, inputs, options, coordinator, self._hooks, smaller=smaller, after=self._after
+                        *(module, inputs, options, coordinator, self._hooks),
+                        smaller=smaller,
+                        after=self._after,
+                        outside=how[1],
                     )
                 self._wait_for_update(traced)
                 return GraphInstance(module, traced, runner, ends=self._ends, graph=self)

@@ -5,24 +5,28 @@ backward that adds each one itself needs one set and one gradient. It does so wh
 a plain `backward()`, without hooks on the parameters, where no other part of the graph uses them. Where several calls
 have one backward, the first one returns its gradients to autograd, and the others add theirs to those while they wait
 there. Otherwise gradients are returned to autograd.
+
+Where parameters have post-accumulate hooks (optimizers that step in the backward), each gradient becomes the `.grad` as
+soon as it is made and nothing reads its parameter any more, and the hooks are called then, as autograd does.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 
 from memplan.core.graph import Value
+from memplan.runtime.debug.sanitizers import Callback
 from memplan.runtime.execute.held_gradients import are_in_buffers_alone
 from memplan.runtime.execute.program import Program
-from memplan.runtime.guards.hook_counts import HookSearch
+from memplan.runtime.guards.hook_counts import HookSearch, hooks_on
 from memplan.runtime.kernels.kernel_selection import BoundOp
 from memplan.runtime.memory.arena import dtype_of
 
@@ -38,6 +42,8 @@ class AddedGradients:
 
     def __init__(self, program: Program, values: Sequence[int]) -> None:
         graph = program.traced.graph
+        self._program, self._indices = program, values
+        self._handing: HandsOver | None = None
         self._values = [graph.values[v] for v in values]
         self.backward: Callable[..., Any] = program.backward_into(values, adding(program, values))
         self._hooks = HookSearch()
@@ -59,23 +65,152 @@ class AddedGradients:
             return None
         return grads
 
+    def handing(self, parameters: Sequence[torch.Tensor], nodes: Sequence[Any]) -> HandsOver | None:
+        """Return the backward that hands over each gradient when it is made, for parameters with hooks; else None.
+
+        `nodes`: as in `targets`. Parameters that something else uses, or with other hooks, get theirs from autograd.
+        """
+        if not any(p._post_accumulate_grad_hooks for p in parameters):
+            return None
+        if torch.is_anomaly_enabled() or not _counts_references():
+            return None
+        if self._handing is None:
+            self._handing = HandsOver(self._program, self._indices)
+        self._handing.taking = [
+            p
+            if (p.grad is None or _can_take(p.grad, value))
+            and p.is_leaf
+            and p.requires_grad
+            and not p._backward_hooks
+            and _is_only_user(node)
+            and not hooks_on(node)
+            else None
+            for p, node, value in zip(parameters, nodes, self._values, strict=True)
+        ]
+        return self._handing
+
     def waiting(
         self, parameters: Sequence[torch.Tensor], gradients: list[torch.Tensor] | None
     ) -> list[torch.Tensor] | None:
         """Return `gradients` to add to, which other calls have handed to autograd; None if autograd has to do it."""
-        if gradients is None or not self._may_add(parameters, gradients):
+        if gradients is None or not self._may_add(parameters, gradients, hooked=True):
             return None
         if [g.device for g in gradients] != [p.device for p in parameters]:
             return None
         return gradients if are_in_buffers_alone(gradients) else None
 
-    def _may_add(self, parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether gradients can be added to tensors in place, and no hook or check is to see them before."""
+    def _may_add(
+        self, parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None], *, hooked: bool = False
+    ) -> bool:
+        """Return whether gradients can be added to tensors in place, and no hook or check is to see them before.
+
+        `hooked`: hooks of parameters, which autograd calls for the sum, are none that is to see them.
+        """
         return (
             all(map(_can_take, tensors, self._values))
             and not torch.is_anomaly_enabled()
-            and self._hooks.first(parameters) is None
+            and (hooked or self._hooks.first(parameters) is None)
         )
+
+
+class _Once:
+    """A post-accumulate hook that autograd's node of the parameter does not call again in the backward that called it.
+
+    That node runs although it gets no gradient, and calls the hooks all the same.
+    """
+
+    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
+        self._hook, self._ran_in = hook, -1
+
+    def now(self, parameter: torch.Tensor) -> Any:
+        """Call the hook, instead of the next call in this backward."""
+        self._ran_in = torch._C._current_graph_task_id()
+        return self._hook(parameter)
+
+    def __call__(self, parameter: torch.Tensor) -> Any:
+        if self._ran_in != -1 and self._ran_in == torch._C._current_graph_task_id():
+            self._ran_in = -1
+            return None
+        return self._hook(parameter)
+
+
+class HandsOver:
+    """The backward of a program that hands each gradient to its parameter as soon as it is made.
+
+    `taking` are the parameters that take theirs, for the next call; None where autograd is to get it.
+    """
+
+    def __init__(self, program: Program, values: Sequence[int]) -> None:
+        graph, order = program.plan.graph, program.plan.schedule.order
+        self.taking: list[torch.Tensor | None] = []
+        self._values = [graph.values[v] for v in values]
+        self._made: list[torch.Tensor | None] = []
+        position, bound = {v: i for i, v in enumerate(values)}, list(program.bound)
+        last = {s: step for step, op in enumerate(order) for s in graph.touched(graph.ops[op])}
+        of = dict(zip(program.traced.results.gradients, program.traced.results.gradient_of, strict=True))
+        after: dict[int, list[Callback]] = {}
+        for step, op in enumerate(order):
+            writes = [v for v in graph.ops[op].writes if v in position]
+            if graph.ops[op].target != _COPY or not writes:
+                continue
+            i = position.pop(writes[0])
+            source = graph.values[graph.ops[op].reads[0]]
+            nbytes, value = graph.storages[source.storage].nbytes, self._values[i]
+            alone = source.storage in program.layout.released and last[source.storage] == step
+            whole = source.offset == 0 and nbytes == graph.storages[value.storage].nbytes
+            like = (source.dtype, source.shape, source.strides) == (value.dtype, value.shape, value.strides)
+            take = partial(self._take, i, alone and whole and like)
+            bound[op] = replace(bound[op], function=take, overload=None, fresh_overload=None, returns=False)
+            read_last = last.get(graph.values[program.traced.bindings[of[writes[0]]].value].storage, step)
+            after.setdefault(max(step, read_last), []).append(partial(self._deliver, i))
+        assert not position, "a gradient of a parameter is not copied out"
+        self._backward = program.backward_into(values, bound, after=after)
+
+    def __call__(
+        self, given: Sequence[torch.Tensor], missing: Collection[int]
+    ) -> tuple[Sequence[Any], list[torch.Tensor | None]]:
+        """Run the backward; return what it returns, and those gradients of parameters that it did not hand over.
+
+        `given`: what the backward takes. `missing` are the positions of gradients that eager does not have.
+        """
+        self.taking = [None if i in missing else p for i, p in enumerate(self.taking)]
+        self._made = [None] * len(self._values)
+        # hooks run as in autograd, and not as kernels do
+        self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        try:
+            found = self._backward(*given, *self._made)
+            return found, [None if i in missing else made for i, made in enumerate(self._made)]
+        finally:
+            self.taking, self._made = [], []
+
+    def _take(self, i: int, own: bool, _: None, gradient: torch.Tensor, *__: Any) -> None:
+        """Keep a gradient until it is handed over; `own`: nothing else has its memory."""
+        if not own:
+            value = self._values[i]
+            made = torch.empty_strided(value.shape, value.strides, dtype=dtype_of(value), device=gradient.device)
+            gradient = made.copy_(gradient)
+        self._made[i] = gradient
+
+    def _deliver(self, i: int) -> None:
+        """Hand a gradient to its parameter, and call the hooks of this, unless autograd is to get it."""
+        parameter = self.taking[i]
+        if parameter is None:
+            return
+        gradient, self._made[i] = self._made[i], None
+        assert gradient is not None
+        with torch._C._ForceDispatchKeyGuard(*self._keys):
+            if parameter.grad is not None:
+                parameter.grad.add_(gradient)
+            elif gradient.stride() == parameter.stride():
+                parameter.grad = gradient
+            else:
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+            del gradient
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            for key, hook in tuple((hooks or {}).items()):
+                once = hooks[key] = hook if isinstance(hook, _Once) else _Once(hook)
+                if once.now(parameter) is not None:
+                    raise RuntimeError("Tensor post accumulate grad hooks should return None.")
 
 
 def adding(program: Program, values: Sequence[int]) -> tuple[BoundOp, ...]:

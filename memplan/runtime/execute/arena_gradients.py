@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from types import CellType
@@ -21,6 +22,7 @@ from memplan.runtime.execute.program import Program
 from memplan.runtime.guards.parameter_guards import ParameterGuards
 from memplan.runtime.memory.arena import Arena
 
+Parked = Sequence[tuple[torch.Tensor, torch.Tensor]]
 _ALONE = 2  # references to the tensor of a `.grad` if only its parameter and its Python object refer to it
 
 
@@ -118,6 +120,16 @@ class ArenaGradients:
         if self._references() != self._unreferenced:
             _end_failed_backward()
 
+    def park(self) -> Parked:
+        """Move each `.grad` in the arena out of the memory of its device; `unpark` makes them again."""
+        here, found = set(self._addresses), []
+        with torch.inference_mode(False), torch.no_grad():
+            for p in {id(p): p for p in self._held.tensors()}.values():
+                if p.grad is not None and p.grad.untyped_storage()._cdata in here:
+                    found.append((p, _elsewhere(p.grad)))
+                    p.grad = None
+        return found
+
     def clear(self) -> None:
         """Move each `.grad` out of the arena; raise `StaleActivationsError` if something else refers to a gradient."""
         if self._references() == self._unreferenced:
@@ -171,6 +183,23 @@ class ArenaGradients:
         both = [*self._slots, *self._slots]
         slot = next((slot for slot, one, two in zip(both, now, free, strict=True) if one != two), None)
         return None if slot is None else self._held.names[slot]
+
+
+def unpark(parked: Parked) -> None:
+    """Set the `.grad` of parameters that `ArenaGradients.park` has moved."""
+    with torch.inference_mode(False), torch.no_grad():
+        for parameter, gradient in parked:
+            parameter.grad = gradient.to(parameter.device, copy=True)
+
+
+def _elsewhere(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the host, and of what is there, in a temporary file."""
+    if gradient.device.type != "cpu":
+        return gradient.cpu()
+    with tempfile.NamedTemporaryFile() as file:
+        size = gradient.untyped_storage().nbytes() // gradient.itemsize
+        mapped = torch.from_file(file.name, shared=True, size=size, dtype=gradient.dtype)
+    return mapped.as_strided(gradient.shape, gradient.stride()).copy_(gradient)
 
 
 def _move(parameter: torch.Tensor, here: set[int]) -> None:

@@ -42,6 +42,7 @@ class PlannedStep(torch.autograd.Function):
     ) -> Any:
         with runner.arena.ownership as ownership:
             step = ownership.begin(keep=True)
+            runner.take_arena()
             ctx.repeatable = Repeatable(runner, inputs)
             try:
                 fresh, saved = runner.forward(*inputs)
@@ -74,18 +75,7 @@ class PlannedStep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         runner, step = ctx.runner, ctx.step
-        if torch.is_grad_enabled():
-            raise UnsupportedCall(
-                "a planned step has no second derivative (create_graph=True)",
-                hint="run this step on the original model",
-                see="second-derivative",
-            )
-        if transforms.active():
-            raise UnsupportedCall(
-                "a planned step takes one gradient at a time (not several under vmap)",
-                hint="run this step on the original model",
-                see="one-gradient",
-            )
+        _require_supported()
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         if not (keeps or runner.caller.is_done):  # a graph that is kept is not freed by what ran of it
             runner.caller.backward_begins(ctx, grads)
@@ -108,6 +98,8 @@ class PlannedStep(torch.autograd.Function):
             outputs = () if keeps or repeats else compress(saved, runner.program.saved_outputs)
             note_unshared(runner.dropped, outputs)
             tangents, missing = runner.tangents.of(grads)
+            if (handing := _handing(ctx, runner)) is not None:
+                return (None, None, None, *_handed_over(handing, runner, [*saved, *tangents], missing))
             targets = None if missing else _targets(ctx, runner, ownership.handed, [*watched, *saved, *tangents])
             if targets is not None:
                 gradients = runner.added.backward(*saved, *tangents, *targets)
@@ -130,13 +122,52 @@ def _targets(
     ctx: Any, runner: Any, handed: HandedGradients | None, read: Sequence[torch.Tensor]
 ) -> list[torch.Tensor] | None:
     """Return the tensors to which a backward is to add the gradients of parameters; None if it returns them."""
-    if ctx.adds is None or runner.is_observed or (hooks_ever_set() != ctx.hooks_before and hooks_on(ctx)):
+    if not _may_add(ctx, runner):
         return None
     nodes = [node for node, _ in ctx.next_functions[: len(ctx.adds)]]
     targets: list[torch.Tensor] | None = runner.added.targets(ctx.adds, nodes, read)
     if targets is None and handed is not None:
         targets = runner.added.waiting(ctx.adds, handed.waiting(ctx.adds))
     return targets
+
+
+def _require_supported() -> None:
+    """Raise `UnsupportedCall` for a backward that a planned step does not have."""
+    if torch.is_grad_enabled():
+        raise UnsupportedCall(
+            "a planned step has no second derivative (create_graph=True)",
+            hint="run this step on the original model",
+            see="second-derivative",
+        )
+    if transforms.active():
+        raise UnsupportedCall(
+            "a planned step takes one gradient at a time (not several under vmap)",
+            hint="run this step on the original model",
+            see="one-gradient",
+        )
+
+
+def _may_add(ctx: Any, runner: Any) -> bool:
+    """Return whether the backward may add gradients itself: nobody is to see what it returns to autograd."""
+    if ctx.adds is None or runner.is_observed:
+        return False
+    return hooks_ever_set() == ctx.hooks_before or not hooks_on(ctx)
+
+
+def _handing(ctx: Any, runner: Any) -> Any:
+    """Return the backward that hands gradients to parameters with hooks when they are made; None without such hooks."""
+    if not (ctx.adds and any(p._post_accumulate_grad_hooks for p in ctx.adds) and _may_add(ctx, runner)):
+        return None
+    return runner.added.handing(ctx.adds, [node for node, _ in ctx.next_functions[: len(ctx.adds)]])
+
+
+def _handed_over(
+    handing: Any, runner: Any, given: Sequence[torch.Tensor], missing: set[int]
+) -> list[torch.Tensor | None]:
+    """Run a backward that hands gradients over; return those that autograd is to get, in order."""
+    gradients, kept = handing(given, runner.without_gradient(missing))
+    rest = runner.in_order(gradients, missing)[len(kept) :]
+    return [*kept, *rest]
 
 
 class OwningStep(PlannedStep):

@@ -102,10 +102,17 @@ class Program:
             prefix="placed_",
         )
 
-    def backward_into(self, values: Sequence[int], bound: Sequence[BoundOp]) -> Callable[..., Any]:
+    def backward_into(
+        self, values: Sequence[int], bound: Sequence[BoundOp], *, after: Mapping[int, Sequence[Callback]] | None = None
+    ) -> Callable[..., Any]:
         """Return a backward that takes the tensors of `values`, which it would allocate otherwise, as its last
-        arguments. `bound`: the ops to run instead of those of the program.
+        arguments. `bound`: the ops to run instead of those of the program. `after`: what is called after steps.
         """
+        sanitizers = self.sanitizers
+        if after:
+            steps = len(self.plan.schedule.order)
+            calls = tuple(tuple(after.get(step, ())) for step in range(steps))
+            sanitizers = sanitizers.around(Sanitizers(((),) * steps, calls), steps)
         made = _functions(
             self.traced,
             self.layout,
@@ -114,7 +121,7 @@ class Program:
             order=self.plan.schedule.order,
             saved=self.saved,
             left=self.left,
-            sanitizers=self.sanitizers,
+            sanitizers=sanitizers,
             last=self.last,
             prefix="into_",
             given=values,
@@ -139,6 +146,20 @@ class Program:
     def stalled(self) -> float:
         """Seconds that all steps so far have waited for copies."""
         return sum(copy.stalled for copy in self.copies)
+
+    @property
+    def may_move(self) -> bool:
+        """Whether `move` moves all that knows addresses: sanitizers know some, and an arena has several on devices."""
+        return self.sanitizers is NO_SANITIZERS and not self.arena.sections
+
+    def move(self) -> None:
+        """Use the arena at the address where it is from now on."""
+        graph = self.traced.graph
+        planned = _in_arena(graph, self.plan, self.arena)
+        for index in self.layout.static:
+            value = graph.values[index]
+            if (storage := planned.get(value.storage)) is not None:  # runs of torch's interpreter have the same tensors
+                self.namespace.names[f"v{index}"].set_(storage, value.offset, value.shape, value.strides)
 
     def rebind(self, binding: int, tensor: torch.Tensor) -> None:
         """Use another tensor for a parameter or buffer from now on."""

@@ -84,6 +84,7 @@ class Repeatable:
             )
         written = [t.data for t in runner.written(current)]
         ownership.repeat()
+        runner.take_arena()
         before = [t.clone() for t in written]
         now = None if self._states is None else _states(runner.traced.device)
         try:

@@ -105,12 +105,14 @@ class Runner:
         self._op_timer = NO_SANITIZERS
         self._observed: tuple[Hook | None, Sanitizers, Functions] | None = None
         self.caller = CallerObserver()
+        self._address = arena.address
         self._prepare_calls()
         self.owned = self._find_owned_gradients() if gradients == "owned" else None
         self.added = self._find_added_gradients() if gradients == "added" else None
         # Results without any gradient (torch.linalg.vector_norm(x, 0)) require one in eager all the same.
         self._anchored = traced.training and self.owned is None and not self._gradient_order
-        self.arena_gradients = self._find_arena_gradients(temporary=gradients == "auto")
+        self._temporary = gradients == "auto"
+        self.arena_gradients = self._find_arena_gradients()
         if hooks is not None:
             hooks.attach(self)
 
@@ -274,7 +276,7 @@ class Runner:
         gradients = [self.traced.results.gradients[i] for i in self._gradient_order[: len(self._wanted_parameters)]]
         return AddedGradients(self.program, gradients) if gradients and self.cuda_graphs is None else None
 
-    def _find_arena_gradients(self, *, temporary: bool) -> ArenaGradients | None:
+    def _find_arena_gradients(self) -> ArenaGradients | None:
         """Return the gradients that the plan keeps in the arena; None if there are none."""
         t = self.traced
         pairs = zip(self._wanted_parameters, self._gradient_order, strict=False)
@@ -283,7 +285,20 @@ class Runner:
         if not found:
             return None
         slots, values = zip(*found, strict=True)
-        return ArenaGradients(self.parameter_guards, slots, values, self.program, temporary=temporary)
+        return ArenaGradients(self.parameter_guards, slots, values, self.program, temporary=self._temporary)
+
+    @property
+    def may_give_back(self) -> bool:
+        """Whether its arena may be given back, and taken again at another address: recorded steps keep theirs."""
+        return self.cuda_graphs is None and self.program.may_move
+
+    def take_arena(self) -> None:
+        """Have the arena's bytes allocated, if they were given back, and use them where they are."""
+        address = self.arena.address
+        if address != self._address:
+            self._address = address
+            self.program.move()
+            self.arena_gradients = self._find_arena_gradients()
 
     # -- a call ------------------------------------------------------------------------------------------
 
@@ -312,6 +327,7 @@ class Runner:
         else:
             with self.arena.ownership as ownership, torch.no_grad():
                 ownership.begin(keep=False)
+                self.take_arena()
                 fresh = self.forward(*inputs)[0]
             increment_version(self.changed(Phase.FORWARD, inputs, current))
         return self._results.assemble(fresh, current, leaves)
@@ -343,6 +359,7 @@ class Runner:
         assert self.backward is not None
         with self.arena.ownership as ownership, torch.no_grad():
             ownership.begin(keep=False)
+            self.take_arena()
             if self.cuda_graphs is not None:
                 loss = self.cuda_graphs.step(inputs, tangent)
             else:
@@ -404,6 +421,11 @@ class Runner:
             return ()
         tensors = (*(inputs[j] for j in of_inputs), *(current[j] for j in of_parameters))
         return tuple(t for t in tensors if not t.is_inference())
+
+    def without_gradient(self, missing: set[int]) -> set[int]:
+        """Return the positions, in their order, of gradients that depend only on `missing` tangents."""
+        needs = self.traced.results.needs
+        return {n for n, i in enumerate(self._gradient_order) if needs[i] and needs[i] <= missing} if missing else set()
 
     def in_order(self, gradients: Sequence[torch.Tensor], missing: set[int]) -> Sequence[torch.Tensor | None]:
         """Return the gradients in the order in which `PlannedStep` took its differentiable inputs.

@@ -19,6 +19,7 @@ from memplan.core.graph import Value
 from memplan.core.plan import Plan
 from memplan.devices.kinds import is_accelerator, require_supported
 from memplan.distributed.ops import StartedCollectives
+from memplan.errors import StaleActivationsError
 from memplan.planning.consistency import require_budget
 from memplan.runtime.copies.copies import Copies
 from memplan.runtime.copies.copy_streams import StreamCopies
@@ -31,7 +32,7 @@ class Memory:
     """A block of `nbytes` bytes on `device` that never moves; `pinned`: page-locked host memory for an accelerator.
 
     It is allocated when it is first used. Tensors made from it do not keep it alive: their owner must also keep a
-    reference to the memory.
+    reference to the memory. While it is given back it has no bytes; it may be somewhere else once it is taken again.
     """
 
     def __init__(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> None:
@@ -48,6 +49,29 @@ class Memory:
             self._allocated.append(made)
         return self._allocated[0]
 
+    @property
+    def held(self) -> int:
+        """The bytes that are allocated for it now."""
+        return sum(made.untyped_storage().nbytes() for made in self._allocated)
+
+    @property
+    def address(self) -> int:
+        """Where it is; its bytes are allocated again if they were given back."""
+        found = self.memory.data_ptr()
+        if not found and self.nbytes:
+            self.memory.untyped_storage().resize_(self.nbytes)
+            found = self.memory.data_ptr()
+            self._taken_again()
+        return found
+
+    def _taken_again(self) -> None:
+        """Note that its bytes were allocated again."""
+
+    def give_back(self) -> None:
+        """Free its bytes until it is used again: until then, nobody may use tensors that were made from it."""
+        for made in self._allocated:
+            made.untyped_storage().resize_(0)
+
     def bytes_at(self, low: int, high: int) -> torch.Tensor:
         """Return the bytes [low, high) as a tensor."""
         return self.memory[low:high]
@@ -55,7 +79,7 @@ class Memory:
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
         """Return a non-resizable storage of `nbytes` bytes at `offset`."""
         assert 0 <= offset <= offset + nbytes <= self.nbytes
-        pointer = self.memory.data_ptr() + offset
+        pointer = self.address + offset
         made: Any = torch._C._construct_storage_from_data_pointer(pointer, self.device, nbytes)
         return made  # type: ignore[no-any-return]
 
@@ -88,6 +112,27 @@ class Arena(Memory):
     def sections(self) -> tuple[DeviceArena, ...]:
         """Its parts on several devices; empty on one device."""
         return ()
+
+    def _taken_again(self) -> None:
+        self.uses.again()
+
+    def give_back_idle(self) -> bool:
+        """Give its bytes back until a program runs again, unless a step is in flight, or a gradient in it stays there.
+
+        Returns whether it did: each `.grad` that was in it has moved out then.
+        """
+        try:
+            with self.ownership as ownership:
+                idle = not ownership.released and ownership.pending is None
+                if idle and ownership.left is not None:
+                    ownership.left.clear()
+                    ownership.left = None
+                if idle:
+                    ownership.drain()
+                    self.give_back()
+                return idle
+        except StaleActivationsError:
+            return False
 
     def release(self) -> None:
         """Free its memory, although programs that nobody will run again may still refer to it.

@@ -318,11 +318,12 @@ def _parameters(instances: Iterable[ArenaUser]) -> frozenset[int]:
     return frozenset(id(tensor) for one in instances for tensor in one.runner.parameter_guards.tensors())
 
 
-def release_arenas(instances: Iterable[ArenaUser]) -> bool:
+def release_arenas(instances: Iterable[ArenaUser], *, lend: bool = False) -> bool:
     """Free the arenas of instances of any coordinators; the instances settle in others when they run again.
 
-    Returns False, and frees nothing, if a call waits for its backward, another thread runs one, or a gradient of the
-    last step cannot be moved out of the arena.
+    `lend`: give the bytes back only until then, and leave the instances where they are. Returns False, and frees
+    nothing, if a call waits for its backward, another thread runs one, or a gradient of the last step cannot be moved
+    out of the arena.
     """
     of: dict[ArenaCoordinator, list[ArenaUser]] = {}
     for instance in instances:
@@ -340,7 +341,9 @@ def release_arenas(instances: Iterable[ArenaUser]) -> bool:
             except StaleActivationsError:
                 return False
         for arena in {instance.arena.whole for members in of.values() for instance in members}:
-            if not arena.ownership.released:
+            if lend:
+                arena.give_back()
+            elif not arena.ownership.released:
                 arena.release()
     return True
 

@@ -80,6 +80,11 @@ class StreamUses:
         for stream in self._last.values():
             self._note(stream, made)
 
+    def again(self) -> None:
+        """Note that the streams of before use allocations that were made again."""
+        for stream in self._last.values():
+            self._note(stream, chain(*self._allocations))
+
     @staticmethod
     def _note(stream: torch.Stream, tensors: Iterable[torch.Tensor]) -> None:
         for made in tensors:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 
+from memplan.torch_versions import dynamo_settings
 from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
 from memplan.trace.capture.effects import exporting, refuse_random, require_same_call, settle_side_effects
 from memplan.trace.capture.intermediate_leaves import tracing_assignments
@@ -51,7 +52,7 @@ def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> n
     try:
         module, readings, said = _read(model, args, kwargs)
     except Exception as error:
-        if "side effect" not in str(error) or not hasattr(torch._dynamo.config, _EFFECTS):
+        if "side effect" not in str(error) or not dynamo_settings(**{_EFFECTS: True}):
             raise
         module, readings, said = _read(model, args, kwargs, **{_EFFECTS: True})
     meta_of(module)[READINGS] = tuple(readings)
@@ -105,8 +106,8 @@ def _dynamo_settings(**config: Any) -> Any:
     step does not log what forward logs.
     """
     config |= {"specialize_int": True, "specialize_float": True, "automatic_dynamic_shapes": False}
-    if hasattr(torch._dynamo.config, _IGNORED):
-        config[_IGNORED] = {getattr(logging.Logger, name) for name in _LOGS if hasattr(logging.Logger, name)}
+    ignored = {getattr(logging.Logger, name) for name in _LOGS if hasattr(logging.Logger, name)}
+    config |= dynamo_settings(**{_IGNORED: ignored})
     return torch._dynamo.config.patch(config)
 
 

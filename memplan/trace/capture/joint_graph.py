@@ -147,6 +147,7 @@ def captured(
     """
     graph_module = joint.graph_module
     out_spec, repeated = graph_module.meta[_ONCE]
+    _without_hidden_tangents(graph_module.graph, joint._aot_state.fw_metadata.input_info)
     refuse_unfinished(graph_module.graph)
     require_same_types(graph_module.graph)
     order_checks(graph_module.graph)
@@ -187,6 +188,26 @@ def captured(
     )
 
 
+def _without_hidden_tangents(graph: fx.Graph, inputs: Sequence[Any]) -> None:
+    """Erase the gradients that come in for parameters that forward changes, which it can only do hidden from autograd.
+
+    Such as `weight.data.clamp_(...)`, and an embedding with `max_norm`: such a gradient is zero. `inputs`:
+    AOTAutograd's metadata of each input.
+    """
+    given = [n for n in graph.find_nodes(op="placeholder") if not _is_tangent(n)]
+    leaves = {node.meta["desc"] for node, info in zip(given, inputs, strict=False) if info.is_leaf}
+    for node in graph.find_nodes(op="placeholder"):
+        if not _is_tangent(node) or getattr(node.meta["desc"].output, "mutated_input", None) not in leaves:
+            continue
+        for user in list(node.users):
+            others = [x for x in user.args if x is not node]
+            if user.target is torch.ops.aten.add.Tensor and len(others) == 1 and isinstance(others[0], fx.Node):
+                user.replace_all_uses_with(others[0])
+                graph.erase_node(user)
+        if not node.users:
+            graph.erase_node(node)
+
+
 def _trained(model: nn.Module) -> frozenset[str]:
     """Return the names of all parameters and buffers that require a gradient, each name of shared ones."""
     held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -217,13 +238,28 @@ def _without_cudnn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restoring(model: nn.Module) -> Iterator[None]:
-    """Restore parameters and buffers: AOTAutograd leaves its fake ones in a submodule that has two names."""
+    """Restore parameters and buffers: AOTAutograd leaves its fake ones in a submodule that has two names.
+
+    Restore the contents of tensors that are plain attributes, too: a forward that writes to one writes to it while it is
+    traced, since a front end takes it for a constant.
+    """
     held: list[tuple[Any, Any]] = [(own, dict(own)) for m in model.modules() for own in (m._parameters, m._buffers)]
+    plain = [x for m in model.modules() for x in pytree.tree_leaves(_attributes(m)) if type(x) is torch.Tensor]
+    contents = [(x, x._version, x.detach().clone()) for x in plain if not x.is_inference()]
     try:
         yield
     finally:
         for own, before in held:
             own.update(before)
+        with torch.no_grad():
+            for tensor, version, content in contents:
+                if tensor._version != version:
+                    tensor.copy_(content)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module other than its parameters, buffers and submodules."""
+    return {name: value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")}
 
 
 def _capture_joint(
@@ -252,8 +288,9 @@ def _capture_joint(
     if isinstance(complaints[-1], LostCheckpoint):
         raise lost_checkpoints(model, complaints[0]) from complaints[0]
     # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
-    clearest = complaints[-1 if "Observed exception" in str(complaints[0]) else 0]
-    raise unsupported(model, clearest) from clearest
+    own = "Observed exception" in str(complaints[0])
+    clearest = complaints[-1 if own else 0]
+    raise unsupported(model, clearest, own=own) from clearest
 
 
 def export_joint(

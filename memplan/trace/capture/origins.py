@@ -16,7 +16,7 @@ _LIBRARIES = ("/torch/nn/", "/memplan/runtime/")  # whose functions call the use
 
 def origin_of(node: fx.Node) -> Origin:
     """Return a node's module path ("transformer.h.0.attn"), innermost source line outside torch, op and name."""
-    return Origin(module=_module(node), source=_source(node), op=str(node.target), node=node.name)
+    return Origin(module=_module(node), source=source_of(node), op=str(node.target), node=node.name)
 
 
 def _module(node: fx.Node) -> str:
@@ -37,7 +37,7 @@ def clean_module_path(path: str) -> str:
     return re.sub(r"\.+", ".", path).strip(".")
 
 
-def _source(node: fx.Node) -> str:
+def source_of(node: fx.Node) -> str:
     """Return the innermost source line outside torch: the line of the model that made the tensor."""
     return place_in_user_code(node.meta.get("stack_trace") or "")
 
@@ -55,6 +55,12 @@ def place_of(node: fx.Node) -> str:
     """Return the node, its module and its source line, as far as known, for an error: "mul in h.0 in model.py:7"."""
     origin = origin_of(node)
     return " in ".join(part for part in (node.name, origin.module, origin.source) if part)
+
+
+def place_at_end(text: str) -> str:
+    """Return the source line in what `place_of` returned, such as "model.py:7"; "" if it has none."""
+    last = text.rpartition(" in ")[2]
+    return last if re.fullmatch(r"\S+:\d+", last) else ""
 
 
 def user_of(graph: fx.Graph) -> str:

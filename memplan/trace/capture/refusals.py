@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.lost_checkpoints import LostCheckpoint
-from memplan.trace.capture.origins import place_in_user_code, place_of
+from memplan.trace.capture.origins import place_at_end, place_in_user_code, place_of
 from memplan.trace.passes.rewrite import aten
 
 SEVERAL = "or use memplan.compile(model, inputs), without fullgraph=True, which plans the graphs between such places"
@@ -37,14 +37,26 @@ _BREAKS = {  # headings of refusals of one graph that a graph break, or Python b
     *("data-dependent", "data-dependent-size", "graph-breaks", "python-state", "first-call", "random-numbers"),
     *("not-a-buffer", "types", "lost-checkpoints"),
 }
+# Headings of what would be wrong, or has nothing to run, in any way.
+_WRONG = {"not-a-module", "data-parallel", "sharded", "no-gradient", "example-fails"}
 
 
-def require_traceable(model: Any) -> None:
-    """Raise `UnsupportedGraph` for what is no module, and for modules whose call is not their forward on tensors."""
+def require_module(model: Any) -> None:
+    """Raise `UnsupportedGraph` for what is no module, or has no Python to trace, even in parts."""
+    if isinstance(model, torch.jit.ScriptModule):
+        hint = "pass the module as it was before torch.jit.script or trace"
+        raise UnsupportedGraph(
+            type(model).__name__, "is a ScriptModule, which cannot be traced", hint, see="script-module"
+        )
     if not isinstance(model, nn.Module):
         raise UnsupportedGraph(
             type(model).__name__, "is not an nn.Module", "pass the model itself, then its inputs", see="not-a-module"
         )
+
+
+def require_traceable(model: Any) -> None:
+    """Raise `UnsupportedGraph` for what is no module, and for modules whose call is not their forward on tensors."""
+    require_module(model)
     for name, module in model.named_modules():
         found = _refusal(module)
         if found is not None:
@@ -85,8 +97,8 @@ def lost_checkpoints(model: nn.Module, reason: Exception) -> UnsupportedGraph:
     return UnsupportedGraph(type(model).__name__, what, f"{hint}; {SEVERAL}", see="lost-checkpoints")
 
 
-def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
-    """Return the front end's error as one sentence and a hint."""
+def unsupported(model: nn.Module, error: Exception, *, own: bool = False) -> UnsupportedGraph:
+    """Return the front end's error as one sentence and a hint. `own`: the model raised it, as it does in eager."""
     name = type(model).__name__
     failure = _FAILED_ON_FAKES.search(str(error))
     if failure is not None:  # eager's own error, within dynamo's traceback
@@ -122,7 +134,7 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
             f"; {SEVERAL}"
         )
     else:
-        see = "example-fails"
+        see = "example-fails" if own or isinstance(error, TypeError) else "graph-breaks"
         hint = "check that model(*example_inputs) runs eagerly; then trace a smaller submodule to find the culprit"
     return UnsupportedGraph(name, "\n  ".join([reason, *details[:4]]), hint, see=see)
 
@@ -130,6 +142,11 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
 def breaks(refused: UnsupportedGraph) -> bool:
     """Return whether a model that was refused as one graph can run as several, with Python between them."""
     return refused.see in _BREAKS
+
+
+def runs_as_eager(refused: UnsupportedGraph) -> bool:
+    """Return whether what was refused may run as eager instead: everything but what would be wrong."""
+    return refused.see not in _WRONG
 
 
 def why_it_breaks(refused: UnsupportedGraph) -> str:
@@ -140,6 +157,11 @@ def why_it_breaks(refused: UnsupportedGraph) -> str:
     reason = refused.reason.splitlines()[0].removeprefix("cannot be traced as one graph: ")
     place = place_in_user_code(str(refused.__cause__ or refused))
     return reason.removeprefix("Unsupported: ") + (f" ({place})" if place else "")
+
+
+def where_it_breaks(refused: UnsupportedGraph) -> str:
+    """Return the line of the model that one graph cannot hold, such as "model.py:12"; "" if it is not known."""
+    return place_in_user_code(str(refused.__cause__ or "")) or place_at_end(refused.node)
 
 
 def require_same_types(graph: fx.Graph) -> None:

@@ -102,7 +102,7 @@ def _placements_of_gradients(joint: Any) -> Iterator[tuple[int, tuple[Any, ...]]
     _, results, _ = returned_by(joint.graph_module.graph)
     at = len(results) - sum(sizes)  # gradients come last
     for meta, size in zip(metas, sizes, strict=True):
-        if hasattr(meta, "arg_count"):
+        if hasattr(meta, "meta"):  # of a subclass; from torch 2.14 on, a plain tensor has a count too
             yield at, tuple(meta.meta[0])
         at += size
 

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import torch
 from torch._inductor import config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
 from memplan.errors import UnsupportedDevice
+from memplan.torch_versions import warn_if_newer
 
-TESTED = ("2.11", "2.12", "2.13")  # the releases of torch whose wrapper was compared with what `wrapper.py` expects
 _ATEN = 'or leave out kernels="inductor", which needs none of it'
 
 
 def require_inductor() -> None:
-    """Raise `UnsupportedDevice` if this version of torch was not tested, or if there is no C++ compiler."""
-    release = ".".join(torch.__version__.split(".")[:2])
-    if release not in TESTED:
-        raise UnsupportedDevice(
-            f"Inductor's generated code was tested with torch {', '.join(TESTED)}, and this is {torch.__version__}",
-            where='kernels="inductor"',
-            hint=f"install one of these versions, {_ATEN}",
-            see="inductor-version",
-        )
+    """Raise `UnsupportedDevice` if there is no C++ compiler; warn of a torch that is newer than memplan knows."""
+    warn_if_newer()
     try:
         get_cpp_compiler()
     except (InvalidCxxCompiler, RuntimeError) as error:

@@ -58,7 +58,7 @@ def capture_fused(
 
     Raises:
         UnsupportedGraph: The model cannot be traced as one graph.
-        UnsupportedDevice: Inductor cannot generate kernels here, or for this version of torch memplan cannot run them.
+        UnsupportedDevice: Inductor cannot generate kernels here.
     """
     args, kwargs = arguments_of(example_inputs, example_kwargs)
     train = bool(getattr(model, "training", True)) if train is None else train

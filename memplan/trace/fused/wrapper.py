@@ -22,16 +22,16 @@ from torch._inductor import config, ir
 from torch._inductor.codegen import common
 from torch._inductor.codegen import wrapper as lines
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-from torch._inductor.utils import DeferredLineBase, LineContext
+from torch._inductor.utils import DeferredLineBase
 from torch._inductor.virtualized import V
 
 from memplan.core.graph import Origin
+from memplan.torch_versions import PLAIN_LINES, why_not_planned
 from memplan.trace.capture.origins import origin_of
 from memplan.trace.fused.deferred import DeferringCompile
 from memplan.trace.fused.groups import followed
 from memplan.trace.fused.overwriting import Overwriting
 from memplan.trace.fused.refusals import refused
-from memplan.trace.fused.torch_versions import lines_named
 from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode, WrittenLine
 
 _current = threading.local()  # .code: what the compilation of this thread writes
@@ -135,13 +135,7 @@ class _RecordedLine(lines.WrapperLine):
 
 
 _ALIGNS = re.compile(r"(\w+) = copy_(?:if_)?misaligned\(\1\)")  # which `AligningKernel` does
-_SILENT = (
-    *(lines.FreeIfNotReusedLine, lines.FreeLine, lines.NullLine, lines.CommentLine),
-    # there is one device, as `code_generation.py` sees to
-    *(lines.EnterDeviceContextManagerLine, lines.ExitDeviceContextManagerLine),
-    LineContext,
-    *lines_named("AssertSizeStrideLine"),
-)
+_SILENT = PLAIN_LINES | {"FreeIfNotReusedLine", "FreeLine"}
 
 
 def read_line(line: Any, text: str) -> WrittenLine | None:
@@ -149,19 +143,18 @@ def read_line(line: Any, text: str) -> WrittenLine | None:
 
     Raises `UnsupportedGraph` for a kind of line that is not known.
     """
-    if type(line) in _SILENT:
-        return None
-    if type(line) is lines.UnbackedSymbolDefsLine and not line.unbacked_bindings:  # it defines nothing
+    kind = type(line).__name__
+    if kind in _SILENT or (kind == "UnbackedSymbolDefsLine" and not line.unbacked_bindings):  # it defines nothing
         return None
     if isinstance(line, (str, DeferredLineBase)):
         return _read_text(text)
-    if type(line) is lines.AllocateLine and not line.comm_buffer:
+    if kind == "AllocateLine" and not line.comm_buffer:
         return Allocation(name=line.node.get_name())
-    if type(line) in (lines.ReuseLine, lines.ReinterpretLine, lines.MultiOutputLine):
+    if kind in ("ReuseLine", "ReinterpretLine", "MultiOutputLine"):
         return Renaming(text=text)
-    read = _READERS.get(type(line))
+    read = _READERS.get(kind)
     if read is None:
-        raise refused(f"a line of Inductor's code that is not known ({type(line).__name__})")
+        raise refused(why_not_planned(line))
     found: KernelLine = read(line)
     return replace(found, text=found.text or text)
 
@@ -231,13 +224,13 @@ def _first_changed(line: Any) -> KernelLine:
     return KernelLine(text="", written=frozenset((0,)), origin=_origin([line.node.get_name()]))
 
 
-_READERS: dict[type, Any] = {
-    lines.KernelCallLine: _generated,
-    lines.ExternKernelOutLine: _extern_out,
-    **dict.fromkeys(lines_named("ExternKernelMultiOutLine"), _extern_multi_out),
-    lines.ExternKernelAllocLine: _extern_alloc,
-    lines.IndexPutFallbackLine: _first_changed,
-    lines.ScatterFallbackLine: _first_changed,
+_READERS: dict[str, Any] = {
+    "KernelCallLine": _generated,
+    "ExternKernelOutLine": _extern_out,
+    "ExternKernelMultiOutLine": _extern_multi_out,
+    "ExternKernelAllocLine": _extern_alloc,
+    "IndexPutFallbackLine": _first_changed,
+    "ScatterFallbackLine": _first_changed,
 }
 
 

@@ -114,7 +114,7 @@ def binding_of(captured: Captured, node: fx.Node, before: Sequence[Binding]) -> 
         names = {str(user.args[1]) for user in node.users if len(user.args) > 1}
         what = f"an op with side effects: {', '.join(sorted(names))}"
         hint = "use an op without side effects, or call it outside of the model"
-        raise UnsupportedGraph(place_of(node), what, hint, see="op-effects")
+        raise UnsupportedGraph(place_of(next(iter(node.users), node)), what, hint, see="op-effects")
     what = f"an input of kind {type(desc).__name__}"
     raise UnsupportedGraph(place_of(node), what, "pass plain, unshared tensors as inputs", see="inputs")
 

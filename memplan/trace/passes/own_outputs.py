@@ -209,7 +209,7 @@ def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None], *, at_
         if again:
             _read_again(target, new, aliases[storage_key(value(new))], backward, boundary)
     late = [n.args[0] for n in backward if n.target is aten.copy_.default]
-    _return_inputs(graph, {**dict(zip(late, late, strict=True)), **dict(mutations)}, alias_of)
+    _return_inputs(graph, {**dict.fromkeys(late), **dict(mutations)}, alias_of)
 
 
 def _read_again(
@@ -257,9 +257,11 @@ def _return_inputs(graph: fx.Graph, mutated: Mapping[Any, Any], alias_of: Sequen
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     for i, (node, desc) in enumerate(zip(results, descs, strict=True)):
         base = alias_of[desc.idx] if isinstance(desc, PlainAOTOutput) else None
-        if base is not None and mutated.get(placeholders[base]) is node:
+        if base is None or placeholders[base] not in mutated or node is placeholders[base]:
+            continue
+        if mutated[placeholders[base]] is node:
             results[i] = placeholders[base]
-        elif base is not None and placeholders[base] in mutated:
+        else:
             v = value(node)
             rewriter = Rewriter(graph, fake_mode_of(graph), node, before=output)
             where = (list(v.shape), list(v.stride()), v.storage_offset())

@@ -22,15 +22,14 @@ from torch._inductor.codegen import wrapper as lines
 from torch._inductor.utils import get_donated_idxs
 
 from memplan.errors import InputMismatch, UnsupportedGraph
+from memplan.torch_versions import KNOWN, donating, partition
 from memplan.trace.fused import wrapper
 from memplan.trace.fused.blocks import Block, BlockView
 from memplan.trace.fused.code_generation import _device_of, _donated
 from memplan.trace.fused.deferred import AligningKernel, DeferredTritonKernel, DeferringCompile
-from memplan.trace.fused.environment import TESTED
 from memplan.trace.fused.groups import followed
 from memplan.trace.fused.kernel_runs import RandomState, Replay
 from memplan.trace.fused.overwriting import Overwriting
-from memplan.trace.fused.torch_versions import donating, partition
 from memplan.trace.fused.wrapper import read_line
 from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode
 
@@ -262,7 +261,7 @@ def test_tensors_of_two_devices_are_refused() -> None:
 def test_the_releases_that_are_said_to_be_tested_have_constraints() -> None:
     others = {path.stem.removeprefix("torch-") for path in (ROOT / "constraints").glob("torch-*.txt")}
     (newest,) = re.findall(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert set(TESTED) == others | {newest}
+    assert set(KNOWN) == others | {newest}
 
 
 def test_an_older_inductor_partitions_by_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:

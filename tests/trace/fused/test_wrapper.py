@@ -13,9 +13,14 @@ from torch._inductor.codegen import wrapper as lines
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.virtualized import V
 
+import memplan
+from memplan import torch_versions
 from memplan.errors import UnsupportedDevice, UnsupportedGraph
+from memplan.integrations.inductor.wrapper_lines import _HARMLESS as HARMLESS
+from memplan.integrations.inductor.wrapper_lines import _changes as changes
+from memplan.torch_versions import UNPLANNED_LINES
 from memplan.trace.fused import environment
-from memplan.trace.fused.wrapper import RecordingWrapper, read_line, recording
+from memplan.trace.fused.wrapper import _READERS, _SILENT, RecordingWrapper, read_line, recording
 from memplan.trace.fused.written import Allocation, KernelLine
 
 # What memplan reads of each line of Inductor's code: the names of its fields, in torch 2.13.
@@ -33,6 +38,14 @@ FIELDS = {
     "FreeIfNotReusedLine": {"wrapper", "node", "is_reused", "comm_buffer"},
     "KernelDefinitionLine": {"wrapper", "kernel_name", "kernel_body", "metadata", "gpu", "cpp_definition"},
 }
+# What other releases of torch write: before 2.13, 2.14, and only from 2.14 on. `LineContext` is of another module.
+OF_OTHER_RELEASES = {
+    *("ExternKernelMultiOutLine", "AssertSizeStrideLine", "AssertDivByZeroLine", "ConditionalLine", "SwitchLine"),
+    *("GroupedAssertSizeStrideLine", "EnterCudaMemPoolContextLine", "ExitCudaMemPoolContextLine", "LineContext"),
+    *("EnterCudaStreamContextLine", "ExitCudaStreamContextLine"),
+    *("EnterDeviceContextManagerWithStreamInfoLine", "ExitDeviceContextManagerWithStreamInfoLine"),
+}
+RENAMED = {"ReuseLine", "ReinterpretLine", "MultiOutputLine"}
 SINCE_2_13 = {"ExternKernelMultiOutLine"}
 CALL_FIELDS = {"kernel_name", "call_args", "arg_types", "triton", "triton_meta", "inductor_meta", "device"}
 
@@ -66,13 +79,42 @@ def test_a_compilation_that_is_not_recorded_gets_inductors_own_wrapper(monkeypat
         RecordingWrapper.create(True, "", None)
 
 
-def test_a_line_that_is_not_known_is_refused_by_name() -> None:
-    class NewLine(lines.WrapperLine):
-        pass
+KINDS = [kind for kind in vars(lines).values() if isinstance(kind, type) and issubclass(kind, lines.WrapperLine)]
+BASES = {"WrapperLine", "MemoryPlanningLine"}  # which Inductor does not write
 
-    with pytest.raises(UnsupportedGraph, match="NewLine") as refused:
-        read_line(NewLine(), "")
-    assert refused.value.see == "inductor-code"
+
+def _refusals(line: Any) -> list[UnsupportedGraph]:
+    """Return the errors of both readers of Inductor's code for a line: that of plans, and that of the partitioner."""
+    line.comm_buffer = line.unbacked_bindings = True
+    with pytest.raises(UnsupportedGraph) as by_plan:
+        read_line(line, "")
+    assert by_plan.value.see == "inductor-code"
+    if type(line).__name__ in {"AllocateLine"} | HARMLESS:  # which the partitioner takes
+        return [by_plan.value]
+    with pytest.raises(UnsupportedGraph) as by_partitioner:
+        list(changes(cast("Any", None), line))
+    assert by_partitioner.value.see == "partitioner"
+    return [by_plan.value, by_partitioner.value]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_line_of_this_torch_is_known_and_what_torch_adds_is_refused_by_name(kind: Any) -> None:
+    """Known is what is read, or is refused with the reason. A kind that torch adds is neither, whatever its base."""
+    name = kind.__name__
+    read = {*_SILENT, *RENAMED, *_READERS, "AllocateLine", "KernelDefinitionLine"}
+    assert name in read | BASES | set(UNPLANNED_LINES)
+    if name in UNPLANNED_LINES:
+        for error in _refusals(object.__new__(kind)):
+            assert f"{UNPLANNED_LINES[name]} ({name})" in str(error)
+    for error in _refusals(object.__new__(type("NewLine", (kind,), {}))):
+        assert f"a line that is not known (NewLine, of torch {torch.__version__})" in str(error)
+        assert error.hint
+
+
+def test_a_known_name_is_a_line_of_some_torch() -> None:
+    """Names that no torch has would hide a spelling mistake."""
+    ours = _SILENT | RENAMED | set(_READERS) | set(UNPLANNED_LINES) | HARMLESS
+    assert {name for name in ours if not hasattr(lines, name)} <= OF_OTHER_RELEASES
 
 
 def test_a_buffer_of_a_collective_and_a_kernel_of_another_compiler_are_refused() -> None:
@@ -107,11 +149,22 @@ def test_lines_that_align_inputs_are_those_that_torch_writes() -> None:
     assert read_line("arg0_1 = copy_of(arg0_1)", "arg0_1 = copy_of(arg0_1)") is not None
 
 
-def test_another_version_of_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "TESTED", ("1.0",))
-    with pytest.raises(UnsupportedDevice, match=r"tested with torch 1\.0") as refused:
-        environment.require_inductor()
-    assert refused.value.see == "inductor-version"
+def test_a_newer_torch_is_tried_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_versions, "KNOWN", ("1.0", "2.1"))
+    model, x = torch.nn.Linear(4, 1), torch.ones(2, 4)
+    with pytest.warns(UserWarning, match=r"newer than 2\.1, the newest release that memplan was tested with") as caught:
+        plans = [memplan.plan(model, (x,), kernels="inductor") for _ in range(2)]
+    assert len(caught) == 1
+    assert plans[0].arena_size == plans[1].arena_size > 0
+    monkeypatch.setattr(torch_versions, "KNOWN", ("1.0", "99.0"))
+    memplan.plan(model, (x,), kernels="inductor")  # no warning, which would be an error
+
+
+@pytest.mark.parametrize("version", ["2.14.0a0+git1", "2.14.1+cu130", "2.9.0", "2.15.0", "3.0.0"])
+def test_releases_are_compared_as_numbers(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_versions, "KNOWN", ("2.11", "2.14"))
+    monkeypatch.setattr(torch, "__version__", version)
+    assert torch_versions.is_newer() == (version in ("2.15.0", "3.0.0"))
 
 
 def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

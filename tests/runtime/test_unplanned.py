@@ -1,0 +1,391 @@
+"""What no plan can hold runs as eager behind `torch.compile` and `memplan.compile`: for each refusal of a graph."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import logging
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import memplan
+from memplan.errors import BudgetInfeasible, UnsupportedGraph
+
+ROOT = Path(memplan.__file__).parent / "trace"
+
+
+class Net(nn.Module):
+    """Two layers, and a function that says what forward does with them."""
+
+    def __init__(self, run: Callable[..., Any], layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.a, self.b, self.run = layer or nn.Linear(8, 8), nn.Linear(8, 8), run
+        self.count = 0
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.run(self, *inputs)
+
+
+@torch.library.custom_op("memplan_tests::write_twice", mutates_args={"y"})
+def _write_twice(x: torch.Tensor, y: torch.Tensor) -> None:
+    y.copy_(x * 2)
+
+
+@_write_twice.register_fake
+def _(x: torch.Tensor, y: torch.Tensor) -> None:
+    return None
+
+
+def _x() -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def _z() -> torch.Tensor:
+    return torch.complex(_x(), _x())
+
+
+def _cond(net: Any, x: Any) -> Any:
+    h = net.a(x)
+    h = torch.cond(h.sum() > 0, lambda v: v.sin(), lambda v: v.cos(), (h,))
+    return net.b(h)
+
+
+def _custom(net: Any, x: Any) -> Any:
+    h = net.a(x)
+    y = torch.empty_like(h)
+    torch.ops.memplan_tests.write_twice(h.detach(), y)
+    return net.b(h + y)
+
+
+def _scan(net: Any, x: Any) -> Any:
+    from torch._higher_order_ops.scan import scan
+
+    carry, y = scan(lambda c, v: (c + v, c * v), torch.zeros(8), net.a(x), dim=0)
+    return net.b(y) + carry
+
+
+def _prints(net: Any, x: Any) -> Any:
+    h = net.a(x)
+    torch.ops.aten._print("printed")
+    return net.b(h)
+
+
+def _views(net: Any, x: Any) -> Any:
+    h: Any = torch.view_as_complex(net.a(x).view(4, 4, 2))
+    return h.real, h.imag, h
+
+
+def _counts(net: Any, x: Any) -> Any:
+    net.count += 1
+    return net.b(net.a(x)) * net.count
+
+
+def _first(net: Any, x: Any) -> Any:
+    h = net.a(x)
+    if net.count == 0:
+        net.count, h = 1, h * 3
+    return net.b(h)
+
+
+def _window(net: Any, x: Any) -> Any:
+    x[0].add_(1)
+    return net.b(net.a(x))
+
+
+def _checkpoint_breaks(net: Any, x: Any) -> Any:
+    def block(h: Any) -> Any:
+        torch._dynamo.graph_break()
+        return net.b(h)
+
+    return checkpoint(block, net.a(x), use_reentrant=False)
+
+
+def _hooked() -> nn.Module:
+    net = Net(lambda net, x: net.b(net.a(x)))
+    net.b.register_full_backward_hook(lambda module, inputs, outputs: inputs)
+    return net
+
+
+def _written_leaf(net: Any, x: Any) -> Any:
+    h = net.a(x)
+    torch._dynamo.graph_break()
+    h[:, 0] = 0
+    return net.b(h)
+
+
+Case = tuple[str, Callable[[], nn.Module], Callable[[], Any]]
+# What a case does, the place in memplan/trace that refuses it ("file:function"), and its model and input.
+CASES: dict[str, Case] = {
+    "cond": ("graph/build.py:_unsupported", lambda: Net(_cond), _x),
+    "scan": ("graph/build.py:_unsupported", lambda: Net(_scan), _x),
+    "custom op that writes": ("graph/build.py:_unsupported", lambda: Net(_custom), _x),
+    "generator": (
+        "graph/build.py:_unsupported",
+        lambda: Net(lambda net, x: net.b(net.a(x) * torch.rand(8, generator=net.generator))),
+        _x,
+    ),
+    "prints": ("graph/build.py:binding_of", lambda: Net(_prints), _x),
+    "sparse gradient": (
+        "passes/rewrite.py:storage_key",
+        lambda: Net(lambda net, i: net.b(net.a(i)), nn.Embedding(10, 8, sparse=True)),
+        lambda: torch.tensor([1, 2, 2, 5]),
+    ),
+    "lazy conjugate given": (
+        "capture/conjugates.py:_placeholder",
+        lambda: Net(lambda net, z: net.b(net.a((z * 2).abs()))),
+        lambda: _z().conj(),
+    ),
+    "lazy conjugate returned": (
+        "capture/conjugates.py:_refuse_lazy_results",
+        lambda: Net(lambda net, x, z: (net.b(net.a(x)), z.conj())),
+        lambda: (_x(), _z()),
+    ),
+    "views of another type": ("graph/output_spec.py:_returned", lambda: Net(_views), _x),
+    "graph break writes its input": ("graph/output_spec.py:read_results", lambda: Net(_written_leaf), _x),
+    "shared bytes written": (
+        "passes/own_outputs.py:write_back_mutations",
+        lambda: Net(_window),
+        lambda: torch.zeros(32).as_strided((4, 8), (4, 1)),
+    ),
+    "Python state": ("capture/effects.py:_changes", lambda: Net(_counts), _x),
+    "first call": ("capture/effects.py:require_same_call", lambda: Net(_first), _x),
+    "random": ("capture/effects.py:_draws", lambda: Net(lambda net, x: net.b(net.a(x)) * random.random()), _x),
+    "lost checkpoint": ("capture/refusals.py:lost_checkpoints", lambda: Net(_checkpoint_breaks), _x),
+    "branch": (
+        "capture/refusals.py:unsupported",
+        lambda: Net(lambda net, x: net.b(net.a(x)) if x.sum() > 0 else net.a(x)),
+        _x,
+    ),
+    "backward hook": ("capture/refusals.py:require_traceable", _hooked, _x),
+}
+_OPTION = "of an option, a whole step or ranks, none of which a graph of dynamo has"
+# Places that refuse what is no graph of dynamo's, or what eager refuses too, and why; docs/refused.md has them.
+ELSEWHERE: dict[str, str] = {
+    "batches.py:over_or_refused": _OPTION,
+    "batches.py:_example": _OPTION,
+    "collectives/local_parts.py": _OPTION,
+    "dynamic/": _OPTION,
+    "optimizer/": _OPTION,
+    "whole_step.py": _OPTION,
+    "graph/offload_target.py": _OPTION,
+    "fused/": "of Inductor's kernels: the backend then runs the graph as eager",
+    "passes/old_values.py": "of Inductor's partitions",
+    "capture/joint_graph.py:captured": "nothing to train",
+    "capture/refusals.py:require_module": "no module",
+    "capture/refusals.py:require_same_types": "eager raises it too",
+    "capture/recurrent.py": "of dynamic shapes, and of accelerators",
+    "capture/unfinished_collectives.py": "two ranks: tests/distributed",
+    "passes/own_outputs.py:_refuse_old_value": "eager raises it too",
+    "graph/alias_classes.py": "what a pass before it has refused already, or dynamo breaks",
+    "graph/build.py:_device": "of kernels on two devices",
+}
+
+
+def _places() -> Iterator[str]:
+    """Yield "file:function" of each place in memplan/trace that makes an `UnsupportedGraph`."""
+
+    def within(node: ast.AST, name: str) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            inner = child.name if isinstance(child, ast.FunctionDef) else name
+            made = isinstance(child, ast.Call) and getattr(child.func, "id", "") in ("UnsupportedGraph", "NoBackward")
+            if made:
+                yield name
+            yield from within(child, inner)
+
+    for path in sorted(ROOT.rglob("*.py")):
+        for name in within(ast.parse(path.read_text(encoding="utf-8")), ""):
+            yield f"{path.relative_to(ROOT)}:{name}"
+
+
+def test_every_place_that_refuses_has_a_case() -> None:
+    places = set(_places())
+    covered = {place for place, _, _ in CASES.values()}
+    assert covered <= places
+    left = {place for place in places - covered if not place.startswith(tuple(ELSEWHERE))}
+    assert left == set()
+    assert [name for name in ELSEWHERE if not any(place.startswith(name) for place in places)] == []
+
+
+def _steps(model: nn.Module, call: Callable[..., Any], inputs: tuple[Any, ...]) -> list[Any]:
+    """Train for three steps; return all results, gradients and the state."""
+    seen: list[Any] = []
+    for step in range(3):
+        torch.manual_seed(step)
+        random.seed(step)
+        results = call(*inputs)
+        results = results if isinstance(results, tuple) else (results,)
+        sum(t.abs().sum() for t in results if t.requires_grad).backward()
+        seen += [t.detach().resolve_conj().clone() for t in results]
+        gradients = [p.grad if p.grad is None else p.grad.to_dense() for p in model.parameters()]
+        torch.optim.SGD(model.parameters(), lr=0.01).step()
+        model.zero_grad()
+        seen += gradients
+    return [*seen, *inputs, *model.state_dict().values()]
+
+
+def _same(one: list[Any], two: list[Any]) -> bool:
+    return len(one) == len(two) and all(
+        a is b or torch.equal(a.resolve_conj(), b.resolve_conj()) for a, b in zip(one, two, strict=True)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.parametrize("name", CASES)
+def test_what_no_plan_can_hold_has_eagers_numbers(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place, make, inputs = CASES[name]
+    raised: list[str] = []
+    init = UnsupportedGraph.__init__
+
+    def noted(self: UnsupportedGraph, *args: Any, **kwargs: Any) -> None:
+        code = sys._getframe(1).f_code
+        raised.append(f"{code.co_filename}:{code.co_name}")
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(UnsupportedGraph, "__init__", noted)
+
+    def given() -> tuple[Any, ...]:
+        made = inputs()
+        return made if isinstance(made, tuple) else (made,)
+
+    def net() -> nn.Module:
+        torch.manual_seed(7)
+        return make()
+
+    eager = net()
+    expected = _steps(eager, eager, given())
+    for compiled in (lambda m: torch.compile(m, backend=memplan.Backend()), lambda m: memplan.compile(m, given())):
+        torch._dynamo.reset()
+        with caplog.at_level(logging.WARNING, logger="memplan"):
+            model = net()
+            run: Any = compiled(model)  # type: ignore[no-untyped-call]
+            assert _same(_steps(model, run, given()), expected)
+    assert any(one.endswith(place) for one in raised), raised
+    assert [r for r in caplog.records if r.name == "memplan"]
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, by: float) -> torch.Tensor:
+        ctx.by = by
+        return x * by
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.by, None
+
+
+def _clamps(net: Any, x: Any) -> Any:
+    net.b.weight.data.clamp_(-0.2, 0.2)
+    return net.b(net.a(x))
+
+
+PLANNED: dict[str, tuple[Callable[[], nn.Module], list[Any]]] = {
+    "clamped parameter": (lambda: Net(_clamps), [(_x(),)] * 3),
+    "used before it is clamped": (lambda: Net(lambda net, x: net.b(_clamps(net, x))), [(_x(),)] * 3),
+    "max_norm": (
+        lambda: Net(lambda net, i: net.b(net.a(i)), nn.Embedding(10, 8, max_norm=0.5)),
+        [(torch.tensor([1, 2, 2, 5]),)] * 3,
+    ),
+    "number of a custom Function": (
+        lambda: Net(lambda net, x, by: net.b(_Scale.apply(net.a(x), by))),  # type: ignore[no-untyped-call]
+        [(_x(), 0.5), (_x(), 0.6), (_x(), 0.7)],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's
+@pytest.mark.parametrize("name", PLANNED)
+def test_what_was_refused_is_planned(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, calls = PLANNED[name]
+    seen: list[list[Any]] = []
+    for backend in (None, memplan.Backend()):
+        torch._dynamo.reset()
+        torch.manual_seed(7)
+        model = make()
+        run = model if backend is None else torch.compile(model, backend=backend)
+        seen.append([x for call in calls for x in _steps(model, run, call) if isinstance(x, torch.Tensor)])
+    assert _same(*seen)
+    assert not [r for r in caplog.records if "runs as eager" in r.message]
+
+
+def _masked_checkpoint(net: Any, x: Any) -> Any:
+    def block(h: Any) -> Any:
+        y = torch.empty_like(h)
+        torch.ops.memplan_tests.write_twice(h.detach(), y)
+        return torch.nn.functional.dropout(net.b(h) + y, 0.5).tanh()
+
+    return checkpoint(block, net.a(x), use_reentrant=False)
+
+
+def test_a_checkpoint_that_runs_as_eager_draws_its_mask_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Dynamo's graph of a checkpoint would draw another mask in the backward."""
+    seen = []
+    for backend in (None, memplan.Backend()):
+        torch._dynamo.reset()
+        torch.manual_seed(7)
+        model = Net(_masked_checkpoint)
+        seen.append(_steps(model, model if backend is None else torch.compile(model, backend=backend), (_x(),)))
+    assert _same(*seen)
+    assert "runs as eager" in caplog.text
+
+
+def test_promises_refuse() -> None:
+    for options in ({"fullgraph": True}, {"budget": "1GiB"}):
+        with pytest.raises((UnsupportedGraph, BudgetInfeasible)):
+            memplan.compile(Net(_cond), _x(), **options)
+    with pytest.raises(UnsupportedGraph):
+        memplan.plan(Net(_cond), _x())
+    model = Net(_cond)
+    with pytest.raises(UnsupportedGraph):
+        memplan.compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda out: out.sum(), _x())
+    budgeted = torch.compile(Net(_cond), backend=memplan.Backend(budget="1GiB"))
+    with pytest.raises(UnsupportedGraph):
+        budgeted(_x())
+
+
+class Counting(nn.Module):
+    """Writes to a tensor that is no buffer: an attribute, or one of a list or dict."""
+
+    def __init__(self, held: str) -> None:
+        super().__init__()
+        count = torch.zeros(4)
+        self.inner = nn.Linear(4, 4)
+        self.held: Any = {"attribute": count, "list": [count], "dict": {"count": count}}[held]
+
+    @property
+    def count(self) -> torch.Tensor:
+        """The tensor."""
+        count: torch.Tensor = next(iter(pytree.tree_leaves(self.held)))
+        return count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = self.held if isinstance(self.held, torch.Tensor) else next(iter(pytree.tree_leaves(self.held)))
+        count.add_(1)
+        scaled: torch.Tensor = self.inner(x) * count
+        return scaled
+
+
+@pytest.mark.parametrize("by_backend", [False, True])
+@pytest.mark.parametrize("held", ["attribute", "list", "dict"])
+@pytest.mark.filterwarnings("ignore:.*planned as several graphs", "ignore:.*runs as eager")
+def test_a_tensor_that_is_no_buffer_counts_the_steps_and_not_the_traces(held: str, by_backend: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Counting(held), torch.randn(2, 4)
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="memplan") if by_backend else memplan.compile(model, x)
+    assert not model.count.any()
+    for _ in range(3):
+        assert torch.equal(compiled(x), eager(x))
+        assert torch.equal(model.count, eager.count)
