@@ -147,12 +147,12 @@ def captured(
     """
     graph_module = joint.graph_module
     out_spec, repeated = graph_module.meta[_ONCE]
-    views = views_among(graph_module.graph)
     _without_hidden_tangents(graph_module.graph, joint._aot_state.fw_metadata.input_info)
     refuse_unfinished(graph_module.graph)
     require_same_types(graph_module.graph)
     order_checks(graph_module.graph)
     tag_backward(graph_module.graph)
+    views = views_among(graph_module.graph)
     separate_tangents(graph_module.graph)
     _without_assertions(graph_module.graph)
     if as_eager:

@@ -128,7 +128,9 @@ def _returned(  # noqa: PLR0917
     if of is not None:
         whole = value_of[outputs[of][0]]
         apart = values[whole].storage != values[value].storage or (value in own and value != whole)
-        of = None if apart or (differentiable and not captured.differentiable[of]) else of
+        # The gradient of a result that the step computes from is not known outside: its views add nothing to it either.
+        cut = differentiable and (captured.views[of].used or not captured.differentiable[of])
+        of = None if apart or cut else of
     return Returned(
         kind=ReturnKind.FRESH if base == value and differentiable and of is None else ReturnKind.ALIAS,
         value=value,

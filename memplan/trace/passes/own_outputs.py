@@ -153,17 +153,20 @@ def tangents_needed(graph: fx.Graph) -> dict[Any, frozenset[int]]:
 def return_new_values(graph: fx.Graph) -> None:
     """Return the new values of inputs that the forward changes, in place of the `copy_` ops at the end of the graph.
 
-    AOTAutograd tags those of the backward, where there is one. They stay ops.
+    AOTAutograd tags those of the backward, where there is one. They stay ops. Without a backward, a changed input that
+    is a result is returned as such an op.
     """
     output, results, descs = returned_by(graph)
     training = any(n.meta["desc"].is_tangent() for n in graph.find_nodes(op="placeholder"))
     for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
         target, new = write.args
-        if not write.users and not (training and is_backward(write)) and not target.meta["desc"].is_tangent():
+        late = (training and is_backward(write)) or target.meta["desc"].is_tangent()
+        if not late and write.users.keys() <= {output}:
+            results = [new if result is write else result for result in results]
             results.insert(0, new)
             descs.insert(0, InputMutationAOTOutput(target.meta["desc"]))
+            output.args = (tuple(results),)
             graph.erase_node(write)
-    output.args = (tuple(results),)
     output.meta["desc"] = descs
 
 
