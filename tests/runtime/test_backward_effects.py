@@ -241,3 +241,17 @@ def test_inductors_kernels_give_the_bits_of_torchs_inductor(name: str) -> None:
 def test_inductors_kernels_of_what_forward_and_backward_write_are_refused() -> None:
     with pytest.raises(UnsupportedGraph, match="which the forward has changed by then"):
         memplan.plan(MODELS["counted in both"](), _inputs("", 0), kernels="inductor")
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_autograd_is_told_of_what_the_backward_writes(hooked: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Layer(_largest), torch.randn(4, 8)
+    compiled = memplan.compile(model, x)
+    for parameter in model.parameters() if hooked else ():
+        parameter.register_post_accumulate_grad_hook(lambda p: None)
+    compiled(x).sum().backward()
+    reads = torch.ones((), requires_grad=True) * model.held  # autograd saves the buffer
+    compiled(x).sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        reads.backward()

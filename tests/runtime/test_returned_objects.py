@@ -28,6 +28,7 @@ def _llama(*, cache: bool = True) -> Any:
             num_key_value_heads=2,
             max_position_embeddings=2 * LENGTH,
             use_cache=cache,
+            attn_implementation="eager",  # others skip a mask beside a cache only
         )
     )
 

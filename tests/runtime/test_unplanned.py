@@ -389,3 +389,46 @@ def test_a_tensor_that_is_no_buffer_counts_the_steps_and_not_the_traces(held: st
     for _ in range(3):
         assert torch.equal(compiled(x), eager(x))
         assert torch.equal(model.count, eager.count)
+
+
+class Changed(nn.Module):
+    """Changes a buffer or an input in place, through autograd."""
+
+    def __init__(self, how: Callable[[nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+        super().__init__()
+        self.inner, self.how = nn.Linear(4, 4), how
+        self.register_buffer("buffer", torch.zeros(4, 4))
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.how(self, self.inner(x), other)
+
+
+CHANGES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]] = {
+    "a row of a buffer": lambda m, h, c: (m.buffer.__setitem__(2, h[2]), h, m.buffer)[1:],
+    "a buffer, read": lambda m, h, c: (h, m.buffer.add_(h) * 2),
+    "a buffer": lambda m, h, c: (m.buffer.add_(h), h)[1:],
+    "an input, returned": lambda m, h, c: (h, c.add_(h)),
+    "an input, read": lambda m, h, c: (h, c.add_(h) * 2),
+    "a row of an input": lambda m, h, c: (c.__setitem__(0, h[0]), h)[1:],
+    "a row of an input, a view": lambda m, h, c: (c.__setitem__(0, h[0]), h, c[0:2])[1:],
+}
+
+
+@pytest.mark.parametrize("by_backend", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_through_autograd_has_eagers_gradients(change: str, by_backend: bool) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, x = Changed(CHANGES[change]), torch.randn(4, 4)
+    eager, other = copy.deepcopy(model), torch.ones(4, 4)
+    compiled = torch.compile(model, backend="memplan") if by_backend else memplan.compile(model, (x, other.clone()))
+    found = []
+    for run, owner in ((compiled, model), (eager, eager)):
+        given = other.clone()
+        results = [*run(x, given), given, owner.buffer]
+        loss = sum(((t * t).sum() * (i + 1) for i, t in enumerate(results)), torch.zeros(()))
+        loss.backward()
+        found.append([[t.detach() for t in results], [p.grad for p in owner.parameters()]])
+        found[-1].append([torch.tensor(t.requires_grad) for t in results])
+    for ours, theirs in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 
 from memplan.core.units import format_bytes
-from memplan.runtime.execute.arena_gradients import ArenaGradients, referred, unpark
+from memplan.runtime.execute.arena_gradients import ArenaGradients, Parked, referred, unpark
 
 _log = logging.getLogger("memplan")
 _STILL_SET = (
@@ -24,19 +24,22 @@ _KEPT = (
 def leave_arena(gradients: ArenaGradients, *, has_budget: bool) -> None:
     """Move gradients out of the arena, and free it, unless something else than Python names refers to one.
 
-    Where they do not fit beside the arena, they wait on the host until that is freed, or, on the CPU, in a temporary
-    file. Raises `StaleActivationsError` in that case if there is a budget, which two arenas would break.
+    Raises `StaleActivationsError` where something does and there is a budget, which two arenas would break. Gradients
+    that do not fit beside the arena wait on the host until it is freed; on the CPU, in a temporary file.
     """
     model = gradients.plan.model
-    parked = gradients.park() if has_budget and gradients.lacks_room else ()
+    parked: Parked = []
     with gradients.arena.ownership:  # no other thread may begin a step in between
-        if gradients.try_to_clear():
-            _log.info(_STILL_SET, model)
-            gradients.arena.release()
+        try:
+            if has_budget and gradients.lacks_room:
+                gradients.park(parked)
+            if gradients.try_to_clear():
+                _log.info(_STILL_SET, model)
+                gradients.arena.release()
+                return
+            name = gradients.holder() or ""
+        finally:
             unpark(parked)
-            return
-        name = gradients.holder() or ""
-        unpark(parked)
         if has_budget:
             raise referred(name, 'or compile with gradients="added"')
         _log.warning(_KEPT, model, name, format_bytes(gradients.arena.nbytes))

@@ -143,7 +143,7 @@ class PendingCalls:
         arenas += [runner.arena for runner in self._known if isinstance(runner.arena, ArenaPart)]
         wholes = {id(arena.whole): arena.whole for arena in arenas}
         before = 0 if self._before is None else self._before.nbytes
-        return before + sum(whole.nbytes for whole in wholes.values())
+        return before + sum(whole.held for whole in wholes.values())
 
     def _leave_the_first_arena(self) -> None:
         """Move gradients out of the arena of before, and free it, when the call that was in flight there is over."""

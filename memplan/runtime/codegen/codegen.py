@@ -1,7 +1,7 @@
 """Generates straight-line Python from a bound step, so that nothing is decided while it runs.
 
-Tensors in the arena, parameters and constants are globals of the generated code: their addresses never change, and it
-contains no view ops of them. Tensors whose address changes from call to call (inputs, outputs, gradients, tangents) are
+Tensors in the arena, parameters and constants are globals of the generated code, which contains no view ops of them: no
+call changes their addresses. Tensors whose address changes from call to call (inputs, outputs, gradients, tangents) are
 locals, and so are views of them.
 """
 

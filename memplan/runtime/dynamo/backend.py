@@ -37,10 +37,10 @@ class Backend:
     Args:
         gradients: "auto": without a budget, a graph that is the whole model keeps its gradients in the arena until
             the next step begins; they are outside, and added to, from the first step on that runs several graphs, or
-            that finds gradients of the last one still set. Within a
-            budget they are added to as well, and graphs that end at a graph break have them as "safe". "safe": each
-            backward returns gradients of their own to autograd. "owned": each backward assigns
-            the `.grad` of its graph's parameters itself, with the limits that `memplan.compile` names.
+            that finds gradients of the last one still set. Within a budget, and where parameters have
+            post-accumulate hooks, they are added to as well; graphs that end at a graph break have them as "safe".
+            "safe": each backward returns gradients of their own to autograd. "owned": each backward assigns the
+            `.grad` of its graph's parameters itself, with the limits that `memplan.compile` names.
         options: The options of `memplan.compile` that decide how a step is planned and checked: `budget`,
             `arena_budget`, `host_budget`, `pinned_budget`, `reserve`, `policy`, `costs`, `checkpoint`, `kernels`,
             `schedule`, `solver`, `layout`, `time_limit`, `in_place`, `sanitize`.

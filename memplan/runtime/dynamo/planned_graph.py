@@ -207,6 +207,7 @@ class PlannedGraph:
             if self._options.has_budget or not runs_as_eager(refused):
                 raise
             self._instead = self._without_plan(refused, inputs)
+            self._drop(list(self._instances))
             return self._instead(*inputs)
         return self._graph(*inputs) if instance is None else instance(inputs)
 

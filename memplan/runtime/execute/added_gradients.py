@@ -65,10 +65,13 @@ class AddedGradients:
             return None
         return grads
 
-    def handing(self, parameters: Sequence[torch.Tensor], nodes: Sequence[Any]) -> HandsOver | None:
+    def handing(
+        self, parameters: Sequence[torch.Tensor], nodes: Sequence[Any], read: Sequence[torch.Tensor]
+    ) -> HandsOver | None:
         """Return the backward that hands over each gradient when it is made, for parameters with hooks; else None.
 
-        `nodes`: as in `targets`. Parameters that something else uses, or with other hooks, get theirs from autograd.
+        `nodes`, `read`: as in `targets`. Parameters that something else uses, or with other hooks, get theirs from
+        autograd.
         """
         if not any(p._post_accumulate_grad_hooks for p in parameters):
             return None
@@ -76,9 +79,10 @@ class AddedGradients:
             return None
         if self._handing is None:
             self._handing = HandsOver(self._program, self._indices)
+        being_read = {t.untyped_storage().data_ptr() for t in read}
         self._handing.taking = [
             p
-            if (p.grad is None or _can_take(p.grad, value))
+            if (p.grad is None or (_can_take(p.grad, value) and p.grad.untyped_storage().data_ptr() not in being_read))
             and p.is_leaf
             and p.requires_grad
             and not p._backward_hooks

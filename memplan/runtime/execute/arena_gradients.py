@@ -22,7 +22,7 @@ from memplan.runtime.execute.program import Program
 from memplan.runtime.guards.parameter_guards import ParameterGuards
 from memplan.runtime.memory.arena import Arena
 
-Parked = Sequence[tuple[torch.Tensor, torch.Tensor]]
+Parked = list[tuple[torch.Tensor, torch.device]]  # gradients, and the devices that they come from
 _ALONE = 2  # references to the tensor of a `.grad` if only its parameter and its Python object refer to it
 
 
@@ -120,15 +120,19 @@ class ArenaGradients:
         if self._references() != self._unreferenced:
             _end_failed_backward()
 
-    def park(self) -> Parked:
-        """Move each `.grad` in the arena out of the memory of its device; `unpark` makes them again."""
-        here, found = set(self._addresses), []
+    def park(self, parked: Parked) -> None:
+        """Move each `.grad` in the arena out of the memory of its device, and add it to `parked` for `unpark`.
+
+        It stays the same tensor object. One that something else refers to stays where it is.
+        """
+        here = set(self._addresses)
         with torch.inference_mode(False), torch.no_grad():
-            for p in {id(p): p for p in self._held.tensors()}.values():
-                if p.grad is not None and p.grad.untyped_storage()._cdata in here:
-                    found.append((p, _elsewhere(p.grad)))
-                    p.grad = None
-        return found
+            for p in self._held.tensors():
+                gradient = p.grad
+                if gradient is not None and gradient.untyped_storage()._cdata in here and _can_move(gradient):
+                    device = gradient.device
+                    gradient.data = _elsewhere(gradient)
+                    parked.append((gradient, device))
 
     def clear(self) -> None:
         """Move each `.grad` out of the arena; raise `StaleActivationsError` if something else refers to a gradient."""
@@ -186,10 +190,10 @@ class ArenaGradients:
 
 
 def unpark(parked: Parked) -> None:
-    """Set the `.grad` of parameters that `ArenaGradients.park` has moved."""
+    """Move the gradients that `ArenaGradients.park` has moved back to their devices."""
     with torch.inference_mode(False), torch.no_grad():
-        for parameter, gradient in parked:
-            parameter.grad = gradient.to(parameter.device, copy=True)
+        for gradient, device in parked:
+            gradient.data = gradient.data.to(device, copy=True)
 
 
 def _elsewhere(gradient: torch.Tensor) -> torch.Tensor:
@@ -209,8 +213,13 @@ def _move(parameter: torch.Tensor, here: set[int]) -> None:
         return
     if gradient._is_view():
         parameter.grad = gradient.clone()
-    elif gradient._use_count() <= _ALONE:  # type: ignore[attr-defined]  # otherwise something like DLPack has its address
+    elif _can_move(gradient):
         gradient.data = gradient.clone()
+
+
+def _can_move(gradient: torch.Tensor) -> bool:
+    """Return whether a `.grad` can get other memory: it is no view, and nothing like DLPack has its address."""
+    return not gradient._is_view() and gradient._use_count() <= _ALONE  # type: ignore[attr-defined]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -98,16 +98,16 @@ class PlannedStep(torch.autograd.Function):
             outputs = () if keeps or repeats else compress(saved, runner.program.saved_outputs)
             note_unshared(runner.dropped, outputs)
             tangents, missing = runner.tangents.of(grads)
-            if (handing := _handing(ctx, runner)) is not None:
+            increment_version(ctx.changes)
+            if (handing := _handing(ctx, runner, [*watched, *saved, *tangents])) is not None:
                 return (None, None, None, *_handed_over(handing, runner, [*saved, *tangents], missing))
             targets = None if missing else _targets(ctx, runner, ownership.handed, [*watched, *saved, *tangents])
             if targets is not None:
                 gradients = runner.added.backward(*saved, *tangents, *targets)
-                increment_version((*targets, *ctx.changes))
+                increment_version(targets)
                 rest = runner.in_order(gradients, missing)[len(targets) :]
                 return (None, None, None, *[None] * len(targets), *rest)
             gradients = runner.backward(*saved, *tangents)
-            increment_version(ctx.changes)
             if runner.arena_gradients is not None and keeps:
                 gradients = runner.arena_gradients.copies(gradients)  # another backward will use the bytes
             elif runner.arena_gradients is not None:
@@ -154,11 +154,11 @@ def _may_add(ctx: Any, runner: Any) -> bool:
     return hooks_ever_set() == ctx.hooks_before or not hooks_on(ctx)
 
 
-def _handing(ctx: Any, runner: Any) -> Any:
+def _handing(ctx: Any, runner: Any, read: Sequence[torch.Tensor]) -> Any:
     """Return the backward that hands gradients to parameters with hooks when they are made; None without such hooks."""
     if not (ctx.adds and any(p._post_accumulate_grad_hooks for p in ctx.adds) and _may_add(ctx, runner)):
         return None
-    return runner.added.handing(ctx.adds, [node for node, _ in ctx.next_functions[: len(ctx.adds)]])
+    return runner.added.handing(ctx.adds, [node for node, _ in ctx.next_functions[: len(ctx.adds)]], read)
 
 
 def _handed_over(

@@ -158,7 +158,7 @@ class Program:
         planned = _in_arena(graph, self.plan, self.arena)
         for index in self.layout.static:
             value = graph.values[index]
-            if (storage := planned.get(value.storage)) is not None:  # runs of torch's interpreter have the same tensors
+            if (storage := planned.get(value.storage)) is not None:  # in place: generated code refers to the tensor
                 self.namespace.names[f"v{index}"].set_(storage, value.offset, value.shape, value.strides)
 
     def rebind(self, binding: int, tensor: torch.Tensor) -> None:

@@ -53,8 +53,8 @@ class AccumulateHooks:
     def any_on(self, tensors: Callable[[], Iterable[Any]]) -> bool:
         """Return whether one of the tensors had such a hook since the last hook was set."""
         if self._looked != (now := hooks_ever_set()):
-            self._looked = now
             self._found = any(getattr(x, "_post_accumulate_grad_hooks", None) for x in tensors())
+            self._looked = now
         return self._found
 
 

@@ -29,7 +29,7 @@ from memplan.runtime.memory.stream_ordering import StreamUses, make_stream_order
 
 
 class Memory:
-    """A block of `nbytes` bytes on `device` that never moves; `pinned`: page-locked host memory for an accelerator.
+    """A block of `nbytes` bytes on `device`; `pinned`: page-locked host memory for an accelerator.
 
     It is allocated when it is first used. Tensors made from it do not keep it alive: their owner must also keep a
     reference to the memory. While it is given back it has no bytes; it may be somewhere else once it is taken again.

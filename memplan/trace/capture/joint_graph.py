@@ -7,7 +7,7 @@ then traces the joint graph. Nothing is computed and no memory of the model's si
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,7 +147,8 @@ def captured(
     """
     graph_module = joint.graph_module
     out_spec, repeated = graph_module.meta[_ONCE]
-    _without_hidden_tangents(graph_module.graph, joint._aot_state.fw_metadata.input_info)
+    trained = _trained(model)
+    _without_hidden_tangents(graph_module.graph, trained)
     refuse_unfinished(graph_module.graph)
     require_same_types(graph_module.graph)
     order_checks(graph_module.graph)
@@ -184,20 +185,19 @@ def captured(
         autocast=autocast_dtype("cpu") or autocast_dtype("cuda"),
         readings=with_values(graph_module.meta.get(READINGS, ()), model),
         warnings=unlike_eager if has_backward else (),
-        trained=_trained(model),
+        trained=trained,
     )
 
 
-def _without_hidden_tangents(graph: fx.Graph, inputs: Sequence[Any]) -> None:
-    """Erase the gradients that come in for parameters that forward changes, which it can only do hidden from autograd.
+def _without_hidden_tangents(graph: fx.Graph, trained: Container[str]) -> None:
+    """Erase the gradients that come in for `trained` parameters that forward changes.
 
-    Such as `weight.data.clamp_(...)`, and an embedding with `max_norm`: such a gradient is zero. `inputs`:
-    AOTAutograd's metadata of each input.
+    It can change these only where autograd does not see it (`weight.data.clamp_(...)`, an embedding with `max_norm`):
+    such a gradient is zero. Other tensors may be changed through autograd, which is then refused.
     """
-    given = [n for n in graph.find_nodes(op="placeholder") if not _is_tangent(n)]
-    leaves = {node.meta["desc"] for node, info in zip(given, inputs, strict=False) if info.is_leaf}
     for node in graph.find_nodes(op="placeholder"):
-        if not _is_tangent(node) or getattr(node.meta["desc"].output, "mutated_input", None) not in leaves:
+        changed = getattr(node.meta["desc"].output, "mutated_input", None) if _is_tangent(node) else None
+        if getattr(changed, "target", None) not in trained:
             continue
         for user in list(node.users):
             others = [x for x in user.args if x is not node]
@@ -240,12 +240,13 @@ def _without_cudnn() -> Iterator[None]:
 def _restoring(model: nn.Module) -> Iterator[None]:
     """Restore parameters and buffers: AOTAutograd leaves its fake ones in a submodule that has two names.
 
-    Restore the contents of tensors that are plain attributes, too: a forward that writes to one writes to it while it is
+    Restore the contents of tensors that are plain attributes, too: a forward that writes to one does so while it is
     traced, since a front end takes it for a constant.
     """
     held: list[tuple[Any, Any]] = [(own, dict(own)) for m in model.modules() for own in (m._parameters, m._buffers)]
     plain = [x for m in model.modules() for x in pytree.tree_leaves(_attributes(m)) if type(x) is torch.Tensor]
-    contents = [(x, x._version, x.detach().clone()) for x in plain if not x.is_inference()]
+    real = [x for x in plain if not (x.is_inference() or x.is_meta)]
+    contents = [(x, x._version, x.detach().to("cpu", copy=True)) for x in real]
     try:
         yield
     finally:
