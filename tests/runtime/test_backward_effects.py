@@ -248,10 +248,11 @@ def test_autograd_is_told_of_what_the_backward_writes(hooked: bool) -> None:
     torch.manual_seed(0)
     model, x = Layer(_largest), torch.randn(4, 8)
     compiled = memplan.compile(model, x)
-    for parameter in model.parameters() if hooked else ():
+    parameters: list[Any] = [*model.parameters()] if hooked else []
+    for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(lambda p: None)
     compiled(x).sum().backward()
-    reads = torch.ones((), requires_grad=True) * model.held  # autograd saves the buffer
+    reads: Any = torch.ones((), requires_grad=True) * model.held  # autograd saves the buffer
     compiled(x).sum().backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         reads.backward()

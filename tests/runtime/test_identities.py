@@ -129,7 +129,7 @@ def _compare(name: str, model: nn.Module, compiled: nn.Module, x: torch.Tensor, 
     expected = _observed(model, model, x, mode=mode)
     found = _observed(compiled, compiled, x, mode=mode)
     if name in USED and mode != "no_grad":
-        aot = torch.compile(copy.deepcopy(model), backend="aot_eager")
+        aot: Any = torch.compile(copy.deepcopy(model), backend="aot_eager")
         gradients = slice(1, 3 + len(list(model.parameters())))
         expected[gradients] = _observed(aot, aot, x, mode=mode)[gradients]
     assert len(expected) == len(found)
@@ -173,7 +173,7 @@ def test_results_alias_as_in_eager_in_a_whole_step(name: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
-        loss = loss_of(model(x))
+        loss: Any = loss_of(model(x))
         loss.backward()
         optimizer.step()
         assert torch.equal(step(x), loss)

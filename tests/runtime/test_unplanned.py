@@ -409,8 +409,8 @@ CHANGES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], tuple[torch.Tenso
     "a buffer": lambda m, h, c: (m.buffer.add_(h), h)[1:],
     "an input, returned": lambda m, h, c: (h, c.add_(h)),
     "an input, read": lambda m, h, c: (h, c.add_(h) * 2),
-    "a row of an input": lambda m, h, c: (c.__setitem__(0, h[0]), h)[1:],
-    "a row of an input, a view": lambda m, h, c: (c.__setitem__(0, h[0]), h, c[0:2])[1:],
+    "a row of an input": lambda m, h, c: (c[0].copy_(h[0]), h)[1:],
+    "a row of an input, a view": lambda m, h, c: (c[0].copy_(h[0]), h, c[0:2])[1:],
 }
 
 

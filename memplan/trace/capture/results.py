@@ -44,7 +44,7 @@ def returning_once(module: nn.Module) -> Iterator[list[Once]]:
     """
     found: list[Once] = []
     several: list[torch.Tensor] = []
-    of_several = torch._functionalize_is_multi_output_view
+    of_several = torch._functionalize_is_multi_output_view  # type: ignore[attr-defined]
 
     def is_piece(x: torch.Tensor) -> bool:
         """Return whether AOTAutograd may take an output for a tensor of its own: others in its bytes are of its op."""
@@ -82,11 +82,12 @@ def returning_once(module: nn.Module) -> Iterator[list[Once]]:
 def _by_several_ops(outputs: list[Any]) -> list[torch.Tensor]:
     """Return those outputs of a trace (as AOTAutograd wraps them) whose bytes are also returned by another op."""
     traced = [x for x in outputs if isinstance(x, FunctionalTensor) and x.requires_grad]
+    weak: Callable[[Any], StorageWeakRef] = StorageWeakRef
     made_by = defaultdict[StorageWeakRef, set[Any]](set)
     with FunctionalTensorMode():  # reading `grad_fn` after a change in place makes it anew
         for x in traced:
-            made_by[StorageWeakRef(x.untyped_storage())].add(x.grad_fn)
-    return [x.elem for x in traced if len(made_by[StorageWeakRef(x.untyped_storage())]) > 1]
+            made_by[weak(x.untyped_storage())].add(x.grad_fn)
+    return [x.elem for x in traced if len(made_by[weak(x.untyped_storage())]) > 1]
 
 
 def views_among(graph: fx.Graph) -> tuple[ResultView, ...]:
