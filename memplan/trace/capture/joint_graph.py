@@ -240,8 +240,8 @@ def _without_cudnn() -> Iterator[None]:
 def _restoring(model: nn.Module) -> Iterator[None]:
     """Restore parameters and buffers: AOTAutograd leaves its fake ones in a submodule that has two names.
 
-    Restore the contents of tensors that are plain attributes, too: a forward that writes to one writes to it while it is
-    traced, since a front end takes it for a constant.
+    Restore the contents of tensors that are plain attributes, too: a forward that writes to one writes to it while it
+    is traced, since a front end takes it for a constant.
     """
     held: list[tuple[Any, Any]] = [(own, dict(own)) for m in model.modules() for own in (m._parameters, m._buffers)]
     plain = [x for m in model.modules() for x in pytree.tree_leaves(_attributes(m)) if type(x) is torch.Tensor]
