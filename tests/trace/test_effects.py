@@ -263,7 +263,7 @@ class _HookedAtFirst(nn.Module):
         self.kind, self.ready = kind, False
         self.handle = self.inner.register_forward_hook(lambda _m, _i, out: out * 3) if kind == "removed" else None
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare(self) -> None:
         self.ready = True
         if self.handle is not None:
