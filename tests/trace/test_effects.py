@@ -104,7 +104,7 @@ def test_attributes_are_followed_where_dynamo_cannot_read(function: Callable[...
 
 def test_attributes_that_settle_may_be_set_where_dynamo_cannot_read() -> None:
     model, x = Applies(_settle), torch.ones(2, 4)
-    compiled = memplan_compile(model, x)
+    compiled = memplan_compile(model, (x,))
     assert model.calls == 3
     assert torch.equal(compiled(x), model(x))
 
@@ -252,3 +252,44 @@ def test_a_function_with_a_backward_of_its_own() -> None:
         found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         model.zero_grad()
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+class _HookedAtFirst(nn.Module):
+    """Registers a hook on one of its modules at its first call, or removes the one that is there."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.kind, self.ready = kind, False
+        self.handle = self.inner.register_forward_hook(lambda _m, _i, out: out * 3) if kind == "removed" else None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _prepare(self) -> None:
+        self.ready = True
+        if self.handle is not None:
+            self.handle.remove()
+        elif self.kind == "before":
+            self.inner.register_forward_pre_hook(lambda _m, inputs: (inputs[0] * 2,))
+        elif self.kind == "keywords":
+            self.inner.register_forward_hook(lambda _m, _a, _k, out: out * 2, with_kwargs=True)
+        else:
+            self.inner.register_forward_hook(lambda _m, _i, out: out * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.ready:
+            self._prepare()
+        result: torch.Tensor = self.outer(self.inner(x).relu())
+        return result
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("kind", ["after", "before", "keywords", "removed"])
+def test_hooks_that_the_first_call_sets_are_set_once(kind: str, train: bool) -> None:
+    torch.manual_seed(0)
+    model, eager, x = _HookedAtFirst(kind).train(train), _HookedAtFirst(kind).train(train), torch.randn(4, 8)
+    eager.load_state_dict(model.state_dict())
+    compiled = memplan_compile(model, (x,))
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), eager(x), rtol=0, atol=0)
+    assert len(model.inner._forward_hooks) == len(eager.inner._forward_hooks)
+    assert len(model.inner._forward_pre_hooks) == len(eager.inner._forward_pre_hooks)

@@ -113,8 +113,10 @@ def _is_library_state(model: nn.Module, source: str) -> bool:
 def exporting(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
     """Check the side effects of a front end that runs forward as Python, once, and reports none of them.
 
-    Raises `UnsupportedGraph` for attributes that do not settle, and for random numbers that no kernel draws.
+    Raises `UnsupportedGraph` for attributes that do not settle, for hooks that forward registers or removes, and for
+    random numbers that no kernel draws.
     """
+    hooks = [(table, dict(table)) for table in _hook_tables(model)]
     seen: list[_Attributes] = []
     hook = model.register_forward_hook(lambda *_: seen.append(_attributes(model)))  # export restores them afterwards
     before, drawn = _attributes(model), _generators()
@@ -122,6 +124,12 @@ def exporting(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         yield
     finally:
         hook.remove()
+        rehooked = [(table, held) for table, held in hooks if table != held]
+        for table, held in rehooked:  # export restores no hooks
+            table.clear()
+            table.update(held)
+    if rehooked:
+        raise _changes(model, "hooks of modules")
     after = seen[0] if seen else before
     plain = {
         key: v for key, v in after.items() if _is_plain(tuple(v) if isinstance(v, list) else v)
@@ -132,6 +140,13 @@ def exporting(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     which = [name for name, state in _generators().items() if state != drawn.get(name, state)]
     if which:
         raise _draws(model, " and ".join(which))
+
+
+def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:
+    """Yield the tables of all hooks that the modules of a model have."""
+    kinds = [name for name in vars(nn.Module()) if "_hooks" in name]
+    for module in model.modules():
+        yield from (vars(module)[kind] for kind in kinds if kind in vars(module))
 
 
 def refuse_random(model: nn.Module, graph: fx.Graph) -> None:
