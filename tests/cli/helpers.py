@@ -7,7 +7,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from memplan.core.problem import Problem
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -24,6 +27,12 @@ def python(code: str, *args: str, **env: str) -> subprocess.CompletedProcess[str
         text=True,
         check=False,
     )
+
+
+def write_buffers(path: Path, problem: Problem) -> None:
+    """Write the buffers of a problem without offsets, for a solver to place."""
+    rows = [f"{b.id},{b.live.start},{b.live.end},{b.size}\n" for b in problem.buffers]
+    path.write_text("id,lower,upper,size\n" + "".join(rows))
 
 
 def embedded_data(page: str) -> dict[str, Any]:

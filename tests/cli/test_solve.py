@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.instances import planted
-from memplan.core.csvio import write_solution
-from memplan.core.problem import Problem
-from memplan.solvers import solve
-from tests.cli.helpers import CSV, Run
+from tests.cli.helpers import CSV, Run, write_buffers
 
 
 def test_solve_prints_the_figures(run: Run, csv_file: Path) -> None:
@@ -62,7 +59,7 @@ def test_solve_takes_the_capacity_from_the_files_name(run: Run, tmp_path: Path) 
 def hard_file(tmp_path: Path) -> Path:
     """60 buffers that no heuristic places within 1 KiB, and a search does; there is room for 4 KiB."""
     path, problem = tmp_path / "hard.4096.csv", planted(60, seed=3)
-    write_solution(path, problem, solve(Problem(buffers=problem.buffers), solver="naive"))
+    write_buffers(path, problem)
     return path
 
 

@@ -14,12 +14,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.instances import planted
-from memplan.core.csvio import write_solution
-from memplan.core.problem import Problem
 from memplan.planning import planfile
 from memplan.planning.make_plan import ScheduledGraph, make_plan
-from memplan.solvers import solve
-from tests.cli.helpers import CSV, Run
+from tests.cli.helpers import CSV, Run, write_buffers
 from tests.samples import sample_plan
 
 
@@ -53,7 +50,7 @@ def test_colours_are_for_terminals_that_want_them(plan_file: Path) -> None:
 
 def test_a_terminal_sees_the_best_arena_while_it_is_searched(tmp_path: Path) -> None:
     path, problem = tmp_path / "hard.csv", planted(400, seed=1, density=0.95)
-    write_solution(path, problem, solve(Problem(buffers=problem.buffers), solver="naive"))
+    write_buffers(path, problem)
     text = _on_a_terminal(["solve", str(path), "--time-limit", "3"], COLUMNS="150")
     assert re.search(r"\d:\d\d\S* Placing 400 buffers: arena .* B\W+bound .*1,024 B", text)
     assert "Placing" not in _on_a_terminal(["solve", str(path), "--time-limit", "1", "-q"], COLUMNS="150")

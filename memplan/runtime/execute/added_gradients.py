@@ -42,7 +42,7 @@ class AddedGradients:
 
     def __init__(self, program: Program, values: Sequence[int]) -> None:
         graph = program.traced.graph
-        self._program, self._indices = program, values
+        self._indices = values
         self._handing: HandsOver | None = None
         self._values = [graph.values[v] for v in values]
         self.backward: Callable[..., Any] = program.backward_into(values, adding(program, values))
@@ -66,7 +66,7 @@ class AddedGradients:
         return grads
 
     def handing(
-        self, parameters: Sequence[torch.Tensor], nodes: Sequence[Any], read: Sequence[torch.Tensor]
+        self, program: Program, parameters: Sequence[torch.Tensor], nodes: Sequence[Any], read: Sequence[torch.Tensor]
     ) -> HandsOver | None:
         """Return the backward that hands over each gradient when it is made, for parameters with hooks; else None.
 
@@ -78,7 +78,7 @@ class AddedGradients:
         if torch.is_anomaly_enabled() or not _counts_references():
             return None
         if self._handing is None:
-            self._handing = HandsOver(self._program, self._indices)
+            self._handing = HandsOver(program, self._indices)
         being_read = {t.untyped_storage().data_ptr() for t in read}
         self._handing.taking = [
             p

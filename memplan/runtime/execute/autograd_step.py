@@ -158,7 +158,8 @@ def _handing(ctx: Any, runner: Any, read: Sequence[torch.Tensor]) -> Any:
     """Return the backward that hands gradients to parameters with hooks when they are made; None without such hooks."""
     if not (ctx.adds and any(p._post_accumulate_grad_hooks for p in ctx.adds) and _may_add(ctx, runner)):
         return None
-    return runner.added.handing(ctx.adds, [node for node, _ in ctx.next_functions[: len(ctx.adds)]], read)
+    nodes = [node for node, _ in ctx.next_functions[: len(ctx.adds)]]
+    return runner.added.handing(runner.program, ctx.adds, nodes, read)
 
 
 def _handed_over(
