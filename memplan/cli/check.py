@@ -112,7 +112,7 @@ def _entries(targets: list[str], infer: bool, project: Project | None) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """How entries are checked: against the baseline in `file`, if any.
+    """The way in which entries are checked: against the baseline in `file`, if any.
 
     `verify`: prove the claims of the plans again, each within `time_limit` seconds; then no limit is needed.
     """

@@ -1,4 +1,4 @@
-"""What commands share: consoles (results go to stdout, errors and progress to stderr), Ctrl-C, options."""
+"""Shares among commands: consoles (results go to stdout, errors and progress to stderr), Ctrl-C, options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ INTERRUPTED = 130  # the exit code: 128 + SIGINT, as shells report it
 
 
 class Format(enum.StrEnum):
-    """What is printed; github: a table, and a summary of the job (and annotations, of a check)."""
+    """The form in which a result is printed; github: a table, and a summary of the job (and annotations, of a check)."""
 
     TABLE = "table"
     MARKDOWN = "markdown"

@@ -1,4 +1,4 @@
-"""What a command writes: checked before it computes anything; and the files of the repository that source lines are of.
+"""Checks what a command writes before it computes anything, and finds the repository files of source lines.
 
 Plans name files without folders ("model.py:12"), so that they contain nothing of the machine that made them. The path
 in the repository is looked up when an annotation or a page is written.

@@ -1,4 +1,4 @@
-"""What is shown of anything, as data: a title, headings, sentences and tables; and how text formats write it."""
+"""The model of all that is shown (a title, headings, sentences and tables), and the text formats that write it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What is shown of a result: a title, sections, and for JSON the exact figures as plain types."""
+    """The content of a result to show: a title, sections, and for JSON the exact figures as plain types."""
 
     title: str
     sections: tuple[Section, ...]

@@ -171,7 +171,7 @@ def trained_alike(folder: str) -> dict[str, Any]:
     cases = {
         "fsdp gpt": compared(small, sharded, tokens),
         "fsdp min": compared(small, sharded, tokens, arena_budget="min", policy="recompute", sanitize="poison"),
-        "fsdp half": compared(small, sharded, tokens, arena_budget=0.5, policy="recompute"),
+        "fsdp half": compared(small, sharded, tokens, arena_budget=0.6, policy="recompute"),
         "fsdp one by one": compared(mlp, sharded, vectors, in_flight=0),
         "fsdp two groups": compared(mlp, sharded_with_two_groups, vectors, arena_budget=1.0, sanitize="poison"),
         "fsdp uneven min": compared(mlp, sharded, vectors, arena_budget="min", policy="recompute"),
@@ -179,7 +179,7 @@ def trained_alike(folder: str) -> dict[str, Any]:
         "fsdp clipped": compared(mlp, sharded, vectors, adagrad, clipped=0.01),
         "fsdp accumulated": compared(mlp, sharded, vectors, accumulate=2),
         "fsdp batch norm": compared(SmallConvolutions, sharded, images, arena_budget=0.8, policy="recompute"),
-        "fsdp llama": compared(llama, sharded, tokens, arena_budget=0.5, policy="recompute"),
+        "fsdp llama": compared(llama, sharded, tokens, arena_budget=0.75, policy="recompute"),
         "ddp tied": compared(partial(SmallGpt, blocks=0), DistributedDataParallel, tokens, adagrad, clipped=0.01),
         "ddp convolutions": compared(SmallConvolutions, in_small_buckets, images),
         "ddp min": compared(SmallConvolutions, in_small_buckets, images, arena_budget="min", policy="recompute"),

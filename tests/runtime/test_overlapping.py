@@ -115,6 +115,9 @@ def test_an_overlapping_input_that_forward_changes_is_refused() -> None:
 
     with pytest.raises(UnsupportedGraph, match="elements share bytes"):
         memplan.compile(Changed(), torch.randn(16).unfold(0, 3, 1), train=False, fullgraph=True)
+    with pytest.raises(UnsupportedGraph, match="refers to a single memory location") as refused:
+        memplan.compile(Changed(), torch.randn(1, 3).expand(4, 3), train=False, fullgraph=True)
+    assert refused.value.see == "resized-input"
 
 
 _OUTPUTS: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -56,7 +56,7 @@ class Memory:
 
     @property
     def address(self) -> int:
-        """Where it is; its bytes are allocated again if they were given back."""
+        """The address of its bytes, which are allocated again if they were given back."""
         found = self.memory.data_ptr()
         if not found and self.nbytes:
             self.memory.untyped_storage().resize_(self.nbytes)

@@ -122,6 +122,8 @@ def unsupported(model: nn.Module, error: Exception, *, own: bool = False) -> Uns
         )
     elif "entirely functional graph" in text:
         hint, see = "register the tensor that forward changes in place as a buffer of the model", "not-a-buffer"
+    elif "refers to a single memory location" in text:
+        hint, see = "pass a dense copy of it (.contiguous())", "resized-input"
     elif "not a known type" in text or "unhashable type" in text or "pytree-flattenable" in text:
         see = "types"
         hint = "take and return tensors, tuples, lists or dicts, or register the type (torch.export.register_dataclass)"

@@ -25,7 +25,7 @@ Once = tuple[pytree.TreeSpec, tuple[int, ...]]  # the structure of a result, and
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultView:
-    """What an output is among the outputs: a view of output `of` (None: of none), by way of `detach()` or not.
+    """An output as one among all: a view of output `of` (None: of none), by way of `detach()` or not.
 
     `used`: the forward computes something from it, or from views of it.
     """
