@@ -34,7 +34,7 @@ INTERRUPTED = 130  # the exit code: 128 + SIGINT, as shells report it
 
 
 class Format(enum.StrEnum):
-    """The form in which a result is printed; github: a table, and a summary of the job (and annotations, of a check)."""
+    """The form in which a result is printed; github: a table and a summary of the job (for a check, annotations)."""
 
     TABLE = "table"
     MARKDOWN = "markdown"
