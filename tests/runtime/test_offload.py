@@ -432,7 +432,21 @@ def _no_start(graph: Graph, sources: tuple[int, ...]) -> Evicted:
     return replace(graph, ops=(*graph.ops[:at], *graph.ops[at + 1 :])), (*sources[:at], *sources[at + 1 :])
 
 
-TAMPERED = (_wait_too_late, _other_source, _other_copy, _half_a_copy, _a_small_host, _from_nowhere, _no_start)
+TAMPERED = (_wait_too_late, _other_source, _other_copy, _half_a_copy, _a_small_host, _from_nowhere)
+
+
+def test_a_plan_without_the_start_of_a_copy_is_not_made() -> None:
+    model, args = _net()
+    plan = plan_of_everything(trace(model, args))
+    assert plan.eviction is not None
+    graph, _ = _no_start(plan.graph, plan.eviction.sources)
+    schedule = make_schedule(graph, tuple(range(len(graph.ops))), "traced")
+    with pytest.raises(InvalidPlan, match="before anything has written it"):
+        make_plan(
+            ScheduledGraph(
+                model=plan.model, graph=graph, schedule=schedule, alignment=plan.alignment, versions=plan.versions
+            )
+        )
 
 
 @pytest.mark.parametrize("tamper", TAMPERED)
