@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import memplan
 from benchmarks.peak_measure import live_bytes
 from benchmarks.program_run import Program, Run, outcome_of
 from benchmarks.program_zoo import PROGRAMS
@@ -97,7 +98,7 @@ def test_nan_is_nan_and_zeros_have_signs() -> None:
 
 def test_errors_of_memplan_are_refusals_and_others_are_not() -> None:
     def sparse(run: Run) -> None:
-        run.compile(nn.LazyLinear(3), torch.randn(2, 3))
+        memplan.plan(nn.LazyLinear(3), torch.randn(2, 3))
 
     def broken(run: Run) -> None:
         raise KeyError("weight")

@@ -457,7 +457,7 @@ def _by_hooks() -> Any:
 def test_fsdp_of_hooks_and_exchanges_between_experts_are_refused(
     ranks: None, make: Callable[[], nn.Module], words: str, see: str
 ) -> None:
-    for attempt in (_step, lambda model: memplan.compile(model, vectors(0, 0))):
+    for attempt in (_step, lambda model: memplan.compile(model, vectors(0, 0), fullgraph=True)):
         with pytest.raises(UnsupportedGraph, match=words) as error:
             attempt(make())
         assert error.value.see == see
