@@ -27,7 +27,7 @@ _OPTIONAL = {
 }
 
 Line = tuple[str, str, bool | None, str]
-"""What was looked for, what was found, whether that is well (None: an optional part that is absent), its use."""
+"""A part that was looked for, what was found, whether that is well (None: optional and absent), and its use."""
 
 
 def doctor(as_json: Annotated[bool, opt("--json", "Print it as JSON, for bug reports.")] = False) -> None:

@@ -1,4 +1,4 @@
-"""What is read before anything has written it, in orders of random graphs, and in plans that are made or read."""
+"""Reads before any write are refused, in orders of random graphs, and in plans that are made or read."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def generated(seed: int) -> Graph:
 
 
 def _checkpointed(graph: Graph) -> Graph:
-    """The same step with the ops of the forward in checkpoints of three ops each; the last op is in none."""
+    """Return the step with the ops of the forward in checkpoints of three ops each; the last op is in none."""
     last = graph.forward_ops - 1
     return replace(
         graph, ops=tuple(replace(op, checkpoint=1 + i // 3) if i < last else op for i, op in enumerate(graph.ops))

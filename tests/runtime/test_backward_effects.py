@@ -1,4 +1,4 @@
-"""What the backward of a user's autograd function writes: buffers and inputs hold eager's values after each call."""
+"""Buffers and inputs that the backward of a user's autograd function writes hold eager's values after each call."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _relations(results: list[Any], model: nn.Module, x: torch.Tensor) -> list[An
 
 
 def _observed(call: Callable[[torch.Tensor], Any], model: nn.Module, x: torch.Tensor, *, mode: str) -> list[Any]:
-    """What a caller sees of one call: relations, values after a write through each result, and gradients."""
+    """Return all that a caller sees of a call: relations, values after a write to each result, gradients."""
     start = copy.deepcopy(model.state_dict())
     with torch.no_grad() if mode == "no_grad" else contextlib.nullcontext():
         seen: list[Any] = [_relations(pytree.tree_leaves(call(x)), model, x)]

@@ -1,4 +1,4 @@
-"""What no plan can hold runs as eager behind `torch.compile` and `memplan.compile`: for each refusal of a graph."""
+"""Models that no plan can hold run as eager behind `torch.compile` and `memplan.compile`: one per refusal."""
 
 from __future__ import annotations
 
