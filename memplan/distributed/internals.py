@@ -1,7 +1,7 @@
 """Checks that torch keeps what FSDP2 and `DistributedDataParallel` know where memplan reads it.
 
-Neither says by public names how it gathers and reduces. The names that are read here are those of torch 2.13
-and 2.14; where one of them is missing, a model is refused, instead of read halfway.
+Neither says by public names how it gathers and reduces. The names that are read here are those of torch 2.11
+to 2.14; where one of them is missing, a model is refused, instead of read halfway.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from memplan.torch_versions import KNOWN
 
 # the attributes that are read of each of torch's objects; `_modules` and the like, which every module has, apart
 OF_STATE = (
-    "_fsdp_param_groups",
     "_modules",
     "_mp_policy",
     "_auto_reshard_after_forward",
@@ -47,7 +46,6 @@ OF_PARAMETER = (
     "_orig_size",
     "_sharded_local_tensor",
     "_module_info",
-    "_unsharded_dtensor_spec",
 )
 OF_REDUCER = (
     "process_group",
@@ -81,10 +79,34 @@ def require_attributes(thing: Any, names: tuple[str, ...]) -> None:
 def require_state(state: Any) -> None:
     """Raise `UnsupportedGraph` if the state of a module that `fully_shard` was called for is not as it is read."""
     require_attributes(state, OF_STATE)
-    for group in state._fsdp_param_groups:
+    for group in groups_of(state):
         require_attributes(group, OF_GROUP)
         for param in group.fsdp_params:
             require_attributes(param, OF_PARAMETER)
+
+
+def groups_of(state: Any) -> list[Any]:
+    """Return the groups of parameters in the state of a module that `fully_shard` was called for.
+
+    Raises `UnsupportedGraph` if this torch keeps them elsewhere.
+    """
+    if hasattr(state, "_fsdp_param_group"):  # torch 2.11: one, or none
+        return [group for group in (state._fsdp_param_group,) if group is not None]
+    require_attributes(state, ("_fsdp_param_groups",))
+    return list(state._fsdp_param_groups)
+
+
+def placement_of(param: Any) -> Any:
+    """Return how the DTensor was placed that `fully_shard` has divided further; None for a plain tensor.
+
+    Raises `UnsupportedGraph` if this torch keeps it elsewhere.
+    """
+    if not param.is_dtensor:
+        return None
+    if hasattr(param, "_tp_spec"):  # torch 2.11
+        return param._tp_spec
+    require_attributes(param, ("_unsharded_dtensor_spec",))
+    return param._unsharded_dtensor_spec
 
 
 def _elsewhere(where: str, name: str) -> UnsupportedGraph:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from memplan.distributed.internals import groups_of
 from memplan.distributed.parallelism import fsdp_modules, reducer_of
 from memplan.distributed.refusals import require_group, require_reducer_options
 from memplan.errors import UnsupportedCall
@@ -20,7 +21,7 @@ class ParallelGuards:
         self._groups = [
             (module, module._get_fsdp_state(), group)  # type: ignore[operator]
             for module in fsdp_modules(model)
-            for group in module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
+            for group in groups_of(module._get_fsdp_state())  # type: ignore[operator]
         ]
 
     def check(self) -> None:

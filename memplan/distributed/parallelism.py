@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from memplan.distributed.internals import OF_REDUCER, internal, require_attributes, require_state
+from memplan.distributed.internals import (
+    OF_REDUCER,
+    groups_of,
+    internal,
+    placement_of,
+    require_attributes,
+    require_state,
+)
 from memplan.distributed.ops import process_group
 from memplan.distributed.placed import PlacedParameter, group_of_all, group_of_placed, placed_parameters
 from memplan.distributed.refusals import (
@@ -159,7 +166,7 @@ def group_of_ranks(model: nn.Module) -> str | None:
     divided, twice = "", False
     for module in fsdp_modules(model):
         state: Any = module._get_fsdp_state()  # type: ignore[operator]
-        for group in getattr(state, "_fsdp_param_groups", ()):
+        for group in groups_of(state):
             found = getattr(getattr(group, "mesh_info", None), "shard_process_group", None)
             divided = divided or ("" if found is None else str(found.group_name))
             twice = twice or any(getattr(param, "is_dtensor", False) for param in getattr(group, "fsdp_params", ()))
@@ -182,7 +189,7 @@ def fsdp_parameters(model: nn.Module) -> list[Any]:
     found = []
     for module in fsdp_modules(model):
         state = module._get_fsdp_state()  # type: ignore[operator]
-        for group in state._fsdp_param_groups:
+        for group in groups_of(state):
             require_group(module, state, group)
             for param in group.fsdp_params:
                 require_parameter(param)
@@ -215,7 +222,7 @@ def _names(model: nn.Module) -> Iterator[tuple[int, list[str]]]:
 def _inner(params: list[Any], names: Mapping[int, list[str]]) -> Iterator[tuple[str, tuple[Any, torch.Size] | None]]:
     """Yield each name of the parameters that `fully_shard` has divided, and how they were placed before (None: not)."""
     for param in params:
-        spec = param._unsharded_dtensor_spec if param.is_dtensor else None
+        spec = placement_of(param)
         for name in names[id(param.sharded_param)]:
             yield name, None if spec is None else (spec, param._orig_size)
 
@@ -231,7 +238,7 @@ def _freed_after_forward(model: nn.Module) -> set[int]:
     for module in modules:
         state: Any = module._get_fsdp_state()  # type: ignore[operator]
         keeps = state._auto_reshard_after_forward and module not in inner
-        for group in state._fsdp_param_groups:
+        for group in groups_of(state):
             if group.post_forward_mesh_info is not None and not keeps:
                 found.update(map(id, group.fsdp_params))
     return found

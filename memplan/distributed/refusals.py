@@ -54,7 +54,7 @@ def _gathers(value: object) -> bool:
 def require_parameter(param: Any) -> None:
     """Raise `UnsupportedGraph` for a parameter that is not divided by rows, or has a layout of its own."""
     where = param._param_fqn or param._module_info.param_name
-    if param.mesh_info.is_spmd_mesh:
+    if getattr(param.mesh_info, "is_spmd_mesh", False):  # torch 2.11 has none
         what = "is a DTensor over all dimensions of the mesh (dp_mesh_dims)"
         _refuse(where, what, "place it on one dimension (mesh['tp']), and call fully_shard with mesh['dp']")
     if param.fsdp_placement.dim != 0:

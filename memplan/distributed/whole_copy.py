@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from memplan.distributed.internals import internal
+from memplan.distributed.internals import internal, placement_of
 from memplan.distributed.local import placed_like
 from memplan.distributed.parallelism import (
     Parallelism,
@@ -51,8 +51,9 @@ def whole_copy(model: nn.Module, parallelism: Parallelism) -> nn.Module:
     made: dict[int, Any] = {}  # by the identity of what it stands for
     for param in fsdp_parameters(model):
         whole = torch.empty(param._orig_size, dtype=gathered_dtype(param), device="meta")
-        if param.is_dtensor:
-            whole = placed_like(whole, param._unsharded_dtensor_spec)
+        placement = placement_of(param)
+        if placement is not None:
+            whole = placed_like(whole, placement)
         made[id(param.sharded_param)] = nn.Parameter(whole, requires_grad=param.sharded_param.requires_grad)
     reducer = reducer_of(model)
     classes: dict[int, type[nn.Module]] = {}

@@ -465,13 +465,13 @@ def test_fsdp_of_hooks_and_exchanges_between_experts_are_refused(
 
 @pytest.mark.parametrize(
     ("of", "name"),
-    [("state", "_fsdp_param_groups"), ("group", "_all_gather_comm"), ("param", "padded_sharded_param_size")],
+    [("state", "_mp_policy"), ("group", "_all_gather_comm"), ("param", "padded_sharded_param_size")],
 )
 def test_another_torch_that_keeps_its_knowledge_elsewhere_is_refused(ranks: None, of: str, name: str) -> None:
     """Every name is looked for before any of it is read."""
     model: Any = _sharded()
     state = model._get_fsdp_state()
-    group = state._fsdp_param_groups[0]
+    (group,) = internals.groups_of(state)
     assert set(internals.OF_GROUP) <= set(dir(group))
     thing = {"state": state, "group": group, "param": group.fsdp_params[0]}[of]
     known = getattr(thing, name)
@@ -490,6 +490,8 @@ def test_a_private_function_that_is_gone_is_refused(ranks: None, monkeypatch: py
     monkeypatch.delattr(f"{home}._get_gradient_divide_factors")
     with pytest.raises(UnsupportedGraph, match="has no '_get_gradient_divide_factors' in torch"):
         _step(_sharded())
+    with pytest.raises(UnsupportedGraph, match="has no '_fsdp_param_groups' in torch"):
+        internals.groups_of(object())
     with pytest.raises(UnsupportedGraph, match="has no 'nothing' in torch"):
         internals.internal("torch.no_such_module", "nothing")
     with pytest.raises(UnsupportedGraph, match="has no '_comm_hooks' in torch"):

@@ -103,7 +103,7 @@ def _placements_of_gradients(joint: Any) -> Iterator[tuple[int, tuple[Any, ...]]
     at = len(results) - sum(sizes)  # gradients come last
     for meta, size in zip(metas, sizes, strict=True):
         if hasattr(meta, "meta"):  # of a subclass; from torch 2.14 on, a plain tensor has a count too
-            yield at, tuple(meta.meta[0])
+            yield at, tuple(getattr(meta.meta[0], "placements", meta.meta[0]))  # torch 2.11 has a DTensorSpec there
         at += size
 
 
