@@ -128,7 +128,7 @@ _HOMES = {
 }
 
 
-_ROOMS_WITH_TORCH = ("memplan.integrations", "memplan.runtime", "memplan.trace")
+_ROOMS_WITH_TORCH = ("memplan.integrations", "memplan.runtime", "memplan.targets", "memplan.trace")
 
 
 def __getattr__(name: str) -> Any:
@@ -154,6 +154,7 @@ def plan(
     example_inputs: Any = (),
     example_kwargs: dict[str, Any] | None = None,
     *,
+    target: str | None = None,
     train: bool | None = None,
     gradients: Gradients = "auto",
     ranks: int | None = None,
@@ -180,6 +181,7 @@ def plan(
     example_inputs: Any = (),
     example_kwargs: dict[str, Any] | None = None,
     *,
+    target: str | None = None,
     train: bool | None = None,
     budget: Budget | Sequence[Budget] | None = None,
     arena_budget: Budget | Sequence[Budget] | None = None,
@@ -209,6 +211,9 @@ def plan(
         example_inputs: A tuple of positional arguments, a dict of keywords (without `example_kwargs`), or the only
             argument: real, fake or meta tensors of the shapes that the step will see.
         example_kwargs: The keyword arguments.
+        target: Plan for this GPU, which need not be there: "h100", "h200", "a100", "a100-40gb", "l4", "l40s",
+            "rtx4090", "b200", or a capability and its memory ("sm90:80GiB"). Kernels, layouts, alignment and costs are
+            its own. The model and its inputs are on the CPU, or on the meta device.
         train: Plan forward and backward (True) or the forward alone (False); None follows `model.training`.
         budget: The most bytes on the device, everything together (`Plan.total`): a number of bytes, a text ("8GiB"), a
             share of what eager is predicted to need (0.5, "50%"), or "min". Storages that do not fit are evicted. With
@@ -290,6 +295,15 @@ def plan(
         in_flight=in_flight,
         dynamic_shapes=dynamic_shapes,
     )
+    if target is not None:
+        if dynamic_shapes is not None:
+            from memplan.errors import InvalidShapes
+
+            hint = "plan each shape that matters"
+            raise InvalidShapes("a target has one shape", where="target with dynamic_shapes", hint=hint, see="target")
+        from memplan.targets.plan import plan_for
+
+        return plan_for(target, model, example_inputs, example_kwargs, train=train, options=options, ranks=ranks)
     if dynamic_shapes is not None:
         if ranks is not None:
             from memplan.errors import InvalidShapes

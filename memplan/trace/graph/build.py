@@ -203,7 +203,9 @@ class _FxReader:
                 )
                 see = "no-tensor"
             raise self._unsupported(node, what, hint, see=see)
-        if isinstance(tensor, FakeTensor) or isinstance(node.meta.get("val"), FunctionalTensor):  # no bytes behind it
+        made_here = bool({FOLDED, OWN} & node.meta.keys())  # fake where the device is not there
+        fake = isinstance(tensor, FakeTensor) and not made_here
+        if fake or isinstance(node.meta.get("val"), FunctionalTensor):  # no bytes behind it
             what = "a view of a parameter or an input that tracing took for a constant"
             raise self._unsupported(node, what, "return a copy of it (.clone())", see="views")
         val = node.meta.get("val", tensor)

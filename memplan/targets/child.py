@@ -1,0 +1,139 @@
+"""`asked_for`: asks a question of a GPU that is not there, in a child process in which torch believes that it is.
+
+The child is a fork: it has the model as it is, without a copy, and what the stand-in changes ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import IO, Any, TypeVar
+
+import torch
+
+from memplan.errors import MemplanError, UnsupportedDevice
+from memplan.targets.target import Target
+
+_T = TypeVar("_T")
+_log = logging.getLogger("memplan")
+
+
+def asked_for(target: Target, question: Callable[[], _T]) -> _T:
+    """Return the answer to a question that is asked where the target stands in for the GPU of the process.
+
+    What it logs and warns of is logged and warned of here. It ends with this process, or when Ctrl-C stops this call.
+
+    Args:
+        target: The GPU.
+        question: What traces and plans; its answer has no tensors.
+
+    Raises:
+        UnsupportedDevice: This process cannot be copied.
+        MemplanError: What the question raises, and if its process ends without an answer.
+    """
+    if not hasattr(os, "fork") or sys.platform == "darwin":
+        hint = "plan on Linux, or in a container of it"
+        raise UnsupportedDevice("planning for one needs a system that forks", where="target", hint=hint, see="target")
+    read, write = os.pipe()
+    sys.stdout.flush(), sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of a fork beside threads
+        child = os.fork()
+    if child == 0:
+        os.close(read)
+        with os.fdopen(write, "wb") as results:
+            _answer(target, question, results)
+        os._exit(0)
+    os.close(write)
+    try:
+        with os.fdopen(read, "rb") as results:
+            found: _T = _received(results, child)
+            return found
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _answer(target: Target, question: Callable[[], Any], results: IO[bytes]) -> None:
+    """Send the answer to a question, or the error that it raises, from the child."""
+
+    def send(kind: str, what: Any) -> None:
+        """Send a message whole, or say why it cannot be."""
+        try:
+            content = pickle.dumps((kind, what))
+        except Exception as error:  # an error of the model's own, with what cannot be pickled
+            content = pickle.dumps(("error", RuntimeError(f"{type(what).__name__}: {what} ({error})")))
+        results.write(content)
+        results.flush()
+
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent says that it was stopped
+        with _forwarded(send), torch.autograd.set_multithreading_enabled(False):
+            torch.set_num_threads(1)  # the threads of the parent are not in a copy of it
+            from memplan.targets.stand_in import stand_in
+
+            stand_in(target)
+            send("answer", question())
+    except BaseException as error:
+        send("error", error)
+
+
+@contextlib.contextmanager
+def _forwarded(send: Callable[[str, Any], None]) -> Iterator[None]:
+    """Send what is logged and warned of to the parent."""
+
+    class Sending(logging.Handler):
+        """Sends records, with their text."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            record.msg, record.args, record.exc_info = record.getMessage(), (), None
+            send("log", record)
+
+    handlers, propagate = _log.handlers[:], _log.propagate
+    _log.handlers[:], _log.propagate = [Sending()], False
+    with warnings.catch_warnings(record=True) as caught:
+        try:
+            yield
+        finally:
+            _log.handlers[:], _log.propagate = handlers, propagate
+            for warning in caught:
+                send("warning", (str(warning.message), warning.category, warning.filename, warning.lineno))
+
+
+def _received(results: IO[bytes], child: int) -> Any:
+    """Return the answer of the child; log and warn of what it did."""
+    found: Any = None
+    while True:
+        try:
+            kind, what = pickle.load(results)
+        except EOFError:
+            break
+        if kind == "log":
+            _log.handle(what)
+        elif kind == "warning":
+            message, category, filename, lineno = what
+            warnings.warn_explicit(message, category, filename, lineno)
+        else:
+            found = kind, what
+    if found is None:
+        hint = "see what it printed; it may have had too little memory"
+        raise MemplanError(
+            f"the process that plans ended without an answer ({_ended(child)})", where="target", hint=hint
+        )
+    if found[0] == "error":
+        raise found[1]
+    return found[1]
+
+
+def _ended(child: int) -> str:
+    """Return how the child ended."""
+    info = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert info is not None
+    return f"signal {info.si_status}" if info.si_code != os.CLD_EXITED else f"exit status {info.si_status}"

@@ -1,0 +1,134 @@
+"""Plans for a GPU that is not here: what they are held to, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+import memplan
+from benchmarks.zoo import ZOO
+from memplan.errors import InvalidShapes, LibraryNotInstalled, UnsupportedDevice
+from memplan.targets.target import find_target
+from tests.slow import slow
+from tests.targets import real_sizes
+
+MEASURED: dict[str, Any] = json.loads(Path(__file__).with_name("h200.json").read_text(encoding="utf-8"))
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def test_a_plan_has_the_gpus_kernels_alignment_and_costs() -> None:
+    model, inputs = ZOO["gpt2"]()
+    plan = memplan.plan(model, inputs, target="h100")
+    assert plan.alignment == 512
+    assert plan.versions["target"] == "h100"
+    assert plan.reserve == find_target("h100").workspace
+    assert "NVIDIA H100" in str(plan.report())
+    assert plan.total - plan.reserve < memplan.plan(model, inputs).total * 1.2
+    names = {op.target for op in plan.graph.ops}
+    assert not any("for_cpu" in name for name in names)
+    assert any("attention" in name for name in names)
+
+
+def test_a_plan_is_saved_and_loaded_with_its_target(tmp_path: Path) -> None:
+    model, inputs = ZOO["mlp"]()
+    plan = memplan.plan(model, inputs, target="a100", reserve="1MiB")
+    plan.save(tmp_path / "plan.json")
+    loaded = memplan.load(tmp_path / "plan.json")
+    assert loaded.versions["target"] == "a100"
+    assert loaded.total == plan.total
+    assert loaded.reserve == find_target("a100").workspace + (1 << 20)
+
+
+def test_a_model_on_the_cpu_and_one_on_meta_have_the_same_plan() -> None:
+    model, inputs = ZOO["mlp"]()
+    here = memplan.plan(model, inputs, target="h200")
+    on_meta = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), inputs)
+    there = memplan.plan(model.to("meta"), on_meta, target="h200")
+    assert (here.arena_size, here.total, here.problem.fingerprint) == (
+        there.arena_size,
+        there.total,
+        there.problem.fingerprint,
+    )
+
+
+def test_a_budget_is_kept_and_its_plan_is_refused_where_none_keeps_it() -> None:
+    layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())]
+    model, inputs = nn.Sequential(*layers), torch.empty(512, 64)
+    kept = memplan.plan(model, inputs, target="rtx4090", arena_budget=0.8)
+    assert kept.arena_size <= 0.8 * memplan.plan(model, inputs, target="rtx4090").max_live
+    assert kept.evictions
+    with pytest.raises(memplan.errors.BudgetInfeasible):
+        memplan.plan(model, inputs, target="rtx4090", budget="1MiB")
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "said"),
+    [
+        ({"target": "h1000"}, UnsupportedDevice, "did you mean 'h100'"),
+        ({"target": "h100", "device": "cpu"}, UnsupportedDevice, "target with device"),
+        ({"target": "h100", "dynamic_shapes": {"x": {0: torch.export.Dim("n")}}}, InvalidShapes, "one shape"),
+    ],
+)
+def test_what_a_target_cannot_be_planned_with_is_refused(
+    how: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    model, inputs = ZOO["mlp"]()
+    with pytest.raises(error, match=said):
+        memplan.plan(model, inputs, **how)
+
+
+def test_without_triton_generated_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("memplan.targets.plan.find_spec", lambda name: None if name == "triton" else find(name))
+    model, inputs = ZOO["mlp"]()
+    with pytest.raises(LibraryNotInstalled, match="pip install triton"):
+        memplan.plan(model, inputs, target="h100", kernels="inductor")
+
+
+def test_a_model_that_is_on_another_device_is_refused() -> None:
+    """Any device but the CPU and meta: fake tensors on cuda stand for a model that is on a GPU."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model = nn.Linear(4, 4)
+    with FakeTensorMode():
+        x = torch.empty(2, 4, device="cuda")
+    with pytest.raises(UnsupportedDevice, match="is on cuda:0 already"):
+        memplan.plan(model, x, target="h100")
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Inductor generates Triton's code")
+def test_generated_kernels_are_tritons() -> None:
+    model, inputs = ZOO["gpt2"]()
+    plan = memplan.plan(model, inputs, target="h100", kernels="inductor")
+    assert any(".triton_" in op.target for op in plan.graph.ops)
+    assert plan.total < memplan.plan(model, inputs, target="h100").total
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("resnet", "aten"),
+        slow("gpt2", "aten"),
+        slow("gpt2", "inductor"),
+        slow("llama1b", "inductor"),
+        slow("resnet", "inductor"),
+    ],
+)
+def test_totals_are_those_that_an_h200_had(name: str, kernels: str) -> None:
+    """Within 3 % of the total; libraries' workspaces were in no total there."""
+    if kernels == "inductor" and not HAS_TRITON:
+        pytest.skip("Inductor generates Triton's code")
+    make: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]] = getattr(real_sizes, name)
+    model, inputs = make()
+    how: dict[str, Any] = {"kernels": kernels}
+    known = MEASURED[name][kernels]
+    plan = memplan.plan(model, inputs, target="h200", **how)
+    assert (plan.total - plan.reserve) / 1e9 == pytest.approx(known["total"], rel=0.03)
