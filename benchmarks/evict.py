@@ -3,7 +3,7 @@
     python -m benchmarks.evict --models gpt2,vit --budgets 80,50
 
 Models are full-size, traced on fake tensors in bfloat16; nothing is run. Every contender is judged by the same rules
-(`memplan.evict.judge.arrays.measure`) and the same roofline.
+(`memplan.evict.measure.measure`) and the same roofline.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from memplan.core.graph import Graph
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import DEVICES, CostModel
-from memplan.evict.judge.arrays import measure
+from memplan.evict.measure import measure
 from memplan.evict.policies.dtr import dtr
 from memplan.evict.select import fit_policy
-from memplan.evict.simulator.memory import AddressSpace
-from memplan.evict.workload import Workload
-from memplan.evict.workload_limits import floor
+from memplan.evict.simulator import AddressSpace
+from memplan.evict.workload import Workload, floor
 from memplan.planning.budget import plan_within
 from memplan.planning.fit import make_workload
 from memplan.planning.make_plan import ScheduledGraph

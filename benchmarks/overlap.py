@@ -93,9 +93,8 @@ def _row(model: str, batch: int, link: str, case: str) -> Row:
 
     import memplan
     from benchmarks import zoo
-    from memplan.evict.costs import cost_model
+    from memplan.evict.costs import cost_model, simulate
     from memplan.evict.workload import in_order
-    from memplan.planning.simulate import simulate
 
     module, inputs = zoo.llama_of(MODELS[model], batch=batch, length=LENGTH)
     costs = cost_model(f"h100/{link}")

@@ -30,7 +30,7 @@ from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
 from memplan.core.csvio import read_problem, write_solution
 from memplan.core.problem import Problem, Status
 from memplan.solvers import SOLVERS, solve
-from memplan.solvers.limits import Progress
+from memplan.solvers.base import Progress
 
 HEURISTICS = {name: s for name, s in {**SOLVERS, **BASELINES}.items() if name not in ("portfolio", "cpsat", "naive")}
 _QUADRATIC = {"partition", "shared", "hill-climb"}  # pure Python: only up to 2,000 buffers

@@ -58,41 +58,28 @@ JUDGES: Mapping[str, tuple[str, ...]] = {
     "memplan/runtime/execute/runner.py": ("tests/runtime/test_calls.py", "tests/runtime/test_hazards.py"),
     "memplan/runtime/guards/input_guards.py": ("tests/runtime/test_calls.py", "tests/runtime/test_layout_guards.py"),
     "memplan/runtime/guards/parameter_guards.py": ("tests/runtime/test_calls.py", "tests/runtime/test_hazards.py"),
-    "memplan/solvers/accept.py": ("tests/solvers/test_select.py", "tests/solvers/test_faults.py"),
-    "memplan/solvers/answers.py": ("tests/solvers/test_select.py", "tests/solvers/test_faults.py"),
-    "memplan/solvers/arrays/instance.py": ("tests/solvers/test_fit_kernel.py",),
-    "memplan/solvers/arrays/sequence.py": ("tests/solvers/test_baselines.py",),
-    "memplan/solvers/base.py": ("tests/solvers/test_select.py",),
-    "memplan/solvers/baselines/greedy.py": ("tests/solvers/test_baselines.py",),
-    "memplan/solvers/baselines/naive.py": ("tests/solvers/test_baselines.py",),
-    "memplan/solvers/baselines/online.py": ("tests/solvers/test_skyline_kernel.py", "tests/solvers/test_baselines.py"),
-    "memplan/solvers/baselines/partition.py": ("tests/solvers/test_baselines.py",),
-    "memplan/solvers/baselines/tstack.py": ("tests/solvers/test_baselines.py",),
-    "memplan/solvers/cpsat.py": ("tests/solvers/test_select.py",),
+    "memplan/solvers/base.py": ("tests/solvers/test_select.py", "tests/solvers/test_faults.py"),
+    "memplan/solvers/arrays.py": (
+        "tests/solvers/test_problem_arrays.py",
+        "tests/solvers/test_bounds.py",
+        "tests/solvers/test_fit_kernel.py",
+    ),
+    "memplan/solvers/baselines.py": ("tests/solvers/test_baselines.py", "tests/solvers/test_skyline_kernel.py"),
     "memplan/solvers/portfolio.py": ("tests/solvers/test_select.py", "tests/solvers/test_faults.py"),
-    "memplan/solvers/search/capacity_search.py": (
-        "tests/solvers/test_search_schedule.py",
-        "tests/solvers/test_faults.py",
+    "memplan/solvers/capacity_search.py": ("tests/solvers/test_search_schedule.py", "tests/solvers/test_faults.py"),
+    "memplan/solvers/solve_at_capacity.py": (
+        "tests/solvers/test_solve_at_capacity.py",
+        "tests/solvers/test_reduce.py",
     ),
-    "memplan/solvers/search/cpsat_model.py": ("tests/solvers/test_heuristics.py",),
-    "memplan/solvers/search/eject.py": ("tests/solvers/test_heuristics.py", "tests/solvers/test_eject_kernel.py"),
-    "memplan/solvers/search/join.py": ("tests/solvers/test_join_kernel.py",),
-    "memplan/solvers/search/search_variant.py": (
+    "memplan/solvers/cpsat_model.py": ("tests/solvers/test_heuristics.py", "tests/solvers/test_interruptible.py"),
+    "memplan/solvers/tree_search.py": (
         "tests/solvers/test_search_schedule.py",
         "tests/solvers/test_search_kernel.py",
+        "tests/solvers/test_join_kernel.py",
     ),
-    "memplan/solvers/search/squeaky_wheel.py": ("tests/solvers/test_heuristics.py",),
-    "memplan/solvers/search/tree_search.py": ("tests/solvers/test_search_schedule.py",),
-    "memplan/solvers/search/branch_kernel.py": (
+    "memplan/solvers/branch_kernel.py": (
         "tests/solvers/test_branch_kernel.py",
-        "tests/solvers/test_search_kernel.py",
-    ),
-    "memplan/solvers/search/decompose_kernel.py": (
-        "tests/solvers/test_decompose_kernel.py",
-        "tests/solvers/test_search_kernel.py",
-    ),
-    "memplan/solvers/search/propagate_kernel.py": (
-        "tests/solvers/test_propagate_kernel.py",
+        "tests/solvers/test_state_keys.py",
         "tests/solvers/test_search_kernel.py",
     ),
 }

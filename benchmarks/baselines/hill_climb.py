@@ -11,9 +11,8 @@ import random
 import time
 
 from memplan.core.problem import Buffer, Problem, Solution
-from memplan.solvers.arrays.sequence import in_order
-from memplan.solvers.base import NO_LIMITS, finish
-from memplan.solvers.limits import SolverLimits, WorkBudget
+from memplan.solvers.base import NO_LIMITS, SolverLimits, WorkBudget, finish
+from memplan.solvers.baselines import in_order
 
 _ATTEMPTS = 500
 

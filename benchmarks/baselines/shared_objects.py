@@ -12,8 +12,7 @@ import time
 from dataclasses import dataclass, field
 
 from memplan.core.problem import Buffer, Problem, Solution
-from memplan.solvers.base import NO_LIMITS, align_up, finish
-from memplan.solvers.limits import SolverLimits
+from memplan.solvers.base import NO_LIMITS, SolverLimits, align_up, finish
 
 
 @dataclass(slots=True)

@@ -11,8 +11,7 @@ import time
 from bisect import bisect_left, insort
 
 from memplan.core.problem import Problem, Solution
-from memplan.solvers.base import NO_LIMITS, align_up, finish
-from memplan.solvers.limits import SolverLimits
+from memplan.solvers.base import NO_LIMITS, SolverLimits, align_up, finish
 
 _PARTS = 5  # log2 of the parts of each power of two
 

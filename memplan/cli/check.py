@@ -145,7 +145,7 @@ class _Work:
         """Plan or load an entry, check it against `before` and return the result."""
         from memplan.check.check import check as check_plan
         from memplan.cli.source import is_model, obtain
-        from memplan.planning.consistency import check_consistency
+        from memplan.planning.planfile import check_consistency
         from memplan.report.verdicts import Judged
 
         rules = tuple(r for r in rules if not (absolute_only and r.needs_baseline))

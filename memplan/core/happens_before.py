@@ -14,7 +14,7 @@ Nothing else orders lanes. Two uses of a byte, at least one of which writes it, 
 be ordered. Vector clocks (Mattern, 1989; as race detectors use them, FastTrack, 2009) tell whether they are.
 
 The check shares no code with the policies that place copies, nor with the comparison of contents in
-`evict/graph/equivalent.py`, which follows storages in program order; this one follows bytes in the arena, where what
+`evict/equivalent.py`, which follows storages in program order; this one follows bytes in the arena, where what
 two storages share depends on their offsets.
 """
 

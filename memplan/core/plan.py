@@ -20,7 +20,7 @@ from memplan.core.compressed_storages import compressions_of
 from memplan.core.division import Division
 from memplan.core.evictions import DeviceArena, Eviction, EvictionPlan, evictions_of
 from memplan.core.graph import Graph, StorageKind
-from memplan.core.in_place_reuse import placed
+from memplan.core.in_place import placed
 from memplan.core.problem import Problem, Solution
 from memplan.core.schedule import Schedule, is_proven_again
 from memplan.core.totals import (

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from memplan.core.graph import Graph, Op
-from memplan.core.in_place_reuse import placed
+from memplan.core.in_place import placed
 from memplan.core.problem import Interval
 
 

@@ -11,10 +11,8 @@ from statistics import median
 from memplan.core.graph import Op
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import Link
-from memplan.evict.events import Events, Kind
-from memplan.evict.judge.arrays import measure
-from memplan.evict.judge.overlap import Leads, start_reloads_earlier
-from memplan.evict.workload import Policy, Workload
+from memplan.evict.measure import Leads, measure, overlapped
+from memplan.evict.workload import Events, Kind, Policy, Workload
 
 _Runs = tuple[tuple[int, str], ...]  # the source and the target of each op that runs, in order
 _LEAST = 1e-9  # seconds: a lower limit for a measured copy
@@ -72,7 +70,7 @@ class ProfileGuidedPolicy:
         """
         if len({i for kind, i in self._events if kind is Kind.RUN}) != len(workload.graph.ops):
             raise BudgetInfeasible("the events that ran are those of another workload", op="", smallest=0)
-        ways = [start_reloads_earlier(workload, self._events, self._leads), self._events]
+        ways = [overlapped(workload, self._events, self._leads), self._events]
         ways += [policy(workload) for policy in self._policies]
         figures = [(measure(workload, way), way) for way in ways]
         kept = [(found.seconds, i) for i, (found, _) in enumerate(figures) if found.peak <= workload.budget]

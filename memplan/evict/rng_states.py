@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memplan.core.evictions import RNG_STATE_BYTES, SAVE_RNG
-from memplan.core.graph import Op, Storage, StorageKind, Value
+from memplan.core.graph import Op, Storage, StorageKind
+from memplan.core.graph_edit import GraphEdit
 from memplan.errors import BudgetInfeasible
-from memplan.evict.events import Event, Events, Kind
-from memplan.evict.judge.arrays import to_arrays, to_events
-from memplan.evict.workload import Policy, Workload
+from memplan.evict.measure import to_arrays, to_events
+from memplan.evict.workload import Event, Events, Kind, Policy, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,56 +75,40 @@ def _saving(plain: Workload, chosen: Sequence[int]) -> SavedStates:
     """Return `plain` with the states of the `chosen` random ops saved, each right before its op."""
     if not chosen:
         return SavedStates(plain=plain, workload=plain, op_of=tuple(range(len(plain.graph.ops))), state_of={})
-    g = plain.graph
-    values, storages, ops = list(g.values), list(g.storages), list[Op]()
+    edit = GraphEdit(plain.graph)
     op_of: list[int] = []
     state_of: dict[int, int] = {}
     wanted = frozenset(chosen)
-    for i, op in enumerate(g.ops):
+    for i, op in enumerate(plain.graph.ops):
         if i in wanted:
-            name = f"rng_state:{op.name}"
-            state_of[i] = len(storages)
-            storages.append(
-                Storage(
-                    name=name,
-                    nbytes=RNG_STATE_BYTES,
-                    device="cpu",
-                    kind=StorageKind.RNG_STATE,
-                    planned=True,
-                    origin=op.origin,
-                )
+            kind = StorageKind.RNG_STATE
+            state = Storage(
+                name=f"rng_state:{op.name}",
+                nbytes=RNG_STATE_BYTES,
+                device="cpu",
+                kind=kind,
+                planned=True,
+                origin=op.origin,
             )
-            values.append(
-                Value(
-                    name=f"{name}:bytes",
-                    storage=state_of[i],
-                    dtype="uint8",
-                    shape=(RNG_STATE_BYTES,),
-                    strides=(1,),
-                    offset=0,
-                )
+            state_of[i] = edit.storage(state)
+            value = edit.whole(state_of[i])
+            save = Op(
+                name=f"save_rng:{op.name}",
+                target=SAVE_RNG,
+                phase=op.phase,
+                reads=(),
+                writes=(value,),
+                direct=True,
+                random=True,
+                origin=op.origin,
             )
-            ops.append(
-                Op(
-                    name=f"save_rng:{op.name}",
-                    target=SAVE_RNG,
-                    phase=op.phase,
-                    reads=(),
-                    writes=(len(values) - 1,),
-                    direct=True,
-                    random=True,
-                    origin=op.origin,
-                )
-            )
+            edit.add(save)
             op_of.append(~i)
-            op = replace(op, reads=(*op.reads, len(values) - 1))  # noqa: PLW2901
-        ops.append(op)
+            op = replace(op, reads=(*op.reads, value))  # noqa: PLW2901
+        edit.add(op, plain.sources[i])
         op_of.append(i)
-    graph = replace(g, ops=tuple(ops), values=tuple(values), storages=tuple(storages))
-    sources = tuple(plain.sources[i] if i >= 0 else -1 for i in op_of)
-    return SavedStates(
-        plain=plain, workload=replace(plain, graph=graph, sources=sources), op_of=tuple(op_of), state_of=state_of
-    )
+    saving = replace(plain, graph=edit.finish(), sources=tuple(edit.sources))
+    return SavedStates(plain=plain, workload=saving, op_of=tuple(op_of), state_of=state_of)
 
 
 def only_used(states: SavedStates, events: Events) -> tuple[Workload, Events]:

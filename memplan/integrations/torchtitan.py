@@ -21,10 +21,9 @@ from memplan.core.units import format_bytes
 from memplan.devices.kinds import alignment_of
 from memplan.errors import BudgetInfeasible, InvalidSize
 from memplan.evict.costs import cost_model
-from memplan.evict.judge.arrays import measure
+from memplan.evict.measure import measure
 from memplan.evict.policies.partition import kept_for_backward, partition
-from memplan.evict.workload import Workload
-from memplan.evict.workload_limits import floor
+from memplan.evict.workload import Workload, floor
 from memplan.integrations.fx_step import FxStep, fx_step
 from memplan.planning.fit import make_workload
 from memplan.planning.options import Budget, Costs, read_budget, read_size

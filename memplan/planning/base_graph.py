@@ -9,10 +9,11 @@ from itertools import takewhile
 from memplan.core.collectives import in_one_piece
 from memplan.core.evictions import EvictionPlan
 from memplan.core.graph import Graph, Op, Storage, StorageKind, Value
+from memplan.core.graph_edit import with_values
 from memplan.core.plan import Plan
 from memplan.core.schedule import make_schedule
 from memplan.errors import InvalidPlan
-from memplan.evict.graph.equivalent import require_equivalent
+from memplan.evict.equivalent import require_equivalent
 from memplan.planning.make_plan import ScheduledGraph
 
 
@@ -49,14 +50,7 @@ def _restored(graph: Graph, kept: EvictionPlan, order: tuple[int, ...]) -> tuple
     for i in in_one_piece(graph, order):
         source, op = kept.sources[i], graph.ops[i]
         if source >= 0 and source not in first:
-            first[source] = replace(
-                op,
-                starts=False,
-                reads=tuple(map(traced, op.reads)),
-                writes=tuple(map(traced, op.writes)),
-                inplace_candidates=tuple((traced(a), traced(b)) for a, b in op.inplace_candidates),
-                unrelated=tuple((traced(a), traced(b)) for a, b in op.unrelated),
-            )
+            first[source] = replace(with_values(op, traced), starts=False)
     ops = tuple(first[i] for i in sorted(first))
     return replace(graph, ops=ops, values=values, storages=storages), tuple(first)
 

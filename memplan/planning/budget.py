@@ -2,22 +2,137 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
+from memplan.core.graph import Phase
 from memplan.core.plan import Plan
+from memplan.core.schedule import make_schedule
+from memplan.core.totals import page_locked
+from memplan.core.units import format_bytes
+from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import CostModel
 from memplan.evict.policies.genoa import genoa
 from memplan.evict.select import fit_policy
-from memplan.evict.workload import Workload
-from memplan.planning.byte_limits import ByteLimits, budgets_in_bytes, device_of, is_pinned, live_without_budget
+from memplan.evict.workload import Workload, floor
 from memplan.planning.fit import make_workload
-from memplan.planning.infeasible import infeasible
 from memplan.planning.make_plan import ScheduledGraph
 from memplan.planning.options import PlanOptions, read_budget, read_size
-from memplan.planning.planner import Planner
-from memplan.planning.smallest_total import smallest_total
+from memplan.planning.outside_arena import leaving_first
+from memplan.planning.planner import ByteLimits, Planner, budgets_in_bytes, device_of, is_pinned, live_without_budget
+
+
+def infeasible(planner: Planner, least: Plan) -> BudgetInfeasible:
+    """Return the error of limits that no plan keeps; `least` is the smallest plan that was found."""
+    limits = planner.limits
+    if limits.host is not None and (free := planner.within_host(None).below()) is not None:
+        return _host_infeasible(planner, free.host_size)
+    needs, op = "no op runs in it", ""
+    if planner.workload.graph.ops:
+        lowest, index = floor(planner.workload)
+        most = planner.workload.graph.ops[index]
+        module = f" in {most.origin.module}" if most.origin.module else ""
+        needs, op = f"{most.name} ({most.target}){module} reads and writes {format_bytes(lowest)}", most.name
+    need, where, limit = least.arena_size, "arena_budget", limits.arena
+    if limits.total is not None and limits.total_of(least) > limits.total:
+        need, where, limit = limits.total_of(least), "budget", limits.total
+        needs += _beside(least)
+    assert limit is not None
+    return BudgetInfeasible(
+        f"the step cannot run in {format_bytes(limit)}: {needs}",
+        op=op,
+        smallest=need,
+        where=where,
+        hint=f"give at least {need} bytes ({format_bytes(need)}), or {where}='min'",
+    )
+
+
+def _host_infeasible(planner: Planner, high: int) -> BudgetInfeasible:
+    """Return the error of a limit of bytes on the host; with `high` bytes there, the other limits are kept."""
+    limits, low = planner.limits, planner.limits.host
+    assert low is not None
+    while high - low > max(high // 100, planner.workload.alignment):
+        tried = (low + high) // 2
+        plan = planner.within_host(tried).quick().descended()
+        low, high = (tried, high) if plan is None else (low, plan.host_size)
+    pinned = limits.pinned and limits.host != limits.host_budget
+    smallest = page_locked(high) if pinned else high
+    limit = format_bytes(limits.host or 0) + (", the power of two within that budget" if pinned else "")
+    where = "pinned_budget" if pinned else "host_budget"
+    most = max(planner.workload.graph.storages, key=lambda s: s.nbytes if s.planned else -1)
+    return BudgetInfeasible(
+        f"the step needs {format_bytes(high)} of copies on the host to keep its other budgets, its limit is"
+        f" {limit}; the largest storage is {most.name}, {format_bytes(most.nbytes)}",
+        op="",
+        smallest=smallest,
+        where=where,
+        hint=f"give at least {smallest} bytes ({format_bytes(smallest)}), or a larger budget on the device",
+    )
+
+
+def _beside(plan: Plan) -> str:
+    """Return what the device holds beside the arena, as a part of an error message; "" for nothing."""
+    parts = [(size, name) for name, size in plan.outside.items() if size]
+    if plan.eviction is not None and plan.eviction.device:
+        parts = [(size, name) for size, name in parts if name in ("fallbacks", "temporaries", "reserve")]
+    largest = ", ".join(f"{name} {format_bytes(size)}" for size, name in sorted(parts, reverse=True)[:4])
+    return f"; beside the arena are {format_bytes(plan.on_device - plan.arena_size)} ({largest})" if parts else ""
+
+
+_ROUNDS = 2  # of evictions after results have left the arena; further ones found less than they took
+
+
+def smallest_total(planner: Planner) -> Plan:
+    """Return the plan with the smallest total that is found, where results may be outside the arena.
+
+    What one kernel reads and writes is the floor of an arena. Results that leave the arena lower the floor, and then
+    more evictions may be worth their time: both are chosen in turns.
+    """
+    made = planner.smallest()
+    best = planner.partly_outside(made, 0) or made
+    for _ in range(_ROUNDS if planner.may_leave_out else 0):
+        lower = _leaving_out(planner, made)
+        if lower is None:
+            break
+        try:
+            made = lower.smallest()
+        except BudgetInfeasible:  # of the host
+            break
+        found = lower.partly_outside(made, 0) or made
+        if found.on_device >= best.on_device or (planner.limits.keeps(best) and not planner.limits.keeps(found)):
+            break
+        planner, best = lower, found
+    return best
+
+
+def _leaving_out(planner: Planner, plan: Plan) -> Planner | None:
+    """Return the planner of the same step with those results outside that keep the arena of `plan` large, if in the
+    traced step they are alive in one phase alone; None if there are none."""
+    graph, order = planner.scheduled.graph, planner.scheduled.schedule.order
+    assert plan.eviction is not None
+    known = {s.name: i for i, s in enumerate(graph.storages) if s.planned}
+    phases, leaving = defaultdict[int, set[Phase]](set), set[int]()
+    for one in graph.ops:
+        for storage in graph.touched(one):
+            phases[storage].add(one.phase)
+    transient = None if planner.transient is None else list(planner.transient)
+    for name, op, fresh in leaving_first(plan, planner.options):
+        storage, source = known.get(name, -1), plan.eviction.sources[op]
+        if len(phases[storage]) != 1:
+            continue
+        leaving.add(storage)
+        if transient is not None:
+            transient[source] = max(transient[source] - fresh, 0)
+    if not leaving:
+        return None
+    lower = graph.with_outside(leaving)
+    schedule = make_schedule(lower, order, planner.scheduled.schedule.policy)
+    scheduled = replace(planner.scheduled, graph=lower, schedule=schedule)
+    workload = make_workload(lower, order, planner.workload.costs, scheduled.alignment, device=planner.workload.device)
+    workload = replace(workload, host_budget=planner.workload.host_budget)
+    return replace(planner, scheduled=scheduled, workload=workload, transient=transient)
 
 
 def plan_within(

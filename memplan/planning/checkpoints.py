@@ -8,10 +8,10 @@ from memplan.core.graph import Graph
 from memplan.core.plan import Plan
 from memplan.core.schedule import make_schedule
 from memplan.errors import BudgetInfeasible
+from memplan.evict.apply import Applied, apply
 from memplan.evict.costs import CostModel
-from memplan.evict.graph.apply import Applied, apply
-from memplan.evict.graph.equivalent import require_equivalent
-from memplan.evict.judge.arrays import measure
+from memplan.evict.equivalent import require_equivalent
+from memplan.evict.measure import measure
 from memplan.evict.policies.checkpoint import checkpoint
 from memplan.evict.rng_states import only_used, with_saved_states
 from memplan.evict.workload import in_order

@@ -8,8 +8,8 @@ from memplan.core.graph import Graph
 from memplan.core.in_place import without_candidates
 from memplan.core.schedule import live_bytes
 from memplan.core.totals import MODEL_KINDS, outside_profile
+from memplan.evict.apply import apply
 from memplan.evict.costs import DEVICES
-from memplan.evict.graph.apply import apply
 from memplan.evict.policies.checkpoint import checkpoint
 from memplan.evict.rng_states import only_used, with_saved_states
 from memplan.evict.workload import Workload

@@ -2,33 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from memplan.core.graph import Graph
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, InvalidEviction
+from memplan.evict.apply import apply
 from memplan.evict.costs import CostModel
-from memplan.evict.events import Events
-from memplan.evict.graph.apply import apply
-from memplan.evict.graph.equivalent import require_equivalent
-from memplan.evict.judge.arrays import MeasuredEvents, measure
-from memplan.evict.policies.ahead import ahead
+from memplan.evict.equivalent import require_equivalent
+from memplan.evict.measure import MeasuredEvents, measure
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.delta import delta
-from memplan.evict.policies.dtr import dtr
+from memplan.evict.policies.dtr import ahead, dtr
 from memplan.evict.policies.flow import flow
 from memplan.evict.policies.genoa import genoa
 from memplan.evict.rng_states import SavedStates, decide, with_saved_states, without_states
-from memplan.evict.workload import Policy, Workload, host_resident_storages, in_order
-from memplan.evict.workload_limits import floor
+from memplan.evict.workload import Events, Policy, Workload, floor, host_resident_storages, in_order
 
 _KEEP_RANDOM: tuple[Policy, ...] = (flow, genoa, dtr, delta)  # they copy, or free after the last use
 _CLOSE = 0.005  # share of the smallest budget found: the precision of the bisection
 _RUNGS = 16  # smaller budgets, as shares of the bytes without a budget, whose events are candidates for a larger one
 _PATIENCE = 2  # smaller budgets in a row that cost more, after which no smaller one is tried
 _BELOW = 4  # the search goes on where it beats on-demand eviction by 1 / _BELOW of the bytes above the floor
+
+
+Asked = TypeVar("Asked")
+Made = TypeVar("Made")
+
+
+def plan_again(
+    make: Callable[[Asked], Made], less: Callable[[Made, Asked], Asked | None], asked: Asked, *, tries: int = 4
+) -> tuple[Made, bool]:
+    """Plan, see what it needed, and plan with less: the loop of every budget. Return the last plan, and if it is kept.
+
+    Args:
+        make: Makes what is asked for, such as a plan within so many bytes.
+        less: What to ask for next, from what was made; None to keep that.
+        asked: What to ask for first.
+        tries: How often something is made, at most.
+    """
+    made = make(asked)
+    while (wanted := less(made, asked)) is not None:
+        tries -= 1
+        if not tries:
+            return made, False
+        asked = wanted
+        del made  # it is freed before the next one is made
+        made = make(asked)
+    return made, True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

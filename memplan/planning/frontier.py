@@ -12,15 +12,14 @@ from memplan.core.schedule import Schedule
 from memplan.core.totals import functional_transient, outside_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import CostModel, cost_model
-from memplan.evict.judge.arrays import measure
+from memplan.evict.measure import measure
 from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy, Workload
-from memplan.planning.byte_limits import ByteLimits, device_of, is_pinned
 from memplan.planning.eager_total import eager_total
 from memplan.planning.fit import Fitted, fit, make_workload, quick_of, smallest
 from memplan.planning.make_plan import ScheduledGraph
 from memplan.planning.options import PlanOptions
-from memplan.planning.planner import placed
+from memplan.planning.planner import ByteLimits, device_of, is_pinned, placed
 
 _TRIES = 4
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)

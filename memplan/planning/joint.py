@@ -9,6 +9,7 @@ from itertools import accumulate
 from memplan.core import lifetimes
 from memplan.core.evictions import EvictionPlan
 from memplan.core.graph import Graph, Op, Phase, Storage
+from memplan.core.graph_edit import with_values
 from memplan.core.plan import GraphSection, Plan
 from memplan.core.schedule import Schedule, make_schedule
 from memplan.solvers.base import finish
@@ -136,19 +137,9 @@ def _ops(parts: Sequence[JointPart], ran: Sequence[tuple[int, int]], starts: Seq
     for i, index in ran:
         op, start = parts[i].plan.graph.ops[index], starts[i]
         backward = backward or op.phase is Phase.BACKWARD
-        made.append(
-            replace(
-                op,
-                name=f"{i}.{op.name}",
-                phase=Phase.BACKWARD if backward else Phase.FORWARD,
-                reads=tuple(start + v for v in op.reads),
-                writes=tuple(start + v for v in op.writes),
-                inplace_candidates=tuple((start + a, start + b) for a, b in op.inplace_candidates),
-                unrelated=tuple((start + a, start + b) for a, b in op.unrelated),
-                checkpoint=0,
-                within=(),
-            )
-        )
+        phase = Phase.BACKWARD if backward else Phase.FORWARD
+        moved = with_values(op, start.__add__)
+        made.append(replace(moved, name=f"{i}.{op.name}", phase=phase, checkpoint=0, within=()))
     return tuple(made)
 
 

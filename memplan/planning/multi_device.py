@@ -13,23 +13,25 @@ from memplan.core.schedule import make_schedule
 from memplan.core.totals import functional_transient, transient_on
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError
-from memplan.evict.costs import CostModel
-from memplan.evict.graph.apply import Applied, apply
-from memplan.evict.graph.equivalent import require_equivalent
-from memplan.evict.judge.arrays import measure
+from memplan.evict.apply import Applied, apply
+from memplan.evict.costs import CostModel, simulate
+from memplan.evict.equivalent import require_equivalent
+from memplan.evict.measure import measure
 from memplan.evict.policies.flow import flow
-from memplan.planning.byte_limits import budgets_in_bytes
-from memplan.planning.fit import make_workload
+from memplan.planning.blocks import Assignment, Units, assign, units_of
+from memplan.planning.divide import Divided, devices_of, divide
+from memplan.planning.fit import make_workload, plan_again
 from memplan.planning.make_plan import ScheduledGraph, solved
 from memplan.planning.options import PlanOptions
-from memplan.planning.partition.assign import Assignment, assign
-from memplan.planning.partition.blocks import Units, units_of
-from memplan.planning.partition.divide import Divided, devices_of, divide
-from memplan.planning.simulate import simulate
+from memplan.planning.planner import budgets_in_bytes
 from memplan.solvers import solve
 
-_TRIES = 4
 _POLICY = "blocks"  # the name of the policy in plans
+
+# A divided graph, its order, buffers in all and by device, solutions, transient bytes, bytes beside the arenas, limits.
+_Made = tuple[
+    Divided, ScheduledGraph, Problem, list[Problem], list[Solution], tuple[int, ...], list[int], Sequence[int]
+]
 
 
 def plan_several(
@@ -62,8 +64,9 @@ def plan_several(
     budgets = None if totals is None and arenas is None else _stricter(arenas, totals, reserves)
     whole = apply(workload, flow(workload))
     units = units_of(whole.graph, len(devices))
-    wanted = budgets
-    for _ in range(_TRIES):
+
+    def make(wanted: list[int] | None) -> _Made:
+        """Return the step divided into arenas of so many bytes, without holes."""
         try:
             assignment = assign(
                 whole.graph, units, costs.to_device, alignment=alignment, count=len(devices), budgets=wanted
@@ -85,11 +88,16 @@ def plan_several(
         beside = [transient_on(divided.graph, known, device) + scheduled.reserve for device in devices]
         sizes = [solution.arena_size for solution in solutions]
         limits = sizes if budgets is None or scheduled.redzone else _stricter(arenas, totals, beside)
+        return divided, partitioned, problem, parts, solutions, known, beside, limits
+
+    def less(made: _Made, wanted: list[int] | None) -> list[int] | None:
+        solutions, limits = made[4], made[7]
         over = [max(s.arena_size - b, 0) for s, b in zip(solutions, limits, strict=True)]
-        if not any(over):
-            break
-        wanted = [max(b - extra, 0) for b, extra in zip(wanted or limits, over, strict=True)]
-    else:
+        return [max(b - extra, 0) for b, extra in zip(wanted or limits, over, strict=True)] if any(over) else None
+
+    made, kept = plan_again(make, less, budgets)
+    divided, partitioned, problem, parts, solutions, known, beside, limits = made
+    if not kept:
         raise _without_holes(solutions, limits, beside if totals is not None else None)
     sections = _sections(devices, parts, solutions, limits, totals)
     plan = partitioned.plan(problem, _side_by_side(sections, solutions))

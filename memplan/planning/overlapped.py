@@ -1,7 +1,7 @@
 """Lets the collectives of a plan run beside its ops, in the bytes of its arena that are free.
 
 A plan is made with collectives that have their results when they return, which is what needs the fewest bytes. Then its
-gathers start earlier (`early_gathers.py`), and its reductions are waited for later (`late_reductions.py`).
+gathers start earlier, and its reductions are waited for later (`moved_collectives.py`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from memplan.core.graph import Graph
 from memplan.core.plan import Plan
 from memplan.core.problem import Problem, Solution, Status
 from memplan.core.schedule import Schedule, make_schedule
-from memplan.evict.costs import CostModel, Link
+from memplan.evict.costs import CostModel, Link, simulate
 from memplan.evict.workload import in_order
-from memplan.planning.early_gathers import UNLIMITED, StepOrder, bytes_alive
-from memplan.planning.late_reductions import with_late_waits
+from memplan.planning.fit import plan_again
 from memplan.planning.make_plan import ScheduledGraph, solved
+from memplan.planning.moved_collectives import UNLIMITED, StepOrder, bytes_alive, with_late_waits
 from memplan.planning.options import PlanOptions
-from memplan.planning.simulate import simulate
 from memplan.solvers import solve
 
-_TRIES = 4
 _SLOWER = 1.01  # times the seconds without a budget, from which on other evictions are tried
 _AT_ONCE = 1e18  # bytes per second
 _WORK = 100_000  # units for each placement: one that is hard to find gives way to one with fewer bytes alive
@@ -50,8 +48,9 @@ def with_overlap(base: ScheduledGraph, plan: Plan, options: PlanOptions, costs: 
         step = replace(step, sources=tuple(kept.sources[i] for i in order))
     like = replace(base, graph=plan.graph, schedule=plan.schedule)
     overlap = _Overlap(step=step, like=like, costs=costs, most=most)
-    live = limit
-    for _ in range(_TRIES):
+
+    def make(live: int) -> Plan | int | None:
+        """Return a plan, or the live bytes to try next; None if there is nothing to try."""
         over = []
         for found in sorted(overlap.ways(live), key=lambda one: round(simulate(one.graph, costs)[0], 9)):
             if len(found.graph.ops) == len(order):  # nothing runs beside ops
@@ -68,9 +67,14 @@ def with_overlap(base: ScheduledGraph, plan: Plan, options: PlanOptions, costs: 
                 continue
             needed = max(solution.arena_size, found.problem.max_live)  # a placement may be missing
             over.append(min(live, found.problem.max_live) - (needed - limit))
-        if not over:
-            break
-        live = max(over)
+        return max(over, default=None)
+
+    def less(made: Plan | int | None, _: int) -> int | None:
+        return made if isinstance(made, int) else None
+
+    made, _ = plan_again(make, less, limit)
+    if isinstance(made, Plan):
+        return made
     return plan if kept is None else _recorded(plan, kept.sources, costs, base_seconds)
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from memplan.core.problem import Buffer, Problem, Solution
 from memplan.report.sections import printable
-from memplan.solvers.baselines.partition import partitions
+from memplan.solvers.baselines import partitions
 
 _WIDEST = 24
 

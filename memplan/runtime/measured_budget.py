@@ -15,6 +15,7 @@ from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.workload import Policy
 from memplan.planning.caller_side import CallerSide, plan_with_caller
+from memplan.planning.fit import plan_again
 from memplan.planning.measured import AsEager, in_traced_order, with_temporaries
 from memplan.planning.outside_arena import plan_partly_outside, without_arena
 from memplan.runtime.execute.runner import Runner
@@ -69,20 +70,22 @@ def build_measured(
     `alone`: no other programs run in their arena, which is freed before that. Raises `BudgetInfeasible` where no plan
     keeps the budgets.
     """
-    known: Sequence[Measured | None] = [None] * count
-    tries = _TRIES if again else 1
-    while True:
-        made = build(known)
-        over = next((one.runner.plan for one in made if excess(one.runner) > 0), None)
-        if over is None:
-            return made
-        tries -= 1
-        if not tries:
-            raise _infeasible(over)
-        known = [measured(one, before) for one, before in zip(made, known, strict=True)]
+    over: list[Plan] = []
+
+    def less(made: Sequence[Built], known: Sequence[Measured | None]) -> Sequence[Measured | None] | None:
+        over[:] = [one.runner.plan for one in made if excess(one.runner) > 0]
+        if not over:
+            return None
+        now = [measured(one, before) for one, before in zip(made, known, strict=True)]
         if alone:
             discard(made)
-        del made
+        return now
+
+    first: Sequence[Measured | None] = [None] * count
+    made, kept = plan_again(build, less, first, tries=_TRIES if again else 1)
+    if not kept:
+        raise _infeasible(over[0])
+    return made
 
 
 def first_program(

@@ -1,8 +1,8 @@
 """Orders the ops: `Graph` in, `Schedule` out, with a proven lower bound of max live over all legal orders.
 
-Start at `portfolio.py`, the default: it tries the policies (`policies/`), repairs each at its peak by
-minimum cuts (`bounds/`), and searches if the cuts leave a gap (`search/`). `select.py` lists all policies by name.
-`arrays/` holds a graph as flat arrays; loops in `*_kernel.py` are compiled by numba on large graphs only.
+Start at `portfolio.py`, the default: it tries the policies (`list_policies.py`), repairs each at its peak by minimum
+cuts (`prover.py`), and searches if the cuts leave a gap (`ideals.py`). `select.py` lists all policies by name,
+`graph_arrays.py` holds a graph as flat arrays; loops in `*_kernel.py` are compiled by numba on large graphs only.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 from memplan.core.legal_orders import predecessors, require_legal
 from memplan.core.schedule import Evidence, Schedule, is_proven_again, live_bytes, make_schedule, working_set_bound
 from memplan.schedule.barrier import Barrier, accumulated, price
-from memplan.schedule.bounds.cut import cut_bound
-from memplan.schedule.evidence import require_evidence
-from memplan.schedule.select import POLICIES, Policy, order, traced
+from memplan.schedule.cut import cut_bound
+from memplan.schedule.select import POLICIES, Policy, order, require_evidence, traced
 
 __all__ = [
     "Barrier",

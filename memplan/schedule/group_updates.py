@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from memplan.core.graph import Graph
-from memplan.core.in_place_reuse import placed
+from memplan.core.in_place import placed
 from memplan.core.legal_orders import predecessors
 from memplan.core.schedule import Schedule, live_bytes, storage_intervals
 

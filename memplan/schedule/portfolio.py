@@ -13,12 +13,10 @@ import numpy as np
 
 from memplan.core.graph import Graph
 from memplan.core.schedule import Schedule
-from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints, make_graph_arrays, step_bytes
-from memplan.schedule.bounds.propagate import propagate
-from memplan.schedule.bounds.prover import Prover
-from memplan.schedule.bounds.repair import repair
-from memplan.schedule.policies.list_policies import RULES, listed
-from memplan.schedule.search.ideals import Narrowed, narrow, unsearched, widest
+from memplan.schedule.graph_arrays import GraphArrays, Ints, make_graph_arrays, step_bytes
+from memplan.schedule.ideals import Narrowed, narrow, unsearched, widest
+from memplan.schedule.list_policies import RULES, listed
+from memplan.schedule.prover import Prover, repair
 
 _NARROW = (8, 64)  # states
 _WIDE = (64, 512, 4096, 16384)
@@ -60,7 +58,7 @@ def _best_policy(arrays: GraphArrays, prover: Prover) -> tuple[Ints, str, int]:
 
 
 def _searched(graph: Graph, arrays: GraphArrays, start: Narrowed) -> Narrowed:
-    """Return the best order and bound after propagation and ever wider searches.
+    """Return the best order and bound after ever wider searches.
 
     Narrow searches come first. Then the small storages are left out, which give a search many choices for a few bytes.
     If that leaves a gap of more than those few bytes, wide searches with all storages follow.
@@ -89,19 +87,11 @@ def _rough(graph: Graph, arrays: GraphArrays, peak: int) -> GraphArrays | None:
 
 
 def _widened(arrays: GraphArrays, found: Narrowed, widths: Sequence[int]) -> Narrowed:
-    """Propagate and search with growing width, until max live equals the bound or the work limit is reached."""
-    cut_work, target, narrower = _cut_work(arrays), 0, arrays
+    """Search with growing width, until max live equals the bound or the work limit is reached."""
     for width in widths:
-        if found.max_live - 1 != target:
-            target = found.max_live - 1
-            edges = propagate(narrower, found.order, target, cut_work)
-            cut_work = edges.left
-            if edges.arrays is None:
-                return replace(found, bound=found.max_live)
-            narrower = edges.arrays
         if found.max_live == found.bound or found.left <= 0:
             break
-        found = narrow(narrower, found, width=min(width, widest(arrays)))
+        found = narrow(arrays, found, width=min(width, widest(arrays)))
     return found
 
 

@@ -1,4 +1,8 @@
-"""The scheduling policies by name. Each is imported on first use: the traced order needs neither numpy nor numba."""
+"""The scheduling policies by name, and the check of the bounds that they prove.
+
+Each policy is imported on first use: the traced order needs neither numpy nor numba. The bound in a plan file is proven
+again from its evidence, or is only claimed.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,9 @@ from importlib import import_module
 from types import MappingProxyType
 
 from memplan.core.graph import Graph
-from memplan.core.schedule import Schedule, make_schedule
-from memplan.errors import MemplanError
+from memplan.core.schedule import Evidence, Schedule, is_proven_again, make_schedule, working_set
+from memplan.errors import InvalidPlan, MemplanError
+from memplan.schedule.cut import cut_bound
 
 Policy = Callable[[Graph], Schedule]
 
@@ -17,14 +22,13 @@ POLICIES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "auto": ("portfolio", "portfolio"),
         "traced": ("select", "traced"),
-        "early_free": ("policies.list_policies", "early_free"),
-        "late_alloc": ("policies.list_policies", "late_alloc"),
-        "lpmf": ("policies.list_policies", "lpmf"),
-        "greedy": ("policies.list_policies", "greedy"),
-        "reverse_greedy": ("policies.list_policies", "reverse_greedy"),
-        "beam": ("search.ideals", "beam"),
-        "exact": ("search.ideals", "exact"),
-        "cpsat": ("search.cpsat", "cpsat"),
+        "early_free": ("list_policies", "early_free"),
+        "late_alloc": ("list_policies", "late_alloc"),
+        "lpmf": ("list_policies", "lpmf"),
+        "greedy": ("list_policies", "greedy"),
+        "reverse_greedy": ("list_policies", "reverse_greedy"),
+        "beam": ("ideals", "beam"),
+        "exact": ("ideals", "exact"),
     }
 )
 
@@ -48,3 +52,32 @@ def policy_of(schedule: str | Policy) -> Policy:
     module, name = POLICIES[schedule]
     found: Policy = getattr(import_module(f"memplan.schedule.{module}"), name)
     return found
+
+
+def require_evidence(graph: Graph, schedule: Schedule) -> None:
+    """Raise `InvalidPlan` unless the cut or the working set of the op named by `proof` gives the bound.
+
+    The portfolio's search is repeated: its limit is work, not seconds, so it proves the same bound on every machine. A
+    long search by another policy is not repeated: see `is_proven_again`.
+    """
+    if schedule.evidence in (Evidence.SEARCH, Evidence.LONG_SEARCH):
+        if schedule.proof:
+            raise InvalidPlan("a search names no op", where="schedule.proof")
+        if not is_proven_again(schedule):
+            return
+        proven = order(graph).bound
+        if proven < schedule.bound:
+            raise InvalidPlan(f"says {schedule.bound}, a search proves {proven}", where="schedule.bound")
+        return
+    if not graph.ops and not schedule.proof:
+        return
+    if schedule.evidence is Evidence.BETWEEN:
+        if schedule.proof or cut_bound(graph, None) != schedule.bound:
+            raise InvalidPlan(f"says {schedule.bound}, its evidence does not prove it", where="schedule.bound")
+        return
+    index = next((i for i, op in enumerate(graph.ops) if op.name == schedule.proof), None)
+    if index is None:
+        raise InvalidPlan("names no op of the graph", where="schedule.proof")
+    proven = cut_bound(graph, index) if schedule.evidence is Evidence.CUT else working_set(graph)[0]
+    if proven != schedule.bound:
+        raise InvalidPlan(f"says {schedule.bound}, its evidence gives {proven}", where="schedule.bound")

@@ -2,22 +2,22 @@
 
 Heuristics run first. If the arena equals the lower bound, it is proven optimal. Otherwise the search tries the bound
 itself as the capacity, then smaller and smaller capacities below the best arena. A capacity that the search exhausts
-raises the bound. A small problem that is still open goes to CP-SAT. The validator checks every placement before it is
+raises the bound. The validator checks every placement before it is
 kept: a bug in a heuristic loses its placement, not the plan.
 """
 
 from __future__ import annotations
 
+import time
+
 from memplan.core.problem import Problem, Solution
 from memplan.solvers import thresholds
-from memplan.solvers.accept import refusal, warn_of_fault
-from memplan.solvers.base import NO_LIMITS, finish
-from memplan.solvers.baselines.greedy import Greedy
-from memplan.solvers.limits import Progress, SolverLimits, WorkBudget
+from memplan.solvers.base import NO_LIMITS, Progress, SolverLimits, WorkBudget, finish, refusal, warn_of_fault
+from memplan.solvers.baselines import Greedy
 
 
 class Portfolio:
-    """Solves every problem by heuristics, search and CP-SAT, within the limits."""
+    """Solves every problem by heuristics and search, within the limits."""
 
     name = "portfolio"
 
@@ -38,9 +38,8 @@ class Portfolio:
                     limits.on_progress(Progress(incumbent=found.arena_size, bound=found.bound, seconds=found.seconds))
                 return found
         # numpy and numba are imported only now: most small problems never need them.
-        from memplan.solvers.answers import Answers
-        from memplan.solvers.arrays.problem_arrays import make_problem_arrays
-        from memplan.solvers.search.capacity_search import CapacitySearch
+        from memplan.solvers.arrays import make_problem_arrays
+        from memplan.solvers.capacity_search import Answers, CapacitySearch
 
         arrays = make_problem_arrays(problem)
         answers = Answers(problem, arrays)
@@ -52,3 +51,31 @@ class Portfolio:
 
 def _is_enough(problem: Problem, arena: int, limits: SolverLimits) -> bool:
     return not limits.minimize and problem.capacity is not None and arena <= problem.capacity
+
+
+class CPSAT:
+    """Minimizes the arena, and proves it optimal if the limits suffice."""
+
+    name = "cpsat"
+
+    def refuses(self, problem: Problem) -> str | None:
+        return None
+
+    def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
+        import numpy as np
+
+        from memplan.solvers.arrays import PieceOutcome, make_problem_arrays
+        from memplan.solvers.cpsat_model import minimise
+
+        began = time.perf_counter()
+        start = Greedy().solve(problem)
+        arrays = make_problem_arrays(problem)
+        if not arrays.n:
+            return finish(problem, start.offsets, solver=self.name, seconds=time.perf_counter() - began)
+        hint = np.array([start.offsets[problem.buffers[i].id] // arrays.unit for i in arrays.source.tolist()], np.int64)
+        outcome, offsets, bound = minimise(arrays, hint, WorkBudget(limits))
+        found = dict(start.offsets)
+        if outcome is PieceOutcome.SOLVED:
+            values = (offsets * arrays.unit).tolist()
+            found.update(zip((problem.buffers[i].id for i in arrays.source.tolist()), values, strict=True))
+        return finish(problem, found, solver=self.name, seconds=time.perf_counter() - began, bound=bound)

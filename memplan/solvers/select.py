@@ -8,15 +8,9 @@ from operator import attrgetter
 from memplan.core.problem import Buffer, Problem, Solution
 from memplan.core.validate import validate
 from memplan.errors import InvalidProblem, UnsupportedProblem
-from memplan.solvers.base import Solver
-from memplan.solvers.baselines.greedy import Greedy
-from memplan.solvers.baselines.naive import Naive
-from memplan.solvers.baselines.online import Online
-from memplan.solvers.baselines.partition import Partition
-from memplan.solvers.baselines.tstack import TStack
-from memplan.solvers.cpsat import CPSAT
-from memplan.solvers.limits import Progress, SolverLimits
-from memplan.solvers.portfolio import Portfolio
+from memplan.solvers.base import Progress, Solver, SolverLimits
+from memplan.solvers.baselines import Greedy, Naive, Online, Partition, TStack
+from memplan.solvers.portfolio import CPSAT, Portfolio
 
 _ALL: tuple[Solver, ...] = (
     Portfolio(),

@@ -23,17 +23,11 @@ TRACKED, ADDED = 32, 16  # sections searched at first, and added after every rou
 CORE = 8_000  # buffers: the buffers of these sections are searched together up to here
 ROUND = 1_250_000  # units of work: more than that is too long for first-fit over all buffers, again and again
 WHEEL = 3  # rounds of squeaky-wheel optimization around a core, before sections are added
-EXACT = 64  # buffers: up to here CP-SAT is used
-EJECTED = 4_000  # buffers: up to here ejection search runs, which keeps a table of pairs
 
 EFFORT = 20_000  # units of work at first, on each capacity above the bound
-HEAD_START = 500_000  # units of work of the tree search alone before the ejection search starts
-TURNS = 1_000  # insertions of the ejection search in one call
 FORM_RUNS = 10  # runs on a variant with guessed joins before another one is made
 LEAST_NODES = 100  # the fewest nodes of one run of the tree search
 TABLE = 1 << 18  # states that the tree search remembers; a power of two
 
-BLOCK = 6  # the most buffers of a block in the search for certain joins
 ROOM = 32  # trail entries per buffer that one propagation may add; it stops early if they do not suffice
-ENDS = 3  # ends in a section, from the lowest up, in front of which propagation raises buffers
 ROUNDS = 3  # of a propagation, over everything that changed

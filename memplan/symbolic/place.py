@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from memplan.core.problem import Interval
 from memplan.errors import ShapeOutOfRange
-from memplan.solvers.arrays.problem_arrays import sections_of
+from memplan.solvers.arrays import sections_of
 
 Ints = npt.NDArray[np.int64]
 _MOST = 1 << 52  # bytes: sums must stay exact in double precision
@@ -85,7 +85,7 @@ class SymbolicPlacer:
 
     def _layouts(self, units: Ints, thorough: bool) -> Iterator[Ints]:
         """Yield complete, valid placements (offsets in units of `alignment`), the fastest to compute first."""
-        from memplan.solvers.arrays import fit_kernel, skyline_kernel
+        from memplan.solvers import fit_kernel, skyline_kernel
 
         times = (self._ptr, self._lo, self._hi, self._sections)
         present = self._order if units.all() else self._order[units[self._order] > 0]

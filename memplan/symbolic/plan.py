@@ -7,21 +7,35 @@ The values give sizes (`sizes.py`), offsets (`place.py`) and whole plans (`resol
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from memplan.core.files import write_atomic
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan, as_loaded
 from memplan.core.schedule import Evidence, Schedule, make_schedule
-from memplan.errors import InvalidPlan, UnknownName
-from memplan.planning.consistency import check_consistency
+from memplan.core.units import format_bytes, format_share
+from memplan.errors import InvalidPlan, ShapeOutOfRange, UnknownName
+from memplan.planning.planfile import FileFormat, check_consistency
+from memplan.report.sections import printable
 from memplan.schedule import cut_bound
-from memplan.symbolic.expression import Expression, evaluator, holder
 from memplan.symbolic.resolve import Placement, Resolver
-from memplan.symbolic.sizes import Sizes, check_sizes, with_stable_candidates, with_used_candidates
-from memplan.symbolic.symbols import Symbol, check_symbols, values_of
+from memplan.symbolic.sizes import (
+    Expression,
+    Sizes,
+    Symbol,
+    check_sizes,
+    check_symbols,
+    evaluator,
+    holder,
+    values_of,
+    with_stable_candidates,
+    with_used_candidates,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +217,6 @@ class SymbolicPlan:
         Example:
             >>> print(symbolic.to_text())
         """
-        from memplan.symbolic.text import to_text
 
         return to_text(self)
 
@@ -219,7 +232,6 @@ class SymbolicPlan:
         Example:
             >>> symbolic.save("model.plan.json")
         """
-        from memplan.symbolic.planfile import save_symbolic
 
         save_symbolic(self, path)
 
@@ -305,3 +317,69 @@ def check_whole(made: SymbolicPlan) -> None:
 def whole_as_loaded(made: SymbolicPlan) -> SymbolicPlan:
     """Return the symbolic plan of a file after `check_whole`, with bounds that it did not prove marked as claimed."""
     return replace(made, plan=as_loaded(made.plan))
+
+
+SYMBOLIC_VERSION = 3
+_FORM = FileFormat(
+    holds=SymbolicPlan,
+    called="symbolic plan",
+    version_of="symbolic",
+    version=SYMBOLIC_VERSION,
+    root="symbolic",
+    check=check_whole,
+    mark=whole_as_loaded,
+    hint="make the plan anew: memplan.plan(model, example_inputs, dynamic_shapes=...).save(path)",
+)
+
+
+def save_symbolic(plan: SymbolicPlan, path: str | os.PathLike[str]) -> None:
+    """Write `plan` to `path` as JSON in one step. Raises `UnreadableFile` if the file cannot be written.
+
+    Equal plans give equal bytes.
+    """
+    write_atomic(Path(path), _FORM.text(plan))
+
+
+def load_symbolic(path: str | os.PathLike[str]) -> SymbolicPlan:
+    """Read a saved symbolic plan and check its parts, with the independent validator for the plan of the hints.
+
+    Args:
+        path: a file written by `SymbolicPlan.save`.
+
+    Returns:
+        The symbolic plan, equal to the one that was saved.
+
+    Raises:
+        UnreadableFile: the file cannot be read or is not JSON.
+        InvalidPlan: the content is not a symbolic plan of this version; names the path of the first fault.
+        InvalidSolution: the offsets are invalid.
+
+    Example:
+        >>> symbolic = memplan.load_symbolic("model.plan.json")
+        >>> plan = symbolic.resolve({"batch": 32})
+    """
+    return _FORM.read(path)
+
+
+def to_text(plan: SymbolicPlan) -> str:
+    """Return the plan as plain text, with the sizes for the smallest values, the hints and the largest values."""
+    graph = plan.plan.graph
+    lines = [f"{plan.plan.model}: {len(graph.ops)} steps, {len(plan.plan.problem.buffers)} buffers"]
+    lines += [f"  {s.name} = {s.min}..{s.max}, planned under {s.hint}" for s in plan.symbols]
+    lines += [f"  where {text}" for text in plan.conditions]
+    lines += [f"  input {i}: [{', '.join(shape)}]" for i, shape in enumerate(plan.inputs)]
+    ends = [{s.name: getattr(s, end) for s in plan.symbols} for end in ("min", "hint", "max")]
+    for values in [v for i, v in enumerate(ends) if v not in ends[:i]]:
+        named = ", ".join(f"{name}={value}" for name, value in values.items())
+        try:
+            placed = plan.place(values)
+        except ShapeOutOfRange as error:
+            lines.append(f"  {named}: {error.what}")
+        else:
+            need = f"arena {format_bytes(placed.arena_size)}, max live {format_bytes(placed.max_live)}"
+            lines.append(f"  {named}: {need}, usage {format_share(placed.usage)}")
+    lines += ["", "buffer: bytes"]
+    lines += [f"  {printable(b.id)}: {plan.size_of(b.id)}" for b in plan.plan.problem.buffers]
+    counted = Counter(plan.size_of(b.id) for b in plan.plan.problem.buffers)
+    lines += ["", "bytes: buffers", *(f"  {text}: {n}" for text, n in counted.most_common())]
+    return "\n".join(lines) + "\n"

@@ -23,9 +23,7 @@ from memplan.core.validate import validate
 from memplan.errors import ShapeOutOfRange
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.schedule import cut_bound, order
-from memplan.symbolic.expression import evaluator, holder
-from memplan.symbolic.sizes import Sizes, graph_at
-from memplan.symbolic.symbols import Symbol, values_of
+from memplan.symbolic.sizes import Sizes, Symbol, evaluator, graph_at, holder, values_of
 
 if TYPE_CHECKING:
     from memplan.symbolic.place import SymbolicPlacer

@@ -21,11 +21,11 @@ from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.evict.workload import Workload
 from memplan.planning.batch_search import largest_within
 from memplan.planning.budget import plan_within
-from memplan.planning.byte_limits import ByteLimits
 from memplan.planning.checkpoints import without_checkpoints
 from memplan.planning.fit import make_workload, smallest
 from memplan.planning.make_plan import ScheduledGraph
 from memplan.planning.options import Costs, PlanOptions, read_size
+from memplan.planning.planner import ByteLimits
 from memplan.solvers import Solver
 from memplan.trace.planning import device_costs, plan_traced
 from memplan.trace.tracing import trace

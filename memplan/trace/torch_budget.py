@@ -20,9 +20,8 @@ from memplan.core.graph import Phase
 from memplan.core.in_place import with_inplace_candidates
 from memplan.core.totals import outside_bytes
 from memplan.evict.costs import CostModel
-from memplan.evict.events import Event, Events, Kind
-from memplan.evict.judge.arrays import measure
-from memplan.evict.workload import Workload
+from memplan.evict.measure import measure
+from memplan.evict.workload import Event, Events, Kind, Workload
 from memplan.planning.fit import make_workload
 from memplan.trace.capture.joint_graph import Captured, capture
 from memplan.trace.capture.quiet import quiet

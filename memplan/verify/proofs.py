@@ -28,7 +28,7 @@ from memplan.verify.cut import between_phases, least_at
 
 T = TypeVar("T")
 
-_SEARCHES = ("exact", "beam", "cpsat")
+_SEARCHES = ("exact", "beam")
 _UNLIMITED = 10**15  # a work limit that is never reached before the time limit
 
 

@@ -8,10 +8,9 @@ import pytest
 
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.evict.costs import DEVICES, Link, signature_of
-from memplan.evict.events import Kind
-from memplan.evict.judge.arrays import measure
+from memplan.evict.measure import measure
 from memplan.evict.policies.capuchin import capuchin, gaps_of, recompute_seconds
-from memplan.evict.workload import Workload
+from memplan.evict.workload import Kind, Workload
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder
 

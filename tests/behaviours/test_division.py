@@ -19,7 +19,7 @@ import memplan
 from memplan.core.division import Division
 from memplan.errors import BudgetInfeasible, InvalidSize
 from memplan.evict.costs import DEVICES
-from memplan.evict.workload_limits import floor
+from memplan.evict.workload import floor
 from memplan.planning.fit import make_workload
 from memplan.trace import CapturedCall, capture_call
 from memplan.trace.chunking.chunk import divide

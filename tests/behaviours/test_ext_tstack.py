@@ -12,19 +12,17 @@ from benchmarks import zoo
 from memplan.core import lifetimes
 from memplan.core.evictions import OFFLOAD, RELOAD, evictions_of
 from memplan.core.graph import Graph, Phase, StorageKind
-from memplan.core.in_place_reuse import placed
+from memplan.core.in_place import placed
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.errors import UnsupportedProblem
 from memplan.evict.costs import DEVICES, signature_of
-from memplan.evict.events import Events, Kind
-from memplan.evict.judge.arrays import measure
+from memplan.evict.measure import measure
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.delta import Released, delta, direct
 from memplan.evict.policies.dtr import Candidate, dtr, h_dtr
 from memplan.evict.policies.flow import flow
-from memplan.evict.simulator.device_state import EvictionKind
-from memplan.evict.simulator.memory import AddressSpace
-from memplan.evict.workload import Policy, Workload
+from memplan.evict.simulator import AddressSpace, EvictionKind
+from memplan.evict.workload import Events, Kind, Policy, Workload
 from memplan.report.text_diagrams import stack_text
 from memplan.schedule import make_schedule
 from memplan.solvers import solve

@@ -15,7 +15,7 @@ from benchmarks.zoo import ZOO
 from memplan.core.evictions import TRANSFERS
 from memplan.devices.kinds import alignment_of
 from memplan.evict.costs import signature_of
-from memplan.evict.judge.arrays import measure
+from memplan.evict.measure import measure
 from memplan.planning.fit import make_workload
 from memplan.runtime import CompiledModule
 from memplan.runtime.copies.copies import Direction

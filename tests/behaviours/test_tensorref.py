@@ -8,12 +8,10 @@ from functools import cache
 import pytest
 
 from memplan.core.graph import Graph
-from memplan.evict.events import Kind
-from memplan.evict.judge.arrays import measure
+from memplan.evict.measure import measure
 from memplan.evict.policies.flow import flow
 from memplan.evict.policies.genoa import genoa
-from memplan.evict.workload import Workload
-from memplan.evict.workload_limits import floor
+from memplan.evict.workload import Kind, Workload, floor
 from tests.evict.judge import judged, workload_of
 from tests.models import traced_nano
 

@@ -12,11 +12,10 @@ from torch import nn
 import memplan
 from benchmarks.zoo import ZOO
 from memplan.devices.kinds import alignment_of
-from memplan.evict.judge.arrays import measure
+from memplan.evict.measure import measure
 from memplan.evict.policies.flow import flow
 from memplan.evict.policies.genoa import genoa
-from memplan.evict.workload import Workload
-from memplan.evict.workload_limits import floor
+from memplan.evict.workload import Workload, floor
 from memplan.planning.fit import make_workload
 from memplan.schedule import order
 from memplan.trace import trace

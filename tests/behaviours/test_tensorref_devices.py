@@ -16,7 +16,7 @@ from memplan.core.evictions import SEND, SEND_WAIT, TRANSFERS
 from memplan.core.graph import Phase
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, InvalidPlan, InvalidSize, MemplanError, PlanMismatch, UnsupportedDevice
-from memplan.planning.consistency import check_consistency
+from memplan.planning.planfile import check_consistency
 from memplan.runtime.debug.hooks import EventKind, StepEvent
 from memplan.runtime.debug.tracker import Tracker
 from tests.runtime.budgets import FAST_LINK

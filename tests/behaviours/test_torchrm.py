@@ -16,11 +16,9 @@ from memplan.core.plan import Plan
 from memplan.core.problem import Problem, Solution
 from memplan.devices.kinds import alignment_of
 from memplan.evict.costs import Link
-from memplan.evict.events import Event, Events, Kind
-from memplan.evict.judge.arrays import measure
-from memplan.evict.judge.overlap import overlapped
+from memplan.evict.measure import measure, overlapped
 from memplan.evict.policies.genoa import genoa
-from memplan.evict.workload import Workload
+from memplan.evict.workload import Event, Events, Kind, Workload
 from memplan.planning.fit import make_workload
 from memplan.planning.options import PlanOptions
 from memplan.runtime.copies.copy_threads import ThreadCopies

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import solve
-from memplan.solvers.baselines.partition import partitions
+from memplan.solvers.baselines import partitions
 from tests.strategies import problems
 
 

@@ -6,7 +6,7 @@ from benchmarks.zoo import ZOO
 from memplan.core.graph import StorageKind
 from memplan.core.plan import Plan
 from memplan.planning.options import PlanOptions
-from memplan.solvers.baselines.partition import partitions
+from memplan.solvers.baselines import partitions
 from memplan.trace import plan
 
 

@@ -14,7 +14,7 @@ import memplan
 from benchmarks.zoo import ZOO
 from memplan.core.plan import Plan
 from memplan.core.validate import validate
-from memplan.planning.consistency import check_consistency
+from memplan.planning.planfile import check_consistency
 from memplan.symbolic import SymbolicPlan
 from memplan.trace import trace
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from memplan.core.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value, check_graph
-from memplan.core.in_place import COMPLEX_PRODUCTS, POINTWISE, ROWWISE, with_inplace_candidates
-from memplan.core.in_place_reuse import placed
+from memplan.core.in_place import COMPLEX_PRODUCTS, POINTWISE, ROWWISE, placed, with_inplace_candidates
 from memplan.errors import InvalidPlan
 
 _MORE = {  # what an op takes beside its tensors

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from memplan.core import lifetimes
 from memplan.core.graph import Graph, Phase, StorageKind
-from memplan.core.in_place_reuse import placed
+from memplan.core.in_place import placed
 from memplan.core.problem import Interval
 from memplan.schedule import live_bytes, traced
 from tests.graph_strategies import GraphBuilder, graphs, schedules

@@ -22,7 +22,7 @@ from memplan.distributed.parallelism import parallelism_of
 from memplan.errors import InvalidCosts, InvalidPlan, InvalidShapes, UnsupportedCall, UnsupportedGraph
 from memplan.evict.costs import DEVICES, LINKS, CostModel, Link, cost_model
 from memplan.planning import overlapped
-from memplan.planning.consistency import check_consistency
+from memplan.planning.planfile import check_consistency
 from memplan.report.lines import waiting_lines
 from memplan.report.picture import picture_of_plan
 from memplan.report.trace_events import trace_events

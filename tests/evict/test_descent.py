@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from memplan.evict.judge.arrays import measure
-from memplan.evict.search import search_kernel
-from memplan.evict.search.decisions import PIN, DecisionSearch
-from memplan.evict.search.descent import anneal_walk, descend, descend_classes, singles, storage_classes
+from memplan.evict import search as search_module
+from memplan.evict import search_kernel
+from memplan.evict.measure import measure
+from memplan.evict.search import DecisionSearch, anneal_walk, descend, descend_classes, singles, storage_classes
+from memplan.evict.search_kernel import PIN
 from tests.evict.judge import workload_of
 from tests.models import traced_nano
 
@@ -92,7 +93,7 @@ def test_a_walk_over_few_options_takes_as_many_rounds_for_each(rounds: int, monk
     fits = descend(search, search.start(), 1.0)
     assert fits is not None
     options = singles(search)
-    monkeypatch.setattr("memplan.evict.search.descent._ROUNDS", rounds)
+    monkeypatch.setattr("memplan.evict.search._ROUNDS", rounds)
     taken: list[int] = []
     anneal = search_kernel.anneal
 
@@ -100,7 +101,7 @@ def test_a_walk_over_few_options_takes_as_many_rounds_for_each(rounds: int, monk
         taken.append(arguments[6])
         return anneal(*arguments)
 
-    monkeypatch.setattr(search_kernel, "anneal", counted)
+    monkeypatch.setattr(search_module, "anneal", counted)
     work = (len(search.workload.graph.ops) + 1) * 100_000
     walk = anneal_walk(search, fits, options, work=work, seed=3, soft=0.5)
     assert taken == [rounds * sum(map(len, options))]

@@ -9,10 +9,10 @@ import pytest
 from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT
 from memplan.core.graph import Graph, Op, Phase, StorageKind
 from memplan.errors import InvalidEviction
-from memplan.evict.events import Event, Kind
-from memplan.evict.graph import equivalent
-from memplan.evict.graph.apply import apply
-from memplan.evict.graph.equivalent import require_equivalent
+from memplan.evict import equivalent
+from memplan.evict.apply import apply
+from memplan.evict.equivalent import require_equivalent
+from memplan.evict.workload import Event, Kind
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder
 

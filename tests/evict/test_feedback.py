@@ -12,12 +12,11 @@ from memplan.core.evictions import RNG_STATE_BYTES
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import Link
-from memplan.evict.events import Events, Kind
 from memplan.evict.feedback import ProfileGuidedPolicy, RecordingPolicy, link_of, with_lateness
-from memplan.evict.judge.arrays import measure
-from memplan.evict.judge.overlap import start_reloads_earlier
+from memplan.evict.measure import measure, overlapped
 from memplan.evict.policies.genoa import genoa
 from memplan.evict.rng_states import decide, with_saved_states
+from memplan.evict.workload import Events, Kind
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder, graphs
 from tests.runtime.budgets import FAST_LINK
@@ -70,11 +69,11 @@ def test_reloads_come_earlier_within_the_budget_and_never_later(graph: Graph, ex
     tight = measure(workload, events).peak
     workload = workload.within(int(tight + extra * max(plain - tight, 0)))
     before = _starts(events)
-    after = start_reloads_earlier(workload, events, dict.fromkeys(list(before)[::2], lead))
+    after = overlapped(workload, events, dict.fromkeys(list(before)[::2], lead))
     _, figures = judged(graph, workload, after)  # the same values, by the oracle
     assert figures.seconds <= measure(workload, events).seconds + 1e-9
     assert all(start <= before[key] for key, start in _starts(after).items())
-    assert [e for e in after if e.kind is not Kind.RELOAD] == [e for e in events if e.kind is not Kind.RELOAD]
+    assert [e for e in after if e.kind is Kind.RUN] == [e for e in events if e.kind is Kind.RUN]
     if figures.peak > workload.budget:
         with pytest.raises(BudgetInfeasible):
             ProfileGuidedPolicy(events, dict.fromkeys(list(before)[::2], lead))(workload)

@@ -9,19 +9,14 @@ from hypothesis import HealthCheck, given, settings
 
 from memplan.core.graph import Graph
 from memplan.errors import BudgetInfeasible
-from memplan.evict.judge.arrays import measure
+from memplan.evict.measure import measure
 from memplan.evict.policies import auto as auto_module
-from memplan.evict.policies.auto import auto, recompute
+from memplan.evict.policies.auto import MANY_OPS, auto, recompute
 from memplan.evict.policies.dtr import Neighbourhoods, dtr
-from memplan.evict.policies.many_ops import MANY_OPS
-from memplan.evict.search.class_shares import descend_shares, parts_of, trimmed_shares
-from memplan.evict.search.decisions import UNDECIDED, DecisionSearch
-from memplan.evict.search.descent import descend, storage_classes
-from memplan.evict.simulator.device_state import DeviceState, EvictionKind, Location
-from memplan.evict.simulator.eviction_simulator import EvictionSimulator
-from memplan.evict.simulator.memory import ByteCounter
-from memplan.evict.workload import Policy, Workload
-from memplan.evict.workload_limits import floor
+from memplan.evict.search import DecisionSearch, descend, parts_of, storage_classes, trimmed
+from memplan.evict.search_kernel import UNDECIDED
+from memplan.evict.simulator import ByteCounter, DeviceState, EvictionKind, EvictionSimulator, Location
+from memplan.evict.workload import Policy, Workload, floor
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import graphs
 from tests.models import traced_nano
@@ -96,17 +91,17 @@ def test_of_the_last_class_only_what_is_needed_is_taken(llama: Graph, *, swaps: 
     for share in (0.85, 0.65, 0.55):
         search = DecisionSearch(_within(llama, share), swaps=swaps)
         classes = storage_classes(search)
-        found = descend_shares(search, search.start(), 1.0, classes)
+        found = descend(search, search.start(), 1.0, classes)
         assert found is not None
         assert found.area == 0
         for options in classes:
             taken = {int(found.decision[move.storage]) for option in options for move in option}
             divided += len(taken) > 1
-        trimmed = trimmed_shares(search, found)
-        assert trimmed.area == 0
-        assert trimmed.seconds <= found.seconds
-        again = search.judged(trimmed.decision, trimmed.gap)
-        assert (again.area, again.seconds) == (trimmed.area, trimmed.seconds)
+        less = trimmed(search, found, classes=True)
+        assert less.area == 0
+        assert less.seconds <= found.seconds
+        again = search.judged(less.decision, less.gap)
+        assert (again.area, again.seconds) == (less.area, less.seconds)
     assert divided or swaps  # copies are so cheap here that whole classes are taken
 
 
@@ -115,7 +110,7 @@ def test_what_nothing_needs_is_taken_back(llama: Graph) -> None:
     state = descend(tight, tight.start(), 1.0)
     assert state is not None
     before = loose.judged(state.decision.copy(), state.gap.copy())
-    after = trimmed_shares(loose, before)
+    after = trimmed(loose, before, classes=True)
     assert after.area == 0
     assert after.seconds < before.seconds
     assert (after.decision != UNDECIDED).sum() < (before.decision != UNDECIDED).sum()

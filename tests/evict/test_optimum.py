@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from memplan.core.graph import Graph
 from memplan.errors import BudgetInfeasible
-from memplan.evict.events import Event, Events, Kind
-from memplan.evict.judge.arrays import WorkloadArrays, measure, to_arrays
+from memplan.evict.measure import WorkloadArrays, measure, to_arrays
 from memplan.evict.policies.auto import recompute
-from memplan.evict.workload import Workload
-from memplan.evict.workload_limits import floor
+from memplan.evict.workload import Event, Events, Kind, Workload, floor
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import graphs
 

@@ -13,16 +13,13 @@ from hypothesis import strategies as st
 from benchmarks import zoo
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import BudgetInfeasible, MemplanError
-from memplan.evict.events import Events, Kind
-from memplan.evict.judge.arrays import measure
-from memplan.evict.policies.ahead import ahead, h_ahead, on_demand
+from memplan.evict.measure import measure
 from memplan.evict.policies.auto import auto, recompute
-from memplan.evict.policies.dtr import Heuristic, dtr, h_dtr, h_local, h_lru, h_size
+from memplan.evict.policies.dtr import Heuristic, ahead, dtr, h_ahead, h_dtr, on_demand
 from memplan.evict.policies.flow import flow
 from memplan.evict.policies.genoa import genoa
 from memplan.evict.select import POLICIES, fit_policy
-from memplan.evict.workload import Policy, Workload
-from memplan.evict.workload_limits import floor
+from memplan.evict.workload import Events, Kind, Policy, Workload, floor
 from memplan.trace import capture_loss, trace
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder, graphs
@@ -116,7 +113,7 @@ def test_flow_is_never_slower_than_genoa_and_needs_no_more(graph: Graph, host_re
 
 
 @_PLAIN
-@given(graphs(max_ops=12), st.sampled_from([h_dtr, h_local, h_lru, h_size, h_ahead, lambda c: c.storage]))
+@given(graphs(max_ops=12), st.sampled_from([h_dtr, h_ahead, lambda c: c.storage]))
 def test_dtr_takes_any_heuristic(graph: Graph, heuristic: Heuristic) -> None:
     workload = _at(workload_of(graph), 0.6)
     _fitted(graph, workload, lambda w: dtr(w, heuristic=heuristic))

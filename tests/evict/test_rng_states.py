@@ -13,14 +13,13 @@ from memplan.core.evictions import RNG_STATE_BYTES, SAVE_RNG, EvictionPlan, chec
 from memplan.core.graph import Graph, Op, Phase, StorageKind
 from memplan.core.problem import Solution
 from memplan.errors import BudgetInfeasible, InvalidEviction, InvalidPlan
+from memplan.evict.apply import Applied
 from memplan.evict.costs import signature_of
-from memplan.evict.events import Event, Events, Kind
-from memplan.evict.graph.apply import Applied
-from memplan.evict.graph.equivalent import require_equivalent
-from memplan.evict.judge.arrays import measure
+from memplan.evict.equivalent import require_equivalent
+from memplan.evict.measure import measure
 from memplan.evict.rng_states import SavedStates, decide, only_used, with_saved_states
 from memplan.evict.select import POLICIES, fit_policy
-from memplan.evict.workload import Workload, in_order
+from memplan.evict.workload import Event, Events, Kind, Workload, in_order
 from memplan.planning.fit import fit, smallest
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder

@@ -9,12 +9,10 @@ import pytest
 
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import InvalidEviction
-from memplan.evict.events import Event, Kind
-from memplan.evict.graph.apply import apply
-from memplan.evict.search.decisions import Decisions, DecisionSearch
-from memplan.evict.search.expand_kernel import TO_HOST
-from memplan.evict.workload import Workload, with_host_resident_kept
-from memplan.evict.workload_limits import limits
+from memplan.evict.apply import apply
+from memplan.evict.search import Decisions, DecisionSearch
+from memplan.evict.search_kernel import TO_HOST
+from memplan.evict.workload import Event, Kind, Workload, limits, with_host_resident_kept
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder
 

@@ -9,12 +9,11 @@ from hypothesis import HealthCheck, given, settings
 
 from memplan.core.graph import Graph
 from memplan.errors import BudgetInfeasible
-from memplan.evict.judge.arrays import measure
+from memplan.evict.measure import measure
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.dtr import dtr
-from memplan.evict.policies.seeds import decisions_of
-from memplan.evict.search.decisions import DecisionSearch
-from memplan.evict.workload_limits import floor
+from memplan.evict.search import DecisionSearch, decisions_of
+from memplan.evict.workload import floor
 from tests.evict.judge import workload_of
 from tests.graph_strategies import graphs
 from tests.models import traced_nano

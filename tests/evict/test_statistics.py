@@ -7,9 +7,9 @@ from itertools import combinations
 import torch
 from torch import nn
 
-from memplan.evict.graph.apply import apply
-from memplan.evict.graph.equivalent import require_equivalent
-from memplan.evict.search.decisions import DecisionSearch
+from memplan.evict.apply import apply
+from memplan.evict.equivalent import require_equivalent
+from memplan.evict.search import DecisionSearch
 from memplan.trace import trace
 from tests.evict.judge import workload_of
 

@@ -14,18 +14,16 @@ from memplan.core.plan import Plan
 from memplan.core.validate import validate
 from memplan.errors import BudgetInfeasible, InvalidCosts, InvalidPlan, InvalidSize, MemplanError, UnreadableFile
 from memplan.evict.costs import DEVICES, CostModel, Link, cost_model, flops_of, load_costs, signature_of
-from memplan.evict.events import Events
-from memplan.evict.graph.equivalent import require_equivalent
-from memplan.evict.judge.arrays import measure
+from memplan.evict.equivalent import require_equivalent
+from memplan.evict.measure import measure
 from memplan.evict.policies.auto import auto, recompute
-from memplan.evict.workload import Workload
+from memplan.evict.workload import Events, Workload
 from memplan.planning.budget import plan_within
-from memplan.planning.consistency import check_consistency
 from memplan.planning.fit import make_workload
 from memplan.planning.frontier import frontier
 from memplan.planning.make_plan import ScheduledGraph
 from memplan.planning.options import Budget, PlanOptions
-from memplan.planning.planfile import load
+from memplan.planning.planfile import check_consistency, load
 from memplan.report.forms import frontier_form
 from memplan.schedule import traced
 from tests.graph_strategies import GraphBuilder

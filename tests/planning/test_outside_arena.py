@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.plan import Plan
-from memplan.planning.consistency import check_consistency
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
 from memplan.planning.outside_arena import leaving_first, need_with_update, plan_partly_outside
-from memplan.planning.planfile import load, save
+from memplan.planning.planfile import check_consistency, load, save
 from memplan.schedule import traced
 from tests.graph_strategies import GraphBuilder, graphs
 

@@ -12,21 +12,19 @@ from memplan.core.collectives import GATHER, WAIT, Collective
 from memplan.core.evictions import EvictionPlan, check_record
 from memplan.core.graph import Graph, Op, Phase, StorageKind
 from memplan.core.happens_before import follow, require_no_races
-from memplan.core.in_place_reuse import used_candidates
+from memplan.core.in_place import used_candidates
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
 from memplan.core.problem import Interval, Problem
 from memplan.core.schedule import Schedule
 from memplan.errors import InvalidEviction, InvalidPlan, InvalidSize, InvalidSolution
-from memplan.evict.costs import DEVICES, CostModel, Link
-from memplan.evict.graph.equivalent import require_equivalent
+from memplan.evict.costs import DEVICES, CostModel, Link, simulate
+from memplan.evict.equivalent import require_equivalent
 from memplan.planning.base_graph import without_evictions
-from memplan.planning.consistency import check_consistency
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
 from memplan.planning.overlapped import with_overlap
-from memplan.planning.planfile import load
-from memplan.planning.simulate import simulate
+from memplan.planning.planfile import check_consistency, load
 from memplan.schedule import make_schedule
 from tests.graph_strategies import GraphBuilder
 

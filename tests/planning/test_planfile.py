@@ -21,8 +21,8 @@ from memplan.check.check import check, parse_rule
 from memplan.core.plan import SCHEMA_VERSION, Plan
 from memplan.errors import InvalidPlan, InvalidSolution, MemplanError, UnreadableFile
 from memplan.planning import planfile
-from memplan.planning.consistency import check_consistency
-from memplan.symbolic.planfile import load_symbolic
+from memplan.planning.planfile import check_consistency
+from memplan.symbolic.plan import load_symbolic
 from tests.graph_strategies import plans
 from tests.samples import sample_plan
 

@@ -14,7 +14,7 @@ from benchmarks.zoo import ZOO
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import DEVICES
-from memplan.evict.judge.arrays import measure
+from memplan.evict.measure import measure
 from memplan.planning import fit as module
 from memplan.planning.budget import plan_within
 from memplan.planning.checkpoints import plan_checkpointed

@@ -14,17 +14,17 @@ from memplan.core.plan import Plan
 from memplan.core.schedule import make_schedule
 from memplan.core.totals import most_within, page_locked, page_locked_bytes
 from memplan.errors import BudgetInfeasible, InvalidPlan, InvalidSize
+from memplan.evict.apply import apply
 from memplan.evict.costs import DEVICES, CostModel
-from memplan.evict.graph.apply import apply
-from memplan.evict.judge.arrays import measure
+from memplan.evict.measure import measure
 from memplan.evict.policies.auto import auto
 from memplan.planning.budget import plan_within
-from memplan.planning.consistency import check_consistency
 from memplan.planning.eager_total import eager_total
 from memplan.planning.fit import make_workload
 from memplan.planning.frontier import frontier
 from memplan.planning.make_plan import ScheduledGraph
 from memplan.planning.options import PlanOptions
+from memplan.planning.planfile import check_consistency
 from memplan.schedule import traced
 from tests.graph_strategies import GraphBuilder
 from tests.planning.test_budget import SIZE, chain

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from memplan.core.plan import Plan
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.report.text_diagrams import partition_table
-from memplan.solvers.baselines.partition import partitions
+from memplan.solvers.baselines import partitions
 from tests.graph_strategies import plans
 from tests.samples import sample_plan
 

@@ -14,10 +14,9 @@ from memplan.core.choices import Sanitize
 from memplan.core.plan import Plan
 from memplan.devices.kinds import alignment_of
 from memplan.evict.costs import DEVICES, Link
-from memplan.evict.events import Event, Events, Kind
-from memplan.evict.judge.arrays import measure
+from memplan.evict.measure import measure
 from memplan.evict.policies.auto import auto
-from memplan.evict.workload import Workload
+from memplan.evict.workload import Event, Events, Kind, Workload
 from memplan.planning.fit import make_workload
 from memplan.planning.options import PlanOptions
 from memplan.runtime.execute.runner import Runner

@@ -19,11 +19,10 @@ from memplan.core.evictions import RNG_STATE_BYTES, SAVE_RNG
 from memplan.devices.measure import peak_bytes
 from memplan.errors import BudgetInfeasible, UnsupportedGraph
 from memplan.evict.costs import DEVICES
-from memplan.evict.events import Events
-from memplan.evict.judge.arrays import measure
+from memplan.evict.measure import measure
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.checkpoint import checkpoint as checkpoint_policy
-from memplan.evict.workload import Workload
+from memplan.evict.workload import Events, Workload
 from memplan.planning.fit import make_workload
 from memplan.schedule import order
 from memplan.trace import capture_call, plan, trace

@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 
 import memplan
 from memplan.errors import BudgetInfeasible, InputMismatch, UnsupportedGraph
-from memplan.planning.consistency import check_consistency
+from memplan.planning.planfile import check_consistency
 from memplan.report.lines import report_markdown
 from memplan.runtime.api.compiled_graphs import CompiledGraphs
 from tests.runtime.test_total_budget import _peak

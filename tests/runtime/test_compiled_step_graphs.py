@@ -10,7 +10,7 @@ from torch import nn
 
 import memplan
 from memplan.errors import InputMismatch, UnsupportedGraph
-from memplan.planning.consistency import check_consistency
+from memplan.planning.planfile import check_consistency
 from memplan.runtime.api.compiled_step_graphs import CompiledStepGraphs
 from tests.runtime.test_compiled_graphs import WIDTH, Checked, _batch, _made
 from tests.slow import slow

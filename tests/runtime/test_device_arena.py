@@ -17,9 +17,8 @@ from memplan.core.choices import Gradients
 from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import BudgetInfeasible, InvalidEviction, MemplanError, PlanMismatch, UnsupportedDevice
-from memplan.evict.events import Event, Events, Kind
-from memplan.evict.graph.apply import apply
-from memplan.evict.workload import Workload
+from memplan.evict.apply import apply
+from memplan.evict.workload import Event, Events, Kind, Workload
 from memplan.planning.fit import make_workload
 from memplan.runtime.debug.tracker import Tracker
 from memplan.trace import trace

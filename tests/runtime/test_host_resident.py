@@ -13,9 +13,8 @@ from torch import nn
 from memplan.core.graph import StorageKind
 from memplan.core.plan import Plan
 from memplan.devices.kinds import alignment_of
-from memplan.evict.events import Event, Events, Kind
-from memplan.evict.judge.arrays import measure
-from memplan.evict.workload import Workload
+from memplan.evict.measure import measure
+from memplan.evict.workload import Event, Events, Kind, Workload
 from memplan.planning.fit import fit, make_workload
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.planner import eviction_of

@@ -22,9 +22,8 @@ from memplan.errors import (
     UnsupportedGraph,
     UnsupportedProblem,
 )
-from memplan.evict.events import Events
 from memplan.evict.feedback import RecordingPolicy
-from memplan.evict.workload import Workload
+from memplan.evict.workload import Events, Workload
 from memplan.runtime import CompiledModule
 from memplan.runtime.profiling.profile_guided import SAMPLES, WARM
 from tests.models import Counted

@@ -25,7 +25,7 @@ from memplan.core.graph import Graph
 from memplan.core.lifetimes import host_problem
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, InvalidEviction, InvalidPlan
-from memplan.evict.judge.arrays import measure
+from memplan.evict.measure import measure
 from memplan.evict.workload import Workload
 from memplan.planning.fit import make_workload
 from memplan.planning.make_plan import ScheduledGraph, make_plan

@@ -16,8 +16,7 @@ from torch import nn
 import memplan
 from memplan.core.graph import StorageKind
 from memplan.errors import InputMismatch, MemplanError, UnsupportedCall
-from memplan.evict.events import Events
-from memplan.evict.workload import Workload
+from memplan.evict.workload import Events, Workload
 from memplan.runtime import CompiledModule, CompiledStep
 from memplan.runtime.profiling.profile_guided import REPLANS, SAMPLES, WARM
 from tests.models import Layers

@@ -358,7 +358,7 @@ def test_results_leave_the_arena_and_evictions_are_chosen_anew(monkeypatch: pyte
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     with monkeypatch.context() as patched:
-        patched.setattr("memplan.planning.smallest_total._ROUNDS", 0)
+        patched.setattr("memplan.planning.budget._ROUNDS", 0)
         once = memplan.plan(model, (x,), budget="min").total
     found = memplan.plan(model, (x,), budget="min")
     assert found.total < once

@@ -12,7 +12,7 @@ from memplan.core.lifetimes import host_problem
 from memplan.core.plan import Plan
 from memplan.core.problem import Problem
 from memplan.devices.kinds import alignment_of
-from memplan.evict.judge.arrays import measure
+from memplan.evict.measure import measure
 from memplan.planning.fit import make_workload
 from memplan.planning.options import PlanOptions
 from memplan.runtime import compile as memplan_compile

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.schedule import Evidence, cut_bound, traced, working_set_bound
-from memplan.schedule.arrays.graph_arrays import make_graph_arrays, reverse, step_bytes
-from memplan.schedule.bounds.cut import cut, min_cut
+from memplan.schedule.cut import cut, min_cut
+from memplan.schedule.graph_arrays import make_graph_arrays, reverse, step_bytes
 from memplan.schedule.portfolio import portfolio
 from tests.graph_strategies import GraphBuilder, graphs, schedules
 from tests.schedule.brute import least_at, optimum

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import InvalidPlan
-from memplan.planning.consistency import check_consistency
-from memplan.planning.planfile import load
+from memplan.planning.planfile import check_consistency, load
 from memplan.schedule import Evidence, is_proven_again, order, require_evidence
 from tests.graph_strategies import GraphBuilder, graphs
 from tests.samples import branching_graph, branching_plan

@@ -10,23 +10,19 @@ from memplan.core.in_place import with_inplace_candidates
 from memplan.core.problem import Interval
 from memplan.core.schedule import Evidence
 from memplan.errors import MemplanError
-from memplan.planning.consistency import check_consistency
 from memplan.planning.make_plan import ScheduledGraph, make_plan
+from memplan.planning.planfile import check_consistency
 from memplan.schedule import POLICIES, cut_bound, live_bytes, make_schedule, order, require_legal, traced
-from memplan.schedule.arrays.compiled import CompiledKernel
-from memplan.schedule.arrays.graph_arrays import make_graph_arrays, step_bytes
-from memplan.schedule.bounds.propagate import propagate
-from memplan.schedule.bounds.repair import repair
-from memplan.schedule.search.ideals import SearchOutcome, search
+from memplan.schedule.graph_arrays import CompiledKernel, make_graph_arrays, step_bytes
+from memplan.schedule.ideals import SearchOutcome, search
+from memplan.schedule.prover import repair
 from tests.graph_strategies import GraphBuilder, graphs, schedules
 from tests.samples import sample_graph
 from tests.schedule.brute import optimum
 from tests.schedule.test_bound import diamonds
 
-FAST = [name for name in POLICIES if name != "cpsat"]
 
-
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", list(POLICIES))
 @given(graph=graphs())
 @settings(deadline=None, max_examples=50)
 def test_every_policy_gives_a_legal_order_and_says_what_it_needs(name: str, graph: Graph) -> None:
@@ -76,14 +72,6 @@ def test_evidence_holds(graph: Graph) -> None:
         assert touched - in_place == schedule.bound
 
 
-@given(graphs(max_ops=7))
-@settings(deadline=None, max_examples=20)
-def test_cpsat_agrees_with_the_search(graph: Graph) -> None:
-    schedule = order(graph, "cpsat")
-    require_legal(graph, schedule.order)
-    assert schedule.max_live == order(graph, "exact").max_live
-
-
 @given(graphs(max_ops=9))
 @settings(deadline=None)
 def test_a_search_is_right_about_every_target(graph: Graph) -> None:
@@ -97,24 +85,6 @@ def test_a_search_is_right_about_every_target(graph: Graph) -> None:
                 assert make_schedule(graph, arrays.graph_order(found.order), "").max_live <= target
             narrow = search(arrays, target, width=1, limit=10**9, backwards=backwards)
             assert narrow.outcome in (found.outcome, SearchOutcome.GAVE_UP)
-
-
-@given(graphs(max_ops=9))
-@settings(deadline=None)
-def test_edges_that_are_propagated_keep_the_best_order(graph: Graph) -> None:
-    arrays, best = make_graph_arrays(graph), optimum(graph)
-    for target in (best, best + 17):
-        narrower = propagate(arrays, arrays.traced, target, 10**9).arrays
-        assert narrower is not None
-        assert search(narrower, target, width=1000, limit=10**9).outcome is SearchOutcome.FOUND
-
-
-def test_two_cuts_exclude_what_one_cannot() -> None:
-    """Of two branches either may come last; the other's result is alive then."""
-    arrays = make_graph_arrays(diamonds(2))
-    best = optimum(diamonds(2))
-    assert propagate(arrays, arrays.traced, best - 1, 10**9).arrays is None
-    assert propagate(arrays, arrays.traced, best - 1, 0).arrays is arrays, "without work, nothing is claimed"
 
 
 @given(graphs())

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 from memplan.core.problem import Buffer, Interval, Problem
-from memplan.solvers.arrays.problem_arrays import ProblemArrays, make_problem_arrays
+from memplan.solvers.arrays import ProblemArrays, make_problem_arrays
 
 
 def small_problem(seed: int, *, most: int = 9, aligned: bool = True, gaps: bool = True, pins: bool = False) -> Problem:

@@ -13,8 +13,7 @@ from benchmarks.baselines.hill_climb import HillClimb
 from benchmarks.baselines.tlsf import _Pool, class_of_request, size_class
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import SolverLimits, solve
-from memplan.solvers.arrays.sequence import in_order
-from memplan.solvers.baselines.partition import partitions
+from memplan.solvers.baselines import in_order, partitions
 from tests.solvers.small import small_problem
 
 
@@ -61,8 +60,8 @@ def test_plain_python_places_in_order_at_the_first_or_tightest_free_offset(best:
 
 
 def test_compiled_code_is_selected_by_the_number_of_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memplan.solvers import baselines as sequence
     from memplan.solvers import thresholds
-    from memplan.solvers.arrays import sequence
 
     monkeypatch.setattr(sequence, "_compiled", lambda *_, best: {"compiled": best})
     problem = _problem((1, 0, 1), (1, 0, 1))

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import solve, thresholds
-from memplan.solvers.arrays.problem_arrays import make_problem_arrays
-from memplan.solvers.bounds import lower_bound
+from memplan.solvers.arrays import lower_bound, make_problem_arrays
 from tests.strategies import layered_problems
 
 

@@ -14,11 +14,10 @@ from benchmarks.instances import planted
 from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
 from memplan.core.validate import validate
 from memplan.errors import SolverFault
-from memplan.solvers import solve, thresholds
-from memplan.solvers.arrays import heuristics
-from memplan.solvers.arrays.instance import PieceOutcome
-from memplan.solvers.baselines.greedy import Greedy
-from memplan.solvers.search import capacity_search, cpsat_model, eject, solve_at_capacity, squeaky_wheel
+from memplan.solvers import capacity_search, heuristics, solve, solve_at_capacity, thresholds
+from memplan.solvers import heuristics as squeaky_wheel
+from memplan.solvers.arrays import PieceOutcome
+from memplan.solvers.baselines import Greedy
 from tests.strategies import knotted
 
 
@@ -49,11 +48,6 @@ def _searched(piece: Any, *_: object, **__: object) -> tuple[PieceOutcome, np.nd
 
 def _fitted(arrays: Any, order: np.ndarray, offsets: np.ndarray, **_: object) -> None:
     offsets[order] = 0
-
-
-def _ejected(self: Any, *_: object) -> bool:
-    self.offsets[:] = 0
-    return True
 
 
 def _greedy(_: object, problem: Problem) -> Solution:
@@ -100,11 +94,7 @@ _FAULTS = [
         lowered={"LARGE": 0},
     ),
     _Fault(module=solve_at_capacity, name="_attempt", wrong=_solved, source="solve_at_capacity.attempt"),
-    _Fault(
-        module=eject.Ejection, name="run", wrong=_ejected, source="solve_at_capacity.attempt", lowered={"HEAD_START": 0}
-    ),
     _Fault(module=squeaky_wheel, name="rounds", wrong=_zeros, source="squeaky_wheel.rounds", lowered={"LARGE": 0}),
-    _Fault(module=cpsat_model, name="decide", wrong=_solved, source="solve_at_capacity.attempt"),
 ]
 _ALL = pytest.mark.parametrize("fault", _FAULTS, ids=lambda fault: fault.name)
 
@@ -177,25 +167,6 @@ def test_a_bound_that_a_placement_refutes_is_dropped(monkeypatch: pytest.MonkeyP
     assert (solution.status, solution.arena_size, solution.bound) == (Status.OPTIMAL, 6, 6)
     with pytest.warns(SolverFault, match="refuted"):
         assert solve(_ring(capacity=7)).status in (Status.OPTIMAL, Status.FEASIBLE)
-
-
-def test_what_was_learnt_with_a_faulty_answer_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    real = solve_at_capacity.attempt
-
-    def watched(*args: Any, memory: Any = None, **kwargs: Any) -> tuple[PieceOutcome, np.ndarray]:
-        if memory is not None:
-            sizes.append(len(memory))
-        return real(*args, memory=memory, **kwargs)
-
-    monkeypatch.setattr(capacity_search, "attempt", watched)
-    monkeypatch.setattr(thresholds, "SMALL", 0)
-    monkeypatch.setattr(solve_at_capacity, "search", _searched)
-    monkeypatch.setattr(thresholds, "QUICK", 0)
-    with pytest.warns(SolverFault):
-        solve(knotted(0), work_limit=5_000)
-    assert len(sizes) > 1
-    assert set(sizes) == {0}
 
 
 def test_the_search_goes_on_from_what_stepped_in(monkeypatch: pytest.MonkeyPatch) -> None:

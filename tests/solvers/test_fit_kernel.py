@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from memplan.solvers.arrays import fit_kernel
-from memplan.solvers.arrays.heuristics import unplaced
-from memplan.solvers.arrays.instance import instance_of
-from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
+from memplan.solvers import fit_kernel
+from memplan.solvers.arrays import Ints, ProblemArrays, instance_of
+from memplan.solvers.heuristics import unplaced
 from tests.solvers.small import alive_together, sections_of_buffer, small_cores
 
 

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from benchmarks.instances import mixed
 from memplan.core.problem import Buffer, Interval, Problem
-from memplan.solvers import SolverLimits, thresholds
-from memplan.solvers.arrays import heuristics
-from memplan.solvers.arrays.heuristics import (
+from memplan.solvers import SolverLimits, cpsat_model, heuristics, thresholds
+from memplan.solvers import heuristics as squeaky_wheel
+from memplan.solvers.arrays import Ints, PieceOutcome, ProblemArrays, make_problem_arrays
+from memplan.solvers.base import WorkBudget
+from memplan.solvers.heuristics import (
     fill,
     first_answers,
     first_fit,
@@ -19,11 +21,6 @@ from memplan.solvers.arrays.heuristics import (
     pairs_alive_together,
     unplaced,
 )
-from memplan.solvers.arrays.instance import PieceOutcome, instance_of
-from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, make_problem_arrays
-from memplan.solvers.limits import WorkBudget
-from memplan.solvers.search import cpsat_model, squeaky_wheel
-from memplan.solvers.search.eject import Ejection, Learnt
 from tests.solvers.small import small_cores
 from tests.strategies import problems
 
@@ -122,7 +119,7 @@ def test_fill_spends_work_on_what_the_skyline_refused(monkeypatch: pytest.Monkey
 
 
 def test_first_fit_selects_the_kernel_by_what_it_visits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memplan.solvers.arrays import fit_kernel
+    from memplan.solvers import fit_kernel
 
     used: list[str] = []
     monkeypatch.setattr(fit_kernel, "fit", lambda *_: used.append("fit"))
@@ -139,7 +136,7 @@ def test_first_fit_selects_the_kernel_by_what_it_visits(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("seed", range(3))
 def test_both_kernels_complete_a_placement_alike(best: bool, seed: int) -> None:
     """Gaps and alignments included, from placed buffers in any order of offsets."""
-    from memplan.solvers.arrays import fit_kernel
+    from memplan.solvers import fit_kernel
 
     arrays = make_problem_arrays(mixed(300, seed=seed, longest=200))
     start = unplaced(arrays)
@@ -306,38 +303,3 @@ def test_cpsat_runs_within_the_budget_with_one_worker(
     assert _Solver.limits.get("max_deterministic_time") == deterministic
     assert _Solver.limits.get("max_time_in_seconds") == (None if seconds is None else pytest.approx(seconds, rel=1e-3))
     assert budget.spent == 100_001
-
-
-# -- ejection search ------------------------------------------------------------------------------------------
-
-
-def test_what_was_learnt_is_kept_where_it_fits() -> None:
-    arrays = _arrays((4, 0, 2), (3, 0, 2), (2, 0, 2))
-    piece = instance_of(arrays, arrays.max_offset(9))
-    learnt = Learnt(np.array([6, 2, 5]))
-    assert Ejection(piece, 0, learnt).offsets.tolist() == [-1, 2, 5]
-    assert learnt.offsets.tolist() == [-1, 2, 5]
-    assert Ejection(piece, 0).offsets.tolist() == [-1, -1, -1]
-
-
-def test_first_penalties_go_by_the_root_of_the_area_and_the_mean_is_a_thousand() -> None:
-    arrays = _arrays((4, 0, 3), (1, 0, 1), (7, 2, 4))
-    assert (arrays.hi - arrays.lo).tolist() == [2, 1, 1]
-    learnt = Learnt(np.full(3, -1, np.int64))
-    Ejection(instance_of(arrays, arrays.max_offset(20)), 0, learnt)
-    assert learnt.penalty is not None
-    mean = (8 + 1 + 7) / 3
-    assert learnt.penalty.tolist() == [int(1_000 * (area / mean) ** 0.5) for area in (8, 1, 7)]
-    kept = Learnt(np.full(3, -1, np.int64), np.array([5, 6, 7]))
-    Ejection(instance_of(arrays, arrays.max_offset(20)), 0, kept)
-    assert kept.penalty is not None
-    assert kept.penalty.tolist() == [5, 6, 7]
-
-
-def test_a_run_takes_no_more_turns_than_asked_and_counts_them() -> None:
-    arrays = _arrays(*((k + 1, 0, 2) for k in range(8)))
-    budget = WorkBudget(SolverLimits(work=1_000))
-    ejection = Ejection(instance_of(arrays, arrays.max_offset(36)), 0)
-    assert not ejection.run(3, budget)
-    assert (ejection.offsets >= 0).sum() == 4  # one more than asked
-    assert budget.spent == 5

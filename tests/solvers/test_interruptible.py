@@ -9,7 +9,7 @@ import time
 import pytest
 from ortools.sat.python import cp_model
 
-from memplan.core.interruptible import run
+from memplan.solvers.cpsat_model import run
 
 _LIMIT = 120.0
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from memplan.solvers.limits import DEFAULT_WORK, SolverLimits, WorkBudget
+from memplan.solvers.base import DEFAULT_WORK, SolverLimits, WorkBudget
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from memplan.core.problem import Buffer, Interval, Problem
+from memplan.solvers import arrays as problem_arrays
 from memplan.solvers import thresholds
-from memplan.solvers.arrays import problem_arrays
-from memplan.solvers.arrays.problem_arrays import load_of, make_problem_arrays, subset
+from memplan.solvers.arrays import load_of, make_problem_arrays, subset
 from tests.solvers.small import alive_together, sections_of_buffer, small_problem
 
 

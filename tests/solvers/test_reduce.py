@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from memplan.core.problem import Buffer, Interval, Problem
-from memplan.solvers.arrays.problem_arrays import ProblemArrays, make_problem_arrays
-from memplan.solvers.search.reduce import Piece, _bottom, _peel, _split, reduce
+from memplan.solvers.arrays import ProblemArrays, make_problem_arrays
+from memplan.solvers.solve_at_capacity import Piece, _bottom, _peel, _split, reduce
 from tests.solvers.small import small_problem
 
 

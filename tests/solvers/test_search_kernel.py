@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
 from memplan.core.problem import Problem
 from memplan.core.validate import validate
-from memplan.solvers import SolverLimits, thresholds
-from memplan.solvers.arrays.instance import Instance, PieceOutcome, instance_of
-from memplan.solvers.arrays.problem_arrays import Ints, make_problem_arrays
-from memplan.solvers.base import finish
-from memplan.solvers.limits import WorkBudget
-from memplan.solvers.search import cpsat_model
-from memplan.solvers.search import search_kernel as kernel
-from memplan.solvers.search.search_variant import RULES
+from memplan.solvers import SolverLimits, cpsat_model, thresholds
+from memplan.solvers import search_kernel as kernel
+from memplan.solvers.arrays import Instance, Ints, PieceOutcome, instance_of, make_problem_arrays
+from memplan.solvers.base import WorkBudget, finish
+from memplan.solvers.tree_search import RULES
 from tests.solvers.small import small_problem
-
-_WAYS = list(itertools.product(RULES, (False, True)))  # rule, thorough
 
 
 def _run(
-    piece: Instance, way: tuple[tuple[int, bool], bool], *, nodes: int = 5_000, table: Ints | None = None, salt: int = 1
+    piece: Instance, way: tuple[int, bool], *, nodes: int = 5_000, table: Ints | None = None, salt: int = 1
 ) -> tuple[int, int, int, Ints]:
     """(status, nodes, smallest unplaced area, offsets), by descending size."""
-    arrays, ((few, corners), thorough) = piece.arrays, way
+    arrays, (few, corners) = piece.arrays, way
     rank, offsets = np.empty(arrays.n, np.int64), np.full(arrays.n, -1, np.int64)
     rank[np.argsort(-arrays.size, kind="stable")] = np.arange(arrays.n)
     status, spent, area = kernel.search(
         int((piece.max_offset + arrays.size).max()), arrays.size, arrays.align, arrays.low, piece.max_offset,
         arrays.seg_ptr, arrays.seg_lo, arrays.seg_hi, arrays.sections, piece.adj_ptr, piece.adj, piece.mem_ptr,
-        piece.mem, rank, few, corners, thorough, nodes, thresholds.ROOM, thresholds.ENDS, thresholds.ROUNDS, np.zeros(1
-        << 10, np.int64) if table is None else table, salt, offsets,
+        piece.mem, rank, few, corners, nodes, thresholds.ROOM, thresholds.ROUNDS,
+        np.zeros(1 << 10, np.int64) if table is None else table, salt, offsets,
     )  # fmt: skip
     return int(status), int(spent), int(area), offsets
 
@@ -46,22 +39,22 @@ def _piece(seed: int, capacity: int) -> tuple[Problem, Instance]:
 
 # (seed, capacity) -> the nodes of each way on its own, and of each after the others with a common table.
 _EFFORT = {
-    (10, 30): ([74, 21, 68, 23, 82, 29, 85, 36], [74, 16, 16, 16, 16, 16, 23, 20]),
-    (20, 32): ([95, 34, 89, 34, 88, 35, 107, 45], [95, 1, 1, 1, 1, 1, 1, 1]),
-    (35, 22): ([56, 33, 51, 31, 39, 29, 50, 25], [56, 1, 1, 1, 1, 1, 1, 1]),
-    (78, 37): ([33, 1, 36, 5, 44, 5, 32, 1], [33, 1, 1, 1, 1, 1, 1, 1]),
-    (111, 35): ([52, 1, 52, 1, 25, 1, 24, 1], [52, 1, 1, 1, 1, 1, 1, 1]),
-    (204, 35): ([30, 15, 30, 15, 30, 15, 31, 17], [30, 1, 1, 1, 1, 1, 1, 1]),
-    (229, 30): ([53, 3, 54, 3, 52, 3, 60, 1], [53, 1, 1, 1, 1, 1, 1, 1]),
-    (231, 38): ([25, 23, 25, 23, 28, 83, 17, 15], [25, 18, 18, 18, 28, 18, 17, 15]),
-    (264, 28): ([40, 36, 43, 38, 43, 38, 85, 72], [40, 15, 15, 15, 19, 19, 63, 17]),
-    (289, 24): ([113, 77, 25, 23, 23, 20, 28, 23], [113, 18, 25, 23, 21, 20, 28, 23]),
-    (318, 25): ([18, 19, 18, 19, 18, 19, 42, 39], [18, 19, 18, 19, 18, 19, 42, 23]),
-    (341, 21): ([46, 32, 49, 29, 48, 20, 34, 18], [46, 1, 1, 1, 1, 1, 1, 1]),
-    (383, 29): ([42, 48, 42, 47, 40, 47, 9, 9], [42, 13, 14, 13, 12, 12, 9, 9]),
-    (122, 44): ([12, 13, 10, 10, 10, 10, 41, 20], [12, 12, 10, 10, 10, 10, 40, 19]),
-    (19, 50): ([11, 11, 11, 11, 11, 11, 123, 121], [11, 11, 11, 11, 11, 11, 123, 22]),
-    (27, 32): ([23, 19, 23, 19, 23, 18, 31, 25], [23, 1, 1, 1, 1, 1, 1, 1]),
+    (10, 30): ([74, 68, 82, 85], [74, 16, 16, 23]),
+    (20, 32): ([95, 89, 88, 107], [95, 1, 1, 1]),
+    (35, 22): ([38, 38, 38, 49], [38, 1, 1, 1]),
+    (78, 37): ([33, 36, 44, 32], [33, 1, 1, 1]),
+    (111, 35): ([52, 52, 25, 24], [52, 1, 1, 1]),
+    (204, 35): ([30, 30, 30, 31], [30, 1, 1, 1]),
+    (229, 30): ([53, 54, 52, 60], [53, 1, 1, 1]),
+    (231, 38): ([25, 25, 28, 17], [25, 18, 28, 17]),
+    (264, 28): ([39, 39, 41, 103], [39, 14, 16, 103]),
+    (289, 24): ([112, 25, 23, 28], [112, 25, 21, 28]),
+    (318, 25): ([18, 18, 18, 42], [18, 18, 18, 42]),
+    (341, 21): ([46, 49, 48, 34], [46, 1, 1, 1]),
+    (383, 29): ([42, 42, 40, 9], [42, 14, 12, 9]),
+    (122, 44): ([12, 10, 10, 41], [12, 10, 10, 41]),
+    (19, 50): ([11, 11, 11, 123], [11, 11, 11, 123]),
+    (27, 32): ([23, 23, 23, 31], [23, 1, 1, 1]),
 }
 
 
@@ -74,7 +67,7 @@ def test_the_nodes_for_a_fixed_problem_with_every_rule(seed: int, capacity: int)
     )
     alone, together = [], []
     table = np.zeros(1 << 10, np.int64)
-    for way in _WAYS:
+    for way in RULES:
         status, nodes, area, offsets = _run(piece, way)
         again = _run(piece, way, table=table)
         assert status == again[0] == {PieceOutcome.SOLVED: kernel.SOLVED}.get(expected, kernel.EXHAUSTED)
@@ -90,8 +83,8 @@ def test_the_nodes_for_a_fixed_problem_with_every_rule(seed: int, capacity: int)
     assert (alone, together) == _EFFORT[seed, capacity]
 
 
-@pytest.mark.parametrize("way", _WAYS)
-def test_a_limit_of_nodes_ends_the_search_with_the_smallest_unplaced_area(way: tuple[tuple[int, bool], bool]) -> None:
+@pytest.mark.parametrize("way", RULES)
+def test_a_limit_of_nodes_ends_the_search_with_the_smallest_unplaced_area(way: tuple[int, bool]) -> None:
     _, piece = _piece(20, 32)
     arrays = piece.arrays
     whole = int((arrays.size * np.add.reduceat(arrays.seg_hi - arrays.seg_lo, arrays.seg_ptr[:-1])).sum())
@@ -110,18 +103,18 @@ def test_a_limit_of_nodes_ends_the_search_with_the_smallest_unplaced_area(way: t
 def test_failed_states_are_remembered_under_their_salt() -> None:
     _, piece = _piece(20, 32)
     table = np.zeros(1 << 10, np.int64)
-    first = _run(piece, _WAYS[0], table=table)[1]
-    assert _run(piece, _WAYS[0], table=table)[1] == 1  # the root itself failed
-    assert _run(piece, _WAYS[0], table=table, salt=2)[1] == first
+    first = _run(piece, RULES[0], table=table)[1]
+    assert _run(piece, RULES[0], table=table)[1] == 1  # the root itself failed
+    assert _run(piece, RULES[0], table=table, salt=2)[1] == first
 
 
 def test_a_capacity_below_the_load_or_below_a_pin_needs_no_node() -> None:
     problem, piece = _piece(20, 32)
     arrays = piece.arrays
     low = instance_of(arrays, arrays.max_offset(problem.max_live - 1))
-    assert _run(low, _WAYS[0])[:2] == (kernel.EXHAUSTED, 0)
+    assert _run(low, RULES[0])[:2] == (kernel.EXHAUSTED, 0)
     highest = piece.max_offset.copy()
     highest[3] = arrays.low[3] - 1
-    status, nodes, area, _ = _run(instance_of(arrays, highest), _WAYS[0])
+    status, nodes, area, _ = _run(instance_of(arrays, highest), RULES[0])
     assert (status, nodes) == (kernel.EXHAUSTED, 0)
     assert area > 0

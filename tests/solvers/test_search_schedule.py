@@ -11,16 +11,13 @@ import pytest
 
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.errors import SolverFault
-from memplan.solvers import SolverLimits, thresholds
-from memplan.solvers.answers import Answers
-from memplan.solvers.arrays.instance import Instance, PieceOutcome, instance_of
-from memplan.solvers.arrays.problem_arrays import Ints, make_problem_arrays
-from memplan.solvers.limits import Progress, WorkBudget
-from memplan.solvers.search import capacity_search, search_variant, squeaky_wheel, tree_search
-from memplan.solvers.search.capacity_search import CapacitySearch
-from memplan.solvers.search.eject import Learnt
-from memplan.solvers.search.join import unjoined
-from memplan.solvers.search.search_variant import RULES, Floats, SearchVariant, luby
+from memplan.solvers import SolverLimits, capacity_search, thresholds, tree_search
+from memplan.solvers import heuristics as squeaky_wheel
+from memplan.solvers import tree_search as search_variant
+from memplan.solvers.arrays import Instance, Ints, PieceOutcome, instance_of, make_problem_arrays
+from memplan.solvers.base import Progress, WorkBudget
+from memplan.solvers.capacity_search import Answers, CapacitySearch
+from memplan.solvers.tree_search import RULES, Floats, SearchVariant, luby, unjoined
 from tests.solvers.small import small_problem
 
 _SOLVED, _EXHAUSTED, _LIMIT = PieceOutcome.SOLVED, PieceOutcome.EXHAUSTED, PieceOutcome.LIMIT
@@ -65,10 +62,10 @@ class _Searches:
         return _LIMIT, self.left(len(self.calls) - 1), np.zeros(piece.arrays.n, np.int64)
 
 
-def _variant(monkeypatch: pytest.MonkeyPatch, searches: _Searches, runs: int, *, guessed: bool) -> list[dict[str, Any]]:
+def _variant(monkeypatch: pytest.MonkeyPatch, searches: _Searches, runs: int) -> list[dict[str, Any]]:
     monkeypatch.setattr(search_variant, "search_once", searches)
     monkeypatch.setattr(thresholds, "LEAST_NODES", 1)
-    variant = SearchVariant(unjoined(_piece(*_ROWS)), np.zeros(4, np.int64), 9, guessed=guessed)
+    variant = SearchVariant(unjoined(_piece(*_ROWS)), np.zeros(4, np.int64), 9)
     random = np.random.default_rng(0)
     for _ in range(runs):
         variant.run(WorkBudget(SolverLimits(work=1)), random)
@@ -78,19 +75,17 @@ def _variant(monkeypatch: pytest.MonkeyPatch, searches: _Searches, runs: int, *,
 
 
 def test_every_ranking_is_first_run_briefly_with_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = _variant(monkeypatch, _Searches(), 20, guessed=False)
+    calls = _variant(monkeypatch, _Searches(), 20)
     keys = search_variant._rankings(_piece(*_ROWS).arrays)
     expected = [(key.tolist(), rule) for key in keys for rule in RULES]
     assert [(call["key"].tolist(), call["rule"]) for call in calls] == expected
     assert {call["nodes"] for call in calls} == {2 * 4}
     assert {call["salt"] for call in calls} == {9}
-    assert [i for i, call in enumerate(calls) if call["thorough"]] == [4, 6, 8, 10, 12, 14, 16, 18]
 
 
 def test_then_arms_that_left_little_run_more_often_with_noise_and_luby_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = _variant(monkeypatch, _Searches(lambda call: 1 if call == 13 else 100 + call), 420, guessed=False)[20:]
+    calls = _variant(monkeypatch, _Searches(lambda call: 1 if call == 13 else 100 + call), 420)[20:]
     assert [call["nodes"] for call in calls[:7]] == [4 * length for length in (1, 1, 2, 1, 1, 2, 4)]
-    assert not any(call["thorough"] for call in calls)
     keys = search_variant._rankings(_piece(*_ROWS).arrays)
     best = [call for call in calls if call["rule"] == RULES[1] and _is_near(call["key"], keys[3])]
     assert len(best) > 30  # of 400 runs of 20 arms
@@ -103,46 +98,36 @@ def _is_near(key: Floats, ranking: Floats) -> bool:
     return float(np.abs(np.log(key / ranking)).max()) < 1.2 and np.argsort(key)[-1] == np.argsort(ranking)[-1]
 
 
-def test_with_guessed_joins_every_second_later_run_is_thorough(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = _variant(monkeypatch, _Searches(), 26, guessed=True)
-    assert [call["thorough"] for call in calls[20:]] == [True, False] * 3
-
-
 def test_a_run_has_at_least_the_fewest_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     searches = _Searches()
     monkeypatch.setattr(search_variant, "search_once", searches)
-    variant = SearchVariant(unjoined(_piece(*_ROWS)), np.zeros(4, np.int64), 9, guessed=False)
+    variant = SearchVariant(unjoined(_piece(*_ROWS)), np.zeros(4, np.int64), 9)
     variant.run(WorkBudget(SolverLimits(work=1)), np.random.default_rng(0))
     assert searches.calls[0]["nodes"] == thresholds.LEAST_NODES == 100
 
 
-def test_a_thorough_node_costs_three() -> None:
+def test_a_search_places_by_its_ranking_and_counts_its_nodes() -> None:
     piece = _piece(*((1 + k, 0, 1) for k in range(6)), capacity=21)
-    spent = []
-    for thorough in (False, True):
-        budget = WorkBudget(SolverLimits(work=1_000))
-        outcome, area, offsets = search_variant.search_once(
-            piece, piece.arrays.size.astype(np.float64), rule=RULES[0], thorough=thorough, nodes=50,
-            table=np.zeros(64, np.int64), salt=1, budget=budget,
-        )  # fmt: skip
-        assert (outcome, area) == (_SOLVED, 0)
-        assert sorted((offsets + piece.arrays.size).tolist())[-1] == 21
-        assert offsets.tolist() == [20, 18, 15, 11, 6, 0]  # largest first
-        spent.append(budget.spent)
-    assert spent == [6 + 1, 3 * 6 + 1]
+    budget = WorkBudget(SolverLimits(work=1_000))
+    outcome, area, offsets = search_variant.search_once(
+        piece, piece.arrays.size.astype(np.float64), rule=RULES[0], nodes=50, table=np.zeros(64, np.int64), salt=1,
+        budget=budget,
+    )  # fmt: skip
+    assert (outcome, area) == (_SOLVED, 0)
+    assert offsets.tolist() == [20, 18, 15, 11, 6, 0]  # largest first
+    assert budget.spent == 6 + 1
 
 
 def test_the_capacity_of_a_search_is_the_highest_end_that_a_buffer_may_have() -> None:
     piece = _piece((3, 0, 1), (5, 0, 1), capacity=8)
     budget = WorkBudget(SolverLimits(work=1_000))
     found = search_variant.search_once(
-        piece, np.ones(2), rule=RULES[0], thorough=False, nodes=50, table=np.zeros(64, np.int64), salt=1, budget=budget
+        piece, np.ones(2), rule=RULES[0], nodes=50, table=np.zeros(64, np.int64), salt=1, budget=budget
     )
     assert (found[0], found[2].tolist()) == (_SOLVED, [0, 3])
 
 
-@pytest.mark.parametrize(("thorough", "spent"), [(False, 12 + 1), (True, 3 * 12 + 1)])
-def test_a_search_ends_at_its_nodes_or_at_the_end_of_the_budget(thorough: bool, spent: int) -> None:
+def test_a_search_ends_at_its_nodes_or_at_the_end_of_the_budget() -> None:
     """The proof that this problem has no placement takes more than a hundred nodes."""
     arrays = make_problem_arrays(small_problem(341, most=14, pins=True))
     piece = instance_of(arrays, arrays.max_offset(23))
@@ -151,34 +136,34 @@ def test_a_search_ends_at_its_nodes_or_at_the_end_of_the_budget(thorough: bool, 
         budget = WorkBudget(SolverLimits(work=work))
         key = piece.arrays.size.astype(np.float64)
         outcome, _, _ = search_variant.search_once(
-            piece, key, rule=RULES[3], thorough=thorough, nodes=nodes, table=np.zeros(64, np.int64), salt=1,
+            piece, key, rule=RULES[3], nodes=nodes, table=np.zeros(64, np.int64), salt=1,
             budget=budget,
         )  # fmt: skip
         return outcome, budget.spent
 
-    assert run(10, 1_000) == (_LIMIT, spent)
-    assert run(1_000, 32 if thorough else 10)[0] is _LIMIT
+    assert run(10, 1_000) == (_LIMIT, 12 + 1)
+    assert run(1_000, 10)[0] is _LIMIT
 
 
 class _Variant:
     """A variant that spends 10 units and answers what it is told."""
 
     answers: tuple[PieceOutcome, ...] = ()
-    log: list[tuple[float, bool]] = []  # noqa: RUF012
+    log: list[float] = []  # noqa: RUF012
 
-    def __init__(self, chance: float, *_: object, guessed: bool) -> None:
-        self.chance, self.guessed, self.runs = chance, guessed, 0
+    def __init__(self, chance: float, *_: object) -> None:
+        self.chance, self.runs = chance, 0
         self.size = 4 if chance == 0.0 else 2
 
     def run(self, budget: WorkBudget, random: object) -> tuple[PieceOutcome, Ints]:
         self.runs += 1
         budget.spend(9, 1)
-        self.log.append((self.chance, self.guessed))
+        self.log.append(self.chance)
         return _LIMIT, np.zeros(4, np.int64)
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bool]]:
+def log(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The chance of a likely join in each run, in order."""
     monkeypatch.setattr(_Variant, "log", [])
     monkeypatch.setattr(tree_search, "SearchVariant", _Variant)
@@ -186,16 +171,14 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bool]]:
     return _Variant.log
 
 
-def test_the_three_kinds_of_variants_get_the_same_work(log: list[tuple[float, bool]]) -> None:
+def test_the_three_kinds_of_variants_get_the_same_work(log: list[float]) -> None:
     runs = tree_search._Runs(_piece(*_ROWS), WorkBudget(SolverLimits(work=10**6)), 0)
     for _ in range(300):
         runs.next()
-    kinds = [1.0 if chance == 1.0 else 0.0 if chance == 0.0 else 0.5 for chance, _ in log]
+    kinds = [1.0 if chance == 1.0 else 0.0 if chance == 0.0 else 0.5 for chance in log]
     assert kinds[:3] == [1.0, 0.0, 0.5]
     assert all(90 <= kinds.count(kind) <= 110 for kind in (0.0, 0.5, 1.0))
-    assert {guessed for chance, guessed in log if chance == 0.0} == {False}
-    assert {guessed for chance, guessed in log if chance > 0.0} == {True}
-    some = [chance for chance, _ in log if 0.0 < chance < 1.0]
+    some = [chance for chance in log if 0.0 < chance < 1.0]
     lengths = [(some[0], 0)]
     for chance in some:
         lengths = [*lengths[:-1], (chance, lengths[-1][1] + 1)] if chance == lengths[-1][0] else [*lengths, (chance, 1)]
@@ -204,7 +187,7 @@ def test_the_three_kinds_of_variants_get_the_same_work(log: list[tuple[float, bo
 
 
 def test_a_variant_costs_half_a_unit_a_buffer_and_has_a_seed_of_its_own(
-    log: list[tuple[float, bool]], monkeypatch: pytest.MonkeyPatch
+    log: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeds: list[int] = []
 
@@ -222,23 +205,21 @@ def test_a_variant_costs_half_a_unit_a_buffer_and_has_a_seed_of_its_own(
     assert max(seeds) > 1 << 24
 
 
-def test_without_joins_only_the_piece_itself_is_searched(
-    log: list[tuple[float, bool]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_joins_only_the_piece_itself_is_searched(log: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_search, "joined", lambda piece, *, chance, seed: 0.0)
     runs = tree_search._Runs(_piece(*_ROWS), WorkBudget(SolverLimits(work=10**6)), 0)
     for _ in range(5):
         assert runs.next()[0] is _LIMIT
-    assert [guessed for _, guessed in log] == [False] * 5
+    assert log == [0.0] * 5
 
 
 def test_only_the_piece_as_it_is_proves_that_there_is_no_placement(
-    log: list[tuple[float, bool]], monkeypatch: pytest.MonkeyPatch
+    log: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(self: _Variant, budget: WorkBudget, random: object) -> tuple[PieceOutcome, Ints]:
-        budget.spend(9 if self.guessed else 99, 1)
-        self.log.append((self.chance, self.guessed))
-        return (_EXHAUSTED if self.guessed or len(self.log) > 8 else _LIMIT), np.zeros(4, np.int64)
+        budget.spend(9 if self.chance > 0.0 else 99, 1)
+        self.log.append(self.chance)
+        return (_EXHAUSTED if self.chance > 0.0 or len(self.log) > 8 else _LIMIT), np.zeros(4, np.int64)
 
     monkeypatch.setattr(_Variant, "run", run)
     runs = tree_search._Runs(_piece(*_ROWS), WorkBudget(SolverLimits(work=10**6)), 0)
@@ -246,59 +227,8 @@ def test_only_the_piece_as_it_is_proves_that_there_is_no_placement(
     while outcomes[-1] is _LIMIT:
         outcomes.append(runs.next()[0])
     assert outcomes[-1] is _EXHAUSTED
-    assert log[-1] == (0.0, False)
-    assert [chance for chance, _ in log].count(1.0) == 1  # with all joins, it is not tried again
-
-
-class _Ejection:
-    """Ejection search that spends 50 units a call and succeeds at the call number `after`."""
-
-    after, calls = 10**6, 0
-
-    def __init__(self, piece: Instance, seed: int, learnt: Learnt | None) -> None:
-        self.offsets = np.full(piece.arrays.n, 7, np.int64)
-
-    def run(self, turns: int, budget: WorkBudget) -> bool:
-        assert turns == thresholds.TURNS
-        budget.spend(49, 1)
-        type(self).calls += 1
-        return self.calls == self.after
-
-
-@pytest.mark.parametrize(("known", "first"), [(False, 20), (True, 4)])
-def test_ejection_search_gets_the_work_of_the_tree_search_after_its_head_start(
-    log: list[tuple[float, bool]], monkeypatch: pytest.MonkeyPatch, known: bool, first: int
-) -> None:
-    monkeypatch.setattr(tree_search, "Ejection", _Ejection)
-    monkeypatch.setattr(_Ejection, "calls", 0)
-    monkeypatch.setattr(thresholds, "HEAD_START", 200)
-    seen: list[int] = []
-    real = _Ejection.run
-
-    def run(self: _Ejection, turns: int, budget: WorkBudget) -> bool:
-        seen.append(len(log))
-        return real(self, turns, budget)
-
-    monkeypatch.setattr(_Ejection, "run", run)
-    learnt = Learnt(np.full(4, -1, np.int64)) if known else None
-    budget = WorkBudget(SolverLimits(work=1_000))
-    outcome, offsets = tree_search.search(_piece(*_ROWS), budget, 0, learnt)
-    assert (outcome, offsets.tolist()) == (_LIMIT, [-1, -1, -1, -1])
-    assert seen[0] - first in (0, 1)
-    assert abs(len(log) * 10 - (0 if known else 200) - len(seen) * 50) <= 60
-    monkeypatch.setattr(_Ejection, "calls", 0)
-    monkeypatch.setattr(_Ejection, "after", 2)
-    outcome, offsets = tree_search.search(_piece(*_ROWS), WorkBudget(SolverLimits(work=1_000)), 0, learnt)
-    assert (outcome, offsets.tolist()) == (_SOLVED, [7, 7, 7, 7])
-
-
-def test_large_pieces_have_no_ejection_search(log: list[tuple[float, bool]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_search, "Ejection", _Ejection)
-    for most, some in ((4, True), (3, False)):
-        monkeypatch.setattr(_Ejection, "calls", 0)
-        monkeypatch.setattr(thresholds, "EJECTED", most)
-        tree_search.search(_piece(*_ROWS), WorkBudget(SolverLimits(work=500)), 0, Learnt(np.full(4, -1, np.int64)))
-        assert bool(_Ejection.calls) == some
+    assert log[-1] == 0.0
+    assert log.count(1.0) == 1  # with all joins, it is not tried again
 
 
 # Capacities. Three buffers in a ring: 60 bytes are the least, max live is 40; first-fit is told to need 100.
@@ -348,7 +278,6 @@ def _searched(
 
 
 def test_the_bound_is_tried_first_then_capacities_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "EXACT", 0)
     monkeypatch.setattr(thresholds, "EFFORT", 150)
     attempts = _Attempts(10**6)
     search = _searched(monkeypatch, attempts, work=4_000)
@@ -364,7 +293,6 @@ def test_the_bound_is_tried_first_then_capacities_above_it(monkeypatch: pytest.M
 def test_the_next_capacity_is_a_share_of_what_lies_between_the_bound_and_the_best_arena(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(thresholds, "EXACT", 0)
     sizes = [replace(b, size=size) for b, size in zip(_RING, (20, 19, 21), strict=True)]
     attempts = _Attempts(10**6)
     search = _searched(monkeypatch, attempts, buffers=tuple(sizes), first=np.array([0, 40, 79]))
@@ -373,12 +301,10 @@ def test_the_next_capacity_is_a_share_of_what_lies_between_the_bound_and_the_bes
 
 
 def test_steps_grow_after_success_and_fall_back_after_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "EXACT", 0)
     attempts = _Attempts(60)
     search = _searched(monkeypatch, attempts)
     assert search.arena == 60
     assert [call["capacity"] for call in attempts.calls[:5]] == [40, 80, 60, 40, 40]
-    assert attempts.calls[1]["memory"] is attempts.calls[2]["memory"] == {}
 
 
 def test_an_exhausted_capacity_raises_the_bound_to_the_next_multiple_of_the_unit(
@@ -388,17 +314,6 @@ def test_an_exhausted_capacity_raises_the_bound_to_the_next_multiple_of_the_unit
     search = _searched(monkeypatch, _Attempts(60, proves=True), reports=reports)
     assert (search.bound, search.arena) == (60, 60)
     assert [(report.incumbent, report.bound) for report in reports][:3] == [(100, 40), (100, 60), (80, 60)]
-
-
-def test_a_small_problem_that_stays_open_goes_to_the_exact_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts = _Attempts(10**6, work=1_000)
-    _searched(monkeypatch, attempts, work=10_000)
-    hinted = [call for call in attempts.calls if call.get("hint") is not None]
-    assert len(hinted) == 1
-    assert hinted[0]["capacity"] == 80  # the next below 100
-    assert hinted[0]["hint"].tolist() == _FIRST.tolist()
-    assert attempts.calls[-1] is hinted[0]
-    assert hinted[0]["work"] >= 2_000  # three tenths of what was left for the search
 
 
 @pytest.mark.parametrize(("capacity", "tried"), [(100, []), (99, [80]), (60, [60]), (39, [])])

@@ -10,11 +10,10 @@ import pytest
 from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
 from memplan.errors import InvalidProblem, InvalidSolution, UnsupportedProblem
 from memplan.solvers import Progress, SolverLimits, select_solver, solve
-from memplan.solvers.accept import refusal
-from memplan.solvers.answers import Answers
-from memplan.solvers.arrays.problem_arrays import make_problem_arrays
-from memplan.solvers.base import align_up, finish, infeasible_step
-from memplan.solvers.baselines.greedy import Greedy
+from memplan.solvers.arrays import make_problem_arrays
+from memplan.solvers.base import align_up, finish, infeasible_step, refusal
+from memplan.solvers.baselines import Greedy
+from memplan.solvers.capacity_search import Answers
 from memplan.solvers.select import check_numbers, check_pins
 
 
@@ -233,7 +232,7 @@ def test_the_portfolio_stops_where_greedy_is_enough(
     searched: bool,
 ) -> None:
     from memplan.solvers import thresholds
-    from memplan.solvers.search.capacity_search import CapacitySearch
+    from memplan.solvers.capacity_search import CapacitySearch
 
     runs: list[int] = []
     real = CapacitySearch.run

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from memplan.solvers.arrays import skyline_kernel
-from memplan.solvers.arrays.heuristics import on_skyline, online, unplaced
-from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
+from memplan.solvers import skyline_kernel
+from memplan.solvers.arrays import Ints, ProblemArrays
+from memplan.solvers.heuristics import on_skyline, online, unplaced
 from tests.solvers.small import alive_together, small_cores
 
 

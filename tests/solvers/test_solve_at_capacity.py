@@ -10,14 +10,11 @@ import pytest
 from benchmarks.instances import mixed_lives
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.core.validate import validate
-from memplan.solvers import SolverLimits, solve, thresholds
-from memplan.solvers.arrays.instance import Instance, PieceOutcome
-from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, load_of, make_problem_arrays
-from memplan.solvers.limits import WorkBudget
-from memplan.solvers.search import cpsat_model, solve_at_capacity
-from memplan.solvers.search.eject import Learnt
-from memplan.solvers.search.solve_at_capacity import _alive_in, _track_overflows, attempt
-from memplan.solvers.search.squeaky_wheel import SqueakyWheel
+from memplan.solvers import SolverLimits, solve, solve_at_capacity, thresholds
+from memplan.solvers.arrays import Instance, Ints, PieceOutcome, ProblemArrays, load_of, make_problem_arrays
+from memplan.solvers.base import WorkBudget
+from memplan.solvers.heuristics import SqueakyWheel
+from memplan.solvers.solve_at_capacity import _alive_in, _track_overflows, attempt
 
 _SOLVED, _EXHAUSTED, _LIMIT = PieceOutcome.SOLVED, PieceOutcome.EXHAUSTED, PieceOutcome.LIMIT
 
@@ -44,13 +41,10 @@ class _Search:
     """Stands for the tree search: stacks a piece, notes which, and answers `outcome`."""
 
     def __init__(self, outcome: PieceOutcome = _SOLVED) -> None:
-        self.outcome, self.pieces, self.learnt = outcome, [], []  # type: ignore[var-annotated]
+        self.outcome, self.pieces = outcome, []  # type: ignore[var-annotated]
 
-    def __call__(
-        self, piece: Instance, budget: WorkBudget, seed: int, learnt: Learnt | None = None
-    ) -> tuple[PieceOutcome, Ints]:
+    def __call__(self, piece: Instance, budget: WorkBudget, seed: int) -> tuple[PieceOutcome, Ints]:
         self.pieces.append(piece.arrays.source.tolist())
-        self.learnt.append(learnt)
         return self.outcome, piece.arrays.low + np.cumsum(piece.arrays.size) - piece.arrays.size
 
 
@@ -115,35 +109,6 @@ def test_heuristics_come_before_the_search(search: _Search, monkeypatch: pytest.
     assert _attempt(_rings((2, 3, 4)), 8)[:2] == (_SOLVED, [0, 1, 4])
     assert tried == [0, 1, 2]
     assert len(search.pieces) == 1
-
-
-def test_what_was_found_starts_the_next_ejection_search(search: _Search) -> None:
-    memory: dict[bytes, Learnt] = {}
-    arrays = _rings((2, 3, 4))
-    _attempt(arrays, 9, memory=memory)
-    (learnt,) = memory.values()
-    assert search.learnt == [learnt]
-    assert learnt.offsets.tolist() == [0, 2, 5]
-    search.outcome = _LIMIT
-    learnt.offsets = np.array([-1, 2, 5])
-    _attempt(arrays, 8, memory=memory)
-    assert search.learnt[1] is learnt
-    assert learnt.offsets.tolist() == [-1, 2, 5]
-    _attempt(arrays, 8)
-    assert search.learnt[2] is None
-
-
-def test_with_a_hint_cpsat_decides_the_pieces(search: _Search, monkeypatch: pytest.MonkeyPatch) -> None:
-    hints: list[list[int]] = []
-
-    def decide(arrays: ProblemArrays, highest: Ints, hint: Ints, budget: WorkBudget) -> tuple[PieceOutcome, Ints]:
-        hints.append(hint.tolist())
-        return _SOLVED, np.array([6, 8, 11])
-
-    monkeypatch.setattr(cpsat_model, "decide", decide)
-    outcome, offsets, _ = _attempt(_rings((2, 3, 4), below=6), 15, hint=np.array([10, 11, 12, 13]))
-    assert (outcome, offsets) == (_SOLVED, [0, 6, 8, 11])
-    assert (hints, search.pieces) == ([[11, 12, 13]], [])
 
 
 def test_buffers_of_tracked_sections_and_pinned_ones_are_searched() -> None:

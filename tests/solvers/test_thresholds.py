@@ -12,22 +12,20 @@ from hypothesis import strategies as st
 
 from memplan.core.problem import Buffer, Interval, Problem, Status
 from memplan.core.validate import validate
-from memplan.solvers import solve, thresholds
-from memplan.solvers.arrays import fit_kernel, heuristics, sequence
-from memplan.solvers.arrays.instance import PieceOutcome
-from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, make_problem_arrays, subset
-from memplan.solvers.base import finish
-from memplan.solvers.limits import SolverLimits, WorkBudget
-from memplan.solvers.search import cpsat_model, eject, solve_at_capacity, squeaky_wheel, tree_search
-from memplan.solvers.search.reduce import reduce
+from memplan.solvers import baselines as sequence
+from memplan.solvers import cpsat_model, fit_kernel, heuristics, solve, solve_at_capacity, thresholds, tree_search
+from memplan.solvers import heuristics as squeaky_wheel
+from memplan.solvers.arrays import Ints, PieceOutcome, ProblemArrays, make_problem_arrays, subset
+from memplan.solvers.base import SolverLimits, WorkBudget, finish
+from memplan.solvers.solve_at_capacity import reduce
 from tests.strategies import knotted, layered_problems
 
 # Values under which a dozen buffers are many. No `SolverFault` may come: here a warning is an error.
 LOWERED = {
     "SMALL": 0, "COMPILED": 0, "PLAIN": 0, "STEPS_EACH": 0, "PAIRS": 0, "FEW": 0, "SCANNED": 0, "PAINTED": 0,
-    "QUICK": 0, "LARGE": 2, "TRACKED": 1, "ADDED": 1, "CORE": 2, "ROUND": 0, "WHEEL": 1, "EXACT": 0, "EJECTED": 0,
-    "EFFORT": 10, "HEAD_START": 0, "TURNS": 1, "FORM_RUNS": 1, "LEAST_NODES": 1, "TABLE": 2, "BLOCK": 1, "ROOM": 0,
-    "ENDS": 0, "ROUNDS": 0,
+    "QUICK": 0, "LARGE": 2, "TRACKED": 1, "ADDED": 1, "CORE": 2, "ROUND": 0, "WHEEL": 1,
+    "EFFORT": 10, "FORM_RUNS": 1, "LEAST_NODES": 1, "TABLE": 2, "ROOM": 0,
+    "ROUNDS": 0,
 }  # fmt: skip
 _any_of_them = st.frozensets(st.sampled_from(sorted(LOWERED)))
 
@@ -155,9 +153,7 @@ def _always(*_: object) -> bool:
             lambda arrays, order, *_: _is_raised(arrays) and len(order) > 0,
         ),
         (("LARGE",), squeaky_wheel, "rounds", _always),
-        (("HEAD_START",), eject.Ejection, "run", lambda ejection, *_: _is_raised(ejection.piece.arrays)),
         ((), tree_search, "joined", lambda piece, *_: _is_raised(piece.arrays)),
-        ((), cpsat_model, "decide", _is_raised),
         (("COMPILED",), sequence, "_compiled", _always),
     ],
 )

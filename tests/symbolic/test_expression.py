@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from memplan.errors import InvalidPlan
 from memplan.symbolic import Expression
-from memplan.symbolic.expression import evaluator, holder
+from memplan.symbolic.sizes import evaluator, holder
 
 
 @given(a=st.integers(1, 10**6), b=st.integers(1, 10**6))

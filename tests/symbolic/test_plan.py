@@ -15,8 +15,8 @@ from memplan.core.in_place import with_inplace_candidates
 from memplan.core.problem import Solution, Status
 from memplan.core.validate import validate
 from memplan.errors import InvalidPlan, MemplanError, ShapeOutOfRange, UnknownName
-from memplan.planning.consistency import check_consistency
 from memplan.planning.make_plan import ScheduledGraph, make_plan
+from memplan.planning.planfile import check_consistency
 from memplan.schedule import make_schedule, order, traced
 from memplan.symbolic import SymbolicPlan, make_symbolic
 from memplan.symbolic.sizes import graph_at
@@ -146,7 +146,7 @@ def test_negative_sizes_are_out_of_range() -> None:
 
 
 def _graph(plan: SymbolicPlan, values: dict[str, int]) -> Graph:
-    from memplan.symbolic.expression import evaluator
+    from memplan.symbolic.sizes import evaluator
 
     numbers = evaluator(plan.sizes.expressions, list(plan.hint))(*values.values())
     return graph_at(plan.plan.graph, plan.sizes, numbers)

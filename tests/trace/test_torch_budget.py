@@ -11,10 +11,10 @@ from torch import nn
 
 from benchmarks import zoo
 from memplan.errors import InvalidEviction
+from memplan.evict.apply import apply
 from memplan.evict.costs import DEVICES
-from memplan.evict.events import Kind
-from memplan.evict.graph.apply import apply
-from memplan.evict.judge.arrays import measure
+from memplan.evict.measure import measure
+from memplan.evict.workload import Kind
 from memplan.trace import trace
 from memplan.trace.capture.joint_graph import capture
 from memplan.trace.torch_budget import TorchPartition, events_of, partitions, points_of, torch_points

@@ -64,10 +64,10 @@ def test_the_prover_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the prover was asked")
 
     for name in (
-        "bounds.cut.cut",
-        "bounds.cut.cut_bound",
-        "bounds.cut.min_cut",
-        "arrays.graph_arrays.make_graph_arrays",
+        "cut.cut",
+        "cut.cut_bound",
+        "cut.min_cut",
+        "graph_arrays.make_graph_arrays",
     ):
         monkeypatch.setattr(f"memplan.schedule.{name}", refuse)
     assert least_at(ladder(3), 3) == 310

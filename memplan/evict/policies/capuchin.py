@@ -13,11 +13,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from memplan.evict.events import Events, Kind
-from memplan.evict.judge.arrays import to_arrays
-from memplan.evict.search.decisions import RECOMPUTE_ONCE, TO_HOST, UNDECIDED, Decisions, DecisionSearch, Move
-from memplan.evict.workload import Workload, with_host_resident_kept
-from memplan.evict.workload_limits import infeasible, require_floor
+from memplan.evict.measure import to_arrays
+from memplan.evict.search import Decisions, DecisionSearch, Move
+from memplan.evict.search_kernel import RECOMPUTE_ONCE, TO_HOST, UNDECIDED
+from memplan.evict.workload import Events, Kind, Workload, infeasible, require_floor, with_host_resident_kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +73,13 @@ def guided(search: DecisionSearch, *, evaluations: int | None = None) -> Decisio
 def gaps_of(workload: Workload) -> tuple[Gap, ...]:
     """Return every interval in which a completely written storage of the arena is idle."""
     w = workload
-    clock = np.concatenate(([0.0], np.cumsum(w.seconds)))
     found = []
     for s, uses in enumerate(w.uses):
         if not w.size[s] or not w.writers[s]:
             continue
         for a, b in pairwise(uses):
             if a >= w.writers[s][-1] and b > a + 1:
-                free = float(clock[b] - clock[a + 1]) - w.to_host[s] - w.to_device[s]
+                free = w.clock[b] - w.clock[a + 1] - w.to_host[s] - w.to_device[s]
                 found.append(Gap(storage=s, evicted_access=a, back_access=b, free_time=free))
     return tuple(found)
 

@@ -10,8 +10,7 @@ once more, and the inputs of the inner regions stay until these have run again, 
 from __future__ import annotations
 
 from memplan.core.graph import Phase
-from memplan.evict.events import Event, Events, Kind
-from memplan.evict.workload import Workload
+from memplan.evict.workload import Event, Events, Kind, Workload
 
 
 def checkpoint(workload: Workload) -> Events:

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from memplan.evict.events import Events
-from memplan.evict.judge.overlap import overlapped
+from memplan.evict.measure import overlapped
 from memplan.evict.policies.dtr import Candidate, Neighbourhoods, choose_least, h_dtr
-from memplan.evict.simulator.device_state import DeviceState, EvictionKind, Location
-from memplan.evict.simulator.eviction_simulator import EvictionSimulator
-from memplan.evict.simulator.memory import ByteCounter
-from memplan.evict.workload import Workload
+from memplan.evict.simulator import ByteCounter, DeviceState, EvictionKind, EvictionSimulator, Location
+from memplan.evict.workload import Events, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,23 +4,35 @@ It has no knowledge of later ops: ops run in order, and when an allocation does 
 h is dropped, to be recomputed when it is needed. `dtr` counts bytes, as the paper does; with an `AddressSpace` as its
 memory, every storage has an address, first-fit, so that free memory can be fragmented. Random ops are not run again, so
 what depends on their results is dropped only while those are there; host-resident storages stay once they are loaded.
+
+`ahead` evicts on demand too, but the step is known here, so the time until the next use takes the place of the time
+since the last (Belady 1966). An exponent weighs the time of recomputing: with a smaller one the step tends to take
+longer, and may need fewer bytes where blocks run several times. `auto` starts from both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from memplan.evict.events import Events
-from memplan.evict.judge.arrays import Ints, flat
-from memplan.evict.policies.neighbourhood_kernel import DROPPED, RELEASED, THERE, seconds_around
-from memplan.evict.simulator.device_state import DeviceState, EvictionKind, Location
-from memplan.evict.simulator.eviction_simulator import MOST_RUNS, EvictionSimulator
-from memplan.evict.simulator.memory import ByteCounter, SimulatedMemory
-from memplan.evict.workload import Workload
+from memplan.errors import BudgetInfeasible
+from memplan.evict.measure import Ints, flat, measure
+from memplan.evict.measure_kernel import DROPPED, RELEASED, THERE, seconds_around
+from memplan.evict.simulator import (
+    MOST_RUNS,
+    ByteCounter,
+    DeviceState,
+    EvictionKind,
+    EvictionSimulator,
+    Location,
+    SimulatedMemory,
+)
+from memplan.evict.workload import Events, Workload, infeasible
 
 _LOST = {Location.GONE: DROPPED, Location.DEAD: RELEASED}
 
@@ -48,21 +60,6 @@ Heuristic = Callable[[Candidate], float]  # the storage with the smallest value 
 def h_dtr(candidate: Candidate) -> float:
     """Return the paper's h: cost / (size x staleness), where the cost includes the dropped neighbourhood."""
     return _ratio(candidate.seconds + candidate.around, candidate.size * candidate.staleness)
-
-
-def h_local(candidate: Candidate) -> float:
-    """Return cost / (size x staleness) with the storage's own cost only (the paper's h_DTR-local)."""
-    return _ratio(candidate.seconds, candidate.size * candidate.staleness)
-
-
-def h_lru(candidate: Candidate) -> float:
-    """Return the negative staleness: the least recently used storage is dropped first."""
-    return -candidate.staleness
-
-
-def h_size(candidate: Candidate) -> float:
-    """Return the negative size: the largest storage is dropped first."""
-    return -candidate.size
 
 
 def dtr(
@@ -157,3 +154,43 @@ def _candidate(device: DeviceState, storage: int, around: float) -> Candidate:
 
 def _ratio(cost: float, worth: float) -> float:
     return cost / worth if worth > 0 else float("inf")
+
+
+_EXPONENTS = (1.0, 0.5)
+_MOST_RUNS = 6  # of each op on average
+
+
+def h_ahead(candidate: Candidate, *, exponent: float = 1.0) -> float:
+    """Return cost ** exponent / (size x time until the next use); the cost includes the dropped neighbourhood."""
+    worth = candidate.size * candidate.ahead
+    return float((candidate.seconds + candidate.around) ** exponent / worth) if worth > 0 else float("inf")
+
+
+def on_demand(workload: Workload) -> Iterator[Events]:
+    """Yield the events of on-demand eviction by `h_ahead` that keep the budget; they recompute, and copy nothing."""
+    for exponent in _EXPONENTS:
+        with suppress(BudgetInfeasible):
+            events = dtr(workload, heuristic=partial(h_ahead, exponent=exponent), most_runs=_MOST_RUNS)
+            if measure(workload, events).peak <= workload.budget:
+                yield events
+
+
+def ahead(workload: Workload) -> Events:
+    """Return the first events of `on_demand` that keep the budget. Raises `BudgetInfeasible` when there are none.
+
+    Args:
+        workload: The step, and its budget in bytes.
+
+    Returns:
+        Events that run, drop and recompute, but copy nothing.
+
+    Raises:
+        BudgetInfeasible: None keep the budget; others may.
+
+    Example:
+        >>> events = ahead(workload.within(8 << 30))
+        >>> measure(workload, events).peak  # at most 8 GiB
+    """
+    for events in on_demand(workload):
+        return events
+    raise infeasible(workload)

@@ -10,15 +10,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from memplan.errors import BudgetInfeasible
-from memplan.evict.events import Events
-from memplan.evict.judge.arrays import measure
-from memplan.evict.judge.overlap import overlapped
+from memplan.evict.measure import measure, overlapped
 from memplan.evict.policies.genoa import genoa
-from memplan.evict.simulator.device_state import DeviceState, EvictionKind
-from memplan.evict.simulator.eviction_simulator import EvictionSimulator
-from memplan.evict.simulator.memory import ByteCounter
-from memplan.evict.workload import Workload
-from memplan.evict.workload_limits import require_floor
+from memplan.evict.simulator import ByteCounter, DeviceState, EvictionKind, EvictionSimulator
+from memplan.evict.workload import Events, Workload, require_floor
 
 
 class _Furthest:

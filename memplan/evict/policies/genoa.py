@@ -6,9 +6,7 @@ compared with it; `flow` keeps what fits instead.
 
 from __future__ import annotations
 
-from memplan.evict.events import Event, Events, Kind
-from memplan.evict.workload import Workload
-from memplan.evict.workload_limits import require_floor
+from memplan.evict.workload import Event, Events, Kind, Workload, require_floor
 
 
 def genoa(workload: Workload) -> Events:

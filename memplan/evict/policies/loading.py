@@ -11,16 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from memplan.core.graph import Op, Phase, Storage, Value
+from memplan.core.graph import Op, Phase, Storage
+from memplan.core.graph_edit import GraphEdit
 from memplan.errors import BudgetInfeasible, InvalidEviction
 from memplan.evict.costs import signature_of
-from memplan.evict.events import Event, Events, Kind
-from memplan.evict.judge.arrays import measure
-from memplan.evict.judge.overlap import overlapped
+from memplan.evict.measure import measure, overlapped
 from memplan.evict.policies.delta import delta
 from memplan.evict.policies.flow import flow
-from memplan.evict.workload import Policy, Workload, with_host_resident_kept
-from memplan.evict.workload_limits import infeasible
+from memplan.evict.workload import Event, Events, Kind, Policy, Workload, infeasible, with_host_resident_kept
 
 LOAD = "memplan.load"
 
@@ -72,24 +70,16 @@ def _with_loads(workload: Workload) -> tuple[Workload, list[int]]:
     for s in sorted(workload.host_resident - workload.fresh):
         if workload.uses[s]:
             first.setdefault(workload.uses[s][0], []).append(s)
-    values, ops, of = list(g.values), list[Op](), list[int]()
+    edit = GraphEdit(g)
+    edit.storages = [replace(s, planned=s.planned or i in workload.host_resident) for i, s in enumerate(g.storages)]
     for i, op in enumerate(g.ops):
         for s in first.get(i, ()):
-            values.append(_bytes_of(g.storages[s], s))
-            ops.append(_load(g.storages[s], len(values) - 1, op.phase))
-            of.append(~s)
-        ops.append(op)
-        of.append(i)
-    storages = tuple(replace(s, planned=s.planned or i in workload.host_resident) for i, s in enumerate(g.storages))
-    graph = replace(g, ops=tuple(ops), values=tuple(values), storages=storages)
-    loads = {signature_of(graph, op): workload.to_device[~i] for op, i in zip(ops, of, strict=True) if i < 0}
+            edit.add(_load(g.storages[s], edit.whole(s, "load"), op.phase), ~s)
+        edit.add(op, i)
+    graph, of = edit.finish(), edit.sources
+    loads = {signature_of(graph, op): workload.to_device[~i] for op, i in zip(graph.ops, of, strict=True) if i < 0}
     costs = replace(workload.costs, measured={**workload.costs.measured, **loads})  # a load costs its copy
-    return replace(workload, graph=graph, sources=tuple(range(len(ops))), host_resident=frozenset(), costs=costs), of
-
-
-def _bytes_of(storage: Storage, index: int) -> Value:
-    name = f"{storage.name}:load"
-    return Value(name=name, storage=index, dtype="uint8", shape=(storage.nbytes,), strides=(1,), offset=0)
+    return replace(workload, graph=graph, sources=tuple(range(len(of))), host_resident=frozenset(), costs=costs), of
 
 
 def _load(storage: Storage, value: int, phase: Phase) -> Op:

@@ -6,13 +6,10 @@ The search is that of the default policy (`auto.py`), with these decisions alone
 
 from __future__ import annotations
 
-from memplan.evict.events import Events, Kind
-from memplan.evict.policies.auto import annealed, trimmed
-from memplan.evict.policies.seeds import drastic
-from memplan.evict.search.decisions import PIN, RECOMPUTE_ONCE, Decisions, DecisionSearch, Move
-from memplan.evict.search.descent import descend, descend_classes, storage_classes
-from memplan.evict.workload import Workload
-from memplan.evict.workload_limits import infeasible
+from memplan.evict.policies.auto import improve
+from memplan.evict.search import DecisionSearch, Move, descend, descend_classes, drastic, storage_classes
+from memplan.evict.search_kernel import PIN, RECOMPUTE_ONCE
+from memplan.evict.workload import Events, Kind, Workload, infeasible
 
 _EXPONENTS = (1.0, 0.5)  # a gain is bytes saved / seconds ** exponent
 _WORK = 1_000_000  # ops measured by annealing
@@ -34,8 +31,7 @@ def partition(workload: Workload, *, work: int = _WORK, seed: int = 0) -> Events
     found = [fitted for one in starts for a in _EXPONENTS if (fitted := descend(search, one, a))]
     if not found:
         raise infeasible(workload)
-    best = min((trimmed(search, one) for one in _cheapest(found)), key=lambda d: d.seconds)
-    return search.events(annealed(search, best, work=work, seed=seed))
+    return search.events(improve(search, found, work=work, seed=seed))
 
 
 def kept_for_backward(workload: Workload, events: Events) -> tuple[int, ...]:
@@ -82,7 +78,3 @@ def _moves(workload: Workload, moves: tuple[Move, ...]) -> tuple[Move, ...]:
     if not before or uses[-1] < first or workload.redo_until[storage] < uses[-1]:
         return kept
     return (Move(storage, RECOMPUTE_ONCE, before[-1]), *kept)
-
-
-def _cheapest(found: list[Decisions], count: int = 2) -> list[Decisions]:
-    return sorted(found, key=lambda d: d.seconds)[:count]

@@ -26,7 +26,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError
 from memplan.evict.costs import cost_model
-from memplan.evict.judge.arrays import measure
+from memplan.evict.measure import measure
 from memplan.evict.policies.partition import kept_for_backward, partition
 from memplan.evict.workload import Workload
 from memplan.integrations.inductor.kernel_graph import KernelStep, kernel_step

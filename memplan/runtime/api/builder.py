@@ -15,7 +15,7 @@ from torch import nn
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, MemplanError
 from memplan.evict.feedback import RecordingPolicy
-from memplan.planning.consistency import require_budget
+from memplan.planning.planfile import require_budget
 from memplan.runtime.api.example_leaves import detached, without_tensors
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.instances import Smaller

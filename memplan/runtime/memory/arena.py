@@ -20,7 +20,7 @@ from memplan.core.plan import Plan
 from memplan.devices.kinds import is_accelerator, require_supported
 from memplan.distributed.ops import StartedCollectives
 from memplan.errors import StaleActivationsError
-from memplan.planning.consistency import require_budget
+from memplan.planning.planfile import require_budget
 from memplan.runtime.copies.copies import Copies
 from memplan.runtime.copies.copy_streams import StreamCopies
 from memplan.runtime.copies.copy_threads import ThreadCopies

@@ -18,11 +18,10 @@ import torch
 from memplan.core.plan import Plan
 from memplan.errors import MemplanError, StaleActivationsError, UnsupportedCall
 from memplan.evict.costs import CostModel, cost_model
-from memplan.evict.events import Events
 from memplan.evict.feedback import ProfileGuidedPolicy, RecordingPolicy, with_lateness
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.select import fit_policy, policy_name
-from memplan.evict.workload import Policy
+from memplan.evict.workload import Events, Policy
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.measured_budget import Measured, replan

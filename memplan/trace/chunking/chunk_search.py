@@ -79,7 +79,7 @@ def _divisions(
 
 def in_bytes(options: PlanOptions, traced: TracedGraph, alignment: int) -> PlanOptions:
     """Return the options with budgets in bytes; shares are those of the undivided step."""
-    from memplan.planning.byte_limits import budgets_in_bytes
+    from memplan.planning.planner import budgets_in_bytes
 
     workload = _workload(traced, order(traced.graph, options.schedule).order, alignment)
     return budgets_in_bytes(options, traced.graph, workload)
@@ -95,7 +95,7 @@ def _may_fit(traced: TracedGraph, asked: PlanOptions, alignment: int) -> bool:
 
 def _floor(traced: TracedGraph, alignment: int) -> int:
     """Return the bytes that the op with the largest working set needs at once."""
-    from memplan.evict.workload_limits import floor
+    from memplan.evict.workload import floor
 
     return floor(_workload(traced, tuple(range(len(traced.graph.ops))), alignment))[0]
 

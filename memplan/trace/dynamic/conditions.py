@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from memplan.symbolic.expression import holder
+from memplan.symbolic.sizes import holder
 from memplan.trace.dynamic.dims import Range
 
 _FEW = 20_000  # the most shapes that are tried one by one

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memplan.core.in_place import with_inplace_candidates
+from memplan.evict.apply import apply
 from memplan.evict.costs import DEVICES
-from memplan.evict.graph.apply import apply
-from memplan.evict.graph.equivalent import require_equivalent
+from memplan.evict.equivalent import require_equivalent
 from memplan.evict.policies.checkpoint import checkpoint
 from memplan.planning.checkpoints import has_checkpoints, without_checkpoints
 from memplan.planning.fit import make_workload

@@ -29,10 +29,8 @@ from memplan.core.arguments import arguments_of
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import InvalidShapes, UnsupportedGraph
 from memplan.planning.options import DEFAULTS, DynamicShapes, PlanOptions
-from memplan.symbolic.expression import evaluator, holder
 from memplan.symbolic.plan import SymbolicPlan, make_symbolic, stable
-from memplan.symbolic.sizes import SizesWriter
-from memplan.symbolic.symbols import Symbol
+from memplan.symbolic.sizes import SizesWriter, Symbol, evaluator, holder
 from memplan.trace.capture.refusals import require_traceable
 from memplan.trace.dynamic.conditions import disjunction, nearest_excluded, without_implied
 from memplan.trace.dynamic.conditions import fixed_symbol as pinned_by

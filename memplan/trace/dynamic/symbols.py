@@ -14,7 +14,7 @@ from torch.utils._sympy.functions import Max
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from memplan.errors import InvalidPlan, UnsupportedGraph
-from memplan.symbolic.expression import Expression
+from memplan.symbolic.sizes import Expression
 from memplan.trace.dynamic.dims import Range, Varying
 
 
@@ -116,7 +116,7 @@ class Translator:
         return bool(bound_sympy(difference, self._ranges).lower >= 0)
 
     def text(self, expression: sympy.Expr) -> str:
-        """Return an expression in the notation of `memplan.symbolic.expression`.
+        """Return an expression in the notation of `memplan.symbolic.sizes`.
 
         Raises `UnsupportedGraph` for what that notation has no words for.
         """

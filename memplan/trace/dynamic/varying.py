@@ -10,9 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from memplan.errors import ShapeOutOfRange
-from memplan.symbolic.expression import Evaluate
-from memplan.symbolic.sizes import Sizes, graph_at
-from memplan.symbolic.symbols import Symbol
+from memplan.symbolic.sizes import Evaluate, Sizes, Symbol, graph_at
 from memplan.trace.dynamic.dims import Dims
 from memplan.trace.traced import KernelCall, TracedGraph
 

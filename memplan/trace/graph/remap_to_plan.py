@@ -12,7 +12,7 @@ from memplan.core.evictions import SAVE_RNG
 from memplan.core.graph import Graph, Op, require_same
 from memplan.core.plan import Plan
 from memplan.devices.kinds import HOST
-from memplan.evict.graph.equivalent import require_equivalent
+from memplan.evict.equivalent import require_equivalent
 from memplan.trace.traced import Computed, GeneratedCall, Kernel, KernelCall, Ref, SaveState, TracedGraph, Transfer
 
 

@@ -11,20 +11,18 @@ from hypothesis import strategies as st
 from benchmarks.zoo import ZOO
 from memplan.core.evictions import TRANSFERS
 from memplan.core.graph import Graph, check_graph
-from memplan.core.in_place_reuse import placed
+from memplan.core.in_place import placed
 from memplan.core.legal_orders import require_legal
 from memplan.core.lifetimes import device_problem, problem
 from memplan.errors import BudgetInfeasible
-from memplan.evict.costs import Link
-from memplan.evict.graph.apply import Applied, apply
-from memplan.evict.graph.equivalent import require_equivalent
-from memplan.evict.judge.arrays import measure
+from memplan.evict.apply import Applied, apply
+from memplan.evict.costs import Link, simulate
+from memplan.evict.equivalent import require_equivalent
+from memplan.evict.measure import measure
 from memplan.evict.policies.flow import flow
 from memplan.evict.workload import Workload
-from memplan.planning.partition.assign import assign
-from memplan.planning.partition.blocks import units_of
-from memplan.planning.partition.divide import devices_of, divide
-from memplan.planning.simulate import simulate
+from memplan.planning.blocks import assign, units_of
+from memplan.planning.divide import devices_of, divide
 from memplan.schedule import make_schedule
 from memplan.trace import trace
 from tests.evict.judge import workload_of

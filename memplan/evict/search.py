@@ -1,0 +1,429 @@
+"""The search of the default policy: one decision per storage, what they cost together, and ways down to the budget.
+
+A descent takes the decision with the most bytes saved per second until the budget is kept: of one storage at a time, or
+of a whole class of similar ones. A model repeats its blocks, and a decision that helps in one helps in all: descents
+over classes need a hundredth of the measurements, and end better on deep models. Of the class that reaches the budget,
+only as many members as are needed get the decision, which bisection finds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from memplan.errors import InvalidEviction
+from memplan.evict.measure import Ints, WorkloadArrays, to_arrays, to_events
+from memplan.evict.measure_kernel import prefetch
+from memplan.evict.search_kernel import (
+    PIN,
+    RECOMPUTE_EACH_TIME,
+    RECOMPUTE_ONCE,
+    TO_HOST,
+    UNDECIDED,
+    anneal,
+    expand,
+    judge,
+)
+from memplan.evict.workload import Events, Kind, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A change of one decision: that of `storage`, at the use `gap` (an op index; -1 for decisions without one)."""
+
+    storage: int
+    decision: int
+    gap: int
+
+
+@dataclass(slots=True)
+class Decisions:
+    """One decision per storage, and their common cost.
+
+    `area` is the sum over steps of the bytes above the budget, `seconds` the time of the step, `peak` its bytes.
+    """
+
+    decision: Ints
+    gap: Ints
+    area: float
+    seconds: float
+    peak: int
+
+
+class DecisionSearch:
+    """Measures decisions on a workload; `swaps`: copies to the host are allowed.
+
+    Moves that could save less than the share `least` of the area above the budget are left out. `extra` are the
+    arguments of `expand` besides the tables.
+    """
+
+    def __init__(self, workload: Workload, *, swaps: bool = True, least: float = 1e-5) -> None:
+        self.workload = w = workload
+        self.swaps = swaps
+        self.arrays = WorkloadArrays(w)
+        last = [uses[-1] if uses else -1 for uses in w.uses]
+        self.extra = (self.arrays.use_ptr, self.arrays.use, self.arrays.redo_until, np.array(last, np.int64))
+        room = 12 * len(w.graph.ops) + 1000
+        self.kinds, self.indices = np.empty(room, np.int64), np.empty(room, np.int64)
+        self.evaluations = 0
+        self.moves = self._moves(swaps=swaps, least=least)
+
+    @property
+    def tables(self) -> tuple[Any, ...]:
+        """The arrays that the kernels take."""
+        return self.arrays.tables
+
+    def nothing(self) -> tuple[Ints, Ints]:
+        """Return the decisions and gaps of a step in which everything is kept."""
+        return np.full_like(self.arrays.size, UNDECIDED), np.full_like(self.arrays.size, -1)
+
+    def start(self) -> Decisions:
+        """Return the state in which everything is kept."""
+        return self.judged(*self.nothing())
+
+    def judged(self, decision: Ints, gap: Ints) -> Decisions:
+        """Return decisions with their cost; `area` is infinite when they are impossible."""
+        self.evaluations += 1
+        budget, room = self.workload.budget, (self.kinds, self.indices)
+        area, seconds, peak = judge(decision, gap, budget, *room, self.extra, self.tables)
+        return Decisions(decision, gap, float(area), float(seconds), int(peak))
+
+    def after(self, state: Decisions, *moves: Move) -> Decisions:
+        """Return the state after further moves."""
+        decision, gap = state.decision.copy(), state.gap.copy()
+        for move in moves:
+            decision[move.storage], gap[move.storage] = move.decision, move.gap
+        return self.judged(decision, gap)
+
+    def events(self, state: Decisions) -> Events:
+        """Return the events of the step under these decisions. Raises `InvalidEviction` if they are impossible."""
+        run: Any = expand
+        count = run(state.decision, state.gap, self.kinds, self.indices, *self.tables[:6], *self.extra)
+        if count < 0:
+            raise InvalidEviction("an op's operands are not available under these decisions", where="decisions")
+        kinds, indices = self.kinds[:count].copy(), self.indices[:count].copy()
+        return to_events(*prefetch(kinds, indices, self.workload.budget, self.tables))
+
+    def _moves(self, *, swaps: bool, least: float) -> tuple[tuple[Move, ...], ...]:
+        """Return the possible moves of each storage with an idle interval, at its longest one."""
+        w, redo = self.workload, self.workload.redo_until
+        plain = self.arrays.measure(*to_arrays(w.plain))
+        assert plain is not None
+        live = plain.live  # one step for each op, since no storage is host-resident
+        over = np.concatenate(([0], np.cumsum(live > w.budget)))
+        least *= float(np.maximum(live - w.budget, 0).sum())
+        found = []
+        for s, uses in enumerate(w.uses):
+            if not w.size[s] or not w.graph.storages[s].planned or not w.writers[s]:
+                continue
+            made = w.writers[s][-1]
+            idle = [(w.clock[b] - w.clock[a + 1], a, b) for a, b in pairwise(uses) if a >= made]
+            _, at, back = max(idle, default=(0.0, 0, 0))
+            moves = []
+            if w.size[s] * (over[back] - over[at]) > least:
+                if redo[s] >= 0:
+                    moves += [Move(s, RECOMPUTE_ONCE, at), Move(s, RECOMPUTE_EACH_TIME, -1)]
+                if swaps:
+                    moves.append(Move(s, TO_HOST, at))
+            if redo[s] >= 0:
+                moves.append(Move(s, PIN, -1))
+            if moves:
+                found.append(tuple(moves))
+        return tuple(found)
+
+
+Option = tuple[Move, ...]  # moves of different storages that are made together
+
+_CHEAPEST = 1e-9  # seconds: options that cost no time are compared by bytes
+_HEAT = 0.1  # the first temperature, in mean costs of one decision
+_ROUNDS = 100  # of annealing for each option: more found nothing better for nano models
+
+
+def singles(search: DecisionSearch) -> tuple[tuple[Option, ...], ...]:
+    """Return the options of each storage, one move each."""
+    return tuple(tuple((move,) for move in moves) for moves in search.moves)
+
+
+def storage_classes(search: DecisionSearch) -> tuple[tuple[Option, ...], ...]:
+    """Return the options of each class of storages: equal in size, and used by the same sequence of kernels."""
+    classes: dict[tuple[object, ...], dict[int, list[Move]]] = {}
+    for moves in search.moves:
+        for move in moves:
+            if move.decision != PIN:
+                options = classes.setdefault(class_of(search, move.storage), {})
+                options.setdefault(move.decision, []).append(move)
+    return tuple(tuple(map(tuple, options.values())) for options in classes.values())
+
+
+def class_of(search: DecisionSearch, storage: int) -> tuple[object, ...]:
+    """Return what the storages of one class have in common: their size, and the kernels that use them."""
+    w = search.workload
+    return (w.size[storage], *(w.graph.ops[i].target for i in w.uses[storage]))
+
+
+def descend(
+    search: DecisionSearch, state: Decisions, exponent: float, choices: Sequence[Sequence[Option]] | None = None
+) -> Decisions | None:
+    """Return a state within the budget, by the best option at a time until the budget is kept; None if none helps.
+
+    `choices` are those of single storages, or of classes: of the class that reaches the budget, as few members as
+    possible are taken.
+    """
+    options = [o for choice in choices or singles(search) for o in choice if o[0].decision != PIN]
+    for after, index in _descending(search, state, options, exponent):
+        if after.area == 0:
+            return _fewest(search, state, after, options[index])
+        state = after
+    return state if state.area == 0 else None
+
+
+def descend_classes(
+    search: DecisionSearch, state: Decisions, exponent: float, classes: Sequence[Sequence[Option]]
+) -> Decisions:
+    """Return the last state above the budget on a descent over `classes` (see `storage_classes`).
+
+    The option that would reach the budget is not taken, since not all of its moves may be needed.
+    """
+    for after, _ in _descending(search, state, [option for choices in classes for option in choices], exponent):
+        if after.area == 0:
+            break
+        state = after
+    return state
+
+
+def _descending(
+    search: DecisionSearch, state: Decisions, options: Sequence[Option], exponent: float
+) -> Iterator[tuple[Decisions, int]]:
+    """Yield the states of a descent, each with the index of the option that led to it.
+
+    It ends when the budget is kept or no option helps.
+
+    The evaluation is lazy: an option's gain is measured again only when it is first in the queue; gains rarely rise.
+    """
+    queue: list[tuple[float, int]] = []
+    fresh = False
+    while state.area > 0:
+        if not queue:
+            queue = [] if fresh else _priced(search, state, options, exponent)
+            fresh = True
+            if not queue:
+                return
+        _, index = heapq.heappop(queue)
+        after = search.after(state, *options[index])
+        gain = _gain(state, after, exponent)
+        if gain <= 0:
+            continue
+        if queue and gain < -queue[0][0]:
+            heapq.heappush(queue, (-gain, index))
+            continue
+        state, fresh = after, False
+        yield state, index
+
+
+def _priced(
+    search: DecisionSearch, state: Decisions, options: Iterable[Option], exponent: float
+) -> list[tuple[float, int]]:
+    """Return a heap of the options with a gain now, best first; ties by definition order."""
+    queue = []
+    for index, option in enumerate(options):
+        if all(state.decision[move.storage] == move.decision for move in option):
+            continue
+        gain = _gain(state, search.after(state, *option), exponent)
+        if gain > 0:
+            queue.append((-gain, index))
+    heapq.heapify(queue)
+    return queue
+
+
+def _gain(before: Decisions, after: Decisions, exponent: float) -> float:
+    won = before.area - after.area
+    if not won > 0:
+        return 0.0
+    return float(won / max(after.seconds - before.seconds, _CHEAPEST) ** exponent)
+
+
+@dataclass(frozen=True, slots=True)
+class Descended:
+    """The result of a random walk: its best state within the budget, if any, and its last state."""
+
+    best: Decisions | None
+    last: Decisions
+
+
+def anneal_walk(
+    search: DecisionSearch, state: Decisions, choices: Sequence[Sequence[Option]], *, work: int, seed: int, soft: float
+) -> Descended:
+    """Anneal over one or two options at a time; `soft` is that of `search_kernel.anneal`.
+
+    `work` limits it, in ops measured; with few options, a number of rounds for each of them does.
+    """
+    plain = sum(search.workload.seconds)
+    options = [option for options in choices for option in options]
+    rounds = min(work // (len(search.workload.graph.ops) + 1), _ROUNDS * len(options))
+    if rounds < 1 or state.seconds <= plain:
+        return Descended(state if state.area == 0 else None, state)
+    members = [move for option in options for move in option]
+    overhead = state.seconds - plain
+    taken = sum(any(state.decision[move.storage] == move.decision for move in option) for option in options) or 1
+    tables = (
+        np.cumsum([0, *map(len, choices)]),
+        np.cumsum([0, *map(len, options)]),
+        np.array([move.decision for move in members], np.int64),
+        np.array([move.storage for move in members], np.int64),
+        np.array([move.gap for move in members], np.int64),
+    )
+    decision, gap = state.decision.copy(), state.gap.copy()
+    best, best_gap, seconds = anneal(
+        *(decision, gap, search.workload.budget, state.seconds, state.area, tables, rounds, soft),
+        *(_HEAT * overhead / taken, overhead / search.start().area, seed),
+        *(search.kinds, search.indices, search.extra, search.tables),
+    )
+    found = search.judged(best, best_gap) if np.isfinite(seconds) else None
+    assert found is None or found.seconds == seconds
+    return Descended(found, search.judged(decision, gap))
+
+
+_TRIMS = 3  # of taking back what the budget does not need
+
+
+def trimmed(search: DecisionSearch, state: Decisions, *, classes: bool) -> Decisions:
+    """Return the state without the decisions that the budget does not need (reverse-delete), of storages or of classes.
+
+    The most expensive ones are tried first. Storages that would be recomputed although there is room for them are kept
+    instead. The result keeps the budget, as `state` does, and takes no more time.
+    """
+    for _ in range(_TRIMS):
+        before = state.seconds
+        pins = [moves[-1] for moves in search.moves if moves[-1].decision == PIN]
+        for group in _grouped(search, pins, classes=classes):
+            undecided = [move for move in group if state.decision[move.storage] == UNDECIDED]
+            state = _most(search, state, undecided, lambda a, b: a.seconds < b.seconds)
+        taken = [Move(s, UNDECIDED, -1) for s in np.flatnonzero(state.decision != UNDECIDED).tolist()]
+        groups = _grouped(search, taken, classes=classes, state=state)
+        kept = [search.after(state, *group).seconds for group in groups]
+        for _, group in sorted(zip(kept, groups, strict=True), key=lambda one: one[0]):
+            state = _most(search, state, group, lambda a, b: a.seconds <= b.seconds)
+        if state.seconds >= before:
+            break
+    return state
+
+
+def parts_of(classes: Sequence[Sequence[Option]], count: int) -> tuple[tuple[Option, ...], ...]:
+    """Return the choices for runs of neighbours in each class, which is divided into `count` runs or its members."""
+    found = []
+    for options in classes:
+        most = min(count, max(map(len, options)))
+        for k in range(most):
+            parts = (option[len(option) * k // most : len(option) * (k + 1) // most] for option in options)
+            found.append(tuple(filter(None, parts)))
+    return tuple(filter(None, found))
+
+
+def _grouped(
+    search: DecisionSearch, moves: Sequence[Move], *, classes: bool, state: Decisions | None = None
+) -> list[list[Move]]:
+    """Return moves one by one, or those of one class together, with equal decisions in `state`."""
+    found: dict[tuple[object, ...], list[Move]] = {}
+    for move in moves:
+        decided = -1 if state is None else int(state.decision[move.storage])
+        of = class_of(search, move.storage) if classes else (move.storage,)
+        found.setdefault((decided, *of), []).append(move)
+    return list(found.values())
+
+
+def _fewest(search: DecisionSearch, state: Decisions, whole: Decisions, option: Option) -> Decisions:
+    """Return the state after as few of the moves of `option` as keep the budget; `whole` is the one after all of them.
+
+    They are the first or the last moves, whichever take less time.
+    """
+    left = [move for move in option if state.decision[move.storage] != move.decision]
+    best = whole
+    for moves in (left, left[::-1]):
+        low, high, found = 0, len(moves), whole
+        while high - low > 1:
+            middle = (low + high) // 2
+            after = search.after(state, *moves[:middle])
+            low, high, found = (low, middle, after) if after.area == 0 else (middle, high, found)
+        best = min(best, found, key=lambda d: d.seconds)
+    return best
+
+
+def _most(
+    search: DecisionSearch, state: Decisions, moves: Sequence[Move], better: Callable[[Decisions, Decisions], bool]
+) -> Decisions:
+    """Return the state within the budget after as many of the moves as possible, if it is `better` than `state`.
+
+    They are the first or the last moves, whichever take less time.
+    """
+    if not moves:
+        return state
+    whole = search.after(state, *moves)
+    if whole.area == 0:
+        return whole if better(whole, state) else state
+    best = state
+    for some in (moves, moves[::-1]) if len(moves) > 1 else ():
+        low, high, found = 0, len(moves), state
+        while high - low > 1:
+            middle = (low + high) // 2
+            after = search.after(state, *some[:middle])
+            low, high, found = (middle, high, after) if after.area == 0 else (low, middle, found)
+        if found is not state and better(found, best):
+            best = found
+    return best
+
+
+def decisions_of(search: DecisionSearch, events: Events) -> Decisions:
+    """Return decisions that describe `events`.
+
+    TO_HOST: offloaded after a use. RECOMPUTE_ONCE: recomputed once. RECOMPUTE_EACH_TIME: recomputed several times.
+    """
+    w = search.workload
+    decision, gap = search.nothing()
+    times: dict[int, int] = {}
+    after: dict[int, int] = {}
+    away: dict[int, int] = {}
+    ran: set[int] = set()
+    position = -1
+    for kind, index in events:
+        if kind is Kind.DROP:
+            after.setdefault(index, position)
+        elif kind is Kind.OFFLOAD:
+            away.setdefault(index, position)
+        elif kind is Kind.RUN and index in ran:
+            for s in w.writes[index]:
+                times[s] = times.get(s, 0) + 1
+        elif kind is Kind.RUN:
+            ran.add(index)
+            position = index
+    for s, count in times.items():
+        if w.redo_until[s] < 0 or s not in after:
+            continue
+        decision[s] = RECOMPUTE_ONCE if count == 1 else RECOMPUTE_EACH_TIME
+        gap[s] = _use(w.uses[s], after[s]) if count == 1 else -1
+    for s, at in away.items():
+        decision[s], gap[s] = TO_HOST, _use(w.uses[s], at)
+    return search.judged(decision, gap)
+
+
+def _use(uses: Sequence[int], position: int) -> int:
+    """Return the last use at or before a position."""
+    return uses[max(bisect_right(uses, position) - 1, 0)]
+
+
+def drastic(search: DecisionSearch, ways: Sequence[int]) -> Iterator[Decisions]:
+    """Yield, for each of `ways` (decisions), the state in which every storage that allows it is treated that way."""
+    for wanted in ways:
+        decision, gap = search.nothing()
+        for moves in search.moves:
+            for move in moves:
+                if move.decision == wanted:
+                    decision[move.storage], gap[move.storage] = move.decision, move.gap
+        state = search.judged(decision, gap)
+        if np.isfinite(state.area):
+            yield state

@@ -1,0 +1,223 @@
+"""Compiled search over decisions, one per storage: `expand`, `judge` and `anneal`.
+
+`expand` makes the events of the step, in which absent operands come back
+on use; `judge` places their copies and measures them; `anneal` is a random walk.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from memplan.evict.measure_kernel import AWAY, DROP, GONE, HERE, NEVER, OFFLOAD, RELOADED, RUN, measure, prefetch
+
+UNDECIDED, RECOMPUTE_ONCE, RECOMPUTE_EACH_TIME, TO_HOST, PIN = range(5)
+SOON = 6  # ops: a storage whose next use is at most so far away is not evicted before it
+
+
+@njit(cache=True)
+def _stale(s, i, decision, near, remade, last_use, redo_until):
+    """Return whether `s` had its last use some time ago, so that it is recomputed now instead of kept until now."""
+    if last_use[s] >= i or decision[s] == PIN or redo_until[s] < i or i - near[s] <= SOON:
+        return False
+    return decision[s] == RECOMPUTE_EACH_TIME or not remade[s]
+
+
+@njit(cache=True)
+def expand(
+    decision, gap, kinds, indices,
+    read_ptr, read, write_ptr, write, writer_ptr, writer, use_ptr, use, redo_until, last_use,
+):  # fmt: skip
+    """Fill `kinds` and `indices`, and return the number of events, or -1 when an op's operands are not available.
+
+    `redo_until[s]` is the last position before which the writers of `s` can run again (-1: never), `last_use[s]` the
+    position of its last use, `gap[s]` that of the use after which `decision[s]` takes effect.
+
+    UNDECIDED: kept until the last use (and recomputed if a recompute reads it long after). RECOMPUTE_ONCE: dropped
+    after `gap[s]`, recomputed for the next use. RECOMPUTE_EACH_TIME: dropped after every use that no other follows
+    soon. TO_HOST: offloaded after `gap[s]`. PIN: never evicted.
+    """
+    n, m = read_ptr.shape[0] - 1, decision.shape[0]
+    state = np.zeros(m, np.int8)
+    near = np.zeros(m, np.int64)  # the position of the last touch
+    remade = np.zeros(m, np.bool_)
+    ran = np.zeros(n, np.bool_)
+    stack = np.empty(m + n + 1, np.int64)
+    pointer = use_ptr[:-1].copy()  # the next use, by storage
+    count, limit = 0, kinds.shape[0]
+    for i in range(n):
+        again = True
+        while again:
+            again = False
+            for k in range(read_ptr[i], read_ptr[i + 1]):
+                s = read[k]
+                if state[s] == HERE and not _stale(s, i, decision, near, remade, last_use, redo_until):
+                    continue
+                depth = 0
+                stack[0] = s
+                again = True
+                while depth >= 0:
+                    top = stack[depth]
+                    if state[top] == HERE and not _stale(top, i, decision, near, remade, last_use, redo_until):
+                        depth -= 1
+                        continue
+                    if count + 2 * (writer_ptr[top + 1] - writer_ptr[top]) + 8 > limit:
+                        return -1
+                    if state[top] == AWAY:
+                        kinds[count], indices[count] = RELOADED, top
+                        count += 1
+                        state[top] = HERE
+                        depth -= 1
+                        continue
+                    if redo_until[top] < i:
+                        return -1
+                    missing = -1
+                    for j in range(writer_ptr[top], writer_ptr[top + 1]):
+                        w = writer[j]
+                        if not ran[w]:
+                            return -1
+                        for r in range(read_ptr[w], read_ptr[w + 1]):
+                            needed = read[r]
+                            if needed != top and (
+                                state[needed] != HERE or _stale(needed, i, decision, near, remade, last_use, redo_until)
+                            ):
+                                missing = needed
+                                break
+                        if missing >= 0:
+                            break
+                    if missing >= 0:
+                        depth += 1
+                        if depth >= stack.shape[0]:
+                            return -1
+                        stack[depth] = missing
+                        continue
+                    if state[top] == HERE:
+                        kinds[count], indices[count] = DROP, top
+                        count += 1
+                        state[top] = GONE
+                    for j in range(writer_ptr[top], writer_ptr[top + 1]):
+                        w = writer[j]
+                        kinds[count], indices[count] = RUN, w
+                        count += 1
+                        for r in range(write_ptr[w], write_ptr[w + 1]):
+                            if state[write[r]] == GONE:
+                                if redo_until[write[r]] < i:  # it would get other bytes than it had
+                                    return -1
+                                state[write[r]] = HERE
+                                remade[write[r]] = True
+                                near[write[r]] = i
+                    for j in range(writer_ptr[top], writer_ptr[top + 1]):
+                        w = writer[j]
+                        for r in range(read_ptr[w], read_ptr[w + 1]):
+                            x = read[r]
+                            near[x] = i
+                            unused = pointer[x] >= use_ptr[x + 1] or use[pointer[x]] > i + SOON
+                            if decision[x] == RECOMPUTE_EACH_TIME and state[x] == HERE and x != top and unused:
+                                if count + 4 > limit:
+                                    return -1
+                                kinds[count], indices[count] = DROP, x
+                                count += 1
+                                state[x] = GONE
+                    depth -= 1
+        if count + 8 > limit:
+            return -1
+        kinds[count], indices[count] = RUN, i
+        count += 1
+        ran[i] = True
+        for k in range(write_ptr[i], write_ptr[i + 1]):
+            if state[write[k]] == NEVER:
+                state[write[k]] = HERE
+        for part in range(2):
+            ptr, table = (read_ptr, read) if part == 0 else (write_ptr, write)
+            for k in range(ptr[i], ptr[i + 1]):
+                s = table[k]
+                near[s] = i
+                while pointer[s] < use_ptr[s + 1] and use[pointer[s]] <= i:
+                    pointer[s] += 1
+                if state[s] != HERE or pointer[s] >= use_ptr[s + 1]:
+                    continue
+                following = use[pointer[s]]
+                gives_up = decision[s] == RECOMPUTE_ONCE and gap[s] == i
+                gives_up = gives_up or (decision[s] == RECOMPUTE_EACH_TIME and following > i + SOON)
+                if count + 4 > limit:
+                    return -1
+                if gives_up and i >= writer[writer_ptr[s + 1] - 1]:
+                    kinds[count], indices[count] = DROP, s
+                    count += 1
+                    state[s] = GONE
+                elif decision[s] == TO_HOST and gap[s] == i:
+                    kinds[count], indices[count] = OFFLOAD, s
+                    count += 1
+                    state[s] = AWAY
+    return count
+
+
+@njit(cache=True)
+def judge(decision, gap, budget, kinds, indices, extra, tables):
+    """Return (area above `budget`, seconds, peak) of these decisions; the area is infinite if they are impossible.
+
+    `kinds` and `indices` are buffers for events; `extra` holds `use_ptr, use, redo_until, last_use` (see `expand`).
+    """
+    count = expand(decision, gap, kinds, indices, *tables[:6], *extra)
+    if count < 0:
+        return np.inf, np.inf, 0
+    new_kinds, new_indices = prefetch(kinds[:count], indices[:count], budget, tables)
+    code, peak, seconds, _, area, _ = measure(new_kinds, new_indices, budget, *tables)
+    if code >= 0:
+        return np.inf, np.inf, 0
+    return area, seconds, peak
+
+
+@njit(cache=True)
+def anneal(
+    decision, gap, budget, seconds, area, choices, rounds, soft, heat, price, seed, kinds, indices, extra, tables
+):
+    """Anneal over options (Metropolis); return the best decisions within `budget`, their gaps and their seconds.
+
+    The seconds are infinite if no state kept the budget. For the share `soft` of the rounds, bytes above the budget
+    cost `price` (seconds per byte and step), at first a fifth of it and rising, because the way to a better state often
+    leads through states that do not fit. The other rounds are strict, and begin at the best state so far. `decision`
+    and `gap` end as the walk's last state. `choices` is `(ptr, member_ptr, wanted, storage, at)`: choice c has the
+    options `ptr[c]:ptr[c + 1]`, option o the members `member_ptr[o]:member_ptr[o + 1]`, each of them a decision for a
+    storage, with its gap. `heat` is the first temperature in seconds. The same seed and rounds give the same decisions.
+    """
+    np.random.seed(seed)
+    ptr, members, wanted, storage, at = choices
+    best, best_gap, best_seconds = decision.copy(), gap.copy(), seconds if area == 0.0 else np.inf
+    new, new_gap = decision.copy(), gap.copy()
+    count = ptr.shape[0] - 1
+    turn = int(rounds * soft)
+    for k in range(rounds):
+        strict = k >= turn
+        if k == turn:
+            decision[:], gap[:], seconds, area = best, best_gap, best_seconds, 0.0
+        done = (k - turn) / (rounds - turn) if strict else k / turn
+        temperature = heat * (1.0 - done) ** 2
+        now = price * 0.2 * 50.0**done
+        c = np.random.randint(count)
+        o = np.random.randint(ptr[c], ptr[c + 1])
+        first = members[o]
+        old = decision[storage[first]]
+        keep = old != UNDECIDED and np.random.random() < 0.5
+        if old == (UNDECIDED if keep else wanted[first]):
+            continue
+        new[:], new_gap[:] = decision, gap
+        if old == UNDECIDED and np.random.random() < 0.5:  # in exchange for another decision
+            for _ in range(8):
+                other = ptr[np.random.randint(count)]
+                if decision[storage[members[other]]] != UNDECIDED:
+                    new[storage[members[other] : members[other + 1]]] = UNDECIDED
+                    break
+        for m in range(first, members[o + 1]):
+            new[storage[m]], new_gap[storage[m]] = UNDECIDED if keep else wanted[m], at[m]
+        new_area, took, _ = judge(new, new_gap, budget, kinds, indices, extra, tables)
+        worse = took - seconds + now * (new_area - area)
+        if strict and new_area > 0.0:
+            worse = np.inf
+        if worse <= 0.0 or np.random.random() < np.exp(-worse / max(temperature, 1e-15)):
+            decision[:], gap[:], seconds, area = new, new_gap, took, new_area
+            if area == 0.0 and seconds < best_seconds:
+                best[:], best_gap[:], best_seconds = decision, gap, seconds
+    return best, best_gap, best_seconds
