@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from memplan.analysis.allocated import Allocated
 from memplan.analysis.buffers import Holder, OpAt, alive_at
 from memplan.analysis.diff import Diff
 from memplan.analysis.explain import Explanation, HeldBuffer
+from memplan.core.evictions import Action
 from memplan.core.jsonio import to_json
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes, format_exact, format_share
@@ -17,7 +18,7 @@ from memplan.report.sections import Form, Section, columns, limited, op_name, pl
 from memplan.report.verdicts import counts, place
 
 if TYPE_CHECKING:
-    from memplan.planning.frontier import Frontier, FrontierPoint, Rival
+    from memplan.planning.frontier import Frontier, FrontierPoint
     from memplan.planning.memory_answer import Fits, Remedy
 
 SHOWN = 20
@@ -217,35 +218,43 @@ def _remedy(remedy: Remedy) -> str:
 # -- memplan budget ------------------------------------------------------------------------------------------
 
 
-def frontier_form(name: str, frontier: Frontier, rivals: Sequence[Rival] = ()) -> Form:
-    """Return a table with a row per budget, then torch's points, whose option does not set a peak."""
+def frontier_form(name: str, frontier: Frontier) -> Form:
+    """Return a table with a row per budget."""
     eager = frontier.eager
-    least = next((p for p in reversed(frontier.points) if p.seconds is not None), None)
+    least = next((p for p in reversed(frontier.points) if p.plan is not None), None)
     lines = [f"predicted eager total: {format_exact(eager)}", f"without a budget: {format_exact(frontier.most)}"]
     if least is not None:
         lines.append(
             f"smallest budget: {format_exact(least.budget)}, {share_of(least.budget, eager)} of the eager total"
         )
     names = columns("budget> share> step_time> recomputed>@70 to_the_host>@70 waiting>@90")
-    rows = tuple(_row(p, frontier) for p in frontier.points)
-    sections = [Section(lines=tuple(lines), columns=names, rows=rows)]
-    if rivals:
-        heading = "torch's activation_memory_budget: the peaks that it really has"
-        ordered = sorted(rivals, key=lambda r: -r.total)
-        rows = tuple((r.name, format_bytes(r.total), share_of(r.total, eager), plus(r.overhead)) for r in ordered)
-        sections.append(Section(heading=heading, columns=columns("asked> peak> share> step_time>"), rows=rows))
-    data = {"format": "memplan-frontier-2", **to_json(frontier), "torch": [to_json(r) for r in rivals]}
+    rows = tuple(_row(p, eager) for p in frontier.points)
+    head = ("policy", "costs", "most", "eager", "base_seconds")
+    data = {
+        "format": "memplan-frontier-3",
+        **{name: getattr(frontier, name) for name in head},
+        "points": [{"budget": p.budget, **_figures(p)} for p in frontier.points],
+    }
     title = f"{name}: memory against time, policy {frontier.policy!r}, costs of {frontier.costs}"
-    return Form(title=title, sections=tuple(sections), data=data)
+    return Form(title=title, sections=(Section(lines=tuple(lines), columns=names, rows=rows),), data=data)
 
 
-def _row(point: FrontierPoint, frontier: Frontier) -> tuple[str, ...]:
-    head = format_bytes(point.budget), share_of(point.budget, frontier.eager)
-    if point.seconds is None:
+def _figures(point: FrontierPoint) -> dict[str, float]:
+    """Return the figures of a point; none if its budget cannot be kept."""
+    if point.plan is None:
+        return {}
+    moved = {"recomputed": point.evicted(Action.RECOMPUTE), "offloaded": point.evicted(Action.OFFLOAD)}
+    times = {"seconds": point.seconds, "overhead": point.overhead, "stall": point.stall}
+    return {"total": point.total, "arena": point.plan.arena_size, "max_live": point.plan.max_live, **times, **moved}
+
+
+def _row(point: FrontierPoint, eager: int) -> tuple[str, ...]:
+    head = format_bytes(point.budget), share_of(point.budget, eager)
+    if point.plan is None:
         return *head, "cannot be kept", "", "", ""
-    moved = format_bytes(point.recomputed), format_bytes(point.offloaded)
+    moved = (format_bytes(point.evicted(action)) for action in (Action.RECOMPUTE, Action.OFFLOAD))
     waiting = f"{point.stall / point.seconds * 100:.1f} %" if point.seconds else "0 %"
-    return *head, plus(frontier.overhead(point)), *moved, waiting
+    return *head, plus(point.overhead), *moved, waiting
 
 
 def share_of(total: int, eager: int) -> str:

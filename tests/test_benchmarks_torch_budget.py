@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks import zoo
+from benchmarks.baselines.torch_budget import TorchPartition, events_of, partitions, points_of, torch_points
 from memplan.errors import InvalidEviction
 from memplan.evict.costs import DEVICES
 from memplan.evict.events import Kind
@@ -17,7 +18,6 @@ from memplan.evict.graph.apply import apply
 from memplan.evict.judge.arrays import measure
 from memplan.trace import trace
 from memplan.trace.capture.joint_graph import capture
-from memplan.trace.torch_budget import TorchPartition, events_of, partitions, points_of, torch_points
 from tests.evict.judge import judged
 
 _COSTS, _ALIGNMENT = DEVICES["a100"], 64
