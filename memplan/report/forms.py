@@ -19,7 +19,7 @@ from memplan.report.verdicts import counts, place
 
 if TYPE_CHECKING:
     from memplan.planning.frontier import Frontier, FrontierPoint
-    from memplan.planning.memory_answer import Fits, Remedy
+    from memplan.planning.memory_answer import Fits
 
 SHOWN = 20
 _CHANGES = ("grew", "shrank", "to_peak", "off_peak", "came", "went")
@@ -151,19 +151,21 @@ def allocated_form(found: Allocated, plan: Plan) -> Form:
 
 def fits_form(answer: Fits) -> Form:
     """Return the verdict, the parts of the total, the largest batch and the time, and what would make the step fit."""
-    verdict, batch = _fits(answer.fits), "" if answer.batch is None else f", batch {answer.batch}"
+    verdict, batch = (
+        "fits" if answer.fits else "does not fit",
+        "" if answer.batch is None else f", batch {answer.batch}",
+    )
     sizes = f"{format_bytes(answer.total)} of {format_bytes(answer.capacity.total)}"
     what = f"{answer.model or 'model'} ({', '.join(answer.dtypes)}{batch})"
     rows = tuple((label, format_bytes(size), f"{size:,}", remark) for label, size, remark in _parts(answer))
     sections = [Section(columns=columns("memory size> bytes>@60 remark@100"), rows=rows)]
     sections.append(Section(lines=tuple(_lines(answer))))
-    if answer.remedies:
-        tried = tuple(map(_remedy, answer.remedies))
-        sections.append(Section(heading="what was tried to make it fit", lines=tried))
     names = ("model", "batch", "optimizer", "dtypes", "train", "eager", "largest_batch", "seconds", "total", "fits")
-    data = {name: to_json(getattr(answer, name)) for name in (*names, "need", "capacity", "remedies")}
+    data = {name: to_json(getattr(answer, name)) for name in (*names, "need", "capacity", "smallest")}
+    if answer.within is not None and answer.within.eviction is not None:
+        data["within"] = {**_budget(answer), "overhead": answer.within.eviction.overhead}
     title = f"{what} {verdict} {answer.capacity.device}: {sizes}"
-    return Form(title=title, sections=tuple(sections), data={"format": "memplan-fits-1", **data})
+    return Form(title=title, sections=tuple(sections), data={"format": "memplan-fits-2", **data})
 
 
 def fits_text(answer: Fits) -> str:
@@ -172,15 +174,12 @@ def fits_text(answer: Fits) -> str:
     return plain(form.title, form.sections)
 
 
-def _fits(fits: bool) -> str:
-    return "fits" if fits else "does not fit"
-
-
 def _parts(answer: Fits) -> Iterator[tuple[str, int, str]]:
     """Yield (label, bytes, remark) of each part, the total, the slack and the device."""
     need, capacity = answer.need, answer.capacity
     held = f", gradients of {format_bytes(need.gradients)} among them" if need.gradients else ""
-    when = "forward and backward" if need.during >= need.beside else f"{answer.optimizer}.step()"
+    room = ", for which the arena makes room" if need.given_back else ""
+    when = "forward and backward" if need.during >= need.beside else f"{answer.optimizer}.step(){room}"
     yield "parameters", need.parameters, "and buffers"
     yield "optimizer state", need.state, answer.optimizer
     yield "inputs", need.inputs, ""
@@ -196,6 +195,12 @@ def _lines(answer: Fits) -> Iterator[str]:
     if answer.largest_batch is not None:
         none = "not even a batch of 1 fits" if answer.batch != 1 or not answer.fits else ""
         yield f"largest batch that fits: {answer.largest_batch}" if answer.largest_batch else none
+    if answer.within is not None and answer.within.eviction is not None:
+        options = ", ".join(f"{name}={option!r}" for name, option in _budget(answer).items())
+        slower = format_share(answer.within.eviction.overhead)
+        yield f"fits with memplan.compile(model, inputs, {options}): predicted +{slower} of a step's time"
+    if answer.smallest is not None:
+        yield f"no plan was found that fits: the smallest needs {format_bytes(answer.smallest)}"
     yield f"eager is predicted to need {format_bytes(answer.eager)}"
     if answer.seconds is not None:
         what = "forward and backward" if answer.train else "the forward"
@@ -209,10 +214,10 @@ def _lines(answer: Fits) -> Iterator[str]:
         yield "kernels are this machine's; what they allocate for themselves was measured, on zeros"
 
 
-def _remedy(remedy: Remedy) -> str:
-    sizes = f", {format_bytes(remedy.total)}" if remedy.total else ""
-    time = f", predicted +{format_share(remedy.overhead)} of a step's time" if remedy.overhead is not None else ""
-    return f"{remedy.how}: {_fits(remedy.fits)}{sizes}{time}: {remedy.text}"
+def _budget(answer: Fits) -> dict[str, int | str]:
+    """Return the options of `memplan.compile` with which a step that does not fit does."""
+    policy = {"policy": "recompute"} if answer.capacity.is_host else {}
+    return {"budget": answer.capacity.usable, "reserve": answer.need.state, **policy}
 
 
 # -- memplan budget ------------------------------------------------------------------------------------------
