@@ -24,6 +24,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
+from memplan.core.later import provide
 from memplan.errors import MemplanError
 from memplan.version import __version__
 
@@ -127,6 +128,27 @@ _HOMES = {
     "validate": "memplan.core.validate",
 }
 
+
+provide(
+    {
+        "fits_text": "memplan.report.forms",
+        "forecast": "memplan.analysis.forecast",
+        "make_report": "memplan.report.summary",
+        "partition_table": "memplan.report.text_diagrams",
+        "picture_html": "memplan.report.pages",
+        "picture_of_plan": "memplan.report.picture",
+        "picture_svg": "memplan.report.svg",
+        "plan_fragment": "memplan.report.lines",
+        "records": "memplan.analysis.buffers",
+        "report_fragment": "memplan.report.lines",
+        "report_text": "memplan.report.lines",
+        "save": "memplan.planning.planfile",
+        "save_symbolic": "memplan.symbolic.planfile",
+        "stack_text": "memplan.report.text_diagrams",
+        "symbolic_text": "memplan.symbolic.text",
+        "to_networkx": "memplan.core.legal_orders",
+    }
+)
 
 _ROOMS_WITH_TORCH = ("memplan.integrations", "memplan.runtime", "memplan.trace")
 
@@ -264,32 +286,13 @@ def plan(
         >>> plan = memplan.plan(model, (torch.empty(8, 1024, device="meta"),), budget="8GiB")
         >>> print(plan.arena_size, plan.max_live, plan.total)
     """
+    keywords = dict(locals())
     from memplan.core.extras import require_torch
 
     require_torch("memplan.plan")
     from memplan.planning.options import PlanOptions
 
-    options = PlanOptions(
-        budget=budget,
-        arena_budget=arena_budget,
-        host_budget=host_budget,
-        pinned_budget=pinned_budget,
-        reserve=reserve,
-        policy=policy,
-        costs=costs,
-        checkpoint=checkpoint,
-        kernels=kernels,
-        divide=divide,
-        compress=compress,
-        gradients=gradients,
-        schedule=schedule,
-        solver=solver,
-        layout=layout,
-        time_limit=time_limit,
-        device=device,
-        in_flight=in_flight,
-        dynamic_shapes=dynamic_shapes,
-    )
+    options = PlanOptions.of(keywords)
     if dynamic_shapes is not None:
         if ranks is not None:
             from memplan.errors import InvalidShapes

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 
 from memplan.core.graph import StorageKind
+from memplan.core.later import later
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
 from memplan.planning.capacity import Capacity
@@ -136,5 +136,5 @@ class Fits:
 
     def __str__(self) -> str:
         """Return the answer as plain text, as the command line prints it."""
-        text: str = import_module("memplan.report.forms").fits_text(self)
+        text: str = later("fits_text")(self)
         return text

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from memplan.core.graph import Graph
+from memplan.core.later import later
 from memplan.core.plan import Plan, as_loaded
 from memplan.core.schedule import Evidence, Schedule, make_schedule
 from memplan.errors import InvalidPlan, UnknownName
@@ -203,9 +204,8 @@ class SymbolicPlan:
         Example:
             >>> print(symbolic.to_text())
         """
-        from memplan.symbolic.text import to_text
-
-        return to_text(self)
+        text: str = later("symbolic_text")(self)
+        return text
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to `path` as JSON, completely or not at all.
@@ -219,9 +219,7 @@ class SymbolicPlan:
         Example:
             >>> symbolic.save("model.plan.json")
         """
-        from memplan.symbolic.planfile import save_symbolic
-
-        save_symbolic(self, path)
+        later("save_symbolic")(self, path)
 
 
 def _remake(own: dict[str, Any]) -> SymbolicPlan:

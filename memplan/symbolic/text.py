@@ -10,7 +10,7 @@ from memplan.report.sections import printable
 from memplan.symbolic.plan import SymbolicPlan
 
 
-def to_text(plan: SymbolicPlan) -> str:
+def symbolic_text(plan: SymbolicPlan) -> str:
     """Return the plan as plain text, with the sizes for the smallest values, the hints and the largest values."""
     graph = plan.plan.graph
     lines = [f"{plan.plan.model}: {len(graph.ops)} steps, {len(plan.plan.problem.buffers)} buffers"]
