@@ -55,8 +55,7 @@ def budget(
         raise InvalidModel(what, where=target, hint="give the model, or a plan without device=") from error
     costs = costs or _own_costs(step.graph)
     nbytes = plan.reserve if reserve is None else size_option("--reserve", reserve) or 0
-    limits = {"host_budget": host_budget, "pinned_budget": pinned_budget}
-    options = PlanOptions(policy=policy, reserve=nbytes, **limits)
+    options = PlanOptions(policy=policy, reserve=nbytes, host_budget=host_budget, pinned_budget=pinned_budget)
     found = frontier(replace(step, reserve=nbytes), options, costs=costs)
     page = None if html is None else _page(plan.model, found, target, source_url)
     c.stop_if_interrupted()

@@ -138,8 +138,8 @@ class _Search:
             )
             over = self._excess(plan_traced(traced, self.options))
             if over > 0 and self.evicts:
-                least = replace(self.options, **{next(iter(self.limits)): "min"})
-                over = min(over, self._excess(plan_traced(traced, least)))
+                least: dict[str, Any] = {next(iter(self.limits)): "min"}
+                over = min(over, self._excess(plan_traced(traced, replace(self.options, **least))))
             self._overs[batch] = over
         return self._overs[batch]
 

@@ -67,7 +67,7 @@ def test_the_demo_overwrites_nothing_that_is_not_its_own(run: Run, tmp_path: Pat
 def test_the_demo_replaces_the_files_of_an_earlier_one(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def planned(target: str) -> Plan:
+    def planned(target: str, **how: object) -> Plan:
         raise InvalidModel("nothing was refused before", where=target)
 
     monkeypatch.setattr("memplan.cli.source.obtain", planned)
