@@ -131,22 +131,19 @@ _HOMES = {
 
 provide(
     {
-        "fits_text": "memplan.report.forms",
-        "forecast": "memplan.analysis.forecast",
-        "make_report": "memplan.report.summary",
-        "partition_table": "memplan.report.text_diagrams",
-        "picture_html": "memplan.report.pages",
-        "picture_of_plan": "memplan.report.picture",
-        "picture_svg": "memplan.report.svg",
-        "plan_fragment": "memplan.report.lines",
-        "records": "memplan.analysis.buffers",
-        "report_fragment": "memplan.report.lines",
-        "report_text": "memplan.report.lines",
-        "save": "memplan.planning.planfile",
-        "save_symbolic": "memplan.symbolic.planfile",
-        "stack_text": "memplan.report.text_diagrams",
-        "symbolic_text": "memplan.symbolic.text",
-        "to_networkx": "memplan.core.legal_orders",
+        "memplan.analysis.buffers": ("records",),
+        "memplan.analysis.forecast": ("forecast",),
+        "memplan.core.legal_orders": ("to_networkx",),
+        "memplan.planning.planfile": ("save",),
+        "memplan.report.forms": ("fits_text",),
+        "memplan.report.lines": ("plan_fragment", "report_fragment", "report_text"),
+        "memplan.report.pages": ("picture_html",),
+        "memplan.report.picture": ("picture_of_plan",),
+        "memplan.report.summary": ("make_report",),
+        "memplan.report.svg": ("picture_svg",),
+        "memplan.report.text_diagrams": ("partition_table", "stack_text"),
+        "memplan.symbolic.planfile": ("save_symbolic",),
+        "memplan.symbolic.text": ("symbolic_text",),
     }
 )
 

@@ -16,7 +16,6 @@ Prefer = Literal["time", "memory"]
 Sanitize = Literal["poison", "redzone"]
 OnMismatch = Literal["replan", "error", "eager", "passive"]
 
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "checkpoint": get_args(Checkpoint),
@@ -25,8 +24,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "prefer": get_args(Prefer),
         "sanitize": (None, *get_args(Sanitize)),
         "on_mismatch": get_args(OnMismatch),
-        "in_place": (True, False),
-        "fullgraph": (True, False),
+        **dict.fromkeys(("in_place", "fullgraph"), (True, False)),
     }
 )
 

@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
 _HOMES: dict[str, str] = {}  # written while memplan is imported, and never afterwards
 
 
-def provide(homes: Mapping[str, str]) -> None:
-    """Say in which module each function is, by its name."""
-    _HOMES.update(homes)
+def provide(homes: Mapping[str, Iterable[str]]) -> None:
+    """Say which functions are in each module."""
+    _HOMES.update({name: module for module, names in homes.items() for name in names})
 
 
 def later(name: str) -> Callable[..., Any]:

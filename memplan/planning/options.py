@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypedDict, get_args
 
-from memplan.core.choices import LAYOUTS, Checkpoint, Gradients, Kernels, Layout, require_choices
+from memplan.core.choices import Checkpoint, Gradients, Kernels, Layout, require_choices
 from memplan.core.division import SUMS_HINT, WITHOUT_SUMS, Compression, Divide, Division, compression_of, division_of
 from memplan.core.units import parse_share, parse_size
 from memplan.errors import InvalidShapes, InvalidSize, UnsupportedCall, UnsupportedProblem
@@ -171,9 +171,9 @@ class PlanOptions:
 
         Raises `UnsupportedProblem` for an unknown layout, or a layout that another solver makes.
         """
-        if self.layout not in LAYOUTS:
+        if self.layout not in get_args(Layout):
             what = f"there is no layout {self.layout!r}"
-            raise UnsupportedProblem(what, hint=f"choose one of: {', '.join(LAYOUTS)}")
+            raise UnsupportedProblem(what, hint=f"choose one of: {', '.join(get_args(Layout))}")
         if self.layout == "auto":
             return self.solver
         if self.solver not in ("auto", self.layout):
