@@ -93,7 +93,7 @@ def fits(
     if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
         raise InvalidSize(f"{batch!r} is no number of samples", where="batch", hint="give a number of 1 or more")
     kind = None if dtype is None else floating_type(dtype)
-    step = _Step(
+    step = _StepPlans(
         example=StepExample(model, (example_inputs, example_kwargs), kind),
         optimizer=optimizer,
         capacity=capacity,
@@ -108,7 +108,7 @@ def fits(
 
 
 @dataclass(slots=True, kw_only=True)
-class _Step:
+class _StepPlans:
     """Plans a step for sizes of its batch, and remembers what they need on a device."""
 
     example: StepExample
