@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.arguments import names, parser_of
+from benchmarks.baselines.torch_budget import TorchPoint, partitions, points_of
 from benchmarks.full_size import FULL_SIZE, example
-from benchmarks.results import Cell, Row, Table, to_markdown, write
+from benchmarks.results import Cell, Row, Table, names, parser_of, to_markdown, write
 from memplan.core.graph import Graph
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import BudgetInfeasible
@@ -37,7 +37,6 @@ from memplan.planning.options import PlanOptions
 from memplan.schedule import Schedule, order
 from memplan.trace import trace_captured
 from memplan.trace.capture.joint_graph import capture
-from memplan.trace.torch_budget import TorchPoint, partitions, points_of
 from memplan.version import __version__
 
 ALIGNMENT = 512

@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 import memplan
-from benchmarks.arguments import names, parser_of
 from benchmarks.evict import SHARES
-from benchmarks.results import Cell, Row, Table, collect
+from benchmarks.results import Cell, Row, Table, collect, names, parser_of
 from benchmarks.runtime import interleaved
 from benchmarks.zoo import ZOO
 

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.arguments import parser_of
-from benchmarks.results import Row, Table, collect
+from benchmarks.results import Row, Table, collect, parser_of
 from benchmarks.zoo import ZOO
 from memplan.integrations.executorch import plan_memory
 

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks.arguments import names, parser_of
 from benchmarks.contenders import CONTENDERS
-from benchmarks.results import Cell, Row, Table, collect
+from benchmarks.results import Cell, Row, Table, collect, names, parser_of
 from benchmarks.zoo import ZOO, Size
 
 BEFORE = "mlp"  # the model that is compiled before

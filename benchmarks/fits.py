@@ -20,10 +20,9 @@ from pathlib import Path
 import torch
 
 import memplan
-from benchmarks.arguments import parser_of
 from benchmarks.peak_contenders import Step
 from benchmarks.peak_measure import live_bytes, peak_growth
-from benchmarks.results import Row, Table, collect
+from benchmarks.results import Row, Table, collect, parser_of
 from benchmarks.zoo import ZOO
 
 _ROOT = Path(__file__).parent.parent

@@ -28,10 +28,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from benchmarks import fused
-from benchmarks.arguments import names, parser_of
 from benchmarks.fused import CONTENDERS, ENDED, MODELS, bits, in_turns, step_of
 from benchmarks.peak_measure import WARM_UP
-from benchmarks.results import Row, Table, write
+from benchmarks.results import Row, Table, names, parser_of, write
 from memplan.errors import MemplanError
 
 _BEFORE_BITS = ("model", "contender", "ms", "speed", "peak_mb", "peak_ratio", "budget_mb")

@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.arguments import parser_of
 from benchmarks.fused import CONTENDERS, MODELS
-from benchmarks.results import Row, Table, collect
+from benchmarks.results import Row, Table, collect, parser_of
 
 COMPARED = ("inductor", "memplan-inductor")
 COLUMNS = {

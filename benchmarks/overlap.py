@@ -14,8 +14,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from benchmarks.arguments import parser_of
-from benchmarks.results import Row, Table, collect
+from benchmarks.results import Row, Table, collect, parser_of
 
 RANKS, LENGTH = 64, 2048
 BATCHES = (8, 1)  # sequences of each rank: the fewer, the more of the arena are parameters

@@ -24,11 +24,10 @@ from pathlib import Path
 from statistics import geometric_mean
 from types import MappingProxyType
 
-from benchmarks.arguments import names, parser_of
 from benchmarks.peak_contenders import CONTENDERS
 from benchmarks.peak_measure import METHODS, MODELS, RETURN_MEMORY
 from benchmarks.preloaded import ONE_THREAD
-from benchmarks.results import Cell, Row, Table, collect
+from benchmarks.results import Cell, Row, Table, collect, names, parser_of
 
 REFERENCE = "eager"
 STEP_REFERENCE = "eager-step"  # what whole steps are compared with

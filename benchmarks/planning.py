@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.arguments import parser_of
-from benchmarks.results import Row, Table, collect
+from benchmarks.results import Row, Table, collect, parser_of
 
 LENGTH = 2048  # tokens
 _COSTS = "h100"

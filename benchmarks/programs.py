@@ -26,8 +26,7 @@ from typing import Any
 
 from benchmarks.preloaded import start
 from benchmarks.program_run import FUSED, WAYS, WHOLE
-from benchmarks.results import RESULTS, Row, Table, write
-from benchmarks.resumable import ResumableLines, fingerprint_of
+from benchmarks.results import RESULTS, ResumableLines, Row, Table, fingerprint_of, write
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300  # that a process may take

@@ -21,11 +21,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
-from benchmarks.arguments import names, parser_of
 from benchmarks.contenders import CONTENDERS, Step
 from benchmarks.cuda_memory import cuda_memory
-from benchmarks.results import Cell, Row, Table, collect
-from benchmarks.resumable import kept_rows
+from benchmarks.results import Cell, Row, Table, collect, kept_rows, names, parser_of
 from benchmarks.zoo import ZOO, Example, Size
 
 WARM_UP = 3  # steps: the first ones compile, fill caches and settle allocators

@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 import memplan
-from benchmarks.arguments import parser_of
 from benchmarks.contenders import Step, eager_step
 from benchmarks.full_size import FULL_SIZE, Example
-from benchmarks.results import Cell, Row, Table, collect
+from benchmarks.results import Cell, Row, Table, collect, parser_of
 from benchmarks.runtime import WARM_UP, step_peak
 
 COLUMNS = {

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 import memplan
-from benchmarks.arguments import names, parser_of
-from benchmarks.results import Cell, Row, Table, collect
+from benchmarks.results import Cell, Row, Table, collect, names, parser_of
 from benchmarks.runtime import interleaved
 from benchmarks.zoo import ZOO, Size
 from memplan.errors import BudgetInfeasible

@@ -24,6 +24,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
+from memplan.core.later import provide
 from memplan.errors import MemplanError
 from memplan.version import __version__
 
@@ -127,6 +128,22 @@ _HOMES = {
     "validate": "memplan.core.validate",
 }
 
+
+provide(
+    {
+        "memplan.analysis.buffers": ("records",),
+        "memplan.analysis.forecast": ("forecast",),
+        "memplan.core.legal_orders": ("to_networkx",),
+        "memplan.planning.planfile": ("save",),
+        "memplan.report.forms": ("fits_text",),
+        "memplan.report.lines": ("plan_fragment", "report_fragment", "report_text"),
+        "memplan.report.pages": ("picture_html",),
+        "memplan.report.picture": ("picture_of_plan",),
+        "memplan.report.summary": ("make_report",),
+        "memplan.report.svg": ("picture_svg",),
+        "memplan.report.text_diagrams": ("partition_table", "stack_text"),
+    }
+)
 
 _ROOMS_WITH_TORCH = ("memplan.integrations", "memplan.runtime", "memplan.targets", "memplan.trace")
 
@@ -269,32 +286,13 @@ def plan(
         >>> plan = memplan.plan(model, (torch.empty(8, 1024, device="meta"),), budget="8GiB")
         >>> print(plan.arena_size, plan.max_live, plan.total)
     """
+    keywords = dict(locals())
     from memplan.core.extras import require_torch
 
     require_torch("memplan.plan")
     from memplan.planning.options import PlanOptions
 
-    options = PlanOptions(
-        budget=budget,
-        arena_budget=arena_budget,
-        host_budget=host_budget,
-        pinned_budget=pinned_budget,
-        reserve=reserve,
-        policy=policy,
-        costs=costs,
-        checkpoint=checkpoint,
-        kernels=kernels,
-        divide=divide,
-        compress=compress,
-        gradients=gradients,
-        schedule=schedule,
-        solver=solver,
-        layout=layout,
-        time_limit=time_limit,
-        device=device,
-        in_flight=in_flight,
-        dynamic_shapes=dynamic_shapes,
-    )
+    options = PlanOptions.of(keywords)
     if target is not None:
         if dynamic_shapes is not None:
             from memplan.errors import InvalidShapes

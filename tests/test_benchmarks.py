@@ -168,7 +168,8 @@ def test_whole_steps_of_one_kind_of_kernels_have_the_same_numbers() -> None:
 
 def test_what_fits_predicts_is_what_training_takes() -> None:
     found = fits.measured_apart("mlp", "nano", "memplan")
-    assert 0 <= found["predicted"] - found["measured"] <= 64  # of 188 kB
+    # `compile` may make an idle arena smaller for less than the 5 % from which `fits` counts on it
+    assert 0 <= found["predicted"] - found["measured"] <= 0.05 * found["measured"]
 
 
 def test_a_contender_that_starts_again_has_all_its_times_and_its_highest_peak() -> None:

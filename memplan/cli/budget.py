@@ -12,8 +12,7 @@ from memplan.cli.console import Format, opt
 
 if TYPE_CHECKING:
     from memplan.core.graph import Graph
-    from memplan.planning.frontier import Explored, Rival
-    from memplan.planning.make_plan import ScheduledGraph
+    from memplan.planning.frontier import Frontier
 
 
 def budget(
@@ -26,7 +25,6 @@ def budget(
     reserve: c.Reserve = None,
     infer: c.Infer = False,
     ranks: c.Ranks = None,
-    compare: Annotated[bool, opt("--torch/--no-torch", "Compare models with torch's activation_memory_budget.")] = True,
     form: c.Shown = Format.TABLE,
     html: c.Html = None,
     source_url: c.SourceUrl = None,
@@ -39,11 +37,12 @@ def budget(
     On the page of --html, a point of the curve opens its plan.
     """
     from memplan.cli.outputs import require_outputs, require_source_url
-    from memplan.cli.source import is_model, obtain, size_option
+    from memplan.cli.source import obtain, size_option
     from memplan.core.files import write_atomic
     from memplan.errors import InvalidModel, InvalidPlan
     from memplan.planning.base_graph import without_evictions
-    from memplan.planning.frontier import explore
+    from memplan.planning.frontier import frontier
+    from memplan.planning.options import PlanOptions
     from memplan.report.forms import frontier_form
 
     require_outputs({"--html": html}, target, costs)
@@ -56,25 +55,14 @@ def budget(
         raise InvalidModel(what, where=target, hint="give the model, or a plan without device=") from error
     costs = costs or _own_costs(step.graph)
     nbytes = plan.reserve if reserve is None else size_option("--reserve", reserve) or 0
-    explored = explore(
-        step.graph,
-        step.schedule,
-        alignment=step.alignment,
-        costs=costs,
-        policy=policy,
-        reserve=nbytes,
-        host_budget=size_option("--host-budget", host_budget),
-        pinned_budget=size_option("--pinned-budget", pinned_budget),
-    )
-    rivals: tuple[Rival, ...] = ()
-    if compare and not infer and ranks is None and is_model(target):
-        rivals = _torch(target, costs, plan.alignment, nbytes)
-    page = None if html is None else _page(explored, replace(step, reserve=nbytes), rivals, (target, source_url))
+    options = PlanOptions(policy=policy, reserve=nbytes, host_budget=host_budget, pinned_budget=pinned_budget)
+    found = frontier(replace(step, reserve=nbytes), options, costs=costs)
+    page = None if html is None else _page(plan.model, found, target, source_url)
     c.stop_if_interrupted()
     if html is not None and page is not None:
         write_atomic(html, page)
     c.wrote(html)
-    c.show(frontier_form(plan.model, explored.frontier, rivals), form)
+    c.show(frontier_form(plan.model, found), form)
 
 
 def _own_costs(graph: Graph) -> str:
@@ -91,34 +79,12 @@ def _own_costs(graph: Graph) -> str:
     return device_costs(away[0])
 
 
-def _torch(target: str, costs: str, alignment: int, reserve: int) -> tuple[Rival, ...]:
-    """Return torch's points of activation_memory_budget; none for a model without a backward."""
-    from memplan.cli.source import traced
-    from memplan.errors import UnsupportedGraph
-    from memplan.evict.costs import cost_model
-    from memplan.planning.frontier import Rival
-
-    with traced(target, "Tracing") as named:
-        from memplan.trace.torch_budget import torch_points
-
-        try:
-            points = torch_points(named.model, named.args, dict(named.kwargs), cost_model(costs), alignment)
-        except UnsupportedGraph:  # no backward to divide
-            return ()
-    return tuple(Rival(name=f"{p.asked:g}", total=p.total + reserve, overhead=p.overhead) for p in points)
-
-
-def _page(explored: Explored, step: ScheduledGraph, rivals: tuple[Rival, ...], sources: tuple[str, str | None]) -> str:
-    """Return the page of a frontier with the plan of each point; `sources` are the target and the template of links."""
+def _page(model: str, found: Frontier, target: str, template: str | None) -> str:
+    """Return the page of a frontier with the plan of each point; `template` is that of links to source lines."""
     from memplan.cli.outputs import links_of
-    from memplan.planning.frontier import plans_of
     from memplan.report.pages import frontier_html
     from memplan.report.picture import picture_of_plan
 
-    target, template = sources
-    with c.stages("planning each budget, for the page"):
-        plans = plans_of(explored, step)
-        pictures = {id(plan): picture_of_plan(plan) for plan in plans if plan is not None}
-    links = links_of((b.holder.source for p in pictures.values() for b in p.blocks), template, target)
-    drawn = [None if plan is None else pictures[id(plan)] for plan in plans]
-    return frontier_html(step.model, explored.frontier, rivals, drawn, links=links)
+    plans = {id(p.plan): picture_of_plan(p.plan) for p in found.points if p.plan is not None}
+    links = links_of((b.holder.source for picture in plans.values() for b in picture.blocks), template, target)
+    return frontier_html(model, found, [plans.get(id(p.plan)) for p in found.points], links=links)

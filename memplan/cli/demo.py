@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from memplan.cli.console import Format, console, opt, say, show, stages
+import typer
+
+from memplan.cli.check import check
+from memplan.cli.compare import diff
+from memplan.cli.console import console, opt, say, stages
+from memplan.cli.report import report
 from memplan.errors import MemplanError, UnreadableFile
 
-if TYPE_CHECKING:
-    from memplan.core.plan import Plan
-
 BEFORE, AFTER = "memplan.demo_model:small", "memplan.demo_model:grown"
-SHARE = 0.6
+SHARE = "60%"
 
 
 def demo(
@@ -23,10 +26,8 @@ def demo(
     Plans a transformer, draws it, trains it in its arena next to eager, fits it into less memory, and catches a change
     that makes it grow.
     """
-    from memplan.cli.source import obtain
     from memplan.core.extras import require_torch
-    from memplan.core.files import write_atomic
-    from memplan.report.lines import report_form
+    from memplan.planning.planfile import load
 
     require_torch("memplan demo")
     try:
@@ -37,27 +38,21 @@ def demo(
     plan_file, page = folder / "plan.json", folder / "report.html"
     still, less = folder / "report.svg", folder / "budget.html"
     _require_own(plan_file, page, still, less)
-    with stages("demo") as tell:
-        tell(f"planning {BEFORE}")
-        plan = obtain(BEFORE)
-    _heading(1, "What does a training step need?", f"memplan report {BEFORE}")
-    show(report_form(plan.report()), Format.TABLE)
-    _heading(2, "Where does every tensor lie, and when?", f"memplan report {BEFORE} --save {plan_file} --html {page}")
-    plan.save(plan_file)
-    write_atomic(page, plan.to_html())
-    write_atomic(still, plan.to_svg())
-    for file, what in ((plan_file, "the plan, JSON"), (page, "zoom, hover, who is alive"), (still, "a still picture")):
-        say(f"wrote {file}  ({what})")
+    _heading(1, "What does a training step need?", f"memplan report {BEFORE} --save {plan_file}")
+    report(BEFORE, save=plan_file)
+    _heading(2, "Where does every tensor lie, and when?", f"memplan report {plan_file} --html {page} --svg {still}")
+    report(str(plan_file), html=page, svg=still)
     _heading(3, "Does it run in exactly that?", "compiled = memplan.compile(model, inputs)")
     _train()
-    _heading(4, "What if there is less memory?", f"memplan.compile(model, inputs, arena_budget={SHARE}, costs='a100')")
-    write_atomic(less, _within(plan).to_html())
-    say(f"wrote {less}  (the same picture, an arrow for everything that leaves and comes back)")
-    _heading(5, "What if a change makes it grow?", f"memplan check {AFTER} --baseline ... --fail-over arena:+2%")
-    with stages("demo") as tell:
-        tell(f"planning {AFTER}")
-        after = obtain(AFTER)
-    _gate(plan, after)
+    _heading(4, "What if there is less memory?", f"memplan report {BEFORE} --arena-budget {SHARE} --html {less}")
+    report(BEFORE, arena_budget=SHARE, costs="a100", html=less)
+    most = str(load(plan_file).arena_size)
+    _heading(
+        5, "What if a change makes it grow?", f"memplan diff {plan_file} {AFTER}; memplan check --max-arena {most}"
+    )
+    diff(str(plan_file), AFTER)
+    with suppress(typer.Exit):
+        check([AFTER], max_arena=most)
     say(f"\nDone. Open {page} in a browser; on your own model: memplan report FILE.py:FACTORY --html report.html")
 
 
@@ -98,30 +93,3 @@ def _train() -> None:
         say(f"step {step}: loss {planned:.6f} in the arena, {eager:.6f} by eager")
     differ = "losses or parameters DIFFER: please report it"
     say("losses and parameters are equal bit by bit" if done.bitwise else differ)
-
-
-def _within(plan: Plan) -> Plan:
-    """Return the plan with less memory, after printing what that costs."""
-    from memplan.core.units import format_exact
-    from memplan.evict.costs import DEVICES
-    from memplan.planning.budget import plan_within
-    from memplan.planning.make_plan import ScheduledGraph
-    from memplan.planning.options import PlanOptions
-    from memplan.report.lines import budget_lines
-
-    with stages("demo") as tell:
-        tell("fitting it; the first time on a machine, this compiles the search")
-        kept = plan_within(ScheduledGraph.of(plan), PlanOptions(arena_budget=SHARE), DEVICES["a100"])
-    say(f"arena     {format_exact(kept.arena_size)} instead of {format_exact(plan.arena_size)}")
-    for line in budget_lines(kept.report()):
-        say(line)
-    return kept
-
-
-def _gate(before: Plan, after: Plan) -> None:
-    from memplan.analysis.rows import figures_of
-    from memplan.check.check import check, parse_rule
-    from memplan.report.verdicts import Judged, check_form
-
-    verdict = check(after, [parse_rule("arena:+2%")], figures_of(before))
-    show(check_form([Judged(name="demo", verdict=verdict)]), Format.TABLE)

@@ -20,7 +20,7 @@ _NEEDED = {
 }
 _OPTIONAL = {
     "torch": "plans and runs models: pip install 'memplan[torch]'",
-    "transformers": "fits --hf, the callback for its Trainer, models of the zoo",
+    "transformers": "the callback for its Trainer, models of the zoo",
     "diffusers": "UNet of the zoo",
     "lightning": "the callback for its Trainer",
     "pytest": "the marker and the fixture `memplan`",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -41,24 +42,21 @@ def report(
 
     Nothing is computed and no weight is touched: the model may be larger than this machine.
     """
+    asked = dict(locals())
     from memplan.cli.outputs import links_of, require_outputs, require_source_url
     from memplan.cli.source import obtain, require_model, seconds_option
     from memplan.core.files import write_atomic
     from memplan.planning.options import PlanOptions
     from memplan.report.lines import report_form, title, verdict
 
-    limit = seconds_option("--time-limit", time_limit)
+    seconds_option("--time-limit", time_limit)
     drawn = {"--html": html, "--svg": svg, "--trace": trace, "--snapshot": snapshot}
     require_outputs({"--save": save, **drawn}, target, costs)
     require_source_url(source_url, html)
-    asked: dict[str, Any] = {
-        "budget": budget, "arena_budget": arena_budget, "host_budget": host_budget, "pinned_budget": pinned_budget,
-        "reserve": reserve, "checkpoint": checkpoint, "kernels": kernels, "gradients": gradients, "costs": costs,
-        "solver": solver, "time_limit": limit,
-    }  # fmt: skip
-    given = {name: value for name, value in asked.items() if value is not None}
+    known = {field.name for field in fields(PlanOptions)}
+    given = {name: value for name, value in asked.items() if name in known and value is not None}
     require_model(target, bool(given or infer or ranks is not None))  # before their values are checked
-    options = PlanOptions(**given)
+    options = PlanOptions.of(given)
     plan = obtain(target, infer=infer, options=options, ranks=ranks)
     figures = plan.report()
     found = report_form(figures)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from memplan.errors import MemplanError
@@ -15,22 +16,28 @@ Prefer = Literal["time", "memory"]
 Sanitize = Literal["poison", "redzone"]
 OnMismatch = Literal["replan", "error", "eager", "passive"]
 
-CHECKPOINTS: tuple[Checkpoint, ...] = get_args(Checkpoint)
-GRADIENTS: tuple[Gradients, ...] = get_args(Gradients)
-KERNELS: tuple[Kernels, ...] = get_args(Kernels)
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
-PREFER: tuple[Prefer, ...] = get_args(Prefer)
-SANITIZERS: tuple[Sanitize, ...] = get_args(Sanitize)
-ON_MISMATCH: tuple[OnMismatch, ...] = get_args(OnMismatch)
+CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "checkpoint": get_args(Checkpoint),
+        "gradients": get_args(Gradients),
+        "kernels": get_args(Kernels),
+        "prefer": get_args(Prefer),
+        "sanitize": (None, *get_args(Sanitize)),
+        "on_mismatch": get_args(OnMismatch),
+        **dict.fromkeys(("in_place", "fullgraph"), (True, False)),
+    }
+)
 
 
-def other_choices(name: str, choices: Sequence[str], but: str = "error") -> str:
+def other_choices(name: str, but: str = "error") -> str:
     """Return the words of an option as a hint, without `but`: 'on_mismatch="replan", "eager" or "passive"'."""
-    words = [f'"{choice}"' for choice in choices if choice != but]
+    words = [f'"{choice}"' for choice in CHOICES[name] if choice != but]
     return f"{name}={', '.join(words[:-1])} or {words[-1]}"
 
 
-def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raise `MemplanError` if `value` is none of `choices`."""
-    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-        raise MemplanError(f"{name}={value!r}", hint=f"choose one of: {', '.join(map(repr, choices))}")
+def require_choices(options: object) -> None:
+    """Raise `MemplanError` for the first option of these that has none of its values."""
+    for name, choices in CHOICES.items():
+        value = getattr(options, name, choices[0])
+        if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+            raise MemplanError(f"{name}={value!r}", hint=f"choose one of: {', '.join(map(repr, choices))}")

@@ -13,9 +13,9 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from memplan.core.later import later
 from memplan.errors import InvalidPlan, PlanMismatch
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class Graph:
             >>> graph = memplan.load("plan.json").graph.to_networkx()
             >>> [graph.nodes[op]["name"] for op in networkx.dag_longest_path(graph)]
         """
-        made: DiGraph = import_module("memplan.core.legal_orders").to_networkx(self)  # a module that imports this one
+        made: DiGraph = later("to_networkx")(self)
         return made
 
     @cached_property

@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from memplan.core.division import Division
 from memplan.core.evictions import DeviceArena, Eviction, EvictionPlan, evictions_of
 from memplan.core.graph import Graph, StorageKind
 from memplan.core.in_place import placed
+from memplan.core.later import later
 from memplan.core.problem import Problem, Solution
 from memplan.core.schedule import Schedule, is_proven_again
 from memplan.core.totals import (
@@ -41,11 +41,6 @@ if TYPE_CHECKING:
     from memplan.report.summary import Report
 
 SCHEMA_VERSION = 3
-
-
-def _function(module: str, name: str) -> Any:
-    """Return the function `name` of a package that itself imports `Plan`; imported when a method of `Plan` needs it."""
-    return getattr(import_module(module), name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,8 +302,7 @@ class Plan:
         Example:
             >>> forecast = plan.forecast("gelu")
         """
-        forecast = _function("memplan.analysis.forecast", "forecast")
-        found: Forecast = forecast(self, name)
+        found: Forecast = later("forecast")(self, name)
         return found
 
     def report(self) -> Report:
@@ -320,8 +314,7 @@ class Plan:
         Example:
             >>> print(plan.report())
         """
-        make_report = _function("memplan.report.summary", "make_report")
-        made: Report = make_report(self)
+        made: Report = later("make_report")(self)
         return made
 
     def to_text(self) -> str:
@@ -333,10 +326,8 @@ class Plan:
         Example:
             >>> print(plan.to_text())
         """
-        partition_table = _function("memplan.report.text_diagrams", "partition_table")
-        stack_text = _function("memplan.report.text_diagrams", "stack_text")
-        stack = stack_text(self.problem, self.solution) if self.solution.solver == "tstack" else ""
-        text: str = partition_table(self.problem) + stack
+        stack = later("stack_text")(self.problem, self.solution) if self.solution.solver == "tstack" else ""
+        text: str = later("partition_table")(self.problem) + stack
         return text
 
     def to_html(self) -> str:
@@ -348,7 +339,8 @@ class Plan:
         Example:
             >>> pathlib.Path("plan.html").write_text(plan.to_html())
         """
-        return self._drawn("memplan.report.pages", "picture_html")
+        page: str = later("picture_html")(later("picture_of_plan")(self))
+        return page
 
     def to_svg(self) -> str:
         """Return the arena over the step as an SVG picture.
@@ -359,13 +351,8 @@ class Plan:
         Example:
             >>> pathlib.Path("plan.svg").write_text(plan.to_svg())
         """
-        return self._drawn("memplan.report.svg", "picture_svg")
-
-    def _drawn(self, module: str, name: str) -> str:
-        """Return the plan's picture as the text that the function `name` of `module` makes of it."""
-        picture = _function("memplan.report.picture", "picture_of_plan")(self)
-        text: str = _function(module, name)(picture)
-        return text
+        picture: str = later("picture_svg")(later("picture_of_plan")(self))
+        return picture
 
     def to_records(self) -> list[dict[str, Any]]:
         """Return a row of plain columns for each buffer, in the order of first use.
@@ -379,7 +366,7 @@ class Plan:
             >>> frame = pandas.DataFrame(plan.to_records())
             >>> frame[frame.at_peak].groupby("module").nbytes.sum()
         """
-        records: list[dict[str, Any]] = _function("memplan.analysis.buffers", "records")(self)
+        records: list[dict[str, Any]] = later("records")(self)
         return records
 
     def __repr__(self) -> str:
@@ -393,7 +380,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return what notebooks show."""
-        fragment: str = _function("memplan.report.lines", "plan_fragment")(self)
+        fragment: str = later("plan_fragment")(self)
         return fragment
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -408,8 +395,7 @@ class Plan:
         Example:
             >>> plan.save("model.plan.json")
         """
-        save = _function("memplan.planning.planfile", "save")
-        save(self, path)
+        later("save")(self, path)
 
 
 def as_loaded(plan: Plan) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -9,9 +10,6 @@ import torch.utils._pytree as pytree
 
 from memplan.errors import UnsupportedCall
 
-_SAME = ("budget", "arena_budget", "host_budget", "pinned_budget", "reserve", "policy", "checkpoint", "divide")
-_SAME_TOO = ("compress", "schedule", "solver", "layout", "time_limit", "in_flight")
-_SAME_OF_STEPS = ("clip_grad_norm", "accumulate", "sanitize")
 _EAGERLY = ("eager", "passive")
 
 
@@ -56,8 +54,8 @@ def require_call_options(options: Any) -> None:
 
 
 def option_lines(options: Any) -> list[str]:
-    """Return the options that decide a plan, a line each; functions have other addresses on each rank."""
-    values = {name: getattr(options, name) for name in (*_SAME, *_SAME_TOO, *_SAME_OF_STEPS) if hasattr(options, name)}
+    """Return the options that ranks have alike, a line each; functions have other addresses on each rank."""
+    values = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "costs"}
     return [f"{name}={value!r}" for name, value in values.items() if not callable(value)]
 
 

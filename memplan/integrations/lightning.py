@@ -12,7 +12,6 @@ require_library("lightning", where=__name__, install="pip install lightning")
 
 from lightning.pytorch import Callback  # noqa: E402
 
-from memplan.integrations.loggers import is_run, is_writer, log_plan  # noqa: E402
 from memplan.integrations.planned_training import PlannedTraining, ShowsPlans  # noqa: E402
 
 if TYPE_CHECKING:
@@ -28,8 +27,7 @@ class MemplanCallback(ShowsPlans, Callback):  # type: ignore[misc]
 
     What `training_step` calls is compiled in place: the LightningModule itself (`self(x)`) and its direct submodules
     that have parameters to train (`self.net(x)`). `training_step` runs as it is, with its `self.log`. The figures
-    (bytes) go to the trainer's loggers, and so does the page of the largest plan where a logger is TensorBoard's or
-    wandb's or has a folder (`log_dir`). The plans go to the log named "memplan".
+    (bytes) go to the trainer's loggers, the plans to the log named "memplan".
 
     Args:
         modules: The names of the submodules to compile instead ("" is the LightningModule itself).
@@ -100,16 +98,6 @@ class MemplanCallback(ShowsPlans, Callback):  # type: ignore[misc]
             self.figures = figures
             for logger in trainer.loggers:
                 logger.log_metrics(figures, step=trainer.global_step)
-                if trainer.is_global_zero:
-                    self._log_page(logger, trainer.global_step)
-
-    def _log_page(self, logger: Any, step: int) -> None:
-        """Give the page of the largest plan to a logger that takes one or has a folder."""
-        experiment, folder = getattr(logger, "experiment", None), getattr(logger, "log_dir", None)
-        if is_writer(experiment) or is_run(experiment):
-            log_plan(experiment, self._training.largest, {}, step)
-        elif isinstance(folder, str):
-            log_plan(folder, self._training.largest, {}, step)
 
 
 def _modules_of(model: nn.Module, names: Sequence[str] | None) -> Iterator[nn.Module]:

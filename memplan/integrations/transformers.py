@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Unpack
 
 from memplan.core.extras import require_library
@@ -11,7 +10,6 @@ require_library("transformers", where=__name__, install="pip install transformer
 
 from transformers import TrainerCallback  # noqa: E402
 
-from memplan.integrations.loggers import log_plan, loggers_of_trainer, require_loggers  # noqa: E402
 from memplan.integrations.planned_training import PlannedTraining, ShowsPlans  # noqa: E402
 
 if TYPE_CHECKING:
@@ -25,13 +23,10 @@ class MemplanCallback(ShowsPlans, TrainerCallback):  # type: ignore[misc]
 
     The model is compiled in place, as by `model.compile(backend="memplan")`: its class, its signature, checkpoints and
     `save_pretrained` stay as they are. The figures (bytes) are added to `trainer.state.log_history` and to the first
-    logs after the first step; the plans go to the log named "memplan". TensorBoard and wandb get the figures as
-    scalars, and the page of the largest plan.
+    logs after the first step; the plans go to the log named "memplan".
 
     Args:
         save_plans: A folder for the plans' files (`graph-0.json`, ...) and a page (`largest.html`); None: none.
-        loggers: Where scalars and page go: any number of `SummaryWriter`s, runs of wandb and folders; None: to what
-            `report_to` of the Trainer's arguments names of these.
         options: The options of `memplan.Backend`. A `budget` limits the total of each graph, and of all
             graphs of a step together.
 
@@ -41,8 +36,7 @@ class MemplanCallback(ShowsPlans, TrainerCallback):  # type: ignore[misc]
     Raises:
         LibraryNotInstalled: transformers is not installed (when this module is imported).
         MemplanError: An option has no valid value.
-        UnsupportedCall: A logger is none that is known; or the model was compiled by `memplan.compile` already (when
-            training starts).
+        UnsupportedCall: The model was compiled by `memplan.compile` already (when training starts).
 
     Example:
         ```python
@@ -53,14 +47,7 @@ class MemplanCallback(ShowsPlans, TrainerCallback):  # type: ignore[misc]
         ```
     """
 
-    def __init__(
-        self,
-        *,
-        save_plans: str | os.PathLike[str] | None = None,
-        loggers: Iterable[Any] | None = None,
-        **options: Unpack[RunKeywords],
-    ) -> None:
-        self._loggers = None if loggers is None else require_loggers(loggers)
+    def __init__(self, *, save_plans: str | os.PathLike[str] | None = None, **options: Unpack[RunKeywords]) -> None:
         self._training = PlannedTraining(save_plans=save_plans, **options)
         self._unlogged: dict[str, float] = {}
         self.figures: dict[str, float] = {}
@@ -103,8 +90,6 @@ class MemplanCallback(ShowsPlans, TrainerCallback):  # type: ignore[misc]
         if figures is not None:
             self.figures, self._unlogged = figures, figures
             state.log_history.append({**figures, "step": state.global_step})
-            if state.is_world_process_zero:
-                self._log(args, state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         """Add the figures to the first logs after the first step, for the callbacks that come after this one.
@@ -124,9 +109,3 @@ class MemplanCallback(ShowsPlans, TrainerCallback):  # type: ignore[misc]
         if logs is not None:
             logs.update(self._unlogged)
             self._unlogged = {}
-
-    def _log(self, args: Any, step: int) -> None:
-        """Give the figures and the page to the loggers."""
-        found = loggers_of_trainer(args.report_to, args.output_dir) if self._loggers is None else self._loggers
-        for logger in found:
-            log_plan(logger, self._training.largest, self.figures, step)

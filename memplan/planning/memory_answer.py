@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from importlib import import_module
+from dataclasses import dataclass, field, replace
 
 from memplan.core.graph import StorageKind
+from memplan.core.later import later
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
 from memplan.planning.capacity import Capacity
+
+GIVEN_BACK = 0.05  # share of the peak that giving an idle arena back must save on the host, where it costs page faults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +19,7 @@ class Need:
 
     `arena` has the gradients that stay in it, `gradients`. `during` is the most that forward and backward allocate
     beside it at once, `kept` what of it is alive when the optimizer runs, and `temporaries` what the optimizer then
-    allocates beside its `state`.
+    allocates beside its `state`. `given_back`: the arena makes room for the update, but for the gradients in it.
     """
 
     parameters: int
@@ -28,11 +30,7 @@ class Need:
     during: int
     kept: int
     temporaries: int
-
-    @property
-    def beside(self) -> int:
-        """The most bytes beside arena, model and inputs: in forward and backward, or in the update."""
-        return max(self.during, self.kept + self.temporaries)
+    given_back: bool
 
     @property
     def fixed(self) -> int:
@@ -40,19 +38,29 @@ class Need:
         return self.parameters + self.state + self.inputs
 
     @property
+    def in_update(self) -> int:
+        """The bytes that the update needs where the arena makes room for it."""
+        return self.fixed + self.gradients + self.kept + self.temporaries
+
+    @property
+    def beside(self) -> int:
+        """The most bytes beside arena, model and inputs: in forward and backward, or in the update."""
+        return max(self.during, self.kept + self.temporaries - (self.arena - self.gradients) * self.given_back)
+
+    @property
     def total(self) -> int:
         """The most bytes at once."""
         return self.fixed + self.arena + self.beside
 
 
-def need_of(plan: Plan, *, state: int, temporaries: int) -> Need:
+def need_of(plan: Plan, *, state: int, temporaries: int, is_host: bool) -> Need:
     """Return what the step of a plan needs with an optimizer of `state` bytes whose `step()` allocates `temporaries`.
 
-    The arena stays allocated while the optimizer runs.
+    An arena that lies idle while the optimizer runs is given back, on the host (`is_host`) where that saves enough.
     """
     graph = plan.graph
     model = (StorageKind.PARAMETER, StorageKind.CONSTANT)
-    return Need(
+    need = Need(
         parameters=graph.bytes_of(*model),
         state=state + graph.bytes_of(StorageKind.OPTIMIZER_STATE),
         inputs=graph.bytes_of(StorageKind.INPUT, StorageKind.TANGENT),
@@ -61,21 +69,10 @@ def need_of(plan: Plan, *, state: int, temporaries: int) -> Need:
         during=max(plan.outside_profile, default=0) + plan.numbers,
         kept=plan.outside["gradients"] + plan.outside["outputs"] + plan.numbers,
         temporaries=temporaries,
+        given_back=True,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remedy:
-    """A change that was tried because the step does not fit: `how`, what it then needs (bytes), whether that fits.
-
-    `overhead` is the predicted slowdown as a share; None where it is not predicted.
-    """
-
-    how: str
-    total: int
-    fits: bool
-    overhead: float | None = None
-    text: str = ""
+    kept = replace(need, given_back=False)
+    return kept if is_host and kept.total - need.total <= GIVEN_BACK * kept.total else need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -94,7 +91,8 @@ class Fits:
         largest_batch: The largest batch that fits, slack kept; 0 if not even one sample fits (or the
             fewest that the model takes), None if unknown.
         seconds: The predicted seconds of forward and backward; None without the costs of the device.
-        remedies: What was tried where the step does not fit.
+        within: Where the step does not fit: the cheapest plan that does (`memplan.compile` takes it, or its budget).
+        smallest: Where no plan fits either: the fewest bytes that one needs, as `total` counts them.
         unmeasured: Kernels of this machine whose own memory could not be measured, and is not counted.
         plan: The plan of the step without a budget.
 
@@ -113,9 +111,10 @@ class Fits:
     train: bool
     largest_batch: int | None
     seconds: float | None
-    remedies: tuple[Remedy, ...] = ()
+    smallest: int | None = None
     unmeasured: int = 0
     plan: Plan = field(compare=False)
+    within: Plan | None = field(default=None, compare=False)
 
     @property
     def total(self) -> int:
@@ -137,5 +136,5 @@ class Fits:
 
     def __str__(self) -> str:
         """Return the answer as plain text, as the command line prints it."""
-        text: str = import_module("memplan.report.forms").fits_text(self)
+        text: str = later("fits_text")(self)
         return text

@@ -1,6 +1,6 @@
-"""The options that decide how a traced step is planned.
+"""The options that decide how a traced step is planned: one table, of which the others are subclasses.
 
-Every public function that plans makes one `PlanOptions` of its keywords and passes it down. Creating it checks every
+Every public function makes one value of its keywords (`PlanOptions.of`) and passes it down. Creating it checks every
 option, so the functions below need not.
 """
 
@@ -8,20 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypedDict, get_args
 
-from memplan.core.choices import (
-    CHECKPOINTS,
-    GRADIENTS,
-    KERNELS,
-    LAYOUTS,
-    Checkpoint,
-    Gradients,
-    Kernels,
-    Layout,
-    require_choice,
-)
+from memplan.core.choices import Checkpoint, Gradients, Kernels, Layout, require_choices
 from memplan.core.division import SUMS_HINT, WITHOUT_SUMS, Compression, Divide, Division, compression_of, division_of
 from memplan.core.units import parse_share, parse_size
 from memplan.errors import InvalidShapes, InvalidSize, UnsupportedCall, UnsupportedProblem
@@ -106,9 +96,7 @@ class PlanOptions:
     tries_kernels: ClassVar[bool] = False  # whether `kernels` may be "auto"
 
     def __post_init__(self) -> None:
-        require_choice("checkpoint", self.checkpoint, CHECKPOINTS)
-        require_choice("gradients", self.gradients, GRADIENTS)
-        require_choice("kernels", self.kernels, KERNELS)
+        require_choices(self)
         if self.kernels == "inductor":
             self._refuse_beside_kernels()
         elif self.kernels == "auto" and not self.tries_kernels:
@@ -127,6 +115,11 @@ class PlanOptions:
         self._require_known_names()
         self._require_known_costs()
         _ = self.layout_solver
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> Self:
+        """Return the options that are among the keywords of a function."""
+        return cls(**{field.name: keywords[field.name] for field in fields(cls) if field.name in keywords})
 
     @property
     def has_budget(self) -> bool:
@@ -178,9 +171,9 @@ class PlanOptions:
 
         Raises `UnsupportedProblem` for an unknown layout, or a layout that another solver makes.
         """
-        if self.layout not in LAYOUTS:
+        if self.layout not in get_args(Layout):
             what = f"there is no layout {self.layout!r}"
-            raise UnsupportedProblem(what, hint=f"choose one of: {', '.join(LAYOUTS)}")
+            raise UnsupportedProblem(what, hint=f"choose one of: {', '.join(get_args(Layout))}")
         if self.layout == "auto":
             return self.solver
         if self.solver not in ("auto", self.layout):
@@ -237,21 +230,15 @@ class PlanOptions:
         division = self.division
         if division is not None and not division.sums:
             raise UnsupportedCall(WITHOUT_SUMS, where="divide", hint=SUMS_HINT, see="inductor-options")
-        for name in ("device", "dynamic_shapes", "compress"):
-            if getattr(self, name):
+        others = {"device": None, "dynamic_shapes": None, "compress": None, "checkpoint": "follow"}
+        for name, default in others.items():  # Inductor's partition follows the model's checkpoints
+            if getattr(self, name) not in (default, ""):
                 raise UnsupportedCall(
                     f"is not supported with kernels={self.kernels!r} yet",
-                    where=name,
+                    where=name if default is None else f"{name}={getattr(self, name)!r}",
                     hint=f'leave out {name}=, or take kernels="aten", the default',
                     see="inductor-options",
                 )
-        if self.checkpoint != "follow":  # Inductor's partition follows the model's checkpoints
-            raise UnsupportedCall(
-                f"is not supported with kernels={self.kernels!r} yet",
-                where=f"checkpoint={self.checkpoint!r}",
-                hint='leave out checkpoint=, or take kernels="aten", the default',
-                see="inductor-options",
-            )
 
     def _refuse_beside_dynamic_shapes(self) -> None:
         """Raise `InvalidShapes` for options beside `dynamic_shapes` that work for one shape only."""

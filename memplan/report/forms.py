@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from memplan.analysis.allocated import Allocated
 from memplan.analysis.buffers import Holder, OpAt, alive_at
 from memplan.analysis.diff import Diff
 from memplan.analysis.explain import Explanation, HeldBuffer
+from memplan.core.evictions import Action
 from memplan.core.jsonio import to_json
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes, format_exact, format_share
@@ -17,8 +18,8 @@ from memplan.report.sections import Form, Section, columns, limited, op_name, pl
 from memplan.report.verdicts import counts, place
 
 if TYPE_CHECKING:
-    from memplan.planning.frontier import Frontier, FrontierPoint, Rival
-    from memplan.planning.memory_answer import Fits, Remedy
+    from memplan.planning.frontier import Frontier, FrontierPoint
+    from memplan.planning.memory_answer import Fits
 
 SHOWN = 20
 _CHANGES = ("grew", "shrank", "to_peak", "off_peak", "came", "went")
@@ -150,19 +151,21 @@ def allocated_form(found: Allocated, plan: Plan) -> Form:
 
 def fits_form(answer: Fits) -> Form:
     """Return the verdict, the parts of the total, the largest batch and the time, and what would make the step fit."""
-    verdict, batch = _fits(answer.fits), "" if answer.batch is None else f", batch {answer.batch}"
+    verdict, batch = (
+        "fits" if answer.fits else "does not fit",
+        "" if answer.batch is None else f", batch {answer.batch}",
+    )
     sizes = f"{format_bytes(answer.total)} of {format_bytes(answer.capacity.total)}"
     what = f"{answer.model or 'model'} ({', '.join(answer.dtypes)}{batch})"
     rows = tuple((label, format_bytes(size), f"{size:,}", remark) for label, size, remark in _parts(answer))
     sections = [Section(columns=columns("memory size> bytes>@60 remark@100"), rows=rows)]
     sections.append(Section(lines=tuple(_lines(answer))))
-    if answer.remedies:
-        tried = tuple(map(_remedy, answer.remedies))
-        sections.append(Section(heading="what was tried to make it fit", lines=tried))
     names = ("model", "batch", "optimizer", "dtypes", "train", "eager", "largest_batch", "seconds", "total", "fits")
-    data = {name: to_json(getattr(answer, name)) for name in (*names, "need", "capacity", "remedies")}
+    data = {name: to_json(getattr(answer, name)) for name in (*names, "need", "capacity", "smallest")}
+    if answer.within is not None and answer.within.eviction is not None:
+        data["within"] = {**_budget(answer), "overhead": answer.within.eviction.overhead}
     title = f"{what} {verdict} {answer.capacity.device}: {sizes}"
-    return Form(title=title, sections=tuple(sections), data={"format": "memplan-fits-1", **data})
+    return Form(title=title, sections=tuple(sections), data={"format": "memplan-fits-2", **data})
 
 
 def fits_text(answer: Fits) -> str:
@@ -171,15 +174,12 @@ def fits_text(answer: Fits) -> str:
     return plain(form.title, form.sections)
 
 
-def _fits(fits: bool) -> str:
-    return "fits" if fits else "does not fit"
-
-
 def _parts(answer: Fits) -> Iterator[tuple[str, int, str]]:
     """Yield (label, bytes, remark) of each part, the total, the slack and the device."""
     need, capacity = answer.need, answer.capacity
     held = f", gradients of {format_bytes(need.gradients)} among them" if need.gradients else ""
-    when = "forward and backward" if need.during >= need.beside else f"{answer.optimizer}.step()"
+    room = ", for which the arena makes room" if need.given_back else ""
+    when = "forward and backward" if need.during >= need.beside else f"{answer.optimizer}.step(){room}"
     yield "parameters", need.parameters, "and buffers"
     yield "optimizer state", need.state, answer.optimizer
     yield "inputs", need.inputs, ""
@@ -195,6 +195,12 @@ def _lines(answer: Fits) -> Iterator[str]:
     if answer.largest_batch is not None:
         none = "not even a batch of 1 fits" if answer.batch != 1 or not answer.fits else ""
         yield f"largest batch that fits: {answer.largest_batch}" if answer.largest_batch else none
+    if answer.within is not None and answer.within.eviction is not None:
+        options = ", ".join(f"{name}={option!r}" for name, option in _budget(answer).items())
+        slower = format_share(answer.within.eviction.overhead)
+        yield f"fits with memplan.compile(model, inputs, {options}): predicted +{slower} of a step's time"
+    if answer.smallest is not None:
+        yield f"no plan was found that fits: the smallest needs {format_bytes(answer.smallest)}"
     yield f"eager is predicted to need {format_bytes(answer.eager)}"
     if answer.seconds is not None:
         what = "forward and backward" if answer.train else "the forward"
@@ -208,44 +214,52 @@ def _lines(answer: Fits) -> Iterator[str]:
         yield "kernels are this machine's; what they allocate for themselves was measured, on zeros"
 
 
-def _remedy(remedy: Remedy) -> str:
-    sizes = f", {format_bytes(remedy.total)}" if remedy.total else ""
-    time = f", predicted +{format_share(remedy.overhead)} of a step's time" if remedy.overhead is not None else ""
-    return f"{remedy.how}: {_fits(remedy.fits)}{sizes}{time}: {remedy.text}"
+def _budget(answer: Fits) -> dict[str, int | str]:
+    """Return the options of `memplan.compile` with which a step that does not fit does."""
+    policy = {"policy": "recompute"} if answer.capacity.is_host else {}
+    return {"budget": answer.capacity.usable, "reserve": answer.need.state, **policy}
 
 
 # -- memplan budget ------------------------------------------------------------------------------------------
 
 
-def frontier_form(name: str, frontier: Frontier, rivals: Sequence[Rival] = ()) -> Form:
-    """Return a table with a row per budget, then torch's points, whose option does not set a peak."""
+def frontier_form(name: str, frontier: Frontier) -> Form:
+    """Return a table with a row per budget."""
     eager = frontier.eager
-    least = next((p for p in reversed(frontier.points) if p.seconds is not None), None)
+    least = next((p for p in reversed(frontier.points) if p.plan is not None), None)
     lines = [f"predicted eager total: {format_exact(eager)}", f"without a budget: {format_exact(frontier.most)}"]
     if least is not None:
         lines.append(
             f"smallest budget: {format_exact(least.budget)}, {share_of(least.budget, eager)} of the eager total"
         )
     names = columns("budget> share> step_time> recomputed>@70 to_the_host>@70 waiting>@90")
-    rows = tuple(_row(p, frontier) for p in frontier.points)
-    sections = [Section(lines=tuple(lines), columns=names, rows=rows)]
-    if rivals:
-        heading = "torch's activation_memory_budget: the peaks that it really has"
-        ordered = sorted(rivals, key=lambda r: -r.total)
-        rows = tuple((r.name, format_bytes(r.total), share_of(r.total, eager), plus(r.overhead)) for r in ordered)
-        sections.append(Section(heading=heading, columns=columns("asked> peak> share> step_time>"), rows=rows))
-    data = {"format": "memplan-frontier-2", **to_json(frontier), "torch": [to_json(r) for r in rivals]}
+    rows = tuple(_row(p, eager) for p in frontier.points)
+    head = ("policy", "costs", "most", "eager", "base_seconds")
+    data = {
+        "format": "memplan-frontier-3",
+        **{name: getattr(frontier, name) for name in head},
+        "points": [{"budget": p.budget, **_figures(p)} for p in frontier.points],
+    }
     title = f"{name}: memory against time, policy {frontier.policy!r}, costs of {frontier.costs}"
-    return Form(title=title, sections=tuple(sections), data=data)
+    return Form(title=title, sections=(Section(lines=tuple(lines), columns=names, rows=rows),), data=data)
 
 
-def _row(point: FrontierPoint, frontier: Frontier) -> tuple[str, ...]:
-    head = format_bytes(point.budget), share_of(point.budget, frontier.eager)
-    if point.seconds is None:
+def _figures(point: FrontierPoint) -> dict[str, float]:
+    """Return the figures of a point; none if its budget cannot be kept."""
+    if point.plan is None:
+        return {}
+    moved = {"recomputed": point.evicted(Action.RECOMPUTE), "offloaded": point.evicted(Action.OFFLOAD)}
+    times = {"seconds": point.seconds, "overhead": point.overhead, "stall": point.stall}
+    return {"total": point.total, "arena": point.plan.arena_size, "max_live": point.plan.max_live, **times, **moved}
+
+
+def _row(point: FrontierPoint, eager: int) -> tuple[str, ...]:
+    head = format_bytes(point.budget), share_of(point.budget, eager)
+    if point.plan is None:
         return *head, "cannot be kept", "", "", ""
-    moved = format_bytes(point.recomputed), format_bytes(point.offloaded)
+    moved = (format_bytes(point.evicted(action)) for action in (Action.RECOMPUTE, Action.OFFLOAD))
     waiting = f"{point.stall / point.seconds * 100:.1f} %" if point.seconds else "0 %"
-    return *head, plus(frontier.overhead(point)), *moved, waiting
+    return *head, plus(point.overhead), *moved, waiting
 
 
 def share_of(total: int, eager: int) -> str:

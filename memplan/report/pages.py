@@ -20,6 +20,7 @@ import numpy as np
 
 from memplan.analysis.buffers import largest
 from memplan.analysis.diff import diff, matched
+from memplan.core.evictions import Action
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
 from memplan.report.forms import diff_form, frontier_form, plus, share_of
@@ -27,7 +28,7 @@ from memplan.report.picture import GREY, OTHERS, Picture, colours, picture_of_pl
 from memplan.version import __version__
 
 if TYPE_CHECKING:
-    from memplan.planning.frontier import Frontier, Rival
+    from memplan.planning.frontier import Frontier
 
 FOOT = f"memplan {__version__}. Everything in this file was computed before anything ran."
 
@@ -59,19 +60,14 @@ def diff_html(before: Plan, after: Plan, *, links: Links | None = None) -> str:
 
 
 def frontier_html(
-    name: str,
-    frontier: Frontier,
-    rivals: Sequence[Rival] = (),
-    pictures: Sequence[Picture | None] = (),
-    *,
-    links: Links | None = None,
+    name: str, frontier: Frontier, pictures: Sequence[Picture | None] = (), *, links: Links | None = None
 ) -> str:
-    """Return the page of a frontier: the curve, every figure in tables, and the plans that the points open.
+    """Return the page of a frontier: the curve, every figure in a table, and the plans that the points open.
 
     `pictures` are those of the plan of each point, None where there is none; points whose plan is the same have the
     same object.
     """
-    return _page("budget", frontier_data(name, frontier, rivals, pictures, links))
+    return _page("budget", frontier_data(name, frontier, pictures, links))
 
 
 def _page(name: str, data: Mapping[str, Any]) -> str:
@@ -117,11 +113,7 @@ def _diff_data(before: Plan, after: Plan, links: Links | None) -> dict[str, Any]
 
 
 def frontier_data(
-    name: str,
-    frontier: Frontier,
-    rivals: Sequence[Rival] = (),
-    pictures: Sequence[Picture | None] = (),
-    links: Links | None = None,
+    name: str, frontier: Frontier, pictures: Sequence[Picture | None] = (), links: Links | None = None
 ) -> dict[str, Any]:
     """Return what the page of a frontier shows, as plain types; sizes are bytes, overheads shares of the time."""
     kept = {id(picture): picture for picture in pictures if picture is not None}
@@ -130,27 +122,21 @@ def frontier_data(
     opened += [None] * (len(frontier.points) - len(opened))
     points = list[dict[str, Any]]()
     for row, (p, plan) in enumerate(zip(frontier.points, opened, strict=True)):
-        if p.total is not None and p.seconds is not None:
-            slower = frontier.overhead(p)
+        if p.plan is not None:
+            again, copied = p.evicted(Action.RECOMPUTE), p.evicted(Action.OFFLOAD)
             about = [
-                _point(p.total, slower),
+                f"{format_bytes(p.total)}, {plus(p.overhead)}",
                 f"budget {format_bytes(p.budget)}, {share_of(p.budget, frontier.eager)} of the eager total",
-                f"{format_bytes(p.recomputed)} computed again" if p.recomputed else "",
-                f"{format_bytes(p.offloaded)} copied to the host and back" if p.offloaded else "",
+                f"{format_bytes(again)} computed again" if again else "",
+                f"{format_bytes(copied)} copied to the host and back" if copied else "",
             ]
-            points.append({"total": p.total, "overhead": slower, "plan": plan, "row": row, "about": about})
-    slowest = max([point["overhead"] for point in points], default=0.0)
-    usual = [r.overhead for r in rivals if r.overhead <= 3 * max(slowest, 0.1)]  # outliers do not set the scale
-    theirs = [
-        {"total": r.total, "overhead": r.overhead, "about": [f"torch at {r.name}: {_point(r.total, r.overhead)}"]}
-        for r in rivals
-    ]
-    form = frontier_form(name, frontier, rivals)
+            points.append({"total": p.total, "overhead": p.overhead, "plan": plan, "row": row, "about": about})
+    form = frontier_form(name, frontier)
     return {
         **{"title": form.title, "policy": frontier.policy, "eager": frontier.eager, "foot": FOOT},
-        "top": max(slowest, *usual, 0.01) * 1.08,
-        "right": max(frontier.eager, frontier.most, *(r.total for r in rivals), 1) * 1.04,
-        **{"points": points, "rivals": theirs, "rows": opened},
+        "top": max([0.01, *(point["overhead"] for point in points)]) * 1.08,
+        "right": max(frontier.eager, frontier.most, 1) * 1.04,
+        **{"points": points, "rows": opened},
         "sections": [
             {
                 **{"heading": s.heading, "lines": s.lines, "rows": s.rows},
@@ -160,10 +146,6 @@ def frontier_data(
         ],
         "plans": [_packed(picture, links) for picture in kept.values()],
     }
-
-
-def _point(total: int, slower: float) -> str:
-    return f"{format_bytes(total)}, {plus(slower)}"
 
 
 def page_data(picture: Picture, links: Links | None = None) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from memplan.analysis.buffers import Holder, OpAt, alive_at, largest, op_at
@@ -13,6 +12,7 @@ from memplan.core.division import Division
 from memplan.core.evictions import SEND, Action, DeviceArena
 from memplan.core.graph import StorageKind
 from memplan.core.jsonio import to_json
+from memplan.core.later import later
 from memplan.core.plan import GraphSection, Plan
 from memplan.core.problem import Status
 from memplan.core.schedule import Evidence, live_bytes
@@ -197,12 +197,12 @@ class Report:
 
     def __str__(self) -> str:
         """Return the report as plain text."""
-        text: str = import_module("memplan.report.lines").report_text(self)
+        text: str = later("report_text")(self)
         return text
 
     def _repr_html_(self) -> str:
         """Return what notebooks show."""
-        fragment: str = import_module("memplan.report.lines").report_fragment(self)
+        fragment: str = later("report_fragment")(self)
         return fragment
 
 

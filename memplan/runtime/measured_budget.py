@@ -261,8 +261,8 @@ def _as_eager(options: RunOptions, built: Built) -> AsEager:
         transient=known.transient,
         options=options,
         replan=within,
-        saved=not (options.recorded or options.sanitize),  # no sanitizer sees what each call allocates
-        copies=not (on_host or options.recorded),  # recorded steps have none
+        saved=not (options.cuda_graph or options.sanitize),  # no sanitizer sees what each call allocates
+        copies=not (on_host or options.cuda_graph),  # recorded steps have none
     )
 
 

@@ -8,24 +8,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
-from memplan.core.choices import (
-    ON_MISMATCH,
-    PREFER,
-    SANITIZERS,
-    OnMismatch,
-    Prefer,
-    Sanitize,
-    require_choice,
-)
+from memplan.core.choices import OnMismatch, Prefer, Sanitize
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
 from memplan.devices.kinds import alignment_of
 from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
-from memplan.planning.options import PlanKeywords, PlanOptions, refuse_beside_gradients
+from memplan.planning.options import BUDGETS, PlanKeywords, PlanOptions, refuse_beside_gradients
 from memplan.planning.planfile import load
 from memplan.runtime.debug.sanitizers import redzone_of
 from memplan.trace import Retracer, plan_step
@@ -48,13 +40,16 @@ class RunKeywords(PlanKeywords, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(PlanOptions):
-    """The options that decide how a step is planned and checked; every way to compile takes them.
+    """The options that decide how a step is planned, checked and run; every way to compile takes them.
 
     `memplan.compile` describes each of them. Raises `MemplanError` for an option without a valid value.
     """
 
     in_place: bool = True
     sanitize: Sanitize | None = None
+    on_mismatch: OnMismatch = "replan"
+    fullgraph: bool = False
+    cuda_graph: bool = False
     measurable: ClassVar[bool] = False  # whether `costs` may be "measure"
 
     def __post_init__(self) -> None:
@@ -63,9 +58,12 @@ class RunOptions(PlanOptions):
             raise MemplanError(
                 "without a budget, nothing depends on costs", where=f"costs={MEASURE!r}", hint=hint, see="measure"
             )
+        if self.measures:
+            self._require_measurable()
         PlanOptions.__post_init__(self)
-        require_choice("sanitize", self.sanitize, (None, *SANITIZERS))
-        require_choice("in_place", self.in_place, (True, False))
+        if self.cuda_graph and self.device is not None:
+            what = "a recorded step cannot follow parameters and inputs on the host"
+            raise UnsupportedCall(what, where=f"device={self.device!r}", hint="leave out cuda_graph=True", see="device")
 
     @property
     def measures(self) -> bool:
@@ -73,20 +71,26 @@ class RunOptions(PlanOptions):
         return self.measurable and isinstance(self.costs, str) and self.costs == MEASURE
 
     @property
-    def recorded(self) -> bool:
-        """Whether steps are recorded and replayed, so that nothing can be copied to the host beside them."""
-        return False
-
-    @property
     def plans_for_updates(self) -> bool:
         """Whether programs are planned again for what an optimizer allocates: unless an option fixes the arena."""
-        fixed = self.has_budget or self.sanitize is not None or self.recorded or self.dynamic_shapes is not None
+        fixed = self.has_budget or self.sanitize is not None or self.cuda_graph or self.dynamic_shapes is not None
         return not fixed and self.device is None and self.gradients in ("auto", "added", "safe")
 
     def _require_known_costs(self) -> None:
         """Raise as `PlanOptions` does, except for "measure" where steps can be measured."""
         if not self.measures:
             PlanOptions._require_known_costs(self)
+
+    def _require_measurable(self) -> None:
+        """Raise `UnsupportedCall` for CUDA graphs, in which no op can be timed, and for shapes that vary."""
+        if self.cuda_graph:
+            hint = "measure without, save compiled.measurement.costs, and compile with costs='costs.json'"
+            raise UnsupportedCall(
+                "a recorded step is replayed without Python", where="costs='measure'", hint=hint, see="measure"
+            )
+        if self.dynamic_shapes is not None:
+            hint = "measure one shape, save compiled.measurement.costs, and compile with costs='costs.json'"
+            raise UnsupportedCall("steps of one shape are measured", where="costs='measure'", hint=hint, see="measure")
 
     def redzone(self, device: torch.device) -> int:
         """Return the bytes that a plan for `device` has to leave free on both sides of every buffer."""
@@ -160,9 +164,6 @@ class RunOptions(PlanOptions):
 class CompileOptions(RunOptions):
     """All options of `memplan.compile`, apart from the model, its example inputs, its mode and a plan."""
 
-    on_mismatch: OnMismatch = "replan"
-    fullgraph: bool = False
-    cuda_graph: bool = False
     bucketing: Mapping[str, int] | None = None
     prefer: Prefer = "time"
     why_kernels: str = ""  # which kernels were chosen, and why: for the record of plans
@@ -170,20 +171,13 @@ class CompileOptions(RunOptions):
     tries_kernels: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        require_choice("prefer", self.prefer, PREFER)
+        RunOptions.__post_init__(self)
         if self.prefer != "time" and self.kernels != "auto":
             hint = 'pass kernels="auto", or leave out prefer='
             raise UnsupportedCall(
                 "there is no choice of kernels", where=f"prefer={self.prefer!r}", hint=hint, see="inductor-options"
             )
-        if self.measures and self.has_budget:
-            require_measurable(cuda_graph=self.cuda_graph, varies=self.dynamic_shapes is not None)
-        RunOptions.__post_init__(self)
-        require_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
-        require_choice("fullgraph", self.fullgraph, (True, False))
         refuse_beside_gradients(self.gradients, cuda_graph=self.cuda_graph)
-        if self.cuda_graph:
-            require_recordable(self.device)
         if self.bucketing is not None:
             _require_buckets(self.bucketing, varies=self.dynamic_shapes is not None)
         if self.dynamic_shapes is not None and self.cuda_graph:
@@ -191,11 +185,6 @@ class CompileOptions(RunOptions):
             raise InvalidShapes(
                 "a recorded step has one shape", where="cuda_graph with dynamic_shapes", hint=hint, see="one-shape"
             )
-
-    @property
-    def recorded(self) -> bool:
-        """Whether `cuda_graph` is set."""
-        return self.cuda_graph
 
     @property
     def gradients_in_arena(self) -> bool:
@@ -210,13 +199,11 @@ class StepOptions(RunOptions):
 
     clip_grad_norm: float | None = None
     accumulate: int = 1
-    on_mismatch: OnMismatch = "replan"
-    fullgraph: bool = False
-    cuda_graph: bool = False
     allow_unsynchronized: bool = False
     measurable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        RunOptions.__post_init__(self)
         if type(self.accumulate) is not int or self.accumulate < 1:
             hint = "pass the number of micro-batches per update, 1 or more"
             raise MemplanError(f"accumulate={self.accumulate!r}", hint=hint)
@@ -224,30 +211,6 @@ class StepOptions(RunOptions):
         if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float)) or not norm >= 0):
             hint = "pass the maximal norm, a number of at least 0, or None"
             raise MemplanError(f"clip_grad_norm={norm!r}", hint=hint)
-        RunOptions.__post_init__(self)
-        require_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
-        require_choice("fullgraph", self.fullgraph, (True, False))
-        if self.measures:
-            require_measurable(cuda_graph=self.cuda_graph)
-        if self.cuda_graph:
-            require_recordable(self.device)
-
-    @property
-    def recorded(self) -> bool:
-        """Whether `cuda_graph` is set."""
-        return self.cuda_graph
-
-
-def require_measurable(*, cuda_graph: bool, varies: bool = False) -> None:
-    """Raise `UnsupportedCall` for CUDA graphs, in which no op can be timed, and for shapes that vary."""
-    if cuda_graph:
-        hint = "measure without, save compiled.measurement.costs, and compile with costs='costs.json'"
-        raise UnsupportedCall(
-            "a recorded step is replayed without Python", where="costs='measure'", hint=hint, see="measure"
-        )
-    if varies:
-        hint = "measure one shape, save compiled.measurement.costs, and compile with costs='costs.json'"
-        raise UnsupportedCall("steps of one shape are measured", where="costs='measure'", hint=hint, see="measure")
 
 
 def _require_buckets(bucketing: object, *, varies: bool) -> None:
@@ -260,13 +223,6 @@ def _require_buckets(bucketing: object, *, varies: bool) -> None:
         raise InvalidShapes(f"is a {type(bucketing).__name__}", where="bucketing", hint=hint)
 
 
-def require_recordable(device: Device | None) -> None:
-    """Raise `UnsupportedCall` if `device` is set: a CUDA graph cannot follow host tensors that move."""
-    if device is not None:
-        what = "a recorded step cannot follow parameters and inputs on the host"
-        raise UnsupportedCall(what, where=f"device={device!r}", hint="leave out cuda_graph=True", see="device")
-
-
 def device_for(device: Device | None, given: Plan | None) -> Device | None:
     """Return the device that the user asked for, or the one that the given plan runs on."""
     if device is None and given is not None and given.eviction is not None:
@@ -274,17 +230,18 @@ def device_for(device: Device | None, given: Plan | None) -> Device | None:
     return device
 
 
-def given_plan(plan: Plan | str | os.PathLike[str] | None, **others: object) -> Plan | None:
-    """Return the plan that the user passed, loaded if it is a path; None if there is none.
+def given_plan(keywords: Mapping[str, Any]) -> Plan | None:
+    """Return the plan that the user passed as `plan`, loaded if it is a path; None if there is none.
 
-    Raises `MemplanError` if one of `others`, which are budgets and what counts in them, is passed too.
+    Raises `MemplanError` if a budget, or what counts in it, is among the keywords too.
     """
+    plan = keywords["plan"]
     if plan is None:
         return None
-    for name, value in others.items():
-        if value is not None:
+    for name in (*BUDGETS, "reserve"):
+        if keywords[name] not in (None, 0):
             hint = "pass one of them: a plan has its budget already"
-            raise MemplanError(f"{name}={value!r} beside a plan", where="compile", hint=hint)
+            raise MemplanError(f"{name}={keywords[name]!r} beside a plan", where="compile", hint=hint)
     found = load(plan) if isinstance(plan, (str, os.PathLike)) else plan
     if not isinstance(found, Plan):
         raise MemplanError(f"is a {type(found).__name__}", where="plan", hint="pass a memplan.Plan, or the path of one")

@@ -1,4 +1,4 @@
-"""`memplan.max_batch`: find the largest batch size that fits, from fake tensors, without running out of memory."""
+"""`memplan.max_batch`: find the largest batch size that fits, by plans, without running out of memory."""
 
 from __future__ import annotations
 
@@ -15,21 +15,13 @@ from memplan.core.choices import Gradients
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, MemplanError, UnsupportedGraph
-from memplan.evict.costs import CostModel, cost_model
-from memplan.evict.select import fit_policy
 from memplan.evict.workload import Policy as EvictionPolicy
-from memplan.evict.workload import Workload
-from memplan.planning.batch_search import largest_within
-from memplan.planning.budget import plan_within
-from memplan.planning.checkpoints import without_checkpoints
-from memplan.planning.fit import make_workload, smallest
-from memplan.planning.make_plan import ScheduledGraph
 from memplan.planning.options import Costs, PlanOptions, read_size
-from memplan.planning.planner import ByteLimits
 from memplan.solvers import Solver
-from memplan.trace.planning import device_costs, plan_traced
+from memplan.trace.planning import plan_traced
 from memplan.trace.tracing import trace
 
+_SECANTS = 12  # sizes that are guessed from the needs of others; then the range is halved
 Make = Callable[[int], tuple[nn.Module, Any]]
 
 
@@ -85,9 +77,10 @@ def max_batch(
         batch = memplan.max_batch(make, "1MiB")
         ```
     """
-    limits = ByteLimits(total=_limit("budget", budget), arena=_limit("arena_budget", arena_budget))
+    budgets = {"budget": budget, "arena_budget": arena_budget}
+    limits = {name: read_size(name, given) for name, given in budgets.items() if given is not None}
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (lowest, highest))
-    if limits == ByteLimits() or not whole or not 1 <= lowest <= highest:
+    if not limits or not whole or not 1 <= lowest <= highest:
         raise InvalidSize(
             f"budget={budget!r}, arena_budget={arena_budget!r}, lowest={lowest}, highest={highest}",
             where="max_batch",
@@ -96,62 +89,64 @@ def max_batch(
     options = PlanOptions(
         policy="auto" if policy is None else policy, costs=costs, solver=solver, gradients=gradients, reserve=reserve
     )
-    evicts = policy is not None
-    search = _Search(make, limits, options, train=train, evicts=evicts)
+    search = _Search(make, limits, options, train=train, evicts=policy is not None)
+    limit = next(iter(limits.values()))
     if search.over(lowest) > 0:
-        least = search.limit + search.over(lowest)
+        least = limit + search.over(lowest)
         raise BudgetInfeasible(
-            f"a batch of {lowest} does not fit into {format_bytes(search.limit)}",
+            f"a batch of {lowest} does not fit into {format_bytes(limit)}",
             op="",
             smallest=least,
             where="max_batch",
             hint=f"it needs {least} bytes ({format_bytes(least)})",
         )
-    fits = largest_within(search.over_or_refused, search.limit, lowest=lowest, highest=highest)
+    fits = largest_within(search.over_or_refused, limit, lowest=lowest, highest=highest)
     if fits > lowest and search.same_need(lowest, fits):
         raise InvalidModel(
             f"make({lowest}) and make({fits}) return the same inputs, which need the same memory: it ignores its batch",
             where="max_batch",
             hint="build the inputs from the batch: lambda batch: (model, (torch.randn(batch, 64),))",
         )
-    while fits > lowest and not search.placed(fits):  # the first is nearly always placed
-        fits -= 1
     return fits
-
-
-def _limit(name: str, budget: object) -> int | None:
-    """Return a budget in bytes; None for none. Raises `InvalidSize`."""
-    return None if budget is None else read_size(name, budget)
 
 
 @dataclass(slots=True)
 class _Search:
-    """Plan single batch sizes and remember what they need; `evicts`: storages that do not fit may be evicted."""
+    """Plans single batch sizes and remembers what they need; `evicts`: storages that do not fit may be evicted."""
 
     make: Make
-    limits: ByteLimits
+    limits: dict[str, int]
     options: PlanOptions
     train: bool | None
     evicts: bool
     _overs: dict[int, int] = field(default_factory=dict)
     _inputs: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
-    @property
-    def limit(self) -> int:
-        """The budget in bytes that errors name: that of the total, or else that of the arena."""
-        found = self.limits.arena if self.limits.total is None else self.limits.total
-        assert found is not None
-        return found
-
     def over(self, batch: int) -> int:
-        """Return by how many bytes the fewest in which this batch size can run exceed the budgets; negative: room."""
+        """Return by how many bytes the smallest plan of this batch size exceeds the budgets; negative: room."""
         if batch not in self._overs:
-            plain, costs, limit = self._plain(batch)
-            least = plain.arena_size
-            if self.evicts and least > limit:
-                least = smallest(_workload(plain, costs), fit_policy(self.options.policy))
-            self._overs[batch] = least - limit
+            model, inputs = self._example(batch)
+            self._inputs[batch] = tuple(
+                tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in tree_leaves(inputs)
+            )
+            traced = trace(
+                model,
+                inputs,
+                train=self.train,
+                gradients_in_arena=self.options.gradients_in_arena,
+                copy_gradients=self.options.gradients_copied,
+            )
+            over = self._excess(plan_traced(traced, self.options))
+            if over > 0 and self.evicts:
+                least: dict[str, Any] = {next(iter(self.limits)): "min"}
+                over = min(over, self._excess(plan_traced(traced, replace(self.options, **least))))
+            self._overs[batch] = over
         return self._overs[batch]
+
+    def _excess(self, plan: Plan) -> int:
+        """Return by how many bytes a plan exceeds the budgets."""
+        needs = {"budget": plan.total, "arena_budget": plan.arena_size}
+        return max(needs[name] - limit for name, limit in self.limits.items())
 
     def over_or_refused(self, batch: int) -> int:
         """Return what `over` returns; where the model takes no such batch, the error says which one fits."""
@@ -168,42 +163,6 @@ class _Search:
         """Return whether two batch sizes make inputs of the same sizes and need the same memory."""
         return self._inputs[one] == self._inputs[two] and self._overs[one] == self._overs[two]
 
-    def placed(self, batch: int) -> bool:
-        """Return whether a plan of this batch size keeps the budgets, placement included."""
-        plain, costs, limit = self._plain(batch)
-        if plain.arena_size <= limit:
-            return True
-        if not self.evicts:
-            return False
-        options = replace(self.options, budget=self.limits.total, arena_budget=self.limits.arena)
-        try:
-            plan_within(ScheduledGraph.of(plain), options, costs)
-        except BudgetInfeasible:
-            return False
-        return True
-
-    def _plain(self, batch: int) -> tuple[Plan, CostModel, int]:
-        """Return the plan without evictions, the costs on its device, and the most bytes that its arena may have.
-
-        Where evictions are allowed, they replace the model's activation checkpoints, as in a plan with a budget.
-        """
-        model, inputs = self._example(batch)
-        self._inputs[batch] = tuple(
-            tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in tree_leaves(inputs)
-        )
-        traced = trace(
-            model,
-            inputs,
-            train=self.train,
-            gradients_in_arena=self.options.gradients_in_arena,
-            copy_gradients=self.options.gradients_copied,
-        )
-        if self.evicts:
-            traced = replace(traced, graph=without_checkpoints(traced.graph))
-        plan = plan_traced(traced, self.options)
-        limit = self.limits.arena_beside(plan.total - plan.arena_size)
-        return plan, cost_model(self.options.costs or device_costs(traced.device)), limit
-
     def _example(self, batch: int) -> tuple[nn.Module, Any]:
         """Return the model and the inputs of a batch size, on fake tensors."""
         try:
@@ -219,6 +178,35 @@ class _Search:
         return model, inputs
 
 
-def _workload(plan: Plan, costs: CostModel) -> Workload:
-    """Return the step of a plan without evictions as a workload."""
-    return make_workload(plan.graph, plan.schedule.order, costs, plan.alignment)
+def largest_within(over: Callable[[int], int], limit: int, *, lowest: int, highest: int) -> int:
+    """Return the largest size from `lowest` to `highest` that fits; `lowest` is known to fit.
+
+    Args:
+        over: The bytes by which a size exceeds the limit; 0 or negative where it fits.
+        limit: The limit in bytes, from which the first guess is made.
+        lowest: The smallest size.
+        highest: The largest size.
+
+    Example:
+        >>> largest_within(lambda batch: 100 + 10 * batch - 1000, 1000, lowest=1, highest=4096)
+        90
+    """
+    known: dict[int, int] = {lowest: over(lowest)}
+    fits, fails = lowest, highest + 1
+    while fails - fits > 1:
+        guess = min(max(_guess(known, limit, fits, fails), fits + 1), fails - 1)
+        known[guess] = over(guess)
+        fits, fails = (fits, guess) if known[guess] > 0 else (guess, fails)
+    return fits
+
+
+def _guess(known: dict[int, int], limit: int, fits: int, fails: int) -> int:
+    """Return the size whose need should meet the limit: needs are nearly affine in the size of the batch."""
+    if len(known) == 1:
+        return fits * max(limit // max(limit + known[fits], 1), 2)
+    if len(known) > _SECANTS:
+        return (fits + fails) // 2
+    largest = sorted(known)
+    one, two = largest[-2:] if fails > largest[-1] else (fits, fails)
+    slope = (known[two] - known[one]) / (two - one)
+    return one + int(-known[one] / slope) if slope > 0 else 2 * two

@@ -1,31 +1,34 @@
-"""`memplan.fits`: say whether a training step fits a device, from fake tensors, before anything runs."""
+"""`memplan.fits`: say whether a training step fits a device, by its plans, before anything runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from memplan.core.units import format_bytes
-from memplan.distributed.fake_ranks import fake_ranks
+from memplan.core.plan import Plan
+from memplan.core.timed import timed
+from memplan.distributed.fake_ranks import divided, fake_ranks
 from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError
-from memplan.planning.batch_search import largest_within
-from memplan.planning.capacity import capacity_of
-from memplan.planning.memory_answer import Fits, Need, Remedy
-from memplan.planning.options import DEFAULTS, Costs
-from memplan.trace.meta_model import floating_type
-from memplan.trace.optimizer.update_bytes import MakeOptimizer, update_bytes
-from memplan.trace.step_example import StepExample
-from memplan.trace.step_question import Answered, StepQuestion, updated_parameters
+from memplan.evict.costs import cost_model
+from memplan.planning.capacity import Capacity, capacity_of
+from memplan.planning.eager_total import eager_total
+from memplan.planning.measured import with_temporaries
+from memplan.planning.memory_answer import Fits, Need, need_of
+from memplan.planning.options import DEFAULTS, Costs, PlanOptions
+from memplan.trace.batches import largest_within
+from memplan.trace.kernel_scratch import KernelScratch
+from memplan.trace.number_operands import number_bytes
+from memplan.trace.optimizer.update_bytes import NONE, MakeOptimizer, UpdateBytes, update_bytes
+from memplan.trace.planning import plan_step
+from memplan.trace.step_example import StepExample, batch_of, floating_type
 from memplan.trace.traced import TracedGraph
+from memplan.trace.tracing import trace
 
-_RANKS = tuple(2**k for k in range(1, 13))
-_TRIED_RANKS = 2  # numbers of ranks that are planned: an estimate says which
 Make = Callable[[int], tuple[Any, ...]]
 
 
@@ -46,7 +49,7 @@ def fits(
     ranks: int | None = None,
     on_progress: Callable[[str], object] | None = None,
 ) -> Fits:
-    """Return whether a training step of `model` fits a device, what it needs by parts, and what would make it fit.
+    """Return whether a training step of `model` fits a device, what it needs by parts, and which plan would fit.
 
     The step is forward and backward in one arena, as `memplan.compile` runs them, and `optimizer.step()`. Nothing runs
     and no memory of the model's size is allocated. Kernels are traced as the CPU's: what an accelerator's kernels
@@ -67,13 +70,13 @@ def fits(
         allowance: Bytes for the device's context and libraries; None: 1 GiB for a named device, 0 for a size.
         slack: What stays free: bytes, or a share of the device (0.05, "5%"); None: 5 %.
         costs: The cost model for predicted times, as in `memplan.plan`; None: the device's, or "a100" for a size.
-        search: Find the largest batch too, and, where the step does not fit, what would make it fit.
+        search: Find the largest batch too, and, where the step does not fit, the cheapest plan that does.
         ranks: Ask for one of so many ranks, none of which has to exist: a plain model is divided among them as
             `fully_shard` would divide it, as in `memplan.plan`. The batch is that of each rank.
         on_progress: Called with a text when a stage begins.
 
     Returns:
-        The answer. It is true if the step fits; `.total` (bytes), `.need`, `.largest_batch`, `.remedies`.
+        The answer. It is true if the step fits; `.total` (bytes), `.need`, `.largest_batch`, `.within`, `.smallest`.
 
     Raises:
         UnsupportedDevice: The device is unknown.
@@ -90,153 +93,165 @@ def fits(
     if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
         raise InvalidSize(f"{batch!r} is no number of samples", where="batch", hint="give a number of 1 or more")
     kind = None if dtype is None else floating_type(dtype)
-    example = StepExample(model, (example_inputs, example_kwargs), kind)
-    options = replace(DEFAULTS, costs=costs or capacity.costs or "a100")
-    asked = StepQuestion(example, optimizer, capacity, options, train, on_progress or (lambda stage: None), ranks)
+    step = _StepPlans(
+        example=StepExample(model, (example_inputs, example_kwargs), kind),
+        optimizer=optimizer,
+        capacity=capacity,
+        options=replace(DEFAULTS, costs=costs or capacity.costs or "a100"),
+        train=train,
+        ranks=ranks,
+        tell=on_progress or (lambda stage: None),
+    )
     with fake_ranks(ranks):
-        made = _searched(asked, batch) if search else asked.answer(batch).fits
+        made = step.answer(batch, search=search)
     return made if costs or capacity.costs else replace(made, seconds=None)  # the speed of a size is not known
 
 
-def _searched(asked: StepQuestion, batch: int | None) -> Fits:
-    """Return the answer with the largest batch, and with what would make the step fit."""
-    answered = asked.answer(batch)
-    made = answered.fits
-    remedies = () if made.fits else tuple(_remedies(asked, batch, answered))
-    return replace(made, remedies=remedies, largest_batch=_largest(asked, made.batch, made))
+@dataclass(slots=True, kw_only=True)
+class _StepPlans:
+    """Plans a step for sizes of its batch, and remembers what they need on a device."""
 
+    example: StepExample
+    optimizer: str | MakeOptimizer
+    capacity: Capacity
+    options: PlanOptions
+    train: bool | None
+    ranks: int | None
+    tell: Callable[[str], object]
+    _update: UpdateBytes | None = None
+    _needs: dict[int, int] = field(default_factory=dict)
+    _scratch: KernelScratch = field(default_factory=KernelScratch)
 
-def _remedies(asked: StepQuestion, batch: int | None, answered: Answered) -> list[Remedy]:
-    """Return what was tried to make the step fit."""
-    made, traced, model = answered.fits, answered.traced, answered.model
-    need = made.need
-    found = []
-    if need.kept + need.temporaries > need.during and not asked.capacity.is_host:
-        found.append(_one_by_one(asked, updated_parameters(traced, model), need))
-    least = need.fixed + need.gradients + need.kept + need.temporaries
-    if least > asked.capacity.usable:
-        update = f", the state of {made.optimizer} and what its step() allocates" if need.state else ""
-        text = f"the model, its inputs and gradients{update} need {format_bytes(least)} already"
-        found.append(Remedy(how="budget", total=least + asked.capacity.allowance, fits=False, text=text))
-    else:
-        found.append(_within(asked, traced, need))
-    if asked.ranks is None and not asked.capacity.is_host and made.train:
-        found += _among_ranks(asked, batch, need)
-    if "float32" in made.dtypes:
-        found.append(_narrow(asked, batch))
-    return found
-
-
-def _one_by_one(asked: StepQuestion, parameters: list[nn.Parameter], need: Need) -> Remedy:
-    """Return what the step needs where the optimizer updates one parameter after the other."""
-    alone = update_bytes(asked.optimizer, parameters, foreach=False)
-    less = replace(need, temporaries=alone.temporaries)
-    return Remedy(
-        how="foreach=False",
-        total=less.total + asked.capacity.allowance,
-        fits=less.total <= asked.capacity.usable,
-        text=f"{alone.name} updates one parameter after the other; memplan.compile_step plans such updates",
-    )
-
-
-def _within(asked: StepQuestion, traced: TracedGraph, need: Need) -> Remedy:
-    """Return the cheapest plan within the device, or the smallest that was found.
-
-    On the host nothing is offloaded: that is the same memory.
-    """
-    is_host = asked.capacity.is_host
-    usable, allowance = asked.capacity.usable, asked.capacity.allowance
-    beside_update = need.fixed + need.kept + need.temporaries
-    options = replace(
-        asked.options,
-        budget=usable,
-        reserve=need.state,
-        arena_budget=usable - beside_update,
-        policy="recompute" if is_host else asked.options.policy,
-    )
-    try:
-        plan = asked.planned(traced, options)
-    except BudgetInfeasible as error:
-        text = f"no plan was found within {format_bytes(usable)}: {error.summary}"
-        return Remedy(how="budget", total=error.smallest + allowance, fits=False, text=text)
-    kept = asked.need(plan)
-    budget = f"budget={usable}, reserve={need.state}" + (', policy="recompute"' if is_host else "")
-    how = "computed again" if is_host else "computed again or offloaded"
-    return Remedy(
-        how="budget",
-        total=kept.total + allowance,
-        fits=kept.total <= usable,
-        overhead=plan.eviction.overhead if plan.eviction is not None else None,
-        text=f"memplan.compile(model, inputs, {budget}): part of the step is {how}",
-    )
-
-
-def _narrow(asked: StepQuestion, batch: int | None) -> Remedy:
-    """Return what the step needs with parameters in bfloat16."""
-    example = replace(asked.example, dtype=torch.bfloat16)
-    narrow = asked.about(example, asked.ranks)
-    try:
-        made = narrow.answer(batch, eager=False).fits
-    except MemplanError as error:
-        return Remedy(how="bfloat16", total=0, fits=False, text=f"could not be planned: {error.summary}")
-    text = "parameters, gradients and the optimizer's state in bfloat16; the numbers change"
-    return Remedy(how="bfloat16", total=made.total, fits=made.fits, text=text)
-
-
-def _among_ranks(asked: StepQuestion, batch: int | None, need: Need) -> list[Remedy]:
-    """Return what one rank needs of the fewest ranks, a power of two, that seem to be enough; none if none are."""
-    divisible = need.parameters + need.state + need.gradients + need.temporaries
-    rest = max(need.total - divisible, 0)
-    enough = (n for n in _RANKS if divisible / n + rest <= asked.capacity.usable)
-    last: list[Remedy] = []
-    for ranks in islice(enough, _TRIED_RANKS):
-        one = StepQuestion(
-            asked.example, asked.optimizer, asked.capacity, asked.options, asked.train, asked.tell, ranks
+    def answer(self, batch: int | None, *, search: bool) -> Fits:
+        """Return the answer for a batch (None: the example's own)."""
+        traced, model, shown = self._traced(batch)
+        plan, own = self._planned(traced, self.options), shown if batch is None else batch
+        need, update = self._need(plan), self._known_update
+        if own is not None:
+            self._needs[own] = need.total
+        eager = eager_total(traced.graph, plan.temporaries or ()) + need.state + plan.numbers
+        made = Fits(
+            model=plan.model,
+            capacity=self.capacity,
+            need=need,
+            eager=max(eager, need.in_update) + self.capacity.allowance,
+            batch=own,
+            optimizer=update.name,
+            dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
+            train=traced.graph.forward_ops < len(traced.graph.ops),
+            largest_batch=None,
+            seconds=sum(cost_model(self.options.costs or "a100").seconds(plan.graph)),
+            unmeasured=len(self._scratch.unknown),
+            plan=plan,
         )
+        if not search:
+            return made
+        within, smallest = (None, None) if made.fits else self._within(traced, need)
+        return replace(made, within=within, smallest=smallest, largest_batch=self._largest(made))
+
+    def _traced(self, batch: int | None) -> tuple[TracedGraph, nn.Module, int | None]:
+        """Return the step, its model, and the size of the batch that its inputs show."""
+        model, args, kwargs = self.example.made(batch)
+        model = model if self.ranks is None else divided(model)
+        shown = 1 if batch is None and self.example.is_function else batch_of((args, kwargs))
+        with self._stage(f"tracing {type(model).__name__}" + (f" with a batch of {shown}" if shown else "")):
+            traced = trace(model, args, kwargs, train=self.train, gradients_in_arena=self.options.gradients_in_arena)
+        if self._update is None:
+            trains = bool(model.training) if self.train is None else self.train
+            name, host = self.optimizer if trains else NONE, self.capacity.is_host
+            self._update = update_bytes(name, _updated_parameters(traced, model), foreach=not host, counters=host)
+        stand_in = torch.device("cpu" if self.capacity.is_host else "cuda")  # it decides the alignment
+        return replace(traced, device=stand_in), model, shown
+
+    def _planned(self, traced: TracedGraph, options: PlanOptions) -> Plan:
+        """Return the plan of a traced step; on this machine, with what its kernels allocate for themselves."""
+        within = " within a budget" if options.has_budget else ""
+        with self._stage(f"planning {len(traced.graph.ops):,} ops{within}"):
+            if not self.capacity.is_host:
+                return plan_step(traced, None, options)[1]
+            transient = self._scratch.of_graph(traced.graph, traced.kernels)
+            plan = plan_step(traced, None, options, transient=transient)[1]
+            plan = plan if options.has_budget else with_temporaries(plan, transient)
+            return replace(plan, numbers=number_bytes(traced.graph, traced.kernels))
+
+    @contextmanager
+    def _stage(self, doing: str) -> Iterator[None]:
+        """Tell that a stage begins, and log it if it takes long."""
+        self.tell(doing)
+        with timed(doing):
+            yield
+
+    @property
+    def _known_update(self) -> UpdateBytes:
+        assert self._update is not None
+        return self._update
+
+    def _need(self, plan: Plan) -> Need:
+        """Return what the step of a plan needs with its optimizer."""
+        update = self._known_update
+        return need_of(plan, state=update.state, temporaries=update.temporaries, is_host=self.capacity.is_host)
+
+    def _within(self, traced: TracedGraph, need: Need) -> tuple[Plan | None, int | None]:
+        """Return the cheapest plan within the device, and the fewest bytes of one where there is none.
+
+        On the host nothing is offloaded: that is the same memory.
+        """
+        usable, least = self.capacity.usable, need.in_update
+        policy = "recompute" if self.capacity.is_host else self.options.policy
+        if least <= usable:
+            try:
+                return self._planned(
+                    traced, replace(self.options, budget=usable, reserve=need.state, policy=policy)
+                ), None
+            except BudgetInfeasible as error:
+                least = error.smallest
+        return None, least + self.capacity.allowance
+
+    def _over(self, batch: int) -> int:
+        """Return the bytes by which a batch exceeds what may be used."""
+        if batch not in self._needs:
+            self._needs[batch] = self._need(self._planned(self._traced(batch)[0], self.options)).total
+        return self._needs[batch] - self.capacity.usable
+
+    def _largest(self, made: Fits) -> int | None:
+        """Return the largest batch that fits with the slack; 0 if none does, None where it is not known.
+
+        It is not where the batch cannot change, where what is needed does not depend on it, and where the sizes to try
+        cannot be traced.
+        """
+        usable, batch = self.capacity.usable, made.batch
+        if batch is None or not self.example.can_change_batch:
+            return None
+        if made.need.parameters + made.need.state > usable:
+            return 0
         try:
-            with fake_ranks(ranks):
-                made = one.answer(batch, eager=False).fits
+            lowest = batch if made.fits else self._smallest(batch)
+            if lowest is None or self._over(lowest) > 0:
+                return None if lowest is None else 0
+            highest = usable if made.fits else max(batch - 1, lowest)  # a sample has at least a byte
+            found = largest_within(self._over, usable, lowest=lowest, highest=highest)
         except MemplanError as error:
-            text = f"could not be planned: {error.summary}"
-            return [*last, Remedy(how=f"{ranks} ranks", total=0, fits=False, text=text)]
-        text = "torch's fully_shard divides parameters, gradients and state; each rank has a batch of this size"
-        last = [Remedy(how=f"{ranks} ranks", total=made.total, fits=made.fits, text=text)]
-        if made.fits:
-            break
-    return last
+            self.tell(f"the largest batch is not known: {error.summary}")
+            return None
+        return None if made.fits and found == highest else found
 
+    def _smallest(self, batch: int) -> int | None:
+        """Return the smallest of some sizes below a batch that can be planned; None if none can.
 
-def _largest(asked: StepQuestion, batch: int | None, made: Fits) -> int | None:
-    """Return the largest batch that fits with the slack; 0 if none does, None where it is not known.
-
-    It is not where the batch cannot change, where what is needed does not depend on it, and where the sizes to try
-    cannot be traced.
-    """
-    if batch is None or not asked.example.can_change_batch:
+        A model with batch norm takes no batch of 1; another may take only even ones.
+        """
+        for size in (1, 2, *(batch >> n for n in reversed(range(1, batch.bit_length() - 1)))):
+            with suppress(MemplanError):
+                if size < batch:
+                    self._over(size)
+                    return size
         return None
-    usable = asked.capacity.usable
-    if made.need.parameters + made.need.state > usable:
-        return 0
-    try:
-        lowest = batch if made.fits else _smallest(asked, batch)
-        if lowest is None or asked.over(lowest) > 0:
-            return None if lowest is None else 0
-        highest = usable if made.fits else max(batch - 1, lowest)  # a sample has at least a byte
-        found = largest_within(asked.over, usable, lowest=lowest, highest=highest)
-    except MemplanError as error:
-        asked.tell(f"the largest batch is not known: {error.summary}")
-        return None
-    return None if made.fits and found == highest else found
 
 
-def _smallest(asked: StepQuestion, batch: int) -> int | None:
-    """Return the smallest of some sizes below a batch that can be planned; None if none can.
-
-    A model with batch norm takes no batch of 1; another may take only even ones.
-    """
-    for size in (1, 2, *(batch >> n for n in reversed(range(1, batch.bit_length() - 1)))):
-        with suppress(MemplanError):
-            if size < batch:
-                asked.over(size)
-                return size
-    return None
+def _updated_parameters(traced: TracedGraph, model: nn.Module) -> list[nn.Parameter]:
+    """Return what this rank has of the parameters that the optimizer updates: those with a gradient of the step."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names = dict.fromkeys(traced.bindings[i].name for i in traced.results.gradient_of)
+    found = {id(parameters[name]): parameters[name] for name in names if name in parameters}
+    parts = ((p, getattr(p, "_local_tensor", None)) for p in found.values())
+    return [p if part is None else nn.Parameter(part, requires_grad=p.requires_grad) for p, part in parts]

@@ -6,8 +6,8 @@ are run that are known to take some, and none whose tensors are larger than `MOS
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -87,30 +87,6 @@ class SizedCall:
         return sum(leaf.nbytes for leaf in self.leaves if isinstance(leaf, Like))
 
 
-def call_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any], like: Callable[[Any], Any]) -> SizedCall | None:
-    """Return the call of a kernel that takes memory for itself; None for any other, and where a tensor is empty.
-
-    `like` returns the `Like` of what stands for a tensor among the arguments, and anything else as it is.
-    """
-    if not isinstance(target, OpOverload) or target._schema.name not in _MEASURED:
-        return None
-    leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
-    memories: dict[int, int] = {}
-    found = tuple(
-        replace(leaf, memory=memories.setdefault(leaf.memory, len(memories))) if isinstance(leaf, Like) else leaf
-        for leaf in map(like, leaves)
-    )
-    runs = all(isinstance(leaf, _KNOWN) and not (isinstance(leaf, Like) and 0 in leaf.shape) for leaf in found)
-    return SizedCall(target, found, spec) if runs else None
-
-
-def like_tensor(leaf: Any) -> Any:
-    """Return the `Like` of a tensor, and anything else as it is."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return Like(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.untyped_storage()._cdata)
-
-
 @dataclass(slots=True)
 class KernelScratch:
     """Knows what kernels allocate beside their results; equal calls are run once.
@@ -146,16 +122,24 @@ class KernelScratch:
 
 
 def _call_of_op(graph: Graph, kernel: KernelCall) -> SizedCall | None:
-    """Return the call of an op; None for one whose kernel takes no memory for itself."""
+    """Return the call of an op; None for one whose kernel takes no memory for itself, and where a tensor is empty."""
+    target = kernel.target
+    if not isinstance(target, OpOverload) or target._schema.name not in _MEASURED:
+        return None
+    memories: dict[int, int] = {}
 
     def like(leaf: Any) -> Any:
-        """Return the `Like` of the value that a leaf refers to."""
+        """Return the `Like` of the value that a leaf refers to, and anything else as it is."""
         if not isinstance(leaf, Ref):
             return leaf
         value = graph.values[leaf.value]
-        return Like(value.shape, value.strides, getattr(torch, value.dtype), value.storage)
+        memory = memories.setdefault(value.storage, len(memories))
+        return Like(value.shape, value.strides, getattr(torch, value.dtype), memory)
 
-    return call_of(kernel.target, kernel.args, kernel.kwargs, like)
+    leaves, spec = tree_flatten((tuple(kernel.args), dict(kernel.kwargs)))
+    found = tuple(map(like, leaves))
+    runs = all(isinstance(leaf, _KNOWN) and not (isinstance(leaf, Like) and 0 in leaf.shape) for leaf in found)
+    return SizedCall(target, found, spec) if runs else None
 
 
 @dataclass(slots=True)

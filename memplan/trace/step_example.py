@@ -1,16 +1,17 @@
-"""Makes a model and its inputs for any size of the batch, as `memplan.fits` asks for them."""
+"""Makes a model and its inputs for any size of the batch and any type, on the meta device: sizes without bytes."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memplan.core.arguments import arguments_of
-from memplan.errors import InvalidModel, MemplanError
-from memplan.trace.meta_model import batch_of, meta_inputs, meta_model
+from memplan.errors import InvalidModel, InvalidSize, MemplanError
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +57,61 @@ class StepExample:
     def can_change_batch(self) -> bool:
         """Whether other sizes of the batch can be tried."""
         return self.is_function or batch_of(self.example) is not None
+
+
+def meta_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of a model on the meta device, whose floating-point tensors have another type.
+
+    The copy holds no bytes. Tensors that several modules share stay shared. Raises `InvalidModel` for a model that
+    cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for t in (*model.parameters(), *model.buffers()):
+        made = torch.empty_like(t, device="meta", dtype=_as(t, dtype))
+        is_parameter = isinstance(t, nn.Parameter)
+        memo[id(t)] = nn.Parameter(made, requires_grad=t.requires_grad) if is_parameter else made
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        what = f"cannot be copied to another type: {type(error).__name__}: {error}".splitlines()[0]
+        hint = "pass a function from a batch size to (model, inputs) that makes it in that type"
+        raise InvalidModel(what, where=type(model).__name__, hint=hint) from error
+
+
+def meta_inputs(inputs: Any, *, batch: int | None = None, dtype: torch.dtype | None = None) -> Any:
+    """Return inputs on the meta device, for another size of the batch, their first dimension, and another type.
+
+    Raises `InvalidSize` where `batch` is given and the tensors have no first dimension in common.
+    """
+    if batch is not None and batch_of(inputs) is None:
+        what = "the example's tensors have no first dimension in common that could be the batch"
+        hint = "give the factory an argument named batch: def factory(batch=8): return model, inputs"
+        raise InvalidSize(what, where="batch", hint=hint)
+
+    def meta(t: torch.Tensor) -> torch.Tensor:
+        """Return a tensor like `t`, for the batch, on the meta device."""
+        kind = _as(t, dtype)
+        if batch is None or not t.ndim or t.shape[0] == batch:
+            return torch.empty_like(t, device="meta", dtype=kind).requires_grad_(t.requires_grad)
+        return torch.empty((batch, *t.shape[1:]), device="meta", dtype=kind).requires_grad_(t.requires_grad)
+
+    return tree_map_only(torch.Tensor, meta, inputs)
+
+
+def batch_of(inputs: Any) -> int | None:
+    """Return the size of the first dimension that all tensors of the inputs have in common; None if there is none."""
+    sizes = {leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _as(t: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and t.is_floating_point() else t.dtype
+
+
+def floating_type(name: str | torch.dtype) -> torch.dtype:
+    """Return a floating-point type, or that of a name such as "bfloat16". Raises `InvalidSize` for anything else."""
+    found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else name
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        hint = "choose one of: float32, bfloat16, float16"
+        raise InvalidSize(f"{name!r} is no floating-point type of torch", where="dtype", hint=hint)
+    return found

@@ -57,8 +57,7 @@ def test_a_saved_plan_needs_no_model(run: Run, saved: Path) -> None:
     assert "smallest budget" in out
     assert "cannot be kept" in out
     data = json.loads(run("budget", saved, "--format", "json")[1])
-    assert data["format"] == "memplan-frontier-2"
-    assert data["torch"] == []
+    assert data["format"] == "memplan-frontier-3"
     assert data["points"][0]["seconds"] == data["base_seconds"]
     assert "| ---: |" in run("budget", saved, "--format", "markdown")[1]
 
@@ -76,11 +75,10 @@ def test_the_page(run: Run, saved: Path, tmp_path: Path) -> None:
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
 
 
-def test_a_model_is_compared_with_torchs_knob(run: Run, tmp_path: Path) -> None:
+def test_a_model_has_the_costs_that_are_named(run: Run, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(MODEL)
     code, out, _ = run("budget", "net.py:net", "--costs", "h100")
     assert code == 0
-    assert "activation_memory_budget" in out
     assert "costs of h100" in out
 
 
@@ -93,7 +91,7 @@ def test_page_locked_copies_have_a_limit(run: Run, saved: Path, tmp_path: Path) 
     for file, limit in (("cuda.json", "1TiB"), ("cuda.json", "0"), (saved, "0")):
         code, out, _ = run("budget", file, "--policy", "flow", "--pinned-budget", limit, "--format", "json")
         assert code == 0
-        copied.append(any("offloaded" in point for point in json.loads(out)["points"]))
+        copied.append(any(point.get("offloaded") for point in json.loads(out)["points"]))
     assert copied == [True, False, True], "copies of a step on the CPU are not page-locked"
 
 

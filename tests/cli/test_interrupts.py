@@ -60,11 +60,11 @@ def _replace(monkeypatch: pytest.MonkeyPatch, name: str, how: Callable[[Any], An
 
 COMMANDS = [
     (["report", "plan.json", "--html", "out.html", "--save", "out.json"], "memplan.planning.planfile.load"),
-    (["budget", "plan.json", "--html", "out.html"], "memplan.planning.frontier.explore"),
+    (["budget", "plan.json", "--html", "out.html"], "memplan.planning.frontier.frontier"),
     (["check", "plan.json", "--baseline", "out.json", "--update-baseline"], "memplan.planning.planfile.load"),
     (["solve", "buffers.csv", "-o", "out.csv", "--plot", "out.svg"], "memplan.solvers.solve"),
     (["diff", "plan.json", "plan.json", "--html", "out.html"], "memplan.report.pages.diff_html"),
-    (["budget", "plan.json", "--html", "out.html"], "memplan.planning.frontier.plans_of"),
+    (["budget", "plan.json", "--html", "out.html"], "memplan.report.pages.frontier_html"),
     (["explain", "plan.json"], "memplan.planning.planfile.load"),
     (["demo", "-o", "shown"], "memplan.cli.source.load_model"),
     (["doctor"], "memplan.cli.doctor._system"),
@@ -154,7 +154,7 @@ def instead(*args, **kwargs):
     kernel(rounds, stop)
     raise AssertionError("the interrupt was lost")
 
-frontier.explore = instead
+frontier.frontier = instead
 sys.exit(main(sys.argv[1:]))
 """
     done = python(code, "budget", "plan.json", "--html", "out.html")

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.resumable import ResumableLines
+from benchmarks.results import ResumableLines
 from tests.parity import refusals
 from tests.parity.cases import Selection
 from tests.parity.sweep import CPU_SECONDS, fingerprint, sweep

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.resumable import fingerprint_of
+from benchmarks.results import fingerprint_of
 from tests.parity.cases import Selection
 from tests.parity.verdicts import Result, Verdict
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from memplan.core.evictions import Action
 from memplan.core.graph import Graph, Op, Origin, Phase, StorageKind, Value
 from memplan.core.plan import Plan
 from memplan.core.validate import validate
@@ -58,15 +59,19 @@ def chain(length: int = 6, *, size: int = SIZE) -> Graph:
     return b.graph(gradients=(kept,))
 
 
+def scheduled(graph: Graph, *, reserve: int = 0) -> ScheduledGraph:
+    """Return a graph in traced order."""
+    return ScheduledGraph(
+        model="chain", graph=graph, schedule=traced(graph), alignment=64, versions={}, reserve=reserve
+    )
+
+
 def within(
     arena_budget: Budget, graph: Graph | None = None, *, redzone: int = 0, room: int = 0, **options: Any
 ) -> Plan:
-    graph = chain() if graph is None else graph
-    scheduled = ScheduledGraph(
-        model="chain", graph=graph, schedule=traced(graph), alignment=64, versions={}, redzone=redzone
-    )
+    made = replace(scheduled(chain() if graph is None else graph), redzone=redzone)
     asked = PlanOptions(arena_budget=arena_budget, **options)
-    return plan_within(scheduled, asked, cost_model(asked.costs or "a100"), room=room)
+    return plan_within(made, asked, cost_model(asked.costs or "a100"), room=room)
 
 
 def need(graph: Graph) -> int:
@@ -185,16 +190,15 @@ def test_evictions_name_their_accesses_in_order() -> None:
 
 
 def test_the_frontier_rises_as_the_budget_falls() -> None:
-    graph = chain(10)
-    found = frontier(graph, traced(graph), alignment=64, costs="a100", shares=(1.0, 0.8, 0.6, 0.5, 0.1))
-    kept = [p for p in found.points if p.seconds is not None]
+    found = frontier(scheduled(chain(10)), costs="a100", shares=(1.0, 0.8, 0.6, 0.5, 0.1))
+    kept = [p for p in found.points if p.plan is not None]
     assert [p.budget for p in found.points] == sorted((p.budget for p in found.points), reverse=True)
-    assert found.overhead(kept[0]) == 0
+    assert kept[0].overhead == 0
     assert kept[0].budget == found.most
     assert kept[-1].budget < found.eager // 2
-    assert all((p.max_live or 0) < (p.total or 0) <= p.budget for p in kept)
-    assert found.points[-1].seconds is None
-    assert [p.seconds for p in kept] == sorted(p.seconds for p in kept if p.seconds is not None)
+    assert all(p.total <= p.budget for p in kept)
+    assert found.points[-1].plan is None
+    assert [p.seconds for p in kept] == sorted(p.seconds for p in kept)
 
 
 def test_cost_models_are_saved_and_read_strictly(tmp_path: Path) -> None:
@@ -274,17 +278,19 @@ def test_the_frontier_keeps_a_limit_of_the_host() -> None:
         to_host=Link(bytes_per_second=1e15, latency=0.0),
         to_device=Link(bytes_per_second=1e15, latency=0.0),
     )  # copies take no time
-    points = frontier(graph, traced(graph), alignment=64, costs=costs, shares=(0.5,)).points
-    assert any(point.offloaded for point in points)
-    points = frontier(graph, traced(graph), alignment=64, costs=costs, shares=(0.5,), host_budget=0).points
-    assert not any(point.offloaded for point in points)
-    assert any(point.recomputed for point in points)
+    moved = _moved(graph, PlanOptions(), costs)
+    assert Action.OFFLOAD in moved
+    assert _moved(graph, PlanOptions(host_budget=0), costs) == {Action.RECOMPUTE}
     on_cuda = replace(graph, storages=tuple(replace(s, device="cuda:0") for s in graph.storages))
     for one, copied in ((graph, True), (on_cuda, False)):  # copies of a step on the CPU are not page-locked
-        points = frontier(
-            one, traced(one), alignment=64, costs=costs, policy=QUICK, shares=(0.5,), pinned_budget=0
-        ).points
-        assert any(point.offloaded for point in points) == copied
+        moved = _moved(one, PlanOptions(policy=QUICK, pinned_budget=0), costs)
+        assert (Action.OFFLOAD in moved) == copied
+
+
+def _moved(graph: Graph, options: PlanOptions, costs: CostModel) -> set[Action]:
+    """Return how storages return in the plans of a frontier."""
+    points = frontier(scheduled(graph), options, costs=costs, shares=(0.5,)).points
+    return {e.action for point in points if point.plan is not None for e in point.plan.evictions}
 
 
 def test_a_step_without_intermediates_has_a_frontier_too() -> None:
@@ -293,7 +299,7 @@ def test_a_step_without_intermediates_has_a_frontier_too() -> None:
     y = b.storage(StorageKind.OUTPUT, 64, planned=False)
     b.op(Phase.FORWARD, (x,), (y,))
     graph = b.graph(outputs=(y,))
-    found = frontier(graph, traced(graph), alignment=64, costs="a100")
+    found = frontier(scheduled(graph), costs="a100")
     assert found.most == found.eager == 128
     assert frontier_form("empty", found).sections[0].rows
 

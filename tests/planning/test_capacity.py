@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from memplan.errors import InvalidSize, UnsupportedDevice
 from memplan.evict.costs import DEVICES
-from memplan.planning.batch_search import largest_within
 from memplan.planning.capacity import ALLOWANCE, DEVICE_MEMORY, capacity_of
+from memplan.trace.batches import largest_within
 
 
 def test_devices_have_memory_costs_and_an_allowance() -> None:

@@ -79,13 +79,13 @@ def _seconds(graph: Graph, policy: Any, budgets: list[int]) -> list[float]:
 @pytest.mark.parametrize("seed", [3, 4])
 def test_times_rise_along_the_frontier_of_generated_steps(seed: int, policy: Any) -> None:
     graph = generated(seed)
-    found = frontier(graph, traced(graph), alignment=64, costs="a100", policy=policy, shares=SHARES)
-    kept = [p for p in found.points if p.seconds is not None]
-    assert all((one.seconds or 0) <= (two.seconds or 0) for one, two in pairwise(kept))
-    assert all((p.total or 0) <= p.budget for p in kept)
-    lowest = kept[-1].budget
-    assert all((p.seconds is None) == (p.budget < lowest) for p in found.points), "only smaller ones are not kept"
     scheduled = ScheduledGraph(model="generated", graph=graph, schedule=traced(graph), alignment=64, versions={})
+    found = frontier(scheduled, PlanOptions(policy=policy), costs="a100", shares=SHARES)
+    kept = [p for p in found.points if p.plan is not None]
+    assert all(one.seconds <= two.seconds for one, two in pairwise(kept))
+    assert all(p.total <= p.budget for p in kept)
+    lowest = kept[-1].budget
+    assert all((p.plan is None) == (p.budget < lowest) for p in found.points), "only smaller ones are not kept"
     named = set[tuple[int, bool]]()
     for point in found.points[::3]:
         asked = PlanOptions(budget=point.budget, policy=policy)

@@ -22,22 +22,17 @@ from memplan.planning.budget import plan_within
 from memplan.planning.eager_total import eager_total
 from memplan.planning.fit import make_workload
 from memplan.planning.frontier import frontier
-from memplan.planning.make_plan import ScheduledGraph
 from memplan.planning.options import PlanOptions
 from memplan.planning.planfile import check_consistency
 from memplan.schedule import traced
 from tests.graph_strategies import GraphBuilder
-from tests.planning.test_budget import SIZE, chain
+from tests.planning.test_budget import SIZE, chain, scheduled
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, everything
 
 
 def _plan(graph: Graph | None = None, costs: CostModel = DEVICES["a100"], **options: Any) -> Plan:
-    graph = chain() if graph is None else graph
     asked = PlanOptions(**options)
-    scheduled = ScheduledGraph(
-        model="chain", graph=graph, schedule=traced(graph), alignment=64, versions={}, reserve=asked.reserved
-    )
-    return plan_within(scheduled, asked, costs)
+    return plan_within(scheduled(chain() if graph is None else graph, reserve=asked.reserved), asked, costs)
 
 
 def test_eager_holds_the_inputs_and_all_that_is_alive_in_traced_order() -> None:
@@ -131,11 +126,11 @@ def test_fifteen_budgets_are_kept_or_name_one_that_is(policy: Any) -> None:
 def test_predicted_time_never_falls_as_the_budget_falls(policy: Any) -> None:
     graph = chain(10)
     shares = [budget / eager_total(graph) for budget in _fifteen(graph)]
-    found = frontier(graph, traced(graph), alignment=64, costs="a100", policy=policy, shares=shares)
-    kept = [p for p in found.points if p.seconds is not None]
+    found = frontier(scheduled(graph), PlanOptions(policy=policy), costs="a100", shares=shares)
+    kept = [p for p in found.points if p.plan is not None]
     assert len(kept) > 5
-    assert all((one.seconds or 0) <= (two.seconds or 0) for one, two in pairwise(kept))
-    assert (kept[0].seconds or 0) < (kept[-1].seconds or 0)
+    assert all(one.seconds <= two.seconds for one, two in pairwise(kept))
+    assert kept[0].seconds < kept[-1].seconds
 
 
 # -- copies on the host ----------------------------------------------------------------------------------------

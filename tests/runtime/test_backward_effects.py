@@ -13,13 +13,13 @@ from torch import nn
 from torch.export import Dim
 
 import memplan
+from benchmarks.baselines.torch_budget import torch_points
 from memplan.core.graph import Phase, StorageKind
 from memplan.core.written_first import require_written_first
 from memplan.errors import InvalidPlan, StaleActivationsError, UnsupportedGraph
 from memplan.evict.costs import DEVICES
 from memplan.trace import trace
 from memplan.trace.capture.joint_graph import capture
-from memplan.trace.torch_budget import torch_points
 
 # dynamo makes an object of the function's class to look at it
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -57,15 +57,14 @@ function plot() {
   );
   if (data.points.length)
     draw(svg, "path", { class: "curve", d: "M" + data.points.map(p => `${x(p.total)} ${y(p.overhead)}`).join("L") });
-  for (const p of data.rivals) point(svg, x(p.total), y(p.overhead), "torch", p);
-  for (const p of data.points) point(svg, x(p.total), y(p.overhead), "ours", p);
+  for (const p of data.points) point(svg, x(p.total), y(p.overhead), p);
   mark();
 }
 
-function point(svg, x, y, cls, p) {
+function point(svg, x, y, p) {
   const opens = p.plan !== null && p.plan !== undefined,
     node = draw(svg, "circle", {
-      class: `point ${cls}${opens ? "" : " still"}`,
+      class: `point ours${opens ? "" : " still"}`,
       cx: x,
       cy: y,
       r: 6,
@@ -143,17 +142,14 @@ for (const [section, k] of data.sections.map((s, k) => [s, k])) {
     };
   });
 }
-for (const [cls, name] of [
-  ["ours", `memplan (${data.policy})`],
-  ...(data.rivals.length ? [["torch", "torch, activation_memory_budget"]] : []),
-]) {
+{
   const item = add($("plotlegend"), "span"),
     svg = draw(item, "svg", { width: 12, height: 12 });
   item.style.cssText = "display:inline-flex;gap:6px;align-items:center;padding:2px 8px";
   item.className = "plot";
   svg.style.width = "12px";
-  draw(svg, "circle", { class: cls, cx: 6, cy: 6, r: 5 });
-  add(item, "span", name);
+  draw(svg, "circle", { class: "ours", cx: 6, cy: 6, r: 5 });
+  add(item, "span", `memplan (${data.policy})`);
 }
 $("verdict").textContent = data.sections[0].lines.join("; ");
 let wide = 0;

@@ -153,42 +153,10 @@ def compile(
         loss.backward()
         ```
     """
+    keywords = dict(locals())
     args, kwargs = arguments_of(example_inputs, example_kwargs)
-    given = given_plan(
-        plan,
-        budget=budget,
-        arena_budget=arena_budget,
-        host_budget=host_budget,
-        pinned_budget=pinned_budget,
-        reserve=reserve or None,
-    )
-    options = CompileOptions(
-        budget=budget,
-        arena_budget=arena_budget,
-        host_budget=host_budget,
-        pinned_budget=pinned_budget,
-        reserve=reserve,
-        policy=policy,
-        costs=costs,
-        checkpoint=checkpoint,
-        kernels=kernels,
-        divide=divide,
-        compress=compress,
-        schedule=schedule,
-        solver=solver,
-        layout=layout,
-        time_limit=time_limit,
-        in_place=in_place,
-        gradients=gradients,
-        sanitize=sanitize,
-        on_mismatch=on_mismatch,
-        fullgraph=fullgraph,
-        cuda_graph=cuda_graph,
-        device=device_for(device, given),
-        dynamic_shapes=dynamic_shapes,
-        bucketing=bucketing,
-        prefer=prefer,
-    )
+    given = given_plan(keywords)
+    options = CompileOptions.of({**keywords, "device": device_for(device, given)})
     require_module(model)
     parallelism = parallelism_of(model)
     if parallelism is not None:

@@ -127,42 +127,10 @@ def compile_step(
         loss = step(inputs, targets)
         ```
     """
+    keywords = dict(locals())
     with Agreement(group_of_ranks(model)) as ranks:
-        given = given_plan(
-            plan,
-            budget=budget,
-            arena_budget=arena_budget,
-            host_budget=host_budget,
-            pinned_budget=pinned_budget,
-            reserve=reserve or None,
-        )
-        options = StepOptions(
-            budget=budget,
-            arena_budget=arena_budget,
-            host_budget=host_budget,
-            pinned_budget=pinned_budget,
-            reserve=reserve,
-            in_flight=in_flight,
-            policy=policy,
-            costs=costs,
-            checkpoint=checkpoint,
-            kernels=kernels,
-            divide=divide,
-            compress=compress,
-            schedule=schedule,
-            solver=solver,
-            layout=layout,
-            time_limit=time_limit,
-            in_place=in_place,
-            sanitize=sanitize,
-            device=device_for(device, given),
-            clip_grad_norm=clip_grad_norm,
-            accumulate=accumulate,
-            on_mismatch=on_mismatch,
-            fullgraph=fullgraph,
-            cuda_graph=cuda_graph,
-            allow_unsynchronized=allow_unsynchronized,
-        )
+        given = given_plan(keywords)
+        options = StepOptions.of({**keywords, "device": device_for(device, given)})
         if given is not None and accumulate > 1:
             what = f"accumulate={accumulate} needs two programs, and a plan is for one"
             raise MemplanError(what, where="compile_step", hint="leave out plan=")
