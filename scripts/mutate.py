@@ -292,6 +292,7 @@ def _results(options: argparse.Namespace) -> list[Result]:
         copies = _copies(Path(folder), options.jobs)
         taken = Path(folder, "taken")
         taken.mkdir()
+        os.environ["NUMBA_CACHE_DIR"] = str(Path(folder, "kernels"))
         seconds = _timed(command, copies[0])
         print(f"{module}: {len(chosen)} of {len(everything)} mutants, judged by {' '.join(tests)} ({seconds:.1f} s)")
         limit = max(_SLACK * seconds, _LEAST_SECONDS)
