@@ -61,7 +61,7 @@ def covering(cases: Sequence[Set[Hashable]]) -> Iterator[int]:
 
 
 def _values(case: pytest.Item) -> set[Hashable]:
-    """For each `parametrize` of a test, its parameters and which objects they are in this case; else the test itself."""
+    """For each `parametrize` of a test, its parameters and which objects they are in this case; or else the test."""
     lists = [mark.args[0] for mark in case.iter_markers("parametrize")]
     names = [(*map(str.strip, one.split(",")),) if isinstance(one, str) else (*one,) for one in lists]
     given: dict[str, Any] = getattr(case, "callspec").params if names else {}  # noqa: B009
