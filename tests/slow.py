@@ -61,8 +61,9 @@ def covering(cases: Sequence[Set[Hashable]]) -> Iterator[int]:
 
 
 def _values(case: pytest.Item) -> set[Hashable]:
-    """For each `parametrize` of a test, its parameters and which objects they are in this case; or else the test."""
+    """The parameters of each `parametrize` of a test, with the objects that they are in this case; or else the test."""
     lists = [mark.args[0] for mark in case.iter_markers("parametrize")]
     names = [(*map(str.strip, one.split(",")),) if isinstance(one, str) else (*one,) for one in lists]
-    given: dict[str, Any] = getattr(case, "callspec").params if names else {}  # noqa: B009
+    given: dict[str, Any] = case.callspec.params if hasattr(case, "callspec") else {}
+    names += [(name,) for name in given if not any(name in one for one in names)]  # of fixtures
     return {(one, *(id(given[name]) for name in one)) for one in names} or {case.nodeid}

@@ -169,6 +169,7 @@ def test_no_advice_to_evict_what_is_evicted(policy: str) -> None:
     assert "recomputing or offloading them saves" in _advised(deep_plan(), deep_plan().problem.peak_step)
 
 
+@pytest.mark.slow
 def test_what_a_budget_keeps_can_be_evicted_too() -> None:
     plan = deep_plan("recompute")
     text = _advised(plan, plan.problem.peak_step)

@@ -109,6 +109,7 @@ def test_evicted_is_what_the_plan_evicts(model: str) -> None:
         assert len(absences) == gone
 
 
+@pytest.mark.slow
 def test_streamed_parameters_are_on_the_host_between_their_uses() -> None:
     plan = streamed_plan(traced_nano("mlp"))
     _check(plan)

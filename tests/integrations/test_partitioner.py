@@ -281,6 +281,7 @@ def test_a_search_ends_whatever_the_policy_answers(limit: int, aim: int, high: i
     assert len(set(lowered)) == len(lowered) < COMPILATIONS
 
 
+@pytest.mark.slow
 def test_reserve_counts() -> None:
     model, x = Blocks(), torch.randn(64, 32)
     with pytest.raises(BudgetInfeasible):

@@ -85,7 +85,7 @@ def _offloads(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize("late", [slow(False), True])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [slow(name) if "attention" in name else name for name in KINDS])
 def test_everything_goes_to_the_host_and_comes_back(name: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin, x = _made(name)
     traced = capture_call(model, x, kernels="inductor").first()

@@ -77,6 +77,7 @@ def _logits(rows: int = 96) -> int:
     return 4 * WIDE * rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"shifted": True}, slow({"shifted": False, "bias": True})])
 def test_blocks_lower_what_is_needed_and_compute_the_same(options: dict[str, bool], tmp_path: Path) -> None:
     model = _made(**options)

@@ -129,6 +129,7 @@ def test_who_forces_layouts_gets_them() -> None:
     assert plan.code is None or plan.code.layouts  # there is no weight to copy
 
 
+@pytest.mark.slow
 def test_a_budget_takes_the_fastest_variant_and_a_saved_plan_runs_it_again(tmp_path: Any) -> None:
     torch.manual_seed(0)
     model, x = Wide(), torch.randn(256, 16)
