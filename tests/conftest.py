@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.kernel_cache import keep_kernels
 
@@ -21,9 +21,14 @@ keep_kernels()
 gc.set_threshold(100_000, 20, 100)
 
 # No test depends on how busy its machine is. Examples differ from run to run: a property that names no number of its
-# own sees in three runs as many as Hypothesis shows in one.
-settings.register_profile("memplan", deadline=None, max_examples=35)
-settings.load_profile("memplan")
+# own sees in three fast runs as many as Hypothesis shows in one, and as one run of all tests shows.
+_ANY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+settings.register_profile("fast", parent=_ANY, max_examples=35)
+settings.register_profile("all", parent=_ANY, max_examples=100)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("fast" if config.getoption("markexpr") == "not slow" else "all")
 
 
 # Where a case traces, plans and runs a model, each combination of parameters is too many for the fast tests.

@@ -28,7 +28,6 @@ FAST = [name for name in POLICIES if name != "cpsat"]
 
 @pytest.mark.parametrize("name", FAST)
 @given(graph=graphs())
-@settings(deadline=None, max_examples=50)
 def test_every_policy_gives_a_legal_order_and_says_what_it_needs(name: str, graph: Graph) -> None:
     schedule = order(graph, name)
     require_legal(graph, schedule.order)
@@ -38,7 +37,6 @@ def test_every_policy_gives_a_legal_order_and_says_what_it_needs(name: str, grap
 
 
 @given(graphs())
-@settings(deadline=None)
 def test_auto_is_never_worse_than_any_policy_that_it_tries(graph: Graph) -> None:
     best = order(graph)
     for name in ("traced", "early_free", "late_alloc", "lpmf", "greedy", "reverse_greedy"):
@@ -48,7 +46,6 @@ def test_auto_is_never_worse_than_any_policy_that_it_tries(graph: Graph) -> None
 
 
 @given(graphs(max_ops=9))
-@settings(deadline=None)
 def test_exact_and_auto_are_the_optimum_of_brute_force(graph: Graph) -> None:
     for name in ("exact", "auto"):
         schedule = order(graph, name)
@@ -57,7 +54,6 @@ def test_exact_and_auto_are_the_optimum_of_brute_force(graph: Graph) -> None:
 
 
 @given(graphs(max_ops=9))
-@settings(deadline=None)
 def test_evidence_holds(graph: Graph) -> None:
     schedule = order(graph)
     names = [op.name for op in graph.ops]
@@ -77,7 +73,7 @@ def test_evidence_holds(graph: Graph) -> None:
 
 
 @given(graphs(max_ops=7))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_cpsat_agrees_with_the_search(graph: Graph) -> None:
     schedule = order(graph, "cpsat")
     require_legal(graph, schedule.order)
@@ -85,7 +81,6 @@ def test_cpsat_agrees_with_the_search(graph: Graph) -> None:
 
 
 @given(graphs(max_ops=9))
-@settings(deadline=None)
 def test_a_search_is_right_about_every_target(graph: Graph) -> None:
     """FOUND at and above the optimum, EXHAUSTED below, in both directions of time, when nothing is dropped."""
     arrays, best = make_graph_arrays(graph), optimum(graph)
@@ -100,7 +95,6 @@ def test_a_search_is_right_about_every_target(graph: Graph) -> None:
 
 
 @given(graphs(max_ops=9))
-@settings(deadline=None)
 def test_edges_that_are_propagated_keep_the_best_order(graph: Graph) -> None:
     arrays, best = make_graph_arrays(graph), optimum(graph)
     for target in (best, best + 17):
@@ -118,7 +112,6 @@ def test_two_cuts_exclude_what_one_cannot() -> None:
 
 
 @given(graphs())
-@settings(deadline=None)
 def test_compiled_and_interpreted_kernels_agree(graph: Graph) -> None:
     """Every kernel, both ways, on the way to the same schedule."""
     schedule = order(graph)
@@ -171,7 +164,6 @@ def test_order_and_in_place_reuse_are_chosen_together() -> None:
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_without_small_storages_no_step_needs_more(data: st.DataObject) -> None:
     graph = data.draw(graphs())
     order_ = data.draw(schedules(graph)).order

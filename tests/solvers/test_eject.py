@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.instances import planted
@@ -40,7 +40,6 @@ def _fitting(arrays: ProblemArrays, capacity: int) -> bool:
 
 
 @given(problem=problems(), data=st.data())
-@settings(max_examples=40, deadline=None)
 def test_what_is_placed_is_valid_after_any_number_of_turns(problem: Problem, data: st.DataObject) -> None:
     arrays = make_problem_arrays(problem)
     capacity = data.draw(st.integers(problem.max_live, solve(problem, solver="greedy").arena_size))
