@@ -83,10 +83,7 @@ JUDGES: Mapping[str, tuple[str, ...]] = {
     ),
     "memplan/solvers/search/squeaky_wheel.py": ("tests/solvers/test_heuristics.py",),
     "memplan/solvers/search/tree_search.py": ("tests/solvers/test_search_schedule.py",),
-    "memplan/solvers/search/branch_kernel.py": (
-        "tests/solvers/test_branch_kernel.py",
-        "tests/solvers/test_search_kernel.py",
-    ),
+    "memplan/solvers/search/branch_kernel.py": ("tests/solvers/test_search_kernel.py",),
     "memplan/solvers/search/decompose_kernel.py": (
         "tests/solvers/test_decompose_kernel.py",
         "tests/solvers/test_search_kernel.py",

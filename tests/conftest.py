@@ -32,7 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Where a case traces, plans and runs a model, each combination of parameters is too many for the fast tests.
-_ROOMS = ("analysis", "behaviours", "device", "distributed", "evict", "integrations", "parity", "runtime", "trace")
+_ROOMS = (
+    "analysis", "behaviours", "device", "distributed", "evict", "integrations", "parity", "planning", "runtime", "trace",
+)  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by mark

@@ -184,6 +184,7 @@ def test_one_block_rewrites_sums_alone(tmp_path: Path) -> None:
     assert all(map(torch.equal, _step(again, other, 3), _step(compiled, model, 3)))
 
 
+@pytest.mark.slow
 def test_a_budget_takes_sums_in_place_before_blocks() -> None:
     model, few = _made(shifted=False), _tokens()[:2, :4]  # the gradient of the embedding is the largest tensor
 
