@@ -31,10 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("fast" if config.getoption("markexpr") == "not slow" else "all")
 
 
-# Where a case traces, plans and runs a model, each combination of parameters is too many for the fast tests.
-_ROOMS = (
-    "analysis", "behaviours", "device", "distributed", "evict", "integrations", "parity", "planning", "runtime", "trace",
-)  # fmt: skip
+# Rooms whose tests trace, plan and run no models: each combination of parameters is a fast test there.
+_QUICK = ("check", "cli", "core", "report", "schedule", "solvers", "symbolic", "verify")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by mark
@@ -42,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from tests.slow import mark_repetitions
 
     here = Path(__file__).parent
-    mark_repetitions(item for item in items if item.path.relative_to(here).parts[0] in _ROOMS)
+    mark_repetitions(item for item in items if item.path.relative_to(here).parts[0] not in _QUICK)
 
 
 @pytest.fixture(autouse=True, scope="module")
