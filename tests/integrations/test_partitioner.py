@@ -122,6 +122,7 @@ def repeated(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     return model, tuple(torch.cat([x] * TIMES) for x in inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [_blocks, slow(partial(repeated, "vit"))])  # benchmarks/fused.py: the other models
 def test_peak_within_budget(make: Callable[[], tuple[nn.Module, tuple[Any, ...]]]) -> None:
     model, inputs = make()

@@ -148,6 +148,7 @@ def test_a_whole_step_is_divided() -> None:
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_budget_takes_as_few_blocks_as_it_needs_and_says_what_they_would_bring() -> None:
     model = _made(shifted=True)
     plan = memplan.plan(model, _tokens(), kernels="inductor", gradients="safe")
@@ -166,6 +167,7 @@ def test_a_budget_takes_as_few_blocks_as_it_needs_and_says_what_they_would_bring
     assert enough.division is None  # no division without need
 
 
+@pytest.mark.slow
 def test_one_block_rewrites_sums_alone(tmp_path: Path) -> None:
     model = _made(shifted=False)
     twin = copy.deepcopy(model)
