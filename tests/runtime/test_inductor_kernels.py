@@ -230,6 +230,7 @@ def test_a_plan_for_other_kernels_is_refused(block: tuple[Block, memplan.Plan], 
         memplan.compile(model, _tokens(), plan=changed, kernels="inductor", gradients="safe")
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_by_running_kernels_again_with_the_same_bits(block: tuple[Block, memplan.Plan]) -> None:
     model, free = block
     twins = [copy.deepcopy(model) for _ in range(2)]
