@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,3 +77,13 @@ def test_equal_seeds_take_equal_turns() -> None:
         ejection.run(500, WorkBudget(SolverLimits(work=1_000_000)))
         ends.append(ejection.offsets.tolist())
     assert ends[0] == ends[1] != ends[2]
+
+
+@pytest.mark.parametrize(("count", "seed", "density", "work"), [(40, 1, 0.9, 178), (40, 2, 1.0, 372), (60, 1, 0.8, 91)])
+def test_the_work_until_a_fixed_problem_is_placed(count: int, seed: int, density: float, work: int) -> None:
+    """Recorded, and the same on every machine: less is an improvement to record, more is a weaker search."""
+    arrays = make_problem_arrays(planted(count, seed=seed, density=density))
+    piece = instance_of(arrays, arrays.max_offset(1100))
+    budget = WorkBudget(SolverLimits(work=5_000))
+    assert Ejection(piece, 0, Learnt(np.full(arrays.n, -1, np.int64))).run(5_000, budget)
+    assert budget.spent == work

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.baselines.tlsf import class_of_request, size_class
@@ -141,6 +141,7 @@ def test_promotion_stops_with_its_budget_and_improves_on_first_fit() -> None:
     assert not list(squeaky_wheel.rounds(arrays, goal, WorkBudget(SolverLimits(seconds=0.001))))
 
 
+@settings(max_examples=100)
 @given(problem=problems(most=9), data=st.data())
 def test_every_rule_of_the_search_decides_a_capacity_as_cpsat_does(problem: Problem, data: st.DataObject) -> None:
     arrays = make_problem_arrays(problem)
@@ -160,6 +161,7 @@ def test_every_rule_of_the_search_decides_a_capacity_as_cpsat_does(problem: Prob
             _check(problem, arrays, offsets)
 
 
+@settings(max_examples=100)
 @given(seed=st.integers(0, 100_000), n=st.integers(4, 12), moved=st.booleans())
 def test_certain_joins_keep_what_can_be_placed_and_likely_ones_are_valid(seed: int, n: int, moved: bool) -> None:
     problem = planted(n, seed=seed, height=24, steps=10, density=random.Random(seed).choice((1.0, 0.9)))
