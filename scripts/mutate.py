@@ -66,19 +66,14 @@ JUDGES: Mapping[str, tuple[str, ...]] = {
     ),
     "memplan/solvers/baselines.py": ("tests/solvers/test_baselines.py", "tests/solvers/test_skyline_kernel.py"),
     "memplan/solvers/portfolio.py": ("tests/solvers/test_select.py", "tests/solvers/test_faults.py"),
-    "memplan/solvers/capacity_search.py": ("tests/solvers/test_search_schedule.py", "tests/solvers/test_faults.py"),
+    "memplan/solvers/capacity_search.py": ("tests/solvers/test_thresholds.py", "tests/solvers/test_faults.py"),
     "memplan/solvers/solve_at_capacity.py": (
         "tests/solvers/test_solve_at_capacity.py",
         "tests/solvers/test_reduce.py",
     ),
     "memplan/solvers/cpsat_model.py": ("tests/solvers/test_heuristics.py", "tests/solvers/test_interruptible.py"),
-    "memplan/solvers/tree_search.py": (
-        "tests/solvers/test_search_schedule.py",
-        "tests/solvers/test_search_kernel.py",
-        "tests/solvers/test_join_kernel.py",
-    ),
+    "memplan/solvers/tree_search.py": ("tests/solvers/test_thresholds.py", "tests/solvers/test_search_kernel.py"),
     "memplan/solvers/branch_kernel.py": (
-        "tests/solvers/test_branch_kernel.py",
         "tests/solvers/test_state_keys.py",
         "tests/solvers/test_search_kernel.py",
     ),
@@ -279,6 +274,7 @@ def _results(options: argparse.Namespace) -> list[Result]:
         copies = _copies(Path(folder), options.jobs)
         taken = Path(folder, "taken")
         taken.mkdir()
+        os.environ["NUMBA_CACHE_DIR"] = str(Path(folder, "kernels"))
         seconds = _timed(command, copies[0])
         print(f"{module}: {len(chosen)} of {len(everything)} mutants, judged by {' '.join(tests)} ({seconds:.1f} s)")
         limit = max(_SLACK * seconds, _LEAST_SECONDS)

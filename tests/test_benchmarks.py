@@ -20,6 +20,8 @@ from benchmarks.step_memory import row as step_memory_row
 from benchmarks.streamed import main as streamed
 from benchmarks.zoo import ZOO
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 7, 31, 100, 1000, 10**6])
 def test_the_largest_batch_is_found_to_three_percent(limit: int) -> None:

@@ -12,6 +12,8 @@ from memplan.core.problem import Buffer, Problem, Solution, Status
 from memplan.core.validate import validate
 from tests.report.browser import CHROMIUM, DRIVER, MISSING
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_buffers_overlap_nowhere() -> None:
     picture = made_up(3000)

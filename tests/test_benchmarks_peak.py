@@ -145,6 +145,7 @@ def test_spans_that_overlap_count_once() -> None:
     assert covered([]) == 0
 
 
+@pytest.mark.slow
 def test_the_high_water_mark_is_reset_before_each_step() -> None:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the high-water mark can be reset on Linux alone")
@@ -170,6 +171,7 @@ def test_blocks_are_members_of_the_longest_container() -> None:
         checkpoint_blocks(nn.Linear(2, 2))
 
 
+@pytest.mark.slow
 def test_checkpoints_of_the_two_traversals_lower_the_peak() -> None:
     def growth(checkpointed: bool) -> int:
         model, inputs = EXTRAS["two_traversals"]("nano")
@@ -180,6 +182,7 @@ def test_checkpoints_of_the_two_traversals_lower_the_peak() -> None:
     assert growth(checkpointed=True) < growth(checkpointed=False) * 2 / 3
 
 
+@pytest.mark.slow
 def test_the_command_line_writes_a_table(tmp_path: Path) -> None:
     arguments = ["--models", "mlp", "--size", "nano", "--contenders", "eager,memplan", "--rounds", "1"]
     assert main([*arguments, "--directory", str(tmp_path)]) == 0
@@ -190,6 +193,7 @@ def test_the_command_line_writes_a_table(tmp_path: Path) -> None:
     assert planned["standing_mb"] > eager["standing_mb"]  # the arena
 
 
+@pytest.mark.slow
 def test_broken_promises_are_named_below_the_table() -> None:
     eager: Row = {"model": "m", "contender": "eager", "peak": 100, "resident": 100, "ms": 1.0}
     kept: Row = {"model": "m", "contender": "memplan", "peak": 90, "total": 90, "limit": 90}
@@ -205,6 +209,7 @@ def test_broken_promises_are_named_below_the_table() -> None:
     assert summary(rows[:2])[2].startswith("- memplan: 0.900 by memory events (0.900 to 0.900), above eager for 0 of 1")
 
 
+@pytest.mark.slow
 def test_checkpointed_models_and_whole_steps_are_held_against_their_own_kind_of_eager() -> None:
     def row(contender: str, peak: int, reference: int) -> Row:
         return row_of({"model": "m", "contender": contender, "peak": peak}, {"peak": reference})
@@ -222,6 +227,7 @@ def test_checkpointed_models_and_whole_steps_are_held_against_their_own_kind_of_
     ]
 
 
+@pytest.mark.slow
 def test_a_table_is_continued_and_rows_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
     peaks = {"eager": 200, "memplan": 150}

@@ -12,6 +12,8 @@ from benchmarks import solver_traces
 from benchmarks.instances import LIVES, mixed_lives
 from benchmarks.iopddl import graphs, of_nodes, read
 
+pytestmark = pytest.mark.slow
+
 # A graph in the contest's format: a node that lives for no step there is alive at one here.
 NODES = {"intervals": [[0, 4], [2, 2], [4, 6]], "usages": [[7], [3, 9, 5], [1, 2]]}
 

@@ -112,6 +112,7 @@ def python(tmp_path: Path) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_what_needs_no_torch_works_and_the_rest_says_what_to_install(python: Path, tmp_path: Path) -> None:
     folder = tmp_path / "work"
     folder.mkdir()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from memplan.analysis.buffers import alive_at, last_use, next_use, touches
@@ -44,7 +44,6 @@ def test_a_step_that_does_not_exist_is_bad_input() -> None:
 
 
 @given(plans(), st.data())
-@settings(deadline=None, max_examples=100)
 def test_everything_that_is_alive_is_explained(plan: Plan, data: st.DataObject) -> None:
     assume(plan.schedule.order)
     step = data.draw(st.integers(0, len(plan.schedule.order) - 1))
@@ -97,7 +96,6 @@ def test_what_waits_for_the_backward_can_be_evicted() -> None:
 
 
 @given(plans())
-@settings(deadline=None, max_examples=100)
 def test_no_lever_promises_more_than_there_is(plan: Plan) -> None:
     for lever in levers(plan):
         assert 0 <= lever.saves <= max(plan.max_live, plan.arena_size)
@@ -112,7 +110,6 @@ def test_no_lever_promises_more_than_there_is(plan: Plan) -> None:
 
 
 @given(plans())
-@settings(deadline=None, max_examples=50)
 def test_a_plan_does_not_differ_from_itself(plan: Plan) -> None:
     found = diff(plan, plan)
     assert found.same
@@ -121,7 +118,6 @@ def test_a_plan_does_not_differ_from_itself(plan: Plan) -> None:
 
 
 @given(plans(), plans())
-@settings(deadline=None, max_examples=100)
 def test_every_buffer_is_matched_once_or_came_or_went(one: Plan, two: Plan) -> None:
     found, back = diff(one, two), diff(two, one)
     assert sum(row.delta for row in found.rows) == two.max_live - one.max_live
@@ -169,6 +165,7 @@ def test_no_advice_to_evict_what_is_evicted(policy: str) -> None:
     assert "recomputing or offloading them saves" in _advised(deep_plan(), deep_plan().problem.peak_step)
 
 
+@pytest.mark.slow
 def test_what_a_budget_keeps_can_be_evicted_too() -> None:
     plan = deep_plan("recompute")
     text = _advised(plan, plan.problem.peak_step)

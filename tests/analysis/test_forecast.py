@@ -6,7 +6,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from memplan.analysis.forecast import Forecast, Residence
 from memplan.core.evictions import OFFLOAD_WAIT, RELOAD, TRANSFERS, Action
@@ -69,7 +69,6 @@ def _check(plan: Plan) -> None:
                 assert buffer.live.is_alive_at_step(step)
 
 
-@settings(max_examples=60, deadline=None)
 @given(plans())
 def test_what_an_op_touches_is_there(plan: Plan) -> None:
     _check(plan)
@@ -109,6 +108,7 @@ def test_evicted_is_what_the_plan_evicts(model: str) -> None:
         assert len(absences) == gone
 
 
+@pytest.mark.slow
 def test_streamed_parameters_are_on_the_host_between_their_uses() -> None:
     plan = streamed_plan(traced_nano("mlp"))
     _check(plan)

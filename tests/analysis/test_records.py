@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from memplan.core.plan import Plan
 from tests.graph_strategies import plans
 from tests.samples import sample_plan
 
 
-@settings(max_examples=60, deadline=None)
 @given(plans())
 def test_there_is_a_row_for_each_buffer(plan: Plan) -> None:
     rows = plan.to_records()

@@ -98,7 +98,7 @@ def _captured(rows: int) -> Any:
     return capture(Masked(), args, {}, train=True)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(rows=st.integers(1, 5), seed=st.integers(0, 999), share=st.floats(0, 1))
 def test_P9_any_mask_comes_back(rows: int, seed: int, share: float) -> None:  # noqa: N802
     captured = _captured(rows)

@@ -230,7 +230,7 @@ def _example(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 33, (3, 7), generator=generator)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(name=st.sampled_from(sorted(LOSSES)), blocks=st.integers(2, 25), seed=st.integers(0, 99))
 def test_T11_any_number_of_blocks_gives_the_same_bits(name: str, blocks: int, seed: int) -> None:  # noqa: N802
     one = _captured(name)
@@ -238,7 +238,7 @@ def test_T11_any_number_of_blocks_gives_the_same_bits(name: str, blocks: int, se
     assert _same(one.run(*args), _divided(one, Division(blocks=blocks, over=0)).run(*args))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(name=st.sampled_from(sorted(LOSSES)), blocks=st.integers(2, 25), seed=st.integers(0, 99))
 def test_T11_any_number_of_blocks_with_sums_is_close(name: str, blocks: int, seed: int) -> None:  # noqa: N802
     one = _captured(name)

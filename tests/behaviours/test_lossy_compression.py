@@ -64,7 +64,7 @@ def _groups(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     shape=st.sampled_from([(8, 64), (12, 50), (4, 256), (3, 200)]),
     seed=st.integers(0, 999),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import solve
@@ -32,7 +32,6 @@ def test_C3_each_buffer_joins_the_compatible_partition_with_the_largest_total() 
 
 
 @given(problem=problems(aligned=False))
-@settings(max_examples=60, deadline=None)
 def test_C3_the_arena_is_the_sum_of_the_partitions_maxima(problem: Problem) -> None:  # noqa: N802
     groups = partitions(problem)
     for group in groups:

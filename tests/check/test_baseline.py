@@ -38,7 +38,6 @@ def test_layers_of_one_kind_share_a_row(module: str, row: str) -> None:
 
 
 @given(plans())
-@settings(deadline=None, max_examples=50)
 def test_rows_hold_all_that_is_alive(plan: Plan) -> None:
     alive = alive_at(plan, plan.problem.peak_step)
     rows = grouped(alive)
@@ -48,7 +47,6 @@ def test_rows_hold_all_that_is_alive(plan: Plan) -> None:
 
 
 @given(plans(), plans())
-@settings(deadline=None, max_examples=50)
 def test_growths_add_up_to_the_difference(one: Plan, two: Plan) -> None:
     rows = growths(figures_of(one).peak, figures_of(two).peak)
     assert sum(row.delta for row in rows) == two.max_live - one.max_live
@@ -56,7 +54,6 @@ def test_growths_add_up_to_the_difference(one: Plan, two: Plan) -> None:
 
 
 @given(plans(), plans(), st.sampled_from(["arena", "peak", "outside", "total"]))
-@settings(deadline=None, max_examples=100)
 def test_what_grew_explains_the_growth_to_the_byte(one: Plan, two: Plan, figure: str) -> None:
     before, after = figures_of(one), figures_of(two)
     (finding,) = check(two, [parse_rule(f"{figure}:+0")], before).findings
@@ -80,7 +77,7 @@ def test_growth_without_a_baseline_is_bad_input() -> None:
 
 
 @given(st.dictionaries(st.text(max_size=9).filter(lambda t: t.isprintable()), plans(), max_size=3))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_what_is_written_is_read_equal(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Plan]) -> None:
     path = tmp_path_factory.mktemp("baseline") / "b.json"
     figures = {name: figures_of(plan) for name, plan in models.items()}

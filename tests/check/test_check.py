@@ -4,7 +4,7 @@ import dataclasses
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.analysis.rows import Figures, Group, figures_of
@@ -91,7 +91,6 @@ def test_an_exceeded_size_never_reads_like_its_limit(arena: int, limit: int) -> 
 
 
 @given(plans(), st.integers(0, 2000), st.floats(0, 1), st.integers(0, 2000))
-@settings(deadline=None)
 def test_a_verdict_is_ok_exactly_when_every_limit_is_kept(plan: Plan, arena: int, share: float, outside: int) -> None:
     limit = Fraction(f"{share:.19f}")
     verdict = _check(plan, f"arena:{arena}", f"fragmentation:{share:.19f}", f"outside:{outside}")

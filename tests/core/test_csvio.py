@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from memplan.core.csvio import parse_problem, read_problem, write_solution
 from memplan.core.files import write_atomic
@@ -59,7 +59,7 @@ def test_duplicate_ids_and_missing_files(tmp_path: Path) -> None:
 
 
 @given(problem=problems())
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 def test_what_is_written_reads_back_with_its_offsets(tmp_path: Path, problem: Problem) -> None:
     path = tmp_path / "out.csv"
     solution = solve(problem)

@@ -7,7 +7,7 @@ from typing import Any
 
 import networkx as nx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Origin, Phase, StorageKind, Value, check_graph, require_same
@@ -44,7 +44,6 @@ def test_only_ops_that_are_not_direct_have_functional_bytes() -> None:
 
 
 @given(graphs())
-@settings(deadline=None)
 def test_random_graphs_are_graphs(graph: Graph) -> None:
     check_graph(graph)
     assert graph.forward_ops == sum(op.phase is Phase.FORWARD for op in graph.ops)
@@ -52,7 +51,6 @@ def test_random_graphs_are_graphs(graph: Graph) -> None:
 
 
 @given(graphs())
-@settings(deadline=None)
 def test_names_of_files_do_not_change_the_fingerprint(graph: Graph) -> None:
     moved = tuple(dataclasses.replace(op, origin=Origin(source="elsewhere.py:1")) for op in graph.ops)
     assert dataclasses.replace(graph, ops=moved).fingerprint == graph.fingerprint
@@ -112,7 +110,6 @@ def test_outputs_and_gradients_must_be_values() -> None:
 
 
 @given(graphs())
-@settings(deadline=None)
 def test_the_networkx_graph_has_every_dependency_and_no_other(graph: Graph) -> None:
     made = graph.to_networkx()
     assert [made.nodes[i]["name"] for i in range(len(graph.ops))] == [op.name for op in graph.ops]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import networkx as nx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, SEND, TRANSFERS
@@ -188,14 +188,12 @@ def _conflict(plan: Plan, graph: Graph, one: _Used, two: _Used) -> bool:
     return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] and (a[3] or b[3]) for a, b in pairs)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_races_are_those_of_the_transitive_closure(data: st.DataObject) -> None:
     workload = workload_of(data.draw(graphs(max_ops=10)))
     _check(data, _plan(apply(workload, everything(workload)).graph))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_races_between_several_devices_too(data: st.DataObject) -> None:
     workload = replace(workload_of(data.draw(graphs(max_ops=8)), host_resident=True), device=DEVICES[0])

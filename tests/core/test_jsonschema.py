@@ -10,7 +10,7 @@ from typing import Any
 
 import fastjsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from memplan.core.plan import Plan
 from memplan.planning import planfile
@@ -31,7 +31,6 @@ def schema_text() -> str:
 
 
 @given(plans())
-@settings(deadline=None, max_examples=50)
 def test_what_is_written_keeps_the_schema(plan: Plan) -> None:
     valid(json.loads(planfile.to_text(plan)))
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.core import lifetimes
@@ -15,7 +15,6 @@ from tests.samples import sample_graph
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_max_live_is_the_schedules_when_nothing_is_aligned(data: st.DataObject) -> None:
     graph = data.draw(graphs())
     schedule = data.draw(schedules(graph))
@@ -27,7 +26,6 @@ def test_max_live_is_the_schedules_when_nothing_is_aligned(data: st.DataObject) 
 
 
 @given(st.data(), st.sampled_from([1, 8, 64, 512]), st.integers(0, 2))
-@settings(deadline=None)
 def test_sizes_are_aligned_and_hold_their_bytes(data: st.DataObject, alignment: int, redzones: int) -> None:
     graph = data.draw(graphs())
     problem = lifetimes.problem(graph, traced(graph), alignment=alignment, redzone=redzones * alignment)
@@ -39,7 +37,6 @@ def test_sizes_are_aligned_and_hold_their_bytes(data: st.DataObject, alignment: 
 
 
 @given(graphs())
-@settings(deadline=None)
 def test_every_planned_storage_that_is_used_is_a_buffer(graph: Graph) -> None:
     lies = placed(graph, range(len(graph.ops)))
     used = {s for op in graph.ops for s in lies.touched(op)}

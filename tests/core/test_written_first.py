@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from memplan.core import lifetimes
@@ -34,14 +34,12 @@ def _scheduled(graph: Graph) -> ScheduledGraph:
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_every_legal_order_is_accepted(data: st.DataObject) -> None:
     graph = data.draw(graphs())
     require_written_first(graph, data.draw(schedules(graph)).order)
 
 
 @given(st.data(), st.booleans())
-@settings(deadline=None)
 def test_a_writer_that_comes_after_a_reader_or_never_is_refused(data: st.DataObject, dropped: bool) -> None:
     graph = data.draw(graphs())
     order = list(data.draw(schedules(graph)).order)
@@ -65,7 +63,6 @@ def test_a_writer_that_comes_after_a_reader_or_never_is_refused(data: st.DataObj
 
 
 @given(st.data(), st.booleans())
-@settings(deadline=None)
 def test_a_result_that_the_forward_does_not_write_is_refused(data: st.DataObject, dropped: bool) -> None:
     graph = data.draw(graphs())
     order = list(data.draw(schedules(graph)).order)

@@ -13,6 +13,7 @@ import torch
 from benchmarks.preloaded import start
 from tests.device.late import build, missing_compiler
 from tests.device.scenarios import SCENARIOS
+from tests.slow import slow
 
 ROOT = Path(__file__).parents[2]
 MISSING = missing_compiler()
@@ -24,22 +25,25 @@ def library() -> Path:
     return build(ROOT / "build" / "late_device")
 
 
-def _run(library: Path, name: str, folder: Path) -> tuple[int | None, str]:
+def _run(library: Path, name: str, folder: Path, seeds: int = 1) -> tuple[int | None, str]:
     """Run a scenario in a process of its own; returns its exit status and what it wrote."""
     log = folder / "scenario.log"
-    process = start("tests.device.scenarios", [str(library), name], log=log, folder=ROOT)
+    process = start("tests.device.scenarios", [str(library), name, str(seeds)], log=log, folder=ROOT)
     process.join(300)
     process.kill()
     process.join()
     return process.exitcode, log.read_text(errors="replace")
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "host reads"])
-def test_every_order_of_queued_work_gives_the_bits_of_eager(library: Path, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seeds", [1, slow(4)])
+@pytest.mark.parametrize("name", [slow(name) if "vit" in name else name for name in SCENARIOS if name != "host reads"])
+def test_every_order_of_queued_work_gives_the_bits_of_eager(
+    library: Path, name: str, seeds: int, tmp_path: Path
+) -> None:
     recording = name in ("captured", "recorded", "refused while captured")
     if recording and not hasattr(torch.accelerator, "Graph"):
         pytest.skip("torch.accelerator.Graph is of torch 2.12 and newer")
-    status, said = _run(library, name, tmp_path)
+    status, said = _run(library, name, tmp_path, seeds)
     assert status == 0, said[-2000:]
     found: dict[str, Any] = json.loads([line for line in said.splitlines() if line.startswith("{")][-1])
     assert not found.pop("wrong", [])

@@ -26,6 +26,7 @@ def test_two_ranks_have_the_bits_of_torchs_tensor_parallelism() -> None:
     assert sequence["again"] == 0, "what other ranks take part in never runs twice"
 
 
+@pytest.mark.slow
 def test_four_ranks_have_the_bits_of_torchs_two_dimensions() -> None:
     """FSDP2 divides the parts of tensor parallelism again: they are gathered among other ranks than they are used."""
     found = _alike("placed_on_four", ranks=4)
@@ -36,6 +37,7 @@ def test_four_ranks_have_the_bits_of_torchs_two_dimensions() -> None:
     assert found["min"]["arena"] < found["whole"]["arena"]
 
 
+@pytest.mark.slow
 def test_the_backend_trains_what_torchs_compiler_trains() -> None:
     """Collectives whose results arrive later are in the graphs that dynamo hands over; what is not planned is eager."""
     for losses in launch("behind_the_backend", ranks=2, module=_SCENARIOS).results:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.core.evictions import RNG_STATE_BYTES
@@ -56,7 +56,6 @@ def _starts(events: Events) -> dict[tuple[int, int], int]:
     return found
 
 
-@settings(deadline=None, max_examples=60)
 @given(graph=graphs(), extra=st.floats(0, 1), lead=st.floats(0, 10))
 def test_reloads_come_earlier_within_the_budget_and_never_later(graph: Graph, extra: float, lead: float) -> None:
     workload = workload_of(graph, costs=replace(FAST_LINK, to_host=_SLOW, to_device=_SLOW))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from memplan.core.graph import Graph
 from memplan.errors import BudgetInfeasible
@@ -39,9 +39,7 @@ def _within(graph: Graph, share: float) -> Workload:
     return workload.within(int(measure(workload, workload.plain).peak * share))
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25)
 @given(graph=graphs(max_ops=10))
 def test_events_are_valid_repeatable_and_no_slower_than_dtr(graph: Graph, by_classes: None) -> None:
     workload = workload_of(graph)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.core.graph import Graph
@@ -38,7 +38,6 @@ def _everything(workload: Workload) -> Iterator[Events]:
         yield tuple(events)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(graphs(max_ops=5), st.floats(0, 1))
 def test_recompute_never_claims_more_than_trying_everything_finds(graph: Graph, share: float) -> None:
     workload = workload_of(graph)

@@ -7,7 +7,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import zoo
@@ -28,8 +28,7 @@ _SLOW = {"auto", "recompute"}
 _WORK = 200_000  # ops measured: 20,000 changes of a step with at most ten ops
 _SHORT = partial(recompute, work=_WORK)
 _SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.0)  # of what the step needs without eviction; 0.0: the floor
-_PLAIN = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-_FEW = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+_FEW = settings(max_examples=15)
 
 
 @cache
@@ -60,7 +59,6 @@ def _fitted(graph: Graph, workload: Workload, policy: Policy) -> Events | None:
     return events
 
 
-@_PLAIN
 @given(st.data(), st.sampled_from(sorted(POLICIES.keys() - _SLOW)))
 def test_within_the_budget_and_equal_to_the_traced_step(data: st.DataObject, name: str) -> None:
     graph = data.draw(graphs(max_ops=12))
@@ -91,7 +89,6 @@ def test_models_of_the_zoo(model: str, name: str, host_resident: bool) -> None:
         _fitted(graph, _at(workload, share), fit_policy(name))
 
 
-@_PLAIN
 @given(graphs(max_ops=12), st.booleans(), st.sampled_from([1, 64]))
 def test_genoa_needs_the_floor(graph: Graph, host_resident: bool, alignment: int) -> None:
     workload = workload_of(graph, alignment=alignment, host_resident=host_resident)
@@ -104,7 +101,6 @@ def test_genoa_needs_the_floor(graph: Graph, host_resident: bool, alignment: int
         assert raised.value.smallest == least
 
 
-@_PLAIN
 @given(graphs(max_ops=12), st.booleans(), st.floats(0, 1))
 def test_flow_is_never_slower_than_genoa_and_needs_no_more(graph: Graph, host_resident: bool, share: float) -> None:
     workload = _at(workload_of(graph, host_resident=host_resident), share)
@@ -112,7 +108,6 @@ def test_flow_is_never_slower_than_genoa_and_needs_no_more(graph: Graph, host_re
     assert measure(workload, flow(workload)).seconds <= measure(workload, genoa(workload)).seconds
 
 
-@_PLAIN
 @given(graphs(max_ops=12), st.sampled_from([h_dtr, h_ahead, lambda c: c.storage]))
 def test_dtr_takes_any_heuristic(graph: Graph, heuristic: Heuristic) -> None:
     workload = _at(workload_of(graph), 0.6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from memplan.core.graph import Graph
 from memplan.errors import BudgetInfeasible
@@ -19,7 +19,7 @@ from tests.graph_strategies import graphs
 from tests.models import traced_nano
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10)
 @given(graphs(max_ops=10))
 def test_never_slower_than_dtr(graph: Graph) -> None:
     workload = workload_of(graph)

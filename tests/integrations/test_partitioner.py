@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -122,6 +122,7 @@ def repeated(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     return model, tuple(torch.cat([x] * TIMES) for x in inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [_blocks, slow(partial(repeated, "vit"))])  # benchmarks/fused.py: the other models
 def test_peak_within_budget(make: Callable[[], tuple[nn.Module, tuple[Any, ...]]]) -> None:
     model, inputs = make()
@@ -157,6 +158,7 @@ def test_bits_are_those_of_inductor_with_the_same_tags(monkeypatch: pytest.Monke
     assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fallback_random", [False, slow(True)])
 def test_masks_are_the_same_in_forward_and_backward(fallback_random: bool) -> None:
     class Masked(nn.Module):
@@ -182,6 +184,7 @@ def test_masks_are_the_same_in_forward_and_backward(fallback_random: bool) -> No
     assert len(partitioner.tried) > 1, "the budget needs something to be computed again"
 
 
+@pytest.mark.slow
 def test_enough_room_leaves_the_partition_as_it_is() -> None:
     model, x = Blocks(count=1), torch.randn(64, 32)
     partitioner = memplan.partitioner(budget="1GiB")
@@ -262,7 +265,6 @@ def test_any_budget_is_kept_or_refused_after_few_questions(
     high=st.integers(0, 10**12),
     answers=st.data(),
 )
-@settings(max_examples=300, deadline=None)
 def test_a_search_ends_whatever_the_policy_answers(limit: int, aim: int, high: int, answers: st.DataObject) -> None:
     kept, lowered, asked = st.none() | st.sampled_from("abcdef"), list[str](), list[int]()
 
@@ -281,6 +283,7 @@ def test_a_search_ends_whatever_the_policy_answers(limit: int, aim: int, high: i
     assert len(set(lowered)) == len(lowered) < COMPILATIONS
 
 
+@pytest.mark.slow
 def test_reserve_counts() -> None:
     model, x = Blocks(), torch.randn(64, 32)
     with pytest.raises(BudgetInfeasible):

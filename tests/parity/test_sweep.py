@@ -1,4 +1,4 @@
-"""A fixed part of the sweep (one case of 500), and what happens when a worker does not come back."""
+"""A fixed part of the sweep (one case of 1000), and what happens when a worker does not come back."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from tests.parity.verdicts import Result, Verdict
 from tests.slow import slow
 
 
-@pytest.mark.parametrize("every", [500, slow(250)])
+@pytest.mark.parametrize("every", [1000, slow(250)])
 def test_a_fixed_part(every: int) -> None:
     verdicts = list(sweep(Selection(every=every)))
-    assert sum(v.result is Result.PASSED for v in verdicts) > 10  # the databases were found, and most of it passes
+    assert len(verdicts) > 10, "the databases were found"
+    assert sum(v.result is Result.PASSED for v in verdicts) > len(verdicts) // 2
     found = refusals.findings(verdicts, refusals.expected(), refusals.expected(refusals.ROUNDINGS))
     assert not found, "\n".join(found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Phase, StorageKind
@@ -45,7 +45,6 @@ def _dropout(mask: int) -> Graph:
     return b.graph(gradients=(kept,))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     graphs().flatmap(lambda g: st.tuples(st.just(g), schedules(g))),
     st.sampled_from(["auto", "recompute", "flow"]),

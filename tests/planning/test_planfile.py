@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from memplan.check.check import check, parse_rule
 from memplan.core.plan import SCHEMA_VERSION, Plan
@@ -47,7 +47,6 @@ def path(tmp_path: Path) -> Path:
 
 
 @given(plans())
-@settings(deadline=None)
 def test_what_is_saved_is_loaded_equal(plan: Plan) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "plan.json")

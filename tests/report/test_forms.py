@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -95,7 +95,6 @@ def test_on_an_accelerator_the_report_says_what_no_plan_knows() -> None:
 
 
 @given(plans())
-@settings(deadline=None, max_examples=50)
 def test_every_form_exists_for_every_plan(plan: Plan) -> None:
     report = plan.report()
     assert _drawn(plan, 80)

@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.core.plan import Plan
@@ -49,7 +49,6 @@ def test_columns_come_back(plain: list[int], steps: list[int]) -> None:
 
 
 @given(plans())
-@settings(deadline=None, max_examples=50)
 def test_every_plan_comes_back_whole(plan: Plan) -> None:
     picture = picture_of_plan(plan)
     data = page_data(picture)

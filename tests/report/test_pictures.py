@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ET
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from memplan.core.plan import Plan
 from memplan.core.problem import Buffer, Interval, Problem
@@ -38,7 +38,6 @@ def _evicted() -> Picture:
 
 
 @given(plans())
-@settings(deadline=None, max_examples=50)
 def test_every_picture_exists_for_every_plan(plan: Plan) -> None:
     picture = picture_of_plan(plan)
     assert len(picture.blocks) == len(plan.problem.buffers)
@@ -162,7 +161,6 @@ def test_ticks_are_few_and_within(most: int) -> None:
 
 
 @given(plans())
-@settings(deadline=None, max_examples=50)
 def test_trace_events_hold_every_op_and_balance(plan: Plan) -> None:
     events = trace_events(picture_of_plan(plan))["traceEvents"]
     ops = [e for e in events if e["ph"] == "X"]
@@ -173,7 +171,6 @@ def test_trace_events_hold_every_op_and_balance(plan: Plan) -> None:
 
 
 @given(plans())
-@settings(deadline=None, max_examples=50)
 def test_the_snapshot_replays_to_max_live_without_overlap(plan: Plan) -> None:
     live: dict[int, int] = {}
     most = 0

@@ -6,7 +6,7 @@ import dataclasses
 import xml.etree.ElementTree as ET
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
@@ -16,7 +16,6 @@ from tests.graph_strategies import plans
 from tests.samples import sample_plan
 
 
-@settings(max_examples=60, deadline=None)
 @given(plans())
 def test_every_plan_is_printed_with_every_part_of_its_total(plan: Plan) -> None:
     report = plan.report()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from memplan.core.plan import Plan
 from memplan.report.lines import memory_lines, verdict
@@ -49,7 +49,6 @@ def test_what_libraries_keep_on_a_device_is_said_not_to_be_known() -> None:
 
 
 @given(plans())
-@settings(deadline=None)
 def test_nothing_is_left_out_of_the_total(plan: Plan) -> None:
     report = make_report(plan)
     assert report.total == plan.total == report.arena_size + report.outside_total
@@ -60,7 +59,6 @@ def test_nothing_is_left_out_of_the_total(plan: Plan) -> None:
 
 
 @given(plans())
-@settings(deadline=None)
 def test_the_peak_and_the_largest_are_those_of_the_problem(plan: Plan) -> None:
     report = make_report(plan)
     assert len(report.largest) == min(LARGEST, report.buffers)
@@ -75,7 +73,6 @@ def test_the_peak_and_the_largest_are_those_of_the_problem(plan: Plan) -> None:
 
 
 @given(plans())
-@settings(deadline=None)
 def test_functional_bytes_add_up(plan: Plan) -> None:
     report = make_report(plan)
     assert sum(row.bytes for row in report.functional) == sum(plan.graph.functional_bytes(op) for op in plan.graph.ops)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from memplan.core.plan import Plan
 from memplan.core.problem import Buffer, Interval, Problem
@@ -50,7 +50,6 @@ def test_a_plan_prints_its_table() -> None:
 
 
 @given(plans())
-@settings(deadline=None, max_examples=50)
 def test_c6_every_buffer_stands_in_its_partition_at_every_step(plan: Plan) -> None:
     problem = plan.problem
     columns = partitions(problem)

@@ -39,7 +39,7 @@ def _within(compiled: CompiledModule, tensor: torch.Tensor) -> bool:
     return bool(memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + memory.numel())
 
 
-@pytest.mark.parametrize("name", ["mlp", "shared", slow("gpt2"), slow("vit"), "resnet", slow("t5")])
+@pytest.mark.parametrize("name", [slow("mlp"), "shared", slow("gpt2"), slow("vit"), "resnet", slow("t5")])
 def test_same_gradients_as_when_they_are_handed_out(name: str) -> None:
     model, inputs = shared_or_nano(name)
     other = copy.deepcopy(model)
@@ -90,7 +90,7 @@ def test_gradients_lie_in_the_arena_and_the_plan_counts_them_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["shared", slow("gpt2"), slow("vit"), slow("convnext"), "resnet", slow("unet"), "lstm"]
+    "name", ["shared", slow("gpt2"), slow("vit"), slow("convnext"), "resnet", slow("unet"), slow("lstm")]
 )
 def test_never_more_bytes_in_all_than_outside(name: str) -> None:
     model, inputs = shared_or_nano(name)

@@ -14,7 +14,7 @@ from tests.slow import slow
 from tests.steps import outcomes_of, same_outcomes, under_autocast
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2", slow("swin"), "lstm"])
+@pytest.mark.parametrize("name", [slow("mlp"), "gpt2", slow("swin"), "lstm"])
 def test_the_zoo_is_eagers_bits(name: str) -> None:
     torch.manual_seed(0)
     model, inputs = ZOO[name]("nano")

@@ -20,6 +20,7 @@ from memplan.errors import InvalidPlan, StaleActivationsError, UnsupportedGraph
 from memplan.evict.costs import DEVICES
 from memplan.trace import trace
 from memplan.trace.capture.joint_graph import capture
+from tests.slow import slow
 
 # dynamo makes an object of the function's class to look at it
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -225,7 +226,7 @@ def test_torchs_own_budget_counts_the_writes_of_the_backward() -> None:
     assert point.peak > 0
 
 
-@pytest.mark.parametrize("name", ["layers", "shared", "returned, first"])
+@pytest.mark.parametrize("name", ["layers", slow("shared"), slow("returned, first")])
 def test_inductors_kernels_give_the_bits_of_torchs_inductor(name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()

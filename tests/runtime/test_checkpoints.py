@@ -152,6 +152,7 @@ def test_random_numbers_are_drawn_again_with_eagers_bits(draws: str, tmp_path: A
     assert all(map(torch.equal, _step(again), _step(model)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("draws", "sanitize"), [("dropout", "redzone"), slow("randn_like", "poison")])
 def test_random_numbers_under_budgets_from_all_to_the_least(draws: str, sanitize: Any) -> None:
     model, cheap = Net(_PLAIN, draws=draws), replace(DEVICES["cpu"], draw=0.0)  # numbers that are drawn again
@@ -236,6 +237,7 @@ def test_transformers_gradient_checkpointing(dropout: float) -> None:
     _follows_transformers(model, 0.7)
 
 
+@pytest.mark.slow
 def test_transformers_gradient_checkpointing_with_dropout() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -301,6 +303,7 @@ def test_where_checkpoints_are_not_followed_the_log_says_so(caplog: pytest.LogCa
     assert re.search("activation checkpoints .*are not followed", caplog.text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [slow(0.0), 0.3])
 def test_with_dynamic_shapes_no_more_is_kept(dropout: float, tmp_path: Path) -> None:
     shapes = {"x": {0: torch.export.Dim("rows", min=2, max=256)}}
@@ -352,6 +355,7 @@ def test_other_options_beside_checkpoints(options: dict[str, Any]) -> None:
     assert compiled.plan.eviction is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [slow(0.0), 0.3])
 def test_a_hint_needs_no_more_bytes_and_no_more_time(dropout: float) -> None:
     model = Net(dropout=dropout)

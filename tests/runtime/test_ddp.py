@@ -74,6 +74,7 @@ def _run(main: Callable[..., None], *args: Any) -> None:
     multiprocessing.spawn(main, args=args, nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_with_the_model_itself(tmp_path: Path) -> None:
     _run(_rank, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]

@@ -98,6 +98,7 @@ def test_a_model_with_graph_breaks_compiles_to_several_graphs_of_generated_kerne
     assert any(op.target.startswith("inductor.cpp_fused_") for op in compiled.plan.graph.ops)
 
 
+@pytest.mark.slow
 def test_a_whole_step_with_graph_breaks_has_the_bits_of_torch_compile_and_the_optimizer() -> None:
     model = _model()
     twin = copy.deepcopy(model)

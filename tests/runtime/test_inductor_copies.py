@@ -85,7 +85,7 @@ def _offloads(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize("late", [slow(False), True])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [slow(name) if "attention" in name else name for name in KINDS])
 def test_everything_goes_to_the_host_and_comes_back(name: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin, x = _made(name)
     traced = capture_call(model, x, kernels="inductor").first()
@@ -103,6 +103,7 @@ def test_everything_goes_to_the_host_and_comes_back(name: str, late: bool, monke
     assert _same(_steps(compiled, model, x), _steps(reference, twin, x))
 
 
+@pytest.mark.slow
 def test_the_memory_of_the_host_has_a_budget_too() -> None:
     model, twin, x = _made("dropout and attention")
     budgets: dict[str, Any] = {"arena_budget": 0.7, "policy": QUICK, "costs": FAST_LINK}
@@ -129,6 +130,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
+@pytest.mark.slow
 def test_a_whole_step_copies_to_the_host() -> None:
     model, twin, x = _made("dropout and attention")
     options: dict[str, Any] = {"arena_budget": 0.7, "policy": QUICK, "costs": FAST_LINK, "sanitize": "poison"}
@@ -151,6 +153,7 @@ def test_a_whole_step_copies_to_the_host() -> None:
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
 
 
+@pytest.mark.slow
 def test_graphs_of_a_backend_copy_to_the_host() -> None:
     model, twin, x = _made("dropout and attention")
     backend = memplan.Backend(kernels="inductor", arena_budget=0.7, policy=QUICK, costs=FAST_LINK, sanitize="poison")

@@ -77,6 +77,7 @@ def _logits(rows: int = 96) -> int:
     return 4 * WIDE * rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"shifted": True}, slow({"shifted": False, "bias": True})])
 def test_blocks_lower_what_is_needed_and_compute_the_same(options: dict[str, bool], tmp_path: Path) -> None:
     model = _made(**options)
@@ -147,6 +148,7 @@ def test_a_whole_step_is_divided() -> None:
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_budget_takes_as_few_blocks_as_it_needs_and_says_what_they_would_bring() -> None:
     model = _made(shifted=True)
     plan = memplan.plan(model, _tokens(), kernels="inductor", gradients="safe")
@@ -165,6 +167,7 @@ def test_a_budget_takes_as_few_blocks_as_it_needs_and_says_what_they_would_bring
     assert enough.division is None  # no division without need
 
 
+@pytest.mark.slow
 def test_one_block_rewrites_sums_alone(tmp_path: Path) -> None:
     model = _made(shifted=False)
     twin = copy.deepcopy(model)
@@ -183,6 +186,7 @@ def test_one_block_rewrites_sums_alone(tmp_path: Path) -> None:
     assert all(map(torch.equal, _step(again, other, 3), _step(compiled, model, 3)))
 
 
+@pytest.mark.slow
 def test_a_budget_takes_sums_in_place_before_blocks() -> None:
     model, few = _made(shifted=False), _tokens()[:2, :4]  # the gradient of the embedding is the largest tensor
 

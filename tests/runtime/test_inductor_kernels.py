@@ -27,6 +27,7 @@ from memplan.evict.workload import Events, Workload
 from memplan.runtime import CompiledModule
 from memplan.runtime.profiling.profile_guided import SAMPLES, WARM
 from tests.models import Counted
+from tests.slow import slow
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -101,7 +102,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
 PAIRS = {**MODELS, "aliases": (Aliases, lambda: torch.linspace(-1, 1, 16).view(4, 4))}
 
 
-@pytest.fixture(scope="module", params=PAIRS)
+@pytest.fixture(scope="module", params=[slow(name) if name == "convolutions" else name for name in PAIRS])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[CompiledModule, nn.Module, Any, torch.Tensor]]:
     """A model compiled by memplan, and a copy of it compiled by torch."""
     make, inputs = PAIRS[request.param]
@@ -228,6 +229,7 @@ def test_a_plan_for_other_kernels_is_refused(block: tuple[Block, memplan.Plan], 
         memplan.compile(model, _tokens(), plan=changed, kernels="inductor", gradients="safe")
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_by_running_kernels_again_with_the_same_bits(block: tuple[Block, memplan.Plan]) -> None:
     model, free = block
     twins = [copy.deepcopy(model) for _ in range(2)]
@@ -254,6 +256,7 @@ def test_no_kernel_that_draws_or_changes_a_buffer_runs_twice() -> None:
         assert len({op.target for op in plan.graph.ops}) < len(plan.graph.ops), "another kernel runs twice"
 
 
+@pytest.mark.slow
 def test_measured_costs_plan_the_code_that_was_taken_anew(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -339,6 +342,7 @@ def test_hooks_see_each_kernel(block: tuple[Block, memplan.Plan]) -> None:
     assert sum(name.startswith("cpp_fused") for name in seen) > 4
 
 
+@pytest.mark.slow
 def test_inference_and_calls_of_other_shapes_have_torch_compiles_bits() -> None:
     torch.manual_seed(0)
     model = Convolutions().eval()

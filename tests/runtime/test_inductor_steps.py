@@ -149,6 +149,7 @@ def test_updates_are_bitwise_those_of_torch_compile_and_the_optimizer(name: str)
     assert any(target.startswith(case.targets) for target in targets)
 
 
+@pytest.mark.slow
 def test_a_gradient_dies_at_its_update_and_the_budget_counts_the_optimizers_state(tmp_path: Path) -> None:
     model, batch = _deep()
 

@@ -57,7 +57,7 @@ _SAFE = {"gradients": "safe"}
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("gpt2", _LEAST), ("resnet", _PLAIN), ("resnet", _SAFE), ("mlp", _LEAST),
+        slow("gpt2", _LEAST), ("resnet", _PLAIN), slow("resnet", _SAFE), ("mlp", _LEAST),
         *(slow("gpt2", options) for options in (_PLAIN, _SAFE)),
         *(slow("mlp", options) for options in (_PLAIN, _SAFE)),
         *(slow("bert", options) for options in (_PLAIN, _LEAST, _SAFE)),

@@ -149,7 +149,7 @@ def _names() -> list[str]:
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_any_copies_at_any_steps_give_the_same_bits(seed: int) -> None:
     generator = random.Random(seed)
     model, args, traced, expected = _traced_net()

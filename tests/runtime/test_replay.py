@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import memplan
@@ -91,7 +91,6 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(actions)
 def test_the_same_step_lies_where_it_was_planned(steps: list[Action]) -> None:
     recording = _record(steps)
@@ -104,7 +103,6 @@ def test_the_same_step_lies_where_it_was_planned(steps: list[Action]) -> None:
     assert _allocator().in_arena == 0
 
 
-@settings(max_examples=100, deadline=None)
 @given(actions, actions, st.booleans(), st.booleans())
 def test_no_other_step_ever_gets_memory_that_is_in_use(
     steps: list[Action], others: list[Action], late: bool, hold: bool

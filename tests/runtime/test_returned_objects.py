@@ -74,6 +74,7 @@ def test_a_cache_of_an_evaluation_continues_in_eager() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_a_cache_takes_no_more_than_its_own_bytes() -> None:
     plans = [memplan.plan(_llama(cache=cache), _batch(0)) for cache in (True, False)]
     output = _llama()(**_batch(0))

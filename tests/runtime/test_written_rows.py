@@ -268,6 +268,7 @@ def test_what_a_backward_reads_of_a_changed_input_is_kept() -> None:
     assert model.weight.grad.tolist() == [0, 3, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_hybrid_decoder_of_transformers_needs_no_more_than_eager() -> None:
     """Where it is not exported, its chunks are solved by one op, as eager solves them."""
     import transformers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -93,7 +93,6 @@ def test_an_op_that_only_some_updates_wait_for_is_none(waits: int) -> None:
 
 
 @given(graphs())
-@settings(deadline=None)
 def test_graphs_without_updates_have_none(graph: Graph) -> None:
     if not any(graph.storages[s].kind is StorageKind.PARAMETER for op in graph.ops for s in graph.written(op)):
         assert price(graph, 0) is None

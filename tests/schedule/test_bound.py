@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import networkx as nx
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Phase, StorageKind
@@ -22,7 +22,6 @@ def networks(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, int]]]:
 
 
 @given(networks())
-@settings(deadline=None)
 def test_flow_and_cut_are_those_of_networkx(network: tuple[int, list[tuple[int, int, int]]]) -> None:
     nodes, arcs = network
     theirs = nx.DiGraph()
@@ -38,7 +37,6 @@ def test_flow_and_cut_are_those_of_networkx(network: tuple[int, list[tuple[int, 
 
 
 @given(graphs(max_ops=6))
-@settings(deadline=None, max_examples=60)
 def test_the_cut_at_an_op_is_the_least_that_any_order_needs_there(graph: Graph) -> None:
     """Exactly, by brute force; an op alone is the barrier's case too, as both phases are drawn."""
     for op in range(len(graph.ops)):
@@ -46,7 +44,6 @@ def test_the_cut_at_an_op_is_the_least_that_any_order_needs_there(graph: Graph) 
 
 
 @given(graphs(max_ops=9))
-@settings(deadline=None)
 def test_the_bound_is_never_above_the_optimum(graph: Graph) -> None:
     found = portfolio(graph)
     assert working_set_bound(graph) <= found.bound <= optimum(graph) <= found.max_live
@@ -99,7 +96,6 @@ def diamonds(width: int) -> Graph:
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_no_order_is_below_a_cut(data: st.DataObject) -> None:
     graph = data.draw(graphs())
     order = data.draw(schedules(graph)).order
@@ -114,7 +110,6 @@ def test_no_order_is_below_a_cut(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_a_core_is_its_graph_and_so_is_its_reverse(data: st.DataObject) -> None:
     graph = data.draw(graphs())
     schedule = data.draw(schedules(graph))

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.in_place import with_inplace_candidates
@@ -20,7 +20,6 @@ from tests.schedule.test_bound import diamonds
 
 
 @given(graphs(max_ops=8))
-@settings(deadline=None)
 def test_what_a_policy_says_holds_and_a_byte_more_does_not(graph: Graph) -> None:
     """By brute force, and by its evidence, which proves that bound and no higher one."""
     least = optimum(graph)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import groupby
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.core import lifetimes
@@ -15,7 +15,6 @@ from memplan.schedule.group_updates import gather
 from tests.graph_strategies import GraphBuilder, graphs, schedules
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_never_larger_and_always_legal(data: st.DataObject) -> None:
     graph = data.draw(graphs(max_ops=8))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Phase, StorageKind
@@ -24,7 +24,6 @@ from tests.schedule.test_bound import diamonds
 
 @pytest.mark.parametrize("name", list(POLICIES))
 @given(graph=graphs())
-@settings(deadline=None, max_examples=50)
 def test_every_policy_gives_a_legal_order_and_says_what_it_needs(name: str, graph: Graph) -> None:
     schedule = order(graph, name)
     require_legal(graph, schedule.order)
@@ -34,7 +33,6 @@ def test_every_policy_gives_a_legal_order_and_says_what_it_needs(name: str, grap
 
 
 @given(graphs())
-@settings(deadline=None)
 def test_auto_is_never_worse_than_any_policy_that_it_tries(graph: Graph) -> None:
     best = order(graph)
     for name in ("traced", "early_free", "late_alloc", "lpmf", "greedy", "reverse_greedy"):
@@ -44,7 +42,6 @@ def test_auto_is_never_worse_than_any_policy_that_it_tries(graph: Graph) -> None
 
 
 @given(graphs(max_ops=9))
-@settings(deadline=None)
 def test_exact_and_auto_are_the_optimum_of_brute_force(graph: Graph) -> None:
     for name in ("exact", "auto"):
         schedule = order(graph, name)
@@ -53,7 +50,6 @@ def test_exact_and_auto_are_the_optimum_of_brute_force(graph: Graph) -> None:
 
 
 @given(graphs(max_ops=9))
-@settings(deadline=None)
 def test_evidence_holds(graph: Graph) -> None:
     schedule = order(graph)
     names = [op.name for op in graph.ops]
@@ -73,7 +69,6 @@ def test_evidence_holds(graph: Graph) -> None:
 
 
 @given(graphs(max_ops=9))
-@settings(deadline=None)
 def test_a_search_is_right_about_every_target(graph: Graph) -> None:
     """FOUND at and above the optimum, EXHAUSTED below, in both directions of time, when nothing is dropped."""
     arrays, best = make_graph_arrays(graph), optimum(graph)
@@ -88,7 +83,6 @@ def test_a_search_is_right_about_every_target(graph: Graph) -> None:
 
 
 @given(graphs())
-@settings(deadline=None)
 def test_compiled_and_interpreted_kernels_agree(graph: Graph) -> None:
     """Every kernel, both ways, on the way to the same schedule."""
     schedule = order(graph)
@@ -141,7 +135,6 @@ def test_order_and_in_place_reuse_are_chosen_together() -> None:
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_without_small_storages_no_step_needs_more(data: st.DataObject) -> None:
     graph = data.draw(graphs())
     order_ = data.draw(schedules(graph)).order

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Phase, StorageKind
@@ -47,7 +47,6 @@ def recounted(graph: Graph, order: tuple[int, ...]) -> list[int]:
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_live_bytes_are_what_a_recount_finds(data: st.DataObject) -> None:
     graph = data.draw(graphs())
     schedule = data.draw(schedules(graph))
@@ -56,7 +55,6 @@ def test_live_bytes_are_what_a_recount_finds(data: st.DataObject) -> None:
 
 
 @given(graphs())
-@settings(deadline=None)
 def test_the_bound_is_below_every_order(graph: Graph) -> None:
     schedule = traced(graph)
     assert schedule.order == tuple(range(len(graph.ops)))
@@ -65,7 +63,6 @@ def test_the_bound_is_below_every_order(graph: Graph) -> None:
 
 
 @given(graphs(max_ops=5))
-@settings(deadline=None, max_examples=40)
 def test_a_legal_order_keeps_every_hazard(graph: Graph) -> None:
     """By brute force over all orders: legal exactly when no two ops that conflict change places."""
     conflicts = [
@@ -87,7 +84,6 @@ def test_a_legal_order_keeps_every_hazard(graph: Graph) -> None:
 
 
 @given(graphs())
-@settings(deadline=None)
 def test_the_traced_order_is_legal(graph: Graph) -> None:
     require_legal(graph, traced(graph).order)
     assert all(max(before, default=-1) < index for index, before in enumerate(predecessors(graph)))

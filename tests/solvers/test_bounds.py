@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import solve, thresholds
@@ -45,7 +45,6 @@ def test_of_many_buffers_one_padding_stands_for_all_sections(monkeypatch: pytest
 
 
 @given(problem=layered_problems(most=6))
-@settings(max_examples=80, deadline=None)
 def test_it_is_never_above_what_the_exact_solver_needs(problem: Problem) -> None:
     exact = solve(problem, solver="cpsat", work_limit=2_000_000).arena_size
     bound = lower_bound(make_problem_arrays(problem))

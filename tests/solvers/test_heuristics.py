@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.instances import mixed
@@ -188,7 +188,6 @@ def test_buffers_in_busy_sections_come_first(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @given(problem=problems(aligned=False), data=st.data())
-@settings(max_examples=60, deadline=None)
 def test_the_busiest_section_of_every_lifetime(problem: Problem, data: st.DataObject) -> None:
     arrays = make_problem_arrays(problem)
     if arrays.n:

@@ -35,7 +35,6 @@ from tests.strategies import problems
 
 
 @given(problem=problems(aligned=False))
-@settings(max_examples=100, deadline=None)
 def test_sections_keep_who_is_alive_together(problem: Problem) -> None:
     arrays = make_problem_arrays(problem)
     alive = [problem.buffers[i] for i in arrays.source.tolist()]
@@ -52,7 +51,6 @@ def _is_in(ptr: np.ndarray, lo: np.ndarray, hi: np.ndarray, b: int, section: int
 
 
 @given(problem=problems(), best=st.booleans(), seed=st.integers(0, 9))
-@settings(max_examples=200, deadline=None)
 def test_few_buffers_are_placed_as_many_are(problem: Problem, best: bool, seed: int) -> None:
     arrays = make_problem_arrays(problem)
     order = np.random.default_rng(seed).permutation(np.flatnonzero(~arrays.pinned))
@@ -66,7 +64,6 @@ def test_few_buffers_are_placed_as_many_are(problem: Problem, best: bool, seed: 
 
 
 @given(problem=problems())
-@settings(max_examples=100, deadline=None)
 def test_the_bound_is_never_above_a_placement(problem: Problem) -> None:
     arrays = make_problem_arrays(problem)
     assert problem.max_live <= max(lower_bound(arrays), problem.max_live) <= solve(problem, solver="greedy").arena_size
@@ -149,8 +146,8 @@ def test_promotion_stops_with_its_budget_and_improves_on_first_fit() -> None:
     assert not list(squeaky_wheel.rounds(arrays, goal, WorkBudget(SolverLimits(seconds=0.001))))
 
 
+@settings(max_examples=100)
 @given(problem=problems(most=9), data=st.data())
-@settings(max_examples=60, deadline=None)
 def test_every_rule_of_the_search_decides_a_capacity_as_cpsat_does(problem: Problem, data: st.DataObject) -> None:
     arrays = make_problem_arrays(problem)
     if not arrays.n:
@@ -169,8 +166,8 @@ def test_every_rule_of_the_search_decides_a_capacity_as_cpsat_does(problem: Prob
             _check(problem, arrays, offsets)
 
 
+@settings(max_examples=100)
 @given(seed=st.integers(0, 100_000), n=st.integers(4, 12), moved=st.booleans())
-@settings(max_examples=80, deadline=None)
 def test_what_is_placed_with_joins_is_valid(seed: int, n: int, moved: bool) -> None:
     problem = planted(n, seed=seed, height=24, steps=10, density=random.Random(seed).choice((1.0, 0.9)))
     if moved:  # sizes that change places may leave no placement within max live

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.baselines import BASELINES
@@ -28,7 +28,6 @@ _SOLVERS = {**SOLVERS, **BASELINES}
 
 @pytest.mark.parametrize("name", _SOLVERS)
 @given(problem=problems())
-@settings(max_examples=40, deadline=None)
 def test_every_solver_places_everything_between_max_live_and_naive(name: str, problem: Problem) -> None:
     solution = solve(problem, solver=_SOLVERS[name])  # validated on its way out
     assert problem.max_live <= solution.bound <= solution.arena_size
@@ -38,7 +37,6 @@ def test_every_solver_places_everything_between_max_live_and_naive(name: str, pr
 
 
 @given(problem=problems(most=16))
-@settings(max_examples=75, deadline=None)
 def test_the_default_is_never_worse_than_any_other_solver(problem: Problem) -> None:
     arena = solve(problem).arena_size
     for name, solver in _SOLVERS.items():
@@ -47,7 +45,6 @@ def test_the_default_is_never_worse_than_any_other_solver(problem: Problem) -> N
 
 
 @given(problem=problems(most=8))
-@settings(max_examples=60, deadline=None)
 def test_search_and_cpsat_agree(problem: Problem) -> None:
     searched, exact = solve(problem), solve(problem, solver="cpsat", work_limit=5_000_000)
     assert exact.status is Status.OPTIMAL
@@ -93,7 +90,6 @@ def _brute_force(problem: Problem) -> int:
 
 
 @given(problem=problems(aligned=False), factor=st.integers(2, 1000))
-@settings(max_examples=60, deadline=None)
 def test_scaling_sizes_scales_the_plan(problem: Problem, factor: int) -> None:
     scaled = Problem(
         buffers=tuple(Buffer(id=b.id, size=b.size * factor, live=b.live, gaps=b.gaps) for b in problem.buffers)
@@ -104,7 +100,6 @@ def test_scaling_sizes_scales_the_plan(problem: Problem, factor: int) -> None:
 
 
 @given(problem=problems(), chance=st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
 def test_renaming_and_permuting_change_nothing(problem: Problem, chance: random.Random) -> None:
     first = solve(problem)
     renamed = Problem(buffers=tuple(_renamed(b, f"other{i}") for i, b in enumerate(problem.buffers)))

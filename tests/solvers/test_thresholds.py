@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.core.problem import Buffer, Interval, Problem, Status
@@ -41,7 +41,6 @@ def test_every_threshold_is_lowered_here() -> None:
 
 
 @given(problem=layered_problems(most=9), lowered=_any_of_them, data=st.data())
-@settings(max_examples=300, deadline=None)
 def test_an_attempt_is_valid_or_right_that_there_is_none(
     problem: Problem, lowered: frozenset[str], data: st.DataObject
 ) -> None:
@@ -66,7 +65,6 @@ def test_an_attempt_is_valid_or_right_that_there_is_none(
 
 
 @given(problem=layered_problems(), lowered=_any_of_them, share=st.none() | st.floats(0.9, 1.3))
-@settings(max_examples=200, deadline=None)
 def test_solutions_and_their_proofs_hold_under_lowered_thresholds(
     problem: Problem, lowered: frozenset[str], share: float | None
 ) -> None:
@@ -83,7 +81,6 @@ def test_solutions_and_their_proofs_hold_under_lowered_thresholds(
 
 
 @given(problem=layered_problems(most=8), lowered=_any_of_them, base=st.integers(1, 99), unpinned=st.booleans())
-@settings(max_examples=200, deadline=None)
 def test_every_heuristic_stays_above_what_lies_below(
     problem: Problem, lowered: frozenset[str], base: int, unpinned: bool
 ) -> None:

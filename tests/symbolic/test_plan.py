@@ -24,7 +24,6 @@ from tests.symbolic.strategies import symbolic_plans, values_in
 
 
 @given(data=st.data(), plan=symbolic_plans())
-@settings(max_examples=150, deadline=None)
 def test_a_placement_is_valid_for_every_value(data: st.DataObject, plan: SymbolicPlan) -> None:
     values = data.draw(values_in(plan))
     placed = plan.place(values)
@@ -40,7 +39,6 @@ def test_a_placement_is_valid_for_every_value(data: st.DataObject, plan: Symboli
 
 
 @given(plan=symbolic_plans())
-@settings(max_examples=100, deadline=None)
 def test_for_the_hint_nothing_is_lost(plan: SymbolicPlan) -> None:
     assert plan.place(plan.hint).arena_size <= plan.plan.arena_size
     assert plan.place(plan.hint).max_live == plan.plan.max_live
@@ -49,7 +47,6 @@ def test_for_the_hint_nothing_is_lost(plan: SymbolicPlan) -> None:
 
 
 @given(data=st.data(), plan=symbolic_plans())
-@settings(max_examples=60, deadline=None)
 def test_a_resolved_plan_is_a_plan_within_a_quarter_of_planning_anew(data: st.DataObject, plan: SymbolicPlan) -> None:
     values = data.draw(values_in(plan))
     resolved = plan.resolve(values)
@@ -71,7 +68,7 @@ def test_a_resolved_plan_is_a_plan_within_a_quarter_of_planning_anew(data: st.Da
 
 
 @given(plan=symbolic_plans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_copies_are_equal(plan: SymbolicPlan) -> None:
     plan.resolve(plan.hint)
     assert copy.deepcopy(plan) == plan
@@ -79,7 +76,7 @@ def test_copies_are_equal(plan: SymbolicPlan) -> None:
 
 
 @given(plan=symbolic_plans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_what_is_out_of_range_is_refused_by_name(plan: SymbolicPlan) -> None:
     first = plan.symbols[0]
     for wrong in (first.max + 1, first.min - 1, 1.5, True, None):
@@ -92,7 +89,7 @@ def test_what_is_out_of_range_is_refused_by_name(plan: SymbolicPlan) -> None:
 
 
 @given(plan=symbolic_plans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_only_the_last_few_are_kept(plan: SymbolicPlan) -> None:
     first = plan.symbols[0]
     for value in range(first.min, first.max + 1):
@@ -101,7 +98,7 @@ def test_only_the_last_few_are_kept(plan: SymbolicPlan) -> None:
 
 
 @given(plan=symbolic_plans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_text_has_every_symbol_and_buffer(plan: SymbolicPlan) -> None:
     text = plan.to_text()
     assert all(s.name in text for s in plan.symbols)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from memplan.errors import InvalidPlan, MemplanError, UnreadableFile
 from memplan.planning.planfile import checksum, load
@@ -15,11 +15,8 @@ from memplan.symbolic import SymbolicPlan, load_symbolic
 from tests.symbolic.strategies import symbolic_plans
 from tests.symbolic.test_plan import _example
 
-_ONE_FILE = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
 
 @given(plan=symbolic_plans())
-@_ONE_FILE
 def test_what_is_saved_is_loaded_equal(plan: SymbolicPlan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan.save(path)

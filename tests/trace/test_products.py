@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -23,7 +23,6 @@ def _bits(tensor: torch.Tensor) -> list[int]:
     return flat
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     st.lists(st.tuples(FLOATS, FLOATS), min_size=1, max_size=40), st.floats(-1e3, 1e3) | st.sampled_from([0.5, -0.5])
 )

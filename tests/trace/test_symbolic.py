@@ -18,6 +18,7 @@ from memplan.trace import trace
 from memplan.trace.dynamic.symbolic import trace_symbolic
 from memplan.trace.lowering import layer_rules
 from memplan.trace.lowering.rules import RULES
+from tests.slow import slow
 
 BATCH, SEQ = Dim("batch", min=1, max=64), Dim("seq", min=2, max=48)
 
@@ -40,7 +41,7 @@ def _same(one: Graph, two: Graph) -> bool:
     ("name", "shapes", "values"),
     [
         ("mlp", ({0: BATCH}, {0: BATCH}), ({"batch": 3}, {"batch": 64})),
-        ("resnet", ({0: BATCH}, {0: BATCH}), ({"batch": 3}, {"batch": 40})),
+        slow("resnet", ({0: BATCH}, {0: BATCH}), ({"batch": 3}, {"batch": 40})),
     ],
 )
 def test_a_symbolic_trace_is_every_concrete_one(

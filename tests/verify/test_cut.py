@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.in_place import with_inplace_candidates
@@ -15,14 +15,12 @@ from tests.schedule.test_bound import ladder
 
 
 @given(graphs(max_ops=6))
-@settings(deadline=None, max_examples=60)
 def test_a_cut_is_the_least_that_any_order_needs_there(graph: Graph) -> None:
     for op in range(len(graph.ops)):
         assert least_at(graph, op) == brute.least_at(graph, op)
 
 
 @given(graphs())
-@settings(deadline=None)
 def test_cuts_are_those_of_the_prover(graph: Graph) -> None:
     assert [least_at(graph, op) for op in range(len(graph.ops))] == [
         cut_bound(graph, op) for op in range(len(graph.ops))

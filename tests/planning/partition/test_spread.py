@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.zoo import ZOO
@@ -39,7 +39,6 @@ def _applied(graph: Graph) -> tuple[Workload, Applied]:
     return workload, apply(workload, flow(workload))
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_division_computes_the_same(data: st.DataObject) -> None:
     graph = data.draw(graphs(max_ops=12))

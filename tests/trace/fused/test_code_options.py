@@ -60,6 +60,7 @@ def _kernels(traced: TracedGraph) -> list[GeneratedCall]:
     return [k for k in traced.kernels if isinstance(k, GeneratedCall) and k.kernel.source]
 
 
+@pytest.mark.slow
 def test_groups_of_loops_are_bounded_and_keep_their_bits() -> None:
     given = tuple(torch.linspace(0, 1, n) for n in (8, 12, 2000, 3000))
     captured = capture_call(Loops(), given, kernels="inductor", train=False)
@@ -99,6 +100,7 @@ def test_a_kernel_that_the_compiler_refuses_is_an_error_in_words() -> None:
     assert refused.value.see == "inductor-refuses"
 
 
+@pytest.mark.slow
 def test_convolutions_keep_their_layout_where_that_needs_less() -> None:
     torch.manual_seed(0)
     model, x = Images(), torch.randn(1, 8, 4, 4)
@@ -129,6 +131,7 @@ def test_who_forces_layouts_gets_them() -> None:
     assert plan.code is None or plan.code.layouts  # there is no weight to copy
 
 
+@pytest.mark.slow
 def test_a_budget_takes_the_fastest_variant_and_a_saved_plan_runs_it_again(tmp_path: Any) -> None:
     torch.manual_seed(0)
     model, x = Wide(), torch.randn(256, 16)

@@ -72,6 +72,7 @@ def test_other_sums_stay_as_they_are(other: dict[str, Any]) -> None:
     assert torch.equal(_run(graph), expected)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_tied_weights_exists_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import memplan
 
@@ -89,6 +90,7 @@ def test_the_gradient_of_tied_weights_exists_once(monkeypatch: pytest.MonkeyPatc
     assert (gradients(made), gradients(plan())) == (1, 2)
 
 
+@pytest.mark.slow
 def test_its_numbers_are_those_of_eager() -> None:
     import memplan
 
