@@ -189,6 +189,19 @@ def compile(
         bucketing=bucketing,
         prefer=prefer,
     )
+    return compiled_by(options, model, args, kwargs, train=train, given=given)
+
+
+def compiled_by(
+    options: CompileOptions,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    train: bool | None,
+    given: Plan | None,
+) -> CompiledModule:
+    """Return what `compile` does, for checked options."""
     require_module(model)
     parallelism = parallelism_of(model)
     if parallelism is not None:
@@ -198,6 +211,6 @@ def compile(
     try:
         return CompiledModule(model, args, kwargs, options=options, train=train, given=given)
     except UnsupportedGraph as refused:
-        if fullgraph:
+        if options.fullgraph:
             raise
         return several_graphs(refused, model, args, kwargs, options=options, train=train, given=given)
