@@ -14,8 +14,8 @@ import torch
 from torch import distributed, nn
 
 from memplan.distributed.internals import OF_REDUCER, internal, require_attributes, require_state
+from memplan.distributed.local import PlacedParameter, group_of_all, group_of_placed, placed_parameters
 from memplan.distributed.ops import process_group
-from memplan.distributed.placed import PlacedParameter, group_of_all, group_of_placed, placed_parameters
 from memplan.distributed.refusals import (
     require_alone,
     require_group,

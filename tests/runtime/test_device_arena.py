@@ -21,7 +21,7 @@ from memplan.evict.events import Event, Events, Kind
 from memplan.evict.graph.apply import apply
 from memplan.evict.workload import Workload
 from memplan.planning.fit import make_workload
-from memplan.runtime.debug.tracker import Tracker
+from memplan.runtime.debug.hooks import Tracker
 from memplan.trace import trace
 from tests.runtime.budgets import FAST_LINK
 

@@ -14,8 +14,7 @@ from torch import nn
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, MemplanError, UnsupportedCall
 from memplan.runtime.api.select import require_autocast
-from memplan.runtime.api.step_builder import StepBuilder
-from memplan.runtime.api.step_plans import StepPlan
+from memplan.runtime.api.step_builder import StepBuilder, StepPlan
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.runner import Runner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,12 +16,10 @@ from memplan.core.plan import Plan
 from memplan.core.totals import functional_transient
 from memplan.core.units import format_bytes
 from memplan.distributed.parallelism import parallelism_of
-from memplan.distributed.step_options import batch_lines, option_lines, require_options
-from memplan.distributed.step_ranks import StepRanks
+from memplan.distributed.step_ranks import StepRanks, batch_lines, option_lines, require_options
 from memplan.errors import InputMismatch, UnsupportedCall
 from memplan.evict.feedback import RecordingPolicy
 from memplan.runtime.api.builder import require_real
-from memplan.runtime.api.step_plans import Assembled, StepPlan
 from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.recorders import make_recorder
 from memplan.runtime.execute.runner import Runner
@@ -42,8 +40,45 @@ from memplan.runtime.options import StepOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
 from memplan.trace import CapturedCall, capture_loss
 from memplan.trace.optimizer.optimizers import is_fused
-from memplan.trace.optimizer.updates import Accumulate
-from memplan.trace.traced import TracedGraph
+from memplan.trace.optimizer.updates import COUNTERS, Accumulate
+from memplan.trace.traced import Source, TracedGraph
+
+
+@dataclass(slots=True)
+class Assembled:
+    """A program with the trace that it was assembled from, so that it can be assembled again in a larger arena.
+
+    `counted`: the parameters whose step counters it has in one tensor.
+    """
+
+    traced: TracedGraph
+    runner: Runner
+    counted: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counted = next((b.names for b in self.traced.bound(Source.STATE) if b.key == COUNTERS), ())
+
+
+@dataclass(slots=True, kw_only=True)
+class StepPlan:
+    """The programs for calls of one kind: batches of one layout, in one state of the model.
+
+    `modes` and `update_key`: the training flags of all submodules, and what `StepGuards.update_key` was. `adding`: the
+    program of calls that only add to the sums of gradients, if there are any. `updating`: that of the others.
+    `forgotten`: its programs could not be assembled again, because the model has changed.
+    """
+
+    modes: list[bool]
+    update_key: Any
+    adding: Assembled | None
+    updating: Assembled
+    forgotten: bool = False
+
+    @property
+    def programs(self) -> list[Assembled]:
+        """Its programs."""
+        return [self.updating] if self.adding is None else [self.adding, self.updating]
+
 
 _log = logging.getLogger("memplan")
 _Planned = tuple[TracedGraph, Plan, RecordingPolicy | None]

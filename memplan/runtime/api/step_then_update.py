@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memplan.core.plan import Plan
-from memplan.distributed.local import local_tensor
+from memplan.distributed.local import largest_part
 from memplan.distributed.parallelism import parallelism_of
 from memplan.errors import UnsupportedGraph
 from memplan.runtime.api.compile import compiled_by
@@ -186,7 +186,7 @@ def _options(
         else:
             state, temporaries = found.state, found.temporaries
         if options.accumulate > 1:  # sums of gradients outlive a call
-            state += sum(local_tensor(p).nbytes for p in loss.parameters() if p.requires_grad)
+            state += sum(largest_part(p).nbytes for p in loss.parameters() if p.requires_grad)
     divided = parallelism_of(loss) is not None
     return CompileOptions.of_step(options, state=state, temporaries=temporaries, several=several or divided)
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from memplan.distributed.local import Slot, of_this_rank
-from memplan.distributed.parallel_guards import ParallelGuards
+from memplan.distributed.step_ranks import ParallelGuards
 from memplan.errors import InputMismatch, UnsupportedCall
 from memplan.runtime.guards.hook_counts import hooks_ever_set, hooks_of_node
 from memplan.runtime.guards.module_guards import COMPILE_AGAIN, ModuleGuards

@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from memplan.distributed.local import local_tensor
+from memplan.distributed.local import largest_part
 from memplan.errors import InvalidModel
 from memplan.trace.allocations import Allocations, storage_of
 
@@ -199,9 +199,9 @@ def _unnoticed(kind: type) -> Iterator[None]:
                     setattr(x, name, value)
 
 
-def _with_gradient(x: torch.Tensor, device: str | None = "meta") -> Any:
-    """Return a tensor like this rank's part of another; of a parameter, with a gradient."""
-    made = torch.empty_like(local_tensor(x).detach(), device=device)
+def _with_gradient(x: torch.Tensor, device: torch.device | str | None = "meta") -> Any:
+    """Return a tensor like another, or like the largest part that a rank has; of a parameter, with a gradient."""
+    made = torch.empty_like(largest_part(x).detach(), device=device or x.device)
     if not isinstance(x, torch.nn.Parameter):
         return made
     made = torch.nn.Parameter(made)
