@@ -14,7 +14,7 @@ from torch import distributed, nn
 
 from memplan.distributed.local import is_distributed
 from memplan.distributed.parallelism import fsdp_modules, reducer_of
-from memplan.distributed.structure import copy_structure
+from memplan.distributed.whole_copy import copy_structure
 from memplan.errors import UnsupportedCall, UnsupportedGraph
 
 

@@ -21,8 +21,8 @@ from memplan.distributed.internals import (
     require_attributes,
     require_state,
 )
+from memplan.distributed.local import PlacedParameter, group_of_all, group_of_placed, placed_parameters
 from memplan.distributed.ops import process_group
-from memplan.distributed.placed import PlacedParameter, group_of_all, group_of_placed, placed_parameters
 from memplan.distributed.refusals import (
     require_alone,
     require_group,

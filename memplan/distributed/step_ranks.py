@@ -1,17 +1,129 @@
-"""The ranks of a compiled step while it is called: what they have agreed to run, and what if one leaves alone."""
+"""The ranks of a compiled step: what they must have alike, what they have agreed to run, and what if one leaves alone.
+
+`require_options` refuses options, and `ParallelGuards` checks on every call that torch's objects are as when compiled.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
-from torch import distributed
+import torch
+import torch.utils._pytree as pytree
+from torch import distributed, nn
 
 from memplan.distributed.agreement import Agreement
 from memplan.distributed.ended import AGAIN, end, is_alone, reason_of, require_going_on, store_of, timeout_of
+from memplan.distributed.internals import groups_of
 from memplan.distributed.ops import process_group
-from memplan.errors import CollectiveFailed, MemplanError
+from memplan.distributed.parallelism import fsdp_modules, reducer_of
+from memplan.distributed.refusals import require_group, require_reducer_options
+from memplan.errors import CollectiveFailed, MemplanError, UnsupportedCall
+
+_EAGERLY = ("eager", "passive")
+
+
+def require_options(options: Any, *, replicated: bool) -> None:
+    """Raise `UnsupportedCall` for options with which ranks could not be sure to run the same collectives.
+
+    `replicated`: the model is a `DistributedDataParallel`.
+    """
+    if options.on_mismatch in _EAGERLY:
+        what = "a step by torch alone runs other collectives than a compiled one, for which other ranks would wait"
+        _refuse(what, f"on_mismatch={options.on_mismatch!r}", 'leave on_mismatch out, or pass "error"')
+    if getattr(options, "allow_unsynchronized", False):
+        what = "the model is trained by all ranks together, and a compiled step does that too"
+        hint = "leave it out, or pass the module that DistributedDataParallel wraps"
+        _refuse(what, "allow_unsynchronized=True", hint)
+    if options.measures:
+        what = "each rank would measure other costs, and make another plan"
+        hint = "measure on one rank, save step.measurement.costs, and pass costs='costs.json' on all"
+        _refuse(what, "costs='measure'", hint)
+    if options.cuda_graph:
+        _refuse("a recorded step of several ranks is not supported", "cuda_graph=True", "leave cuda_graph out")
+    if options.device is not None:
+        what = "parameters of several ranks stay on the device of each"
+        _refuse(what, f"device={options.device!r}", "leave device out, and move the model before it is divided")
+    if replicated and options.accumulate > 1:
+        what = "sums of gradients would be averaged after each batch, and not once, as under no_sync()"
+        _refuse(what, f"accumulate={options.accumulate}", "use fully_shard, or pass the batches as one")
+
+
+def require_call_options(options: Any) -> None:
+    """Raise `UnsupportedCall` for options of `memplan.compile` that a model of several ranks cannot have."""
+    require_options(options, replicated=False)
+    if options.kernels != "aten":
+        hint = "leave kernels out, or compile the blocks within by torch.compile"
+        _refuse("a model of several ranks runs the kernels of eager", f"kernels={options.kernels!r}", hint)
+    if options.dynamic_shapes is not None:
+        what = "a plan of several ranks is for one shape"
+        _refuse(what, "dynamic_shapes", "leave it out: other shapes are planned when they come")
+    if options.gradients not in ("auto", "safe"):
+        what = "gradients of a model of several ranks are returned to autograd, as gradients='safe' does"
+        _refuse(what, f"gradients={options.gradients!r}", "leave gradients out")
+
+
+def option_lines(options: Any) -> list[str]:
+    """Return the options that ranks have alike, a line each; functions have other addresses on each rank."""
+    values = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "costs"}
+    return [f"{name}={value!r}" for name, value in values.items() if not callable(value)]
+
+
+def batch_lines(batch: Any) -> list[str]:
+    """Return the layout of each tensor of a batch, a line each."""
+    leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, torch.Tensor)]
+    return [f"input {i}: {x.dtype} {tuple(x.shape)}" for i, x in enumerate(leaves)]
+
+
+def _refuse(what: str, where: str, hint: str) -> None:
+    raise UnsupportedCall(what, where=where, hint=hint, see="ranks-refused")
+
+
+class ParallelGuards:
+    """The states of a model's sharded modules, and of its `DistributedDataParallel`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._reducer: Any = reducer_of(model)
+        self._copies_buffers = self._reducer is not None and self._reducer.broadcast_buffers
+        self._groups = [
+            (module, module._get_fsdp_state(), group)  # type: ignore[operator]
+            for module in fsdp_modules(model)
+            for group in groups_of(module._get_fsdp_state())  # type: ignore[operator]
+        ]
+
+    def check(self) -> None:
+        """Free whole parameters that an eager forward has left, which a step would not update.
+
+        Raises:
+            UnsupportedCall: Gradients shall not be reduced, which a compiled step always does.
+            UnsupportedGraph: An option was set after compiling that a compiled step does not follow.
+        """
+        for module, state, group in self._groups:
+            if group.is_unsharded:
+                _reshard(module)
+            if not group.reduce_grads:
+                self._refuse("set_requires_gradient_sync(False)")
+            require_group(module, state, group)
+        if self._reducer is None:
+            return
+        if not self._reducer.require_backward_grad_sync:
+            self._refuse("no_sync()")
+        require_reducer_options(self._reducer)
+        if self._reducer.broadcast_buffers != self._copies_buffers:
+            what = "broadcast_buffers is not what it was when the step was compiled"
+            raise UnsupportedCall(what, hint="compile the step again", see="ranks-refused")
+
+    def _refuse(self, what: str) -> None:
+        hint = "call the step outside of it, and pass accumulate= to compile_step to add gradients of several batches"
+        what = f"a compiled step reduces its gradients, also under {what}"
+        raise UnsupportedCall(what, hint=hint, see="ranks-refused")
+
+
+def _reshard(module: Any) -> None:
+    module.reshard()
+
 
 _GRACE = 5.0  # seconds at most that a rank which raises waits for the others to raise too
 _POLL = 0.02

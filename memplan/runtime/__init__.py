@@ -3,7 +3,7 @@
 In: a `Plan` and a `TracedGraph`. Out: a `CompiledModule` or `CompiledStep`. Start at `api/` (what users call). A call
 goes through `guards/` (is it the step that was planned?) and `execute/` (autograd, generated code); `memory/` holds
 the arena, `kernels/` chooses the callable of each op, `codegen/` generates the code of the step. Beside them:
-`copies/`, `profiling/`, `on_demand/`, `recording/`, `debug/`, and `dynamo/` (the torch.compile backend).
+`copies/`, `profiling/`, `on_demand/`, `debug/`, `recorded.py`, and `dynamo/` (the torch.compile backend).
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from memplan.runtime.api.compile import compile
 from memplan.runtime.api.compile_step import compile_step
 from memplan.runtime.api.compiled_module import CompiledModule
 from memplan.runtime.api.compiled_step import CompiledStep
-from memplan.runtime.debug.hooks import StepEvent
-from memplan.runtime.debug.tracker import Tracker
-from memplan.runtime.recording.recorded import Recording, install_allocator, record
+from memplan.runtime.debug.hooks import StepEvent, Tracker
+from memplan.runtime.recorded import Recording, install_allocator, record
 
 __all__ = [
     "CompiledModule",

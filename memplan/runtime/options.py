@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -167,6 +167,7 @@ class CompileOptions(RunOptions):
     bucketing: Mapping[str, int] | None = None
     prefer: Prefer = "time"
     why_kernels: str = ""  # which kernels were chosen, and why: for the record of plans
+    after: int = 0  # the bytes that an optimizer allocates beside its state, right after the backward
     measurable: ClassVar[bool] = True
     tries_kernels: ClassVar[bool] = True
 
@@ -185,6 +186,25 @@ class CompileOptions(RunOptions):
             raise InvalidShapes(
                 "a recorded step has one shape", where="cuda_graph with dynamic_shapes", hint=hint, see="one-shape"
             )
+
+    @classmethod
+    def of_step(cls, options: StepOptions, *, state: int, temporaries: int, several: bool) -> CompileOptions:
+        """Return the options of forward and backward of a step, after which an optimizer runs by itself.
+
+        `state` and `temporaries`: the bytes that it keeps, and allocates beside them. `several`: the step is several
+        graphs.
+        """
+        shared = {f.name: getattr(options, f.name) for f in fields(cls) if hasattr(options, f.name)}
+        plain = not (several or options.cuda_graph or options.device is not None)
+        as_op = plain and options.kernels == "aten"
+        return cls(
+            **{
+                **shared,
+                "gradients": "added" if plain and options.accumulate > 1 else "auto",
+                "reserve": options.reserved + state + (0 if as_op else temporaries),
+                "after": temporaries if as_op else 0,
+            }
+        )
 
     @property
     def gradients_in_arena(self) -> bool:

@@ -26,7 +26,7 @@ from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.schedule import order as order_of
 from memplan.schedule.group_updates import gather
 from memplan.trace.chunking.chunk_search import gain_of_dividing, in_bytes, variants_to_plan
-from memplan.trace.optimizer.update_groups import small_updates
+from memplan.trace.optimizer.updates import small_updates
 from memplan.trace.retracer import Retracer, RetracerInBlocks, retraced
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import capture_call

@@ -50,19 +50,6 @@ class Live:
         return found if self.item is None else found[self.item]
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """A kernel argument: a number that `function` computes at every call, from the tensors of `refs`.
-
-    `example` is its value when the step was traced. Two of them with the same `text` compute the same number.
-    """
-
-    text: str
-    function: Callable[..., Any] = field(repr=False)
-    refs: tuple[Ref, ...]
-    example: float
-
-
 class CompiledLater(Protocol):
     """A kernel that has been generated, and is compiled when a program needs it."""
 

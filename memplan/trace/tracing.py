@@ -31,6 +31,7 @@ from memplan.trace.graph.build import build
 from memplan.trace.graph.offload_target import Target, require_on_cpu, target_of, with_host_residents
 from memplan.trace.lowering.rules import lower
 from memplan.trace.passes.checkpoints import mark_checkpoints
+from memplan.trace.passes.error_checks import allocate_at_end
 from memplan.trace.passes.fold import fold
 from memplan.trace.passes.own_outputs import own_outputs, tangents_needed, write_back_mutations
 from memplan.trace.passes.rewrite import copy_of
@@ -110,11 +111,13 @@ def capture_call(
     gradients_in_arena: bool = False,
     copy_gradients: bool = False,
     kernels: Kernels = "aten",
+    after: int = 0,
 ) -> CapturedCall:
     """Return one step of `model`, captured. The arguments and errors are those of `trace`.
 
     `kernels`: what computes the ops ("inductor": kernels that Inductor generates, of which some change what they are
-    given, whatever `in_place` says).
+    given, whatever `in_place` says). `after`: the bytes that an optimizer allocates while the gradients are there; they
+    are not known of a step of Inductor's kernels.
     """
     if kernels == "inductor":
         with quiet():
@@ -135,11 +138,16 @@ def capture_call(
     return CapturedStep(
         captured=captured,
         model=type(model).__name__,
-        finish=partial(own_outputs, copy_gradients=copy_gradients),
+        finish=partial(_finish, copy_gradients=copy_gradients, after=after),
         target=target,
         in_place=in_place,
         gradients_in_arena=gradients_in_arena,
     )
+
+
+def _finish(graph: fx.Graph, *, copy_gradients: bool, after: int) -> None:
+    own_outputs(graph, copy_gradients=copy_gradients)
+    allocate_at_end(graph, after)
 
 
 def captured_for(

@@ -6,9 +6,8 @@ copy of that graph.
 
 from __future__ import annotations
 
-import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +17,11 @@ from torch import nn
 from memplan.core.arguments import arguments_of
 from memplan.core.choices import Kernels
 from memplan.core.timed import timed
-from memplan.distributed.parallelism import Parallelism, parallelism_of
+from memplan.distributed.parallelism import parallelism_of
 from memplan.errors import UnsupportedCall, UnsupportedGraph
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.capture.quiet import quiet
 from memplan.trace.graph.offload_target import Target
-from memplan.trace.optimizer.numbers import Untraceable
-from memplan.trace.optimizer.optimizers import require_supported
-from memplan.trace.optimizer.record import record_update
-from memplan.trace.optimizer.recorded_update import RecordedUpdate
 from memplan.trace.optimizer.updates import Accumulate, append_updates, updated_parameters
 from memplan.trace.passes.rewrite import value
 from memplan.trace.tracing import CapturedCall, CapturedStep, captured_for
@@ -35,58 +30,24 @@ if TYPE_CHECKING:
     from memplan.planning.options import Device
     from memplan.trace.fused.step import GeneratedStep
 
-_log = logging.getLogger("memplan")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedLoss:
     """A captured forward and backward, to which updates of `optimizer` can be added.
 
-    `captured` is the graph; `model` returns the loss; `target` is as in `CapturedStep`. `updated`: the names of the
-    optimizer's parameters that have a gradient. `parallelism`: how the model is divided among ranks; None: it is not.
-    `generated`: the code that Inductor generated for the graph; None: the kernels are eager's.
+    `captured` is the graph; `model` returns the loss; `target` is as in `CapturedStep`. `generated`: the code that
+    Inductor generated for the graph; None: the kernels are eager's.
     """
 
     captured: Captured
     model: nn.Module
     optimizer: torch.optim.Optimizer
     target: Target | None
-    updated: tuple[str, ...]
-    parallelism: Parallelism | None = None
     generated: GeneratedStep | None = None
-
-    def with_inputs(self, inputs: tuple[Any, ...]) -> CapturedLoss:
-        """Return the same graph with other example inputs, of the same layout."""
-        made = self.generated
-        if made is not None:
-            made = replace(made, captured=replace(made.captured, inputs=inputs))
-        return replace(self, captured=replace(self.captured, inputs=inputs), generated=made)
-
-    def record(self) -> RecordedUpdate:
-        """Return what the optimizer's next `step()` does. The errors are those of `record_update`."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        return record_update(self.optimizer, names, self.updated)
-
-    def record_or_none(self) -> RecordedUpdate | None:
-        """Return what `record` does; None for an update that cannot be traced, with a warning in the log."""
-        if self.parallelism is not None and self.parallelism.divides:
-            why = "its parameters are divided among ranks"
-            _log.warning("%s: its step() runs by itself after the planned forward and backward: %s", self._by, why)
-            return None
-        try:
-            return self.record()
-        except Untraceable as error:
-            _log.warning("%s: its step() runs by itself after the planned forward and backward: %s", self._by, error)
-            return None
-
-    @property
-    def _by(self) -> str:
-        return type(self.optimizer).__name__
 
     def step(
         self,
         accumulate: Accumulate | None,
-        recorded: RecordedUpdate | None,
         *,
         clip_grad_norm: float | None,
         rates_in_memory: bool = False,
@@ -101,7 +62,6 @@ class CapturedLoss:
             accumulate=accumulate,
             rates_in_memory=rates_in_memory,
             device=None if self.target is None else self.target.device,
-            recorded=recorded,
         )
         if self.generated is not None:
             from memplan.trace.fused.step import FusedWholeStep
@@ -136,11 +96,10 @@ def capture_loss(
         kernels: What computes the loss and its gradients ("inductor": kernels that Inductor generates).
 
     Raises:
-        UnsupportedGraph: The model or the loss cannot be traced, or no update can have an option of the optimizer.
+        UnsupportedGraph: The model or the loss cannot be traced.
         UnsupportedDevice: Inductor cannot generate kernels here.
         UnsupportedCall: The model is divided among ranks, and `kernels` are Inductor's.
     """
-    require_supported(optimizer)
     args, kwargs = arguments_of(example_inputs, example_kwargs)
     made: GeneratedStep | None = None
     if kernels == "inductor":
@@ -154,14 +113,12 @@ def capture_loss(
 
         with timed(f"generating kernels of {type(model).__name__}"):
             made = generated(captured, type(model).__name__, first_code(captured.graph_module.graph))
-    updated = tuple(updated_parameters(captured.graph_module.graph, model, optimizer))
+    updated_parameters(captured.graph_module.graph, model, optimizer)  # or an error
     return CapturedLoss(
         captured=captured,
         model=model,
         optimizer=optimizer,
         target=target,
-        updated=updated,
-        parallelism=parallelism_of(model),
         generated=made,
     )
 

@@ -10,7 +10,7 @@ import torch
 
 import memplan
 from memplan.recording.allocator import Allocator, host_backing
-from memplan.runtime.recording.recorded import recording_of
+from memplan.runtime.recorded import recording_of
 
 
 def test_P8_a_step_that_no_tracer_reads_is_planned() -> None:  # noqa: N802

@@ -17,8 +17,7 @@ from memplan.core.graph import Phase
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, InvalidPlan, InvalidSize, MemplanError, PlanMismatch, UnsupportedDevice
 from memplan.planning.planfile import check_consistency
-from memplan.runtime.debug.hooks import EventKind, StepEvent
-from memplan.runtime.debug.tracker import Tracker
+from memplan.runtime.debug.hooks import EventKind, StepEvent, Tracker
 from tests.runtime.budgets import FAST_LINK
 from tests.slow import slow
 

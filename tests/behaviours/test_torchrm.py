@@ -22,8 +22,7 @@ from memplan.evict.workload import Event, Events, Kind, Workload
 from memplan.planning.fit import make_workload
 from memplan.planning.options import PlanOptions
 from memplan.runtime.copies.copy_threads import ThreadCopies
-from memplan.runtime.debug.hooks import EventKind, StepEvent, When
-from memplan.runtime.debug.tracker import Tracker
+from memplan.runtime.debug.hooks import EventKind, StepEvent, Tracker, When
 from memplan.schedule import Schedule, make_schedule
 from memplan.solvers import solve
 from memplan.trace import plan_traced, trace

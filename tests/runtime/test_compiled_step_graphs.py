@@ -11,7 +11,7 @@ from torch import nn
 import memplan
 from memplan.errors import InputMismatch, UnsupportedGraph
 from memplan.planning.planfile import check_consistency
-from memplan.runtime.api.compiled_step_graphs import CompiledStepGraphs
+from memplan.runtime.api.step_then_update import StepThenUpdate
 from tests.runtime.test_compiled_graphs import WIDTH, Checked, _batch, _made
 from tests.slow import slow
 
@@ -55,7 +55,7 @@ def test_losses_and_updates_are_eagers(name: str, accumulate: int, clip: float |
     step = memplan.compile_step(
         model, _adam(model), _loss, _batch(), accumulate=accumulate, clip_grad_norm=clip, sanitize="poison"
     )
-    assert isinstance(step, CompiledStepGraphs)
+    assert isinstance(step, StepThenUpdate)
     losses = []
     for call in range(4):
         torch.manual_seed(call)

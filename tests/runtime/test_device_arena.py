@@ -20,7 +20,7 @@ from memplan.errors import BudgetInfeasible, InvalidEviction, MemplanError, Plan
 from memplan.evict.apply import apply
 from memplan.evict.workload import Event, Events, Kind, Workload
 from memplan.planning.fit import make_workload
-from memplan.runtime.debug.tracker import Tracker
+from memplan.runtime.debug.hooks import Tracker
 from memplan.trace import trace
 from tests.runtime.budgets import FAST_LINK
 

@@ -110,7 +110,7 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 def test_whole_steps_write_parameters_and_state_back(make: Make, net: TwoLayersLoss, x: torch.Tensor) -> None:
     eager = copy.deepcopy(net)
     ours, theirs = make(net.parameters()), make(eager.parameters())
-    step = capture_loss(net, ours, (x,)).step(None, None, clip_grad_norm=None)
+    step = capture_loss(net, ours, (x,)).step(None, clip_grad_norm=None)
     runner = _runner(StepGuards(net, ours), step.retrace())
     assert isinstance(runner.arena.copies, ThreadCopies)
     for _ in range(3):

@@ -69,7 +69,7 @@ def _deep() -> tuple[nn.Module, tuple[Any, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model, an optimizer and the options of a step. `targets`: how the targets of its updates begin."""
+    """A model, an optimizer and the options of a step. `targets`: how the targets of planned updates begin."""
 
     model: Callable[[], tuple[nn.Module, tuple[Any, ...]]]
     optimizer: Make = _adamw
@@ -86,11 +86,11 @@ CASES = {
         options={"sanitize": "poison"},
         targets="aten._fused_sgd_",
     ),
-    "dropout, traced update": Case(
+    "dropout, own update": Case(
         model=_dropping,
         optimizer=lambda p: torch.optim.Adagrad(p, lr=0.1),
         options={"accumulate": 2, "clip_grad_norm": 0.05},
-        targets="aten.addcmul_",
+        targets="",
     ),
 }
 

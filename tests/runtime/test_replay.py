@@ -21,7 +21,7 @@ import memplan
 from memplan.core.validate import validate
 from memplan.errors import UnsupportedCall
 from memplan.recording.allocator import Allocator, Backing, host_backing
-from memplan.runtime.recording.recorded import Recording, recording_of
+from memplan.runtime.recorded import Recording, recording_of
 
 Action = tuple[
     int, int

@@ -17,7 +17,7 @@ from memplan.planning.fit import make_workload
 from memplan.planning.options import PlanOptions
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import compile_step
-from memplan.runtime.debug.tracker import HeldBytes, Tracker
+from memplan.runtime.debug.hooks import HeldBytes, Tracker
 from memplan.trace import plan_traced, trace
 from memplan.trace.traced import TracedGraph
 from tests.runtime.budgets import FAST_LINK, QUICK, everything, plan_of_everything

@@ -301,6 +301,7 @@ class Builder:
             gradients_in_arena=options.gradients_in_arena,
             copy_gradients=options.gradients_copied,
             kernels=options.kernels,
+            after=options.after if train else 0,
         )
         if not self._warned:  # once, and not for every shape and mode
             self._warned = bool(captured.captured.warnings)

@@ -157,6 +157,19 @@ def compile(
     args, kwargs = arguments_of(example_inputs, example_kwargs)
     given = given_plan(keywords)
     options = CompileOptions.of({**keywords, "device": device_for(device, given)})
+    return compiled_by(options, model, args, kwargs, train=train, given=given)
+
+
+def compiled_by(
+    options: CompileOptions,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    train: bool | None,
+    given: Plan | None,
+) -> CompiledModule:
+    """Return what `compile` does, for checked options."""
     require_module(model)
     parallelism = parallelism_of(model)
     if parallelism is not None:
@@ -166,6 +179,6 @@ def compile(
     try:
         return CompiledModule(model, args, kwargs, options=options, train=train, given=given)
     except UnsupportedGraph as refused:
-        if fullgraph:
+        if options.fullgraph:
             raise
         return several_graphs(refused, model, args, kwargs, options=options, train=train, given=given)

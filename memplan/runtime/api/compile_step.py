@@ -20,9 +20,9 @@ from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Budget, Costs, Device
 from memplan.runtime.api.compiled_step import CompiledStep
-from memplan.runtime.api.compiled_step_graphs import step_of_graphs
 from memplan.runtime.api.loss_module import LossModule
 from memplan.runtime.api.step_builder import StepBuilder
+from memplan.runtime.api.step_then_update import step_of_graphs, step_then_update
 from memplan.runtime.guards.ranks import require_no_reducer
 from memplan.runtime.on_demand.eager_step import eager_step
 from memplan.runtime.options import StepOptions, device_for, given_plan
@@ -66,17 +66,17 @@ def compile_step(
 ) -> CompiledStep:
     """Compile a whole training step: one call does forward, loss, backward and the optimizer's update.
 
-    Each parameter is updated as soon as its gradient exists and its old value has been read for the last time.
+    With SGD, Adam and AdamW, each parameter is updated as soon as its gradient exists and its old value has been read
+    for the last time.
 
     The options that are not listed here are those of `memplan.compile`. A `budget` limits the whole call, the
-    optimizer's state included.
+    optimizer's state and what its update allocates included.
 
     Args:
         model: The module to train. Its parameters are changed in place.
         optimizer: Any optimizer that needs no closure. It keeps its state and its hyperparameters, which every step
-            reads. SGD, Adam and AdamW are updated by torch's fused kernels unless their options ask for others; for
-            all others, the ops of `optimizer.step()` become part of the program. Where they cannot be traced,
-            `optimizer.step()` runs by itself after the planned forward and backward, with a warning.
+            reads. SGD, Adam and AdamW are updated by torch's fused kernels unless their options ask for others; of all
+            others, the own `step()` runs after the planned forward and backward.
         loss_fn: The loss. If it takes one argument, the step computes `loss_fn(model(*batch))`; otherwise the batch is
             `(inputs, targets)` and the step computes `loss_fn(model(inputs), targets)`, with tuples unpacked.
         example_batch: A tuple of the batch's parts, a dict of the model's keywords (without `example_kwargs`), or the
@@ -140,6 +140,8 @@ def compile_step(
         if not allow_unsynchronized:
             require_no_reducer(model)
         builder = StepBuilder(loss, optimizer, options)
+        if not builder.plans_update:
+            return step_then_update(loss, optimizer, options, batch=batch, kwargs=kwargs, given=given)
         try:
             main = builder.build(batch, kwargs, given)
         except UnsupportedGraph as refused:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +14,9 @@ from torch import nn
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, MemplanError, UnsupportedCall
 from memplan.runtime.api.select import require_autocast
-from memplan.runtime.api.step_builder import StepBuilder
-from memplan.runtime.api.step_plans import Assembled, StepPlan, UpdateProgram, step_alone
+from memplan.runtime.api.step_builder import StepBuilder, StepPlan
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.optimizer_state import StepGuards
-from memplan.runtime.execute.recorded_state import UpdateRun
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.call_kinds import TensorKind, kind_of_call
@@ -34,13 +32,11 @@ _log = logging.getLogger("memplan")
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A checked call: its program, the recording of its update, its leaves, and the current parameters and state."""
+    """A checked call: its program, its leaves, and the current parameters and state."""
 
     runner: Runner
-    run: UpdateRun | None
     leaves: list[Any]
     current: list[torch.Tensor]
-    alone: bool
 
 
 class CompiledStep(MeasuredStep):
@@ -86,7 +82,7 @@ class CompiledStep(MeasuredStep):
         self._refused: set[Any] = set()  # kinds of calls that cannot be planned
         self._warned = False
         self._guides = tuple(builder.guides)
-        updating = _updating_of(main).runner
+        updating = main.updating.runner
         self._measurements = next((g.measurements for g in self._guides if g.runner is updating), [])
         self._attached: list[Runner] = []
         self._attach()
@@ -136,16 +132,9 @@ class CompiledStep(MeasuredStep):
 
     def _run(self, ready: _Ready, *, update: bool) -> torch.Tensor:
         """Run a step that was checked."""
-        runner, run = ready.runner, ready.run
-        numbers = () if run is None else run.begin(self._module_guards.pending)
-        loss = runner.whole_step(ready.leaves, self._tangent(runner), ready.current)
-        if not update:
-            return loss
-        if ready.alone:
-            step_alone(self._module_guards, runner, self._builder.options.clip_grad_norm, sums=self.accumulate > 1)
-        if run is not None and run.finish(self._module_guards.pending, numbers):
-            self._module_guards.expect({})
-        self._module_guards.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning rate schedulers check it
+        loss = ready.runner.whole_step(ready.leaves, self._tangent(ready.runner), ready.current)
+        if update:  # which learning rate schedulers check
+            self._module_guards.optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
 
     def _ready(self, plan: StepPlan, batch: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> _Ready:
@@ -155,14 +144,9 @@ class CompiledStep(MeasuredStep):
             what = "the model has changed since the plan was made"
             raise InputMismatch(what, where="the model", hint=COMPILE_AGAIN, see="other-model")
         guards.require_modes(plan.modes)
-        program, run, alone = plan.adding or _updating_of(plan), None, False
+        program = plan.updating if update or plan.adding is None else plan.adding
         require_autocast(program.runner)
         leaves = program.runner.input_guards.flatten(batch, kwargs, training=True)
-        if update:
-            run, found = plan.update(guards, partial(self._build_update, plan, leaves), begins=plan is self._last)
-            program, alone = found.program, found.alone
-            if plan is self._main:
-                self._plan = program.runner.plan
         self._last = plan
         runner = program.runner
         current = runner.checked(leaves)
@@ -170,7 +154,7 @@ class CompiledStep(MeasuredStep):
             ownership.order_streams()  # the step before may still read, on another stream, what this writes
             guards.synchronize(program.counted)
         self._builder.agree(plan, program)
-        return _Ready(runner, run, leaves, current, alone)
+        return _Ready(runner, leaves, current)
 
     @property
     def plan(self) -> Plan:
@@ -180,12 +164,7 @@ class CompiledStep(MeasuredStep):
     @property
     def _updating(self) -> Runner:
         """The program of the example batch that updates the parameters."""
-        return _updating_of(self._main).runner
-
-    def _build_update(self, plan: StepPlan, leaves: list[Any], run: UpdateRun | None) -> UpdateProgram:
-        made = self._builder.update(plan, run, leaves)
-        self._attach()
-        return made
+        return self._main.updating.runner
 
     def _attach(self) -> None:
         """Let the hooks observe programs that are new."""
@@ -207,20 +186,15 @@ class CompiledStep(MeasuredStep):
         if self._on_mismatch != "replan":
             return self._run_eagerly(reason, batch, kwargs, update=update)
         guards = self._module_guards
-        try:
-            guards.modes()
-        except InputMismatch:
-            guards.refresh()
-        guards.require_known()
-        key = guards.update_key
-        for plan in self._builder.plans:
-            if plan.update_key == key:
-                try:
-                    return self._ready(plan, batch, kwargs, update=update)
-                except InputMismatch:
-                    continue
-        kind = _kind(guards, batch, kwargs)
         several = self._builder.parallelism is not None  # then a step by torch alone would run other collectives
+        if not self._builder.plans_update:  # any more; the guards stay, so that each such call comes here
+            if several:
+                raise reason
+            self._warn(reason, "its update is no longer one of torch's fused kernels; compile the step again")
+            return self._run_eagerly(reason, batch, kwargs, update=update, quiet=True)
+        if (found := self._by_another_plan(batch, kwargs, update=update)) is not None:
+            return found
+        kind = _kind(guards, batch, kwargs)
         if several and (len(self._builder.plans) >= MOST_PLANS or kind in self._refused):
             what = f"{reason.what}, and {len(self._builder.plans)} plans exist already"
             hint = "pad or bucket batches to a few shapes; a step of several ranks does not run eagerly"
@@ -241,6 +215,21 @@ class CompiledStep(MeasuredStep):
             return self._run_eagerly(reason, batch, kwargs, update=update, quiet=True)
         self._attach()
         return self._ready(plan, batch, kwargs, update=update)
+
+    def _by_another_plan(self, batch: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> _Ready | None:
+        """Return what runs a call by one of the plans; None if none is for it."""
+        guards = self._module_guards
+        try:
+            guards.modes()
+        except InputMismatch:
+            guards.refresh()
+        guards.require_known()
+        key = guards.update_key
+        for plan in self._builder.plans:
+            if plan.update_key == key:
+                with contextlib.suppress(InputMismatch):
+                    return self._ready(plan, batch, kwargs, update=update)
+        return None
 
     def _warn(self, reason: InputMismatch, why: str) -> None:
         """Log once that calls run eagerly, and why."""
@@ -325,12 +314,6 @@ class CompiledStep(MeasuredStep):
             hint="save their state_dicts, or copy both together, and compile a step for the copies",
             see="bound-step",
         )
-
-
-def _updating_of(plan: StepPlan) -> Assembled:
-    """Return the program of a plan that updates the parameters."""
-    found = plan.fused if plan.fused is not None else plan.recorded[-1][1]
-    return found.program
 
 
 def _kind(guards: StepGuards, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

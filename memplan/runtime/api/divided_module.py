@@ -9,10 +9,8 @@ from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.distributed.agreement import Agreement
-from memplan.distributed.parallel_guards import ParallelGuards
 from memplan.distributed.parallelism import Parallelism
-from memplan.distributed.step_options import batch_lines, option_lines, require_call_options
-from memplan.distributed.step_ranks import StepRanks
+from memplan.distributed.step_ranks import ParallelGuards, StepRanks, batch_lines, option_lines, require_call_options
 from memplan.errors import InputMismatch, UnsupportedCall
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.compilation import Compilation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,14 +16,11 @@ from memplan.core.plan import Plan
 from memplan.core.totals import functional_transient
 from memplan.core.units import format_bytes
 from memplan.distributed.parallelism import parallelism_of
-from memplan.distributed.step_options import batch_lines, option_lines, require_options
-from memplan.distributed.step_ranks import StepRanks
-from memplan.errors import InputMismatch, UnsupportedCall, UnsupportedGraph
+from memplan.distributed.step_ranks import StepRanks, batch_lines, option_lines, require_options
+from memplan.errors import InputMismatch, UnsupportedCall
 from memplan.evict.feedback import RecordingPolicy
 from memplan.runtime.api.builder import require_real
-from memplan.runtime.api.step_plans import Assembled, StepPlan, UpdateProgram, recorded_run
 from memplan.runtime.execute.optimizer_state import StepGuards
-from memplan.runtime.execute.recorded_state import UpdateRun
 from memplan.runtime.execute.recorders import make_recorder
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.input_guards import InputGuards
@@ -43,8 +40,45 @@ from memplan.runtime.options import StepOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
 from memplan.trace import CapturedCall, capture_loss
 from memplan.trace.optimizer.optimizers import is_fused
-from memplan.trace.optimizer.updates import Accumulate
-from memplan.trace.traced import TracedGraph, without_data
+from memplan.trace.optimizer.updates import COUNTERS, Accumulate
+from memplan.trace.traced import Source, TracedGraph
+
+
+@dataclass(slots=True)
+class Assembled:
+    """A program with the trace that it was assembled from, so that it can be assembled again in a larger arena.
+
+    `counted`: the parameters whose step counters it has in one tensor.
+    """
+
+    traced: TracedGraph
+    runner: Runner
+    counted: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counted = next((b.names for b in self.traced.bound(Source.STATE) if b.key == COUNTERS), ())
+
+
+@dataclass(slots=True, kw_only=True)
+class StepPlan:
+    """The programs for calls of one kind: batches of one layout, in one state of the model.
+
+    `modes` and `update_key`: the training flags of all submodules, and what `StepGuards.update_key` was. `adding`: the
+    program of calls that only add to the sums of gradients, if there are any. `updating`: that of the others.
+    `forgotten`: its programs could not be assembled again, because the model has changed.
+    """
+
+    modes: list[bool]
+    update_key: Any
+    adding: Assembled | None
+    updating: Assembled
+    forgotten: bool = False
+
+    @property
+    def programs(self) -> list[Assembled]:
+        """Its programs."""
+        return [self.updating] if self.adding is None else [self.adding, self.updating]
+
 
 _log = logging.getLogger("memplan")
 _Planned = tuple[TracedGraph, Plan, RecordingPolicy | None]
@@ -78,6 +112,13 @@ class StepBuilder:
         if self.parallelism is not None:
             require_options(options, replicated=self.parallelism.replicas is not None)
 
+    @property
+    def plans_update(self) -> bool:
+        """Whether updates are part of programs; otherwise the optimizer's own `step()` runs after the backward."""
+        # The norm of all gradients takes the parts of all ranks: torch's own clipping and step() know that.
+        divided = self.parallelism is not None and self.parallelism.divides
+        return is_fused(self._optimizer) and not (divided and self.options.clip_grad_norm is not None)
+
     def agreed_lines(self, batch: Any, made: StepPlan, given: Plan | None) -> list[str]:
         """Return what all ranks must have alike of the first plan, in the order in which differences are named."""
         programs = [one.runner.plan for one in made.programs]
@@ -88,41 +129,35 @@ class StepBuilder:
         return found + [f"program {i}: {line}" for i, plan in enumerate(programs) for line in _collectives(plan)]
 
     def build(self, batch: tuple[Any, ...], kwargs: dict[str, Any], given: Plan | None = None) -> StepPlan:
-        """Return the plan of calls like this one, with the program of the optimizer's next update.
-
-        That program has the `given` plan or a new one.
-        """
+        """Return the plan of calls like this one; the program that updates has the `given` plan or a new one."""
         _require_no_gradients((batch, kwargs))
         require_real(self._loss, batch, kwargs)
         first = not self.plans
         options = self.options
         loss = capture_loss(self._loss, self._optimizer, batch, kwargs, device=options.device, kernels=options.kernels)
-        divided = loss.parallelism is not None and loss.parallelism.divides
-        # The norm of all gradients takes the parts of all ranks: torch's own clipping and step() know that.
-        fused = is_fused(self._optimizer) and not (divided and self.options.clip_grad_norm is not None)
-        if not fused:
-            self._require_plain()
+        adding = options.accumulate > 1
+        steps: list[CapturedCall] = [
+            loss.step(
+                kind,
+                clip_grad_norm=options.clip_grad_norm,
+                rates_in_memory=options.cuda_graph,
+                in_place=options.in_place,
+            )
+            for kind in ((Accumulate.ADD, Accumulate.UPDATE) if adding else (None,))
+        ]
         if first:
-            loss.step(Accumulate.KEEP, None, clip_grad_norm=None).warn()
-        run = None if fused else recorded_run(loss)
-        alone = not fused and run is None
-        adding = self.options.accumulate > 1
-        kinds = [*([Accumulate.ADD] if adding else []), *self._kinds(alone=alone)]
-        steps = [self._step(loss, kind, run) for kind in kinds]
+            steps[0].warn()
         traced = [step.first() for step in steps]
         if first:
             self.guards = StepGuards(self._loss, self._optimizer)
-        plan = StepPlan(loss=loss, modes=self.guards.modes(), update_key=self.guards.update_key)
-        self.guards.expect({} if run is None else run.pending())
+        self.guards.look_again()
         made = self._assemble(list(zip(traced, steps, strict=True)), given)
-        plan.adding = made.programs[0] if adding else None
-        plan.loss = loss.with_inputs(without_data(loss.captured.inputs))  # nobody else may hold the batch
-        update = UpdateProgram(program=made.programs[-1], alone=alone)
-        if fused:
-            plan.fused = update
-        else:
-            plan.recorded.append((run, update))
-            plan.current = plan.recorded[0]
+        plan = StepPlan(
+            modes=self.guards.modes(),
+            update_key=self.guards.update_key,
+            adding=made.programs[0] if adding else None,
+            updating=made.programs[-1],
+        )
         self.plans.append(plan)
         self.guides += made.guides
         return plan
@@ -137,53 +172,11 @@ class StepBuilder:
         found = _collectives(one.runner.plan)
         self.ranks.agree(found, known if found in known else [*known, found])
 
-    def update(self, plan: StepPlan, run: UpdateRun | None, leaves: Sequence[Any]) -> UpdateProgram:
-        """Return a new program of a plan, for another update; None stands for one that keeps the gradients.
-
-        `leaves`: those of the call, on which the program is tried.
-        """
-        _log.info("%s: %s's next update is planned anew", type(self._loss).__name__, type(self._optimizer).__name__)
-        kinds = self._kinds(alone=run is None)
-        if not kinds:
-            assert plan.adding is not None
-            return UpdateProgram(program=plan.adding, alone=True)
-        step = self._step(plan.loss.with_inputs(tuple(leaves)), kinds[0], run)
-        made = self._assemble([(step.first(), step)], None)
-        self.guides += made.guides
-        return UpdateProgram(program=made.programs[0], alone=run is None)
-
-    def _kinds(self, *, alone: bool) -> list[Accumulate | None]:
-        """Return the kind of program that calls with an update need, if the program of other calls does not serve."""
-        if self.options.accumulate > 1:
-            return [] if alone else [Accumulate.UPDATE]
-        return [Accumulate.KEEP if alone else None]
-
-    def _step(self, loss: Any, kind: Accumulate | None, run: UpdateRun | None) -> CapturedCall:
-        made: CapturedCall = loss.step(
-            kind,
-            None if run is None else run.recorded,
-            clip_grad_norm=self.options.clip_grad_norm,
-            rates_in_memory=self.options.cuda_graph,
-            in_place=self.options.in_place,
-        )
-        return made
-
-    def _require_plain(self) -> None:
-        """Raise `UnsupportedGraph` for options with which torch's fused updates alone can be planned."""
-        option = "cuda_graph=True" if self.options.cuda_graph else f"device={self.options.device!r}"
-        if self.options.cuda_graph or self.options.device is not None:
-            raise UnsupportedGraph(
-                type(self._optimizer).__name__,
-                f"only fused updates of SGD, Adam and AdamW can run with {option}",
-                f"use one of these with fused=True, leave out {option.partition('=')[0]}, or use memplan.compile",
-                see="optimizer",
-            )
-
     def _assemble(self, steps: Sequence[tuple[TracedGraph, CapturedCall]], given: Plan | None) -> _Made:
         """Return a program for each step, in the arena or in a larger one that replaces it."""
         options, traced = self.options, [t for t, _ in steps]
         if not options.allow_unsynchronized:
-            require_collective(traced)
+            require_collective([t.graph for t in traced])
         prepare_host(self._loss, traced[0], self._optimizer)
         device = traced[0].device
         if options.cuda_graph and self._recorder is None:

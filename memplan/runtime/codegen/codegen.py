@@ -22,7 +22,7 @@ from memplan.runtime.codegen.needless_copies import without_needless_copies
 from memplan.runtime.codegen.step_ir import Call, CallbackLine, Empty, Layout, Line, View, refs, same_layout
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
 from memplan.runtime.memory.arena import dtype_of, view_within
-from memplan.trace.traced import Computed, Live, OpaqueResult, Ref
+from memplan.trace.traced import Live, OpaqueResult, Ref
 
 Callback = Callable[[], None]
 Drop = Callable[[Any, torch.Tensor], None]
@@ -274,8 +274,6 @@ class FunctionWriter:
             item = "" if thing.item is None else f"[{thing.item}]"
             source = f"{self._constant(thing.optimizer)}.param_groups[{thing.group}][{thing.key!r}]{item}"
             return self.live.setdefault(source, f"h{len(self.live)}")
-        if isinstance(thing, Computed):
-            return f"{self.namespace.add('k', thing.function)}({', '.join(map(self._expression, thing.refs))})"
         if isinstance(thing, (list, tuple)):
             items = ", ".join(self._expression(item) for item in thing)
             return f"[{items}]" if isinstance(thing, list) else f"({items},)"

@@ -8,7 +8,7 @@ from typing import Any
 
 from memplan.core.graph import Graph, Value
 from memplan.runtime.kernels.kernel_selection import BoundOp
-from memplan.trace.traced import Computed, Ref
+from memplan.trace.traced import Ref
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +115,6 @@ def refs(tree: Any) -> list[int]:
     """Return the values that arguments refer to."""
     if isinstance(tree, Ref):
         return [tree.value]
-    if isinstance(tree, Computed):
-        tree = tree.refs
     if isinstance(tree, dict):
         tree = tree.values()
     elif not isinstance(tree, (list, tuple)):

@@ -11,14 +11,13 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from memplan.distributed.local import Slot, of_this_rank
-from memplan.distributed.parallel_guards import ParallelGuards
+from memplan.distributed.step_ranks import ParallelGuards
 from memplan.errors import InputMismatch, UnsupportedCall
 from memplan.runtime.guards.hook_counts import hooks_ever_set, hooks_of_node
 from memplan.runtime.guards.module_guards import COMPILE_AGAIN, ModuleGuards
 from memplan.trace.optimizer.first_update import HOOKS
-from memplan.trace.optimizer.optimizers import DECIDING, STEP
-from memplan.trace.optimizer.surroundings import has_own_step
-from memplan.trace.optimizer.updates import ACCUMULATED, COUNTERS, GROUP, LEARNING_RATE
+from memplan.trace.optimizer.optimizers import DECIDING, STEP, has_own_step
+from memplan.trace.optimizer.updates import ACCUMULATED, COUNTERS, LEARNING_RATE
 from memplan.trace.traced import Binding, Source
 
 _OF_ALL_OPTIMIZERS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
@@ -32,7 +31,6 @@ class StepGuards(ModuleGuards):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.pending: dict[str, dict[str, Any]] = {}  # state that the next step makes, by parameter
         self._accumulated: dict[str, dict[str, Any]] = {}
         self._rates: dict[str, dict[str, Any]] = {}
         self._counters: dict[tuple[str, ...], Counters] = {}
@@ -61,9 +59,8 @@ class StepGuards(ModuleGuards):
         self._require_no_hooks()
         self.version += 1
 
-    def expect(self, pending: dict[str, dict[str, Any]]) -> None:
-        """Look up the state again: `pending` is what the optimizer does not have yet."""
-        self.pending = pending
+    def look_again(self) -> None:
+        """Look up the state again."""
         self._store()
         self.version += 1
 
@@ -149,8 +146,6 @@ class StepGuards(ModuleGuards):
     def _state_slot(self, binding: Binding) -> tuple[dict[str, Any], str]:
         if binding.key == LEARNING_RATE:
             return self._rates.setdefault(binding.name, self._new_rate(binding.name)), binding.key
-        if binding.name.startswith(GROUP):
-            return self.optimizer.param_groups[int(binding.name.removeprefix(GROUP))], binding.key
         if binding.key == ACCUMULATED:
             if binding.name not in self._accumulated:
                 zeros = torch.zeros_like(self.model.get_parameter(binding.name), requires_grad=False)
@@ -168,8 +163,6 @@ class StepGuards(ModuleGuards):
     def _state_of(self, name: str, key: str) -> dict[str, Any]:
         """Return the optimizer's state of a parameter. Raises `InputMismatch` if `key` is missing in it."""
         state: dict[str, Any] = self.optimizer.state.get(self.model.get_parameter(name), {})
-        if not isinstance(state.get(key), torch.Tensor) and key in self.pending.get(name, {}):
-            return self.pending[name]
         if key not in state:
             what = f"the optimizer's state has no {key!r} any more"
             raise InputMismatch(what, where=name, hint=_LOAD_OR_COMPILE, see="optimizer-state")

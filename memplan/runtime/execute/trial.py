@@ -27,6 +27,7 @@ from memplan.runtime.codegen.step_ir import Layout, refs
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm, KernelSelector, generated_op, materialise
 from memplan.runtime.kernels.stand_ins import select_on_stand_ins
 from memplan.runtime.memory.arena import dtype_of, offset_within, view_of
+from memplan.trace.passes.error_checks import ALLOCATE
 from memplan.trace.traced import GeneratedCall, KernelCall, Source, TracedGraph
 
 
@@ -182,9 +183,10 @@ def leaves_users_alone(traced: TracedGraph, layout: Layout, index: int, copied: 
     `copied`: the storages that stand for the user's in the trial.
     """
     graph = traced.graph
-    if graph.ops[index].only_raises or is_collective(graph.ops[index].target):
+    op = graph.ops[index]
+    if (op.only_raises and op.target != str(ALLOCATE)) or is_collective(op.target):
         return False
-    written = graph.written(graph.ops[index])
+    written = graph.written(op)
     ours = {s for s in written if graph.storages[s].planned or graph.storages[s].kind is StorageKind.HOST}
     return all(s in ours or s in copied or s in layout.fresh_storages for s in written)
 

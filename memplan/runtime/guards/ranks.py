@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from memplan.core.collectives import is_collective
+from memplan.core.graph import Graph
 from memplan.errors import UnsupportedCall
-from memplan.trace.traced import TracedGraph
 
 _HINT = (
     "compile a step of DistributedDataParallel(model), or of a model that fully_shard has divided, "
@@ -33,10 +33,10 @@ def require_no_reducer(model: nn.Module) -> None:
             raise UnsupportedCall(what, where=name, hint=_HINT, see="ranks")
 
 
-def require_collective(traced: Iterable[TracedGraph]) -> None:
+def require_collective(graphs: Iterable[Graph]) -> None:
     """Raise `UnsupportedCall` if there are several ranks and no program of the step contains a collective."""
     ranks = torch.distributed.get_world_size() if _in_group() else 1
-    if ranks > 1 and not any(is_collective(op.target) for t in traced for op in t.graph.ops):
+    if ranks > 1 and not any(is_collective(op.target) for graph in graphs for op in graph.ops):
         what = "the step contains no collective, so each rank would train on its own"
         raise UnsupportedCall(what, where=f"a process group of {ranks} ranks", hint=_HINT, see="ranks")
 

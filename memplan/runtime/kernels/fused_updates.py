@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
-from memplan.trace.optimizer.update_groups import kind_of
+from memplan.trace.optimizer.updates import kind_of
 from memplan.trace.traced import KernelCall, TracedGraph
 
 

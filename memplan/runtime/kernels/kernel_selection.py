@@ -29,7 +29,7 @@ from memplan.runtime.kernels.recurrent import layer_function
 from memplan.runtime.kernels.rows import adds_rows, takes_rows
 from memplan.trace.passes.out_variants import out_names, out_variant
 from memplan.trace.passes.randomness import draws
-from memplan.trace.traced import Computed, GeneratedCall, KernelCall, Live, OpaqueResult, Ref
+from memplan.trace.traced import GeneratedCall, KernelCall, Live, OpaqueResult, Ref
 
 
 class CallForm(enum.Enum):
@@ -333,8 +333,6 @@ def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
             return tensors[leaf.value]
         if isinstance(leaf, OpaqueResult):
             return tensors[-1 - leaf.number]
-        if isinstance(leaf, Computed):
-            return leaf.example
         return leaf.value() if isinstance(leaf, Live) else leaf
 
     return pytree.tree_map(now, tree)

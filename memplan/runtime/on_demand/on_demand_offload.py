@@ -18,13 +18,145 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
-from memplan.errors import MemplanError
-from memplan.runtime.on_demand.live_bytes import LiveBytes, is_plain
-from memplan.runtime.on_demand.saved_tensors import SavedBlock, SavedTensor
+from memplan.devices.host_memory import host_bytes
+from memplan.errors import MemplanError, StaleActivationsError
+
+
+class SavedBlock:
+    """The bytes of a saved storage, on the device or on the host; `fetch` allocates memory on the device for them."""
+
+    def __init__(self, fetch: Callable[[int], torch.UntypedStorage], nbytes: int) -> None:
+        self.fetch, self.nbytes = fetch, nbytes
+        self.saved: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
+        self.host: torch.Tensor | None = None
+        self.back: torch.UntypedStorage | None = None
+
+    @property
+    def present(self) -> bool:
+        """Whether the block has bytes on the device."""
+        return self.host is None or self.back is not None
+
+    def evict(self) -> int:
+        """Release the bytes on the device; return how many bytes were copied to the host."""
+        copied = 0
+        if self.host is None:
+            source = _whole(next(s.tensor for s in self.saved if s.tensor is not None).untyped_storage(), self.nbytes)
+            self.host = host_bytes(self.nbytes, source.device)
+            with torch.no_grad():
+                self.host.copy_(source)
+            copied = self.nbytes
+        self.back = None
+        for saved in self.saved:
+            saved.leave()
+        return copied
+
+    def storage(self) -> torch.UntypedStorage:
+        """Return the bytes on the device, copied back from the host if needed."""
+        if self.back is None:
+            assert self.host is not None
+            back = self.fetch(self.nbytes)
+            with torch.no_grad():
+                _whole(back, self.nbytes).copy_(self.host)
+            self.back = back
+        return self.back
+
+
+class SavedTensor:
+    """A tensor that a node of autograd saved; with `block` None it is never offloaded."""
+
+    __slots__ = ("__weakref__", "block", "changed", "layout", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, block: SavedBlock | None) -> None:
+        self.tensor: torch.Tensor | None = tensor.detach() if block is not None else tensor
+        self.version, self.changed = tensor._version, False
+        self.layout = (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()) if block else None
+        self.block = block
+        if block is not None:
+            block.saved.add(self)
+
+    def leave(self) -> None:
+        """Drop the tensor before its bytes are offloaded, and store whether it was changed since it was saved."""
+        if self.tensor is not None:
+            self.changed = self.tensor._version != self.version
+            self.tensor = None
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor. Raises `StaleActivationsError` if it was changed in place since it was saved."""
+        if self.changed or (self.tensor is not None and self.tensor._version != self.version):
+            raise StaleActivationsError(
+                "a tensor that the backward needs was changed in place after it was saved",
+                where='on_mismatch="passive"',
+                hint="change it after the backward, or change a copy",
+                see="changed-after-forward",
+            )
+        if self.tensor is not None:
+            return self.tensor
+        assert self.block is not None
+        assert self.layout is not None
+        dtype, offset, shape, strides = self.layout
+        storage = self.block.storage()
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+
+
+def _whole(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
+
+
+class LiveBytes:
+    """The live bytes of storages on `device` that were added. `peak`: the most bytes that were alive at once.
+
+    Freed storages are subtracted only when the number is needed; until then, the bytes that were alive at the last
+    count and all that were added since are an upper bound.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peak = 0
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._at_most = 0
+
+    def __contains__(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._known
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are alive now."""
+        for key, (weak, nbytes) in list(self._known.items()):
+            if weak.expired():  # type: ignore[no-untyped-call]
+                del self._known[key]
+                self._at_most -= nbytes
+        return self._at_most
+
+    def exceeds(self, limit: int) -> bool:
+        """Return whether more than `limit` bytes are alive."""
+        return self._at_most > limit and self.nbytes > limit
+
+    def add(self, tensors: Sequence[Any]) -> None:
+        """Count the storages of these tensors."""
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.device == self.device and is_plain(tensor):
+                storage = tensor.untyped_storage()
+                weak, nbytes = self._known.get(storage._cdata, (None, 0))
+                if weak is None or weak.expired():  # type: ignore[no-untyped-call]
+                    self._known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
+                    self._at_most += storage.nbytes() - nbytes
+        if self.exceeds(self.peak):
+            self.peak = self._at_most
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a plain strided tensor: no subclass, no lazy conjugate or negation, not quantized."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    )
+
 
 _log = logging.getLogger("memplan")
 # nodes that return the gradient of a parameter as a view

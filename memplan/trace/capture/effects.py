@@ -26,7 +26,7 @@ from torch._dynamo.convert_frame import get_traced_fn
 from torch.utils import _pytree as pytree
 
 from memplan.distributed.local import is_distributed, local_tensor, placed_like
-from memplan.distributed.structure import copy_structure
+from memplan.distributed.whole_copy import copy_structure
 from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.origins import clean_module_path
 

@@ -19,7 +19,7 @@ from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTOutput,
 )
 
-from memplan.distributed.placed import PlacedParameter
+from memplan.distributed.local import PlacedParameter
 from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.origins import origin_of, place_of
 from memplan.trace.passes.own_outputs import after_last, returned_by

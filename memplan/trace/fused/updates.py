@@ -21,7 +21,7 @@ from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.graph.build import build
 from memplan.trace.passes.own_outputs import returned_by
 from memplan.trace.passes.rewrite import INHERITED, fake_mode_of
-from memplan.trace.traced import Binding, Computed, Kernel, KernelCall, OpaqueResult, Ref, Source, TracedGraph
+from memplan.trace.traced import Binding, Kernel, KernelCall, OpaqueResult, Ref, Source, TracedGraph
 
 
 def with_updates(step: TracedGraph, captured: Captured, append: Callable[[fx.Graph], None]) -> TracedGraph:
@@ -190,8 +190,6 @@ class _Join:
         def moved(leaf: Any) -> Any:
             if isinstance(leaf, Ref):
                 return Ref(self.value_of[leaf.value])
-            if isinstance(leaf, Computed):
-                return replace(leaf, refs=tuple(map(moved, leaf.refs)))
             return OpaqueResult(leaf.number + opaque) if isinstance(leaf, OpaqueResult) else leaf
 
         args, kwargs = pytree.tree_map(moved, (kernel.args, kernel.kwargs))

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -41,7 +40,7 @@ from memplan.trace.passes.out_variants import out_variant, written_names
 from memplan.trace.passes.own_outputs import is_backward, returned_by
 from memplan.trace.passes.randomness import draws
 from memplan.trace.passes.rewrite import CHECKPOINT, MEMORY_ONLY, OWN, WITHIN, aten, storage_key
-from memplan.trace.traced import Binding, Computed, KernelCall, OpaqueResult, Ref, Source, TracedGraph
+from memplan.trace.traced import Binding, KernelCall, OpaqueResult, Ref, Source, TracedGraph
 
 KIND_OF = {
     Source.PARAMETER: StorageKind.PARAMETER,
@@ -283,8 +282,6 @@ class _FxReader:
         assert isinstance(node.target, OpOverload)
         read_nodes: list[fx.Node] = []
         fx.node.map_arg((node.args, node.kwargs), read_nodes.append)
-        numbers = node.meta.get("numbers", {})
-        read_nodes += [n for _, _, nodes, _ in numbers.values() for n in nodes]
         reads = [self.value_of[n] for n in dict.fromkeys(read_nodes) if n not in self.other]
         if written:
             names = [a.name for a in node.target._schema.arguments]
@@ -321,11 +318,6 @@ class _FxReader:
         )
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._argument)
         kwargs = {**dict(kwargs), **node.meta.get("live", {})}
-        if numbers:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            for position, (text, function, nodes, example) in numbers.items():
-                leaves[position] = Computed(text, function, tuple(Ref(self.value_of[n]) for n in nodes), example)
-            args, kwargs = pytree.tree_unflatten(leaves, spec)
         returns_sequence = isinstance(node.meta["val"], (tuple, list))
         opaque_results = tuple((i, opaque.number) for (n, i), opaque in self.opaque_of.items() if n is node)
         self.kernels.append(

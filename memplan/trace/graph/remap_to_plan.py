@@ -13,7 +13,7 @@ from memplan.core.graph import Graph, Op, require_same
 from memplan.core.plan import Plan
 from memplan.devices.kinds import HOST
 from memplan.evict.equivalent import require_equivalent
-from memplan.trace.traced import Computed, GeneratedCall, Kernel, KernelCall, Ref, SaveState, TracedGraph, Transfer
+from memplan.trace.traced import GeneratedCall, Kernel, KernelCall, Ref, SaveState, TracedGraph, Transfer
 
 
 def require_planned(traced: TracedGraph, plan: Plan) -> None:
@@ -83,8 +83,6 @@ def kernel_of(traced: TracedGraph, graph: Graph, op: Op, source: int, *, multi_d
     new = dict(zip((*base.reads, *base.writes), (*reads, *op.writes), strict=True))
 
     def moved(leaf: Any) -> Any:
-        if isinstance(leaf, Computed):
-            return replace(leaf, refs=tuple(map(moved, leaf.refs)))
         return Ref(new.get(leaf.value, leaf.value)) if isinstance(leaf, Ref) else leaf
 
     args, kwargs = pytree.tree_map(moved, (kernel.args, kernel.kwargs))

@@ -1,7 +1,8 @@
-"""The supported optimizers: which options they may have, and what state their updates take."""
+"""The optimizers whose updates are planned: which options they may have, and what state their updates take."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from memplan.devices.kinds import HOST, is_accelerator
 from memplan.distributed.local import local_tensor
 from memplan.errors import UnsupportedGraph
-from memplan.trace.optimizer.surroundings import has_own_step
 
 STEP = "step"  # torch's key of a parameter's counter
 
@@ -25,7 +25,7 @@ DECIDING = (
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether torch's fused kernels update the parameters: SGD, Adam and AdamW, where nothing asks for others.
 
-    `fused=None` and `foreach=None` leave the choice. All other updates are recorded (`record.py`).
+    `fused=None` and `foreach=None` leave the choice. The own `step()` of all other optimizers runs after the backward.
     """
     if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW) or has_own_step(optimizer):
         return False
@@ -40,14 +40,28 @@ def _group_is_fused(group: Mapping[str, Any]) -> bool:
     return not others and all(p.is_floating_point() for p in group["params"])
 
 
-def require_supported(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `UnsupportedGraph` for options with which no program can be the update."""
-    if any(group.get("differentiable") for group in optimizer.param_groups):
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `step` was replaced on this very optimizer, by other code than torch's learning rate schedulers'.
+
+    Theirs only note that it was called.
+    """
+    own = vars(optimizer).get("step")
+    if own is None:
+        return False
+    known = getattr(own, "_wrapped_by_lr_sched", False) and own.__globals__["__name__"] == "torch.optim.lr_scheduler"
+    return not known or own.__wrapped__ is not type(optimizer).step
+
+
+def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UnsupportedGraph` for an optimizer whose step computes the loss several times."""
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    needed = any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    if needed or hasattr(optimizer, "first_step"):
         raise UnsupportedGraph(
             type(optimizer).__name__,
-            "differentiable=True is not supported",
-            "use differentiable=False, or memplan.compile",
-            see="optimizer-options",
+            "its step needs a closure: it computes the loss several times",
+            "use memplan.compile for the model, and call the optimizer as before",
+            see="closure",
         )
 
 

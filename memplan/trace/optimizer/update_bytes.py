@@ -1,27 +1,36 @@
-"""Measures what an optimizer keeps and allocates, from meta tensors: the bytes of its state, and the peak of `step()`.
+"""Measures what an optimizer keeps and allocates, without bytes: those of its state, and the peak of `step()`.
 
 The optimizer's own code runs, so every optimizer of `torch.optim`, and others, are measured alike.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import random
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from memplan.distributed.local import largest_part
 from memplan.errors import InvalidModel
 from memplan.trace.allocations import Allocations, storage_of
-from memplan.trace.optimizer.fake_copy import foreach_by_default
-from memplan.trace.optimizer.surroundings import OWN, is_hooks
 
 Parameters = Iterable[torch.nn.Parameter]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 NONE = "none"
+_LEFT_OUT = ("state", "step", "_opt_called")  # attributes that a copy of an optimizer does not share
+_HOOKS = {
+    f"_optimizer_{which}_{when}_hooks"
+    for which in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+}
 _NUMBER = 8  # bytes: torch makes a tensor of the host of a Python number while an op of the update reads it
 
 
@@ -73,11 +82,35 @@ def update_bytes(
     return UpdateBytes(name=type(made).__name__, state=state, temporaries=temporaries)
 
 
+def bytes_of_updates(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> UpdateBytes | None:
+    """Return what an optimizer needs to update those of its parameters that are given, whatever its class.
+
+    A copy of it runs twice on fake tensors, as the first step makes state. Nothing that Python can see is changed but
+    objects that neither the optimizer holds nor a name of its classes or their modules refers to.
+
+    Args:
+        optimizer: The optimizer. Groups that ask for a fused kernel are counted as updated one by one.
+        parameters: The parameters of the model.
+
+    Returns:
+        The bytes; None if it does not run on fake tensors.
+    """
+    own = {id(p) for p in parameters if p.requires_grad}
+    with _unnoticed(type(optimizer)), FakeTensorMode(allow_non_fake_inputs=True):
+        try:
+            made = _copied(optimizer, lambda group, p: id(p) in own, device=None)
+            for group in made.param_groups:
+                if group.get("fused"):
+                    group.update(fused=None, foreach=False)
+            return _counted(made)
+        except Exception:  # whatever an update does with tensors that have no numbers, the real one runs as ever
+            return None
+
+
 def bytes_of_step(optimizer: torch.optim.Optimizer) -> int | None:
     """Return the most bytes that the next `step()` of an optimizer allocates beside its state; None if it is not known.
 
-    A copy of one of torch's own optimizers runs on meta tensors, twice, as the first step makes state. Others are not
-    run: a copy of them may hold, and then update, something of the original.
+    It is known of torch's own optimizers, of which a copy runs on meta tensors.
 
     Args:
         optimizer: The optimizer; parameters without a gradient are not updated, as in `step()`.
@@ -91,40 +124,87 @@ def bytes_of_step(optimizer: torch.optim.Optimizer) -> int | None:
     """
     if type(optimizer) not in _classes().values() or isinstance(optimizer, torch.optim.LBFGS):
         return None
-    try:
-        made = _meta_copy(optimizer)
-        step: Any = type(made).step
-        step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without the hooks of all optimizers
-        with Allocations(()) as counted, torch.no_grad():
-            step(made)
-            before = counted.peak = counted.live
-            step(made)
-    except Exception:  # whatever an update does with tensors that have no numbers, the real one runs as ever
+    try:  # a fused kernel allocates nothing
+        made = _copied(optimizer, lambda group, p: p.grad is not None and not group.get("fused"), device="meta")
+        return _counted(made).temporaries
+    except Exception:
         return None
-    return int(counted.peak - before)
 
 
-def _meta_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer without state, hooks and what others have attached to it, on meta parameters."""
+class _NumbersRead(Allocations):  # type: ignore[no-untyped-call]
+    """Counts allocations of an update, in which each number that is read from a tensor is 0.5, True or 1."""
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return True if args[0].dtype is torch.bool else 0.5 if args[0].dtype.is_floating_point else 1
+        return super().run(func, args, kwargs)
+
+
+def _counted(made: torch.optim.Optimizer) -> UpdateBytes:
+    """Return what a copy of an optimizer keeps and allocates."""
+    step: Any = type(made).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without the hooks of all optimizers
+    updated = [p for group in made.param_groups for p in group["params"]]
+    known = [storage_of(x)[0] for p in updated for x in (p, p.grad)]
+    with _NumbersRead(known) as counted, torch.no_grad():
+        step(made)
+        state = counted.peak = counted.live
+        step(made)
+    return UpdateBytes(name=type(made).__name__, state=state, temporaries=counted.peak - state)
+
+
+def _copied(
+    optimizer: torch.optim.Optimizer, updates: Callable[[Mapping[str, Any], torch.Tensor], bool], *, device: str | None
+) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer without state and hooks, on copies of the parameters that it `updates`."""
+    own = {key: value for key, value in vars(optimizer).items() if key not in _LEFT_OUT}
+    own.update({key: type(value)() for key, value in own.items() if key in _HOOKS})
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors = [x for x in (*held, *tree_leaves(own)) if isinstance(x, torch.Tensor)]
+    memo: dict[int, Any] = {id(x): _with_gradient(x, device) for x in tensors}
     made: Any = object.__new__(type(optimizer))
-    own = {key: value for key, value in vars(optimizer).items() if key not in OWN}
-    made.__dict__.update({key: type(value)() if is_hooks(key) else copy.copy(value) for key, value in own.items()})
-    made.defaults, made.state = dict(optimizer.defaults), defaultdict(dict)
-    made.param_groups = []
-    for group in optimizer.param_groups:
-        if group.get("fused"):  # its kernel allocates nothing
-            continue
-        options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        if "foreach" in options and options["foreach"] is None:
-            options["foreach"] = foreach_by_default(group)
-        updated = [p for p in group["params"] if p.grad is not None]
-        made.param_groups.append({**options, "params": [_with_gradient(p) for p in updated]})
+    made.__dict__.update(copy.deepcopy(own, memo), state=defaultdict(dict))
+    for group, real in zip(made.param_groups, optimizer.param_groups, strict=True):
+        if "foreach" in real and real["foreach"] is None and not real.get("fused"):
+            group["foreach"] = _foreach_by_default(real)
+        group["params"] = [memo[id(p)] for p in real["params"] if updates(real, p)]
     return made  # type: ignore[no-any-return]
 
 
-def _with_gradient(p: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Return a copy of a parameter, and of its gradient, on the meta device."""
-    made = torch.nn.Parameter(torch.empty_like(p, device="meta"))
+def _foreach_by_default(group: Mapping[str, Any]) -> bool:
+    """Return what torch chooses where `foreach` and `fused` are None: it looks at the types of the parameters."""
+    from torch.optim.optimizer import _default_to_fused_or_foreach
+
+    return bool(_default_to_fused_or_foreach(group["params"], bool(group.get("differentiable")), use_fused=False)[1])
+
+
+@contextlib.contextmanager
+def _unnoticed(kind: type) -> Iterator[None]:
+    """Give back the random numbers that are drawn within, and what names of a class and of its module are bound to."""
+    numpy = sys.modules.get("numpy")
+    ours, numpys = random.getstate(), None if numpy is None else numpy.random.get_state()
+    classes = [c for c in kind.__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")]
+    named = [x for c in classes for x in (c, sys.modules.get(c.__module__)) if x is not None]
+    bound = [(x, dict(vars(x))) for x in named]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(ours)
+        if numpy is not None:
+            numpy.random.set_state(numpys)
+        for x, values in bound:
+            for name, value in values.items():
+                if vars(x).get(name) is not value:
+                    setattr(x, name, value)
+
+
+def _with_gradient(x: torch.Tensor, device: torch.device | str | None = "meta") -> Any:
+    """Return a tensor like another, or like the largest part that a rank has; of a parameter, with a gradient."""
+    made = torch.empty_like(largest_part(x).detach(), device=device or x.device)
+    if not isinstance(x, torch.nn.Parameter):
+        return made
+    made = torch.nn.Parameter(made)
     made.grad = torch.empty_like(made)
     return made
 

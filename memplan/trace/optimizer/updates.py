@@ -9,7 +9,7 @@ that schedulers and checkpoints work as usual.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,21 +17,22 @@ import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTInput
 
+from memplan.core.graph import Graph, Op, StorageKind
 from memplan.distributed.local import local_tensor
 from memplan.errors import UnsupportedGraph
 from memplan.trace.optimizer.optimizers import STEP, ensure_state, keys_of
-from memplan.trace.optimizer.recorded_ops import RecordedOps, functions_of
-from memplan.trace.optimizer.recorded_update import RecordedUpdate
 from memplan.trace.passes.aliasing import has_effects
 from memplan.trace.passes.own_outputs import after_last, returned_by, touching
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
-from memplan.trace.traced import Live
+from memplan.trace.traced import KernelCall, Live, Ref, TracedGraph
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 ACCUMULATED = "accumulated gradient"  # key of a tensor beside the optimizer's own state
 LEARNING_RATE = "learning rate"  # key of a tensor that belongs to a group instead of a parameter
 GROUP = "group "  # and its number: the name of the holder of an option
 COUNTERS = "step counters"  # key of the tensor that holds the counters of many parameters
+_UPDATES = (aten._fused_sgd_, aten._fused_adam_, aten._fused_adamw_)
+_SMALL = (16 << 10, 1 << 20)  # bytes of a parameter, on the CPU and elsewhere, where a call is a launch
 
 
 class Accumulate(enum.Enum):
@@ -39,7 +40,6 @@ class Accumulate(enum.Enum):
 
     ADD = "add them to those of earlier steps"
     UPDATE = "add them, update the parameters, and start from zero again"
-    KEEP = "keep them for an optimizer that runs by itself"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +67,13 @@ def append_updates(
     accumulate: Accumulate | None = None,
     rates_in_memory: bool = False,
     device: torch.device | None = None,
-    recorded: RecordedUpdate | None = None,
 ) -> None:
     """Replace the returned gradients of `optimizer`'s parameters by updates; other gradients are dropped.
 
     `clip_grad_norm` first scales all gradients to that global 2-norm: every update then waits for the last gradient.
     `accumulate`: updates take sums of gradients, in memory that outlives the step. `rates_in_memory`: updates read
     learning rates from tensors, one for each group, so that a CUDA graph follows a schedule of them. `device`: the
-    optimizer's state is traced there, wherever it is. `recorded`: the ops of the update; None: torch's fused kernels,
-    for which missing state is created for parameters that have a gradient.
+    optimizer's state is traced there, wherever it is. Missing state is created for parameters that have a gradient.
     """
     output, results, descs = returned_by(graph)
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -85,23 +83,18 @@ def append_updates(
     output.args = (tuple(n for n, _ in kept),)
     output.meta["desc"] = [d for _, d in kept]
     factory = _Updates(graph, optimizer, output, rates_in_memory=rates_in_memory, device=device)
-    if accumulate is Accumulate.KEEP:
-        gradients = {name: factory.keep(name, parameters[name], g) for name, g in gradients.items()}
-    elif accumulate is not None:
+    if accumulate is not None:
         gradients = {name: factory.add(name, parameters[name], g) for name, g in gradients.items()}
-    if accumulate not in (Accumulate.ADD, Accumulate.KEEP):
+    if accumulate is not Accumulate.ADD:
         if clip_grad_norm is not None:
             gradients = factory.clip(gradients, clip_grad_norm, in_place=accumulate is not None)
-        if recorded is not None:
-            factory.run_recorded(recorded, model, parameters, gradients)
-        else:
-            factory.keep_counters(gradients)
-            for name, gradient in gradients.items():
-                parameter = model.get_parameter(name)
-                group = group_of[id(parameter)]
-                state = ensure_state(optimizer, name, parameter, group)
-                factory.update(name, parameters[name], gradient, state, group)
-            factory.count_steps()
+        factory.keep_counters(gradients)
+        for name, gradient in gradients.items():
+            parameter = model.get_parameter(name)
+            group = group_of[id(parameter)]
+            state = ensure_state(optimizer, name, parameter, group)
+            factory.update(name, parameters[name], gradient, state, group)
+        factory.count_steps()
     if accumulate is Accumulate.UPDATE:
         factory.start_from_zero(gradients.values())
     _drop_dead(graph)
@@ -165,48 +158,14 @@ class _Updates:
         self.rates_in_memory = rates_in_memory
         self.device = device
         self.rates: dict[int, fx.Node] = {}
-        self.accumulated: set[str] = set()  # names of gradients in memory of their own
 
     def add(self, name: str, parameter: fx.Node, gradient: fx.Node) -> fx.Node:
         """Add a gradient, as soon as it exists, to the accumulated one, and return the sum."""
         accumulated = self._state(name, ACCUMULATED, value(parameter))
-        self.accumulated.add(name)
         place = after_last(self.graph, touching(self.graph, gradient))
         rw = _InBackward(self.graph, self.mode, gradient, before=place)
         rw.call(aten.add_.Tensor, accumulated, gradient)
         return accumulated
-
-    def keep(self, name: str, parameter: fx.Node, gradient: fx.Node) -> fx.Node:
-        """Copy a gradient, as soon as it exists, to memory that outlives the step, and return that."""
-        kept = self._state(name, ACCUMULATED, value(parameter))
-        place = after_last(self.graph, touching(self.graph, gradient))
-        _InBackward(self.graph, self.mode, gradient, before=place).call(aten.copy_.default, kept, gradient)
-        return kept
-
-    def run_recorded(
-        self,
-        recorded: RecordedUpdate,
-        model: nn.Module,
-        parameters: Mapping[str, fx.Node],
-        gradients: Mapping[str, fx.Node],
-    ) -> None:
-        """Add the ops of a recorded update at the end; the schedule brings each forward to where it may run."""
-        rw = _InBackward(self.graph, self.mode, list(gradients.values())[-1], before=self.output)
-
-        def state(name: str, key: str, index: int) -> fx.Node:
-            return self._state(name, key, recorded.layouts[index], device=recorded.devices[index])
-
-        ops = RecordedOps(rw, recorded, state, functions_of(self.optimizer, model))
-        for index, source in recorded.inputs.items():
-            if source.kind == "parameter":
-                ops.nodes[index] = parameters[source.name]
-            elif source.kind == "gradient":
-                always = ops.changes(index) and source.name not in self.accumulated
-                ops.nodes[index] = _laid_out(rw, gradients[source.name], parameters[source.name], always=always)
-            else:
-                holder = f"{GROUP}{source.name}" if source.kind == "setting" else source.name
-                ops.nodes[index] = state(holder, source.key, index)
-        ops.add()
 
     def start_from_zero(self, accumulated: Iterable[fx.Node]) -> None:
         """Set the accumulated gradients to zero.
@@ -314,7 +273,6 @@ class _Updates:
         key: str,
         tensor: torch.Tensor,
         targets: tuple[str, ...] = (),
-        device: torch.device | None = None,
     ) -> fx.Node:
         """Add a placeholder for a tensor of the optimizer's state."""
         last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
@@ -324,18 +282,9 @@ class _Updates:
         tensor = local_tensor(tensor)
         with self.mode:
             node.meta["val"] = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device or device or tensor.device
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device or tensor.device
             )
         return node
-
-
-def _laid_out(rw: Rewriter, gradient: fx.Node, parameter: fx.Node, *, always: bool) -> fx.Node:
-    """Return a gradient with the strides of its parameter, which `.grad` has in eager; `always`: a copy of it."""
-    if not always and value(gradient).stride() == value(parameter).stride():
-        return gradient
-    laid_out = rw.scratch(value(parameter))
-    rw.call(aten.copy_.default, laid_out, gradient)
-    return laid_out
 
 
 def _is_parameter(node: fx.Node) -> bool:
@@ -344,8 +293,42 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _drop_dead(graph: fx.Graph) -> None:
-    """Erase what only dropped gradients needed; keep nodes with effects, and those that numbers are read from."""
-    read = {n for node in graph.nodes for _, _, nodes, _ in node.meta.get("numbers", {}).values() for n in nodes}
+    """Erase what only dropped gradients needed; keep nodes with effects."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and node not in read and not has_effects(node):
+        if node.op == "call_function" and not node.users and not has_effects(node):
             graph.erase_node(node)
+
+
+def kind_of(kernel: KernelCall, graph: Graph) -> Hashable:
+    """Return what the updates of one call must have in common; None for a kernel that is no update.
+
+    That is the kernel, all arguments that are no tensors, and the dtypes and devices of the tensors.
+    """
+    if kernel.target.overloadpacket not in _UPDATES:
+        return None
+    lists = tuple(tuple(_like(graph, ref) for ref in of) for of in kernel.args)
+    return str(kernel.target), tuple(kernel.kwargs.items()), lists
+
+
+def _like(graph: Graph, ref: Ref) -> tuple[str, str]:
+    """Return the dtype and the device of a kernel argument."""
+    value = graph.values[ref.value]
+    return value.dtype, graph.storages[value.storage].device
+
+
+def small_updates(traced: TracedGraph) -> dict[int, Hashable]:
+    """Return the kinds of the updates (by op) that take longer to call than to compute: they gain from running
+    together.
+    """
+    graph, kinds = traced.graph, dict[int, Hashable]()
+    for index, kernel in enumerate(traced.kernels):
+        kind = kind_of(kernel, graph) if isinstance(kernel, KernelCall) else None
+        if kind is not None and _parameter_bytes(graph, graph.ops[index]) <= _SMALL[traced.device.type != "cpu"]:
+            kinds[index] = kind
+    return kinds
+
+
+def _parameter_bytes(graph: Graph, op: Op) -> int:
+    """Return the bytes of the parameter that an op updates."""
+    storages = (graph.storages[s] for s in graph.written(op))
+    return sum(s.nbytes for s in storages if s.kind is StorageKind.PARAMETER)

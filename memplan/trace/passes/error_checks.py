@@ -1,4 +1,6 @@
-"""Ops that only raise: `torch.linalg.inv` and similar functions check the error code of their kernel by one.
+"""Ops without results, which change nothing: those that only raise, and one that only allocates.
+
+`torch.linalg.inv` and similar functions check the error code of their kernel by one that raises.
 
 AOTAutograd orders these ops by tokens, which they take and return. Here they become ordinary ops without results. The
 module of legal orders says which ops have to wait for them.
@@ -9,18 +11,42 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 from torch._higher_order_ops.effects import with_effects
 from torch._ops import OpOverload
 
 from memplan.trace.passes.rewrite import INHERITED, aten
 
-CHECKS = frozenset({aten._linalg_check_errors.default})
+_library: Any = torch.library.Library("memplan_update", "DEF")  # type: ignore[no-untyped-call]
+_library.define("allocate(Tensor[] gradients, int nbytes) -> ()")
+ALLOCATE = torch.ops.memplan_update.allocate.default
+CHECKS = frozenset({aten._linalg_check_errors.default, ALLOCATE})
+
+
+def _allocate(gradients: list[torch.Tensor], nbytes: int) -> None:
+    """Allocate bytes, and free them: where they would be too many, the step fails here, before the update."""
+    torch.empty(nbytes, dtype=torch.uint8, device=gradients[0].device)
+
+
+_library.impl("allocate", _allocate, "CompositeExplicitAutograd")
 
 
 def is_check(target: Any) -> bool:
-    """Return whether an op returns nothing and changes nothing: it runs only to raise."""
+    """Return whether an op returns nothing and changes nothing: it runs only to raise, or to allocate."""
     return target in CHECKS
+
+
+def allocate_at_end(graph: fx.Graph, nbytes: int) -> None:
+    """Add an op that allocates as many bytes as an optimizer will, while all gradients are there; they then count."""
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    pairs = zip(output.args[0], output.meta["desc"], strict=True)
+    gradients = [n for n, d in pairs if isinstance(d, GradAOTOutput) and isinstance(n, fx.Node)]
+    if gradients and nbytes:
+        with graph.inserting_before(output):
+            call = graph.call_function(ALLOCATE, (gradients, nbytes))
+        call.meta.update(val=None, partitioner_tag="is_backward")
 
 
 def order_checks(graph: fx.Graph) -> None:
