@@ -15,7 +15,6 @@ from memplan.core.timed import timed
 from memplan.distributed.fake_ranks import divided
 from memplan.evict.costs import cost_model
 from memplan.evict.workload import Policy
-from memplan.planning.caller_side import CallerSide
 from memplan.planning.capacity import Capacity
 from memplan.planning.eager_total import eager_total
 from memplan.planning.measured import AsEager, with_temporaries
@@ -128,10 +127,7 @@ class StepQuestion:
             transient = self._scratch.of_graph(traced.graph, traced.kernels)
             numbers = number_bytes(traced.graph, traced.kernels)
             plan = replace(plan_step(traced, None, options, transient=transient)[1], numbers=numbers)
-            update = self._update
-            measured = update is not None and hasattr(torch.optim, update.name)  # compile measures no other optimizers
-            after = update.temporaries if update is not None and measured else 0
-            return plan if options.has_budget else _as_compiled(plan, traced, transient, options, after)
+            return plan if options.has_budget else _as_compiled(plan, traced, transient, options)
 
     @contextmanager
     def _stage(self, doing: str) -> Iterator[None]:
@@ -157,11 +153,8 @@ class StepQuestion:
         return need.fixed + max(found.peak, found.kept + need.temporaries) + self.capacity.allowance
 
 
-def _as_compiled(plan: Plan, traced: TracedGraph, transient: Sequence[int], options: PlanOptions, after: int) -> Plan:
-    """Return the plan that `memplan.compile` has in the place of one without a budget: at most what eager needs.
-
-    `after`: the bytes that the optimizer's `step()` allocates, for which `compile` plans from the second step on.
-    """
+def _as_compiled(plan: Plan, traced: TracedGraph, transient: Sequence[int], options: PlanOptions) -> Plan:
+    """Return the plan that `memplan.compile` has in the place of one without a budget: at most what eager needs."""
 
     def within(total: int, policy: str | Policy) -> Plan:
         """Return a plan within a total by a policy."""
@@ -171,8 +164,7 @@ def _as_compiled(plan: Plan, traced: TracedGraph, transient: Sequence[int], opti
 
     step = AsEager(graph=traced.graph, transient=transient, options=options, replan=within, saved=True, copies=False)
     plan = with_temporaries(plan, transient)
-    found = step.instead_of(plan) or plan
-    return (step.beside_caller(found, CallerSide(), after, lambda: plan) if after else None) or found
+    return step.instead_of(plan) or plan
 
 
 def updated_parameters(traced: TracedGraph, model: nn.Module) -> list[nn.Parameter]:
