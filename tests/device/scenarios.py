@@ -352,13 +352,13 @@ def streams(device: LateDevice) -> dict[str, Any]:
     used = [torch.Stream(HERE) for _ in range(3)]
     expected = _on_streams(model, model, x, used)()
     found: dict[str, Any] = {"wrong": []}
-    for gradients in ("safe", "auto"):
+    for gradients in ("outside", "arena"):
         compiled = memplan.compile(model, x, gradients=gradients)
         step = _on_streams(model, compiled, x, used)
         found["wrong"] += [f"{gradients} {order}" for order in wrong_orders(device, step, expected)]
     found["wrong"] += events_of_the_other_device(device)
     with _without_order():
-        unordered = memplan.compile(model, x, gradients="safe")
+        unordered = memplan.compile(model, x, gradients="outside")
         found["seen without the order"] = wrong_orders(device, _on_streams(model, unordered, x, used), expected)
     return found
 
@@ -468,7 +468,7 @@ def left_on_host(device: LateDevice) -> dict[str, Any]:
         return [loss.detach().cpu(), left, *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
 
     expected = step(model)
-    compiled = memplan.compile(model, x, arena_budget=0.8, gradients="safe")
+    compiled = memplan.compile(model, x, arena_budget=0.8, gradients="outside")
     return {
         "wrong": wrong_orders(device, lambda: step(compiled), expected),
         "evictions": len(compiled.plan.evictions),
@@ -500,7 +500,7 @@ def threads(device: LateDevice) -> dict[str, Any]:
     for _ in range(3):
         model = _layers()
         x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).to(HERE)
-        made.append((model, memplan.compile(model, x, gradients="safe"), x, torch.Stream(HERE)))
+        made.append((model, memplan.compile(model, x, gradients="outside"), x, torch.Stream(HERE)))
     expected = _on_streams(made[0][0], made[0][0], made[0][2], [made[0][3]])()
     wrong = []
     for policy, seed in ORDERS:

@@ -268,7 +268,7 @@ def test_a_sanitizer_sees_what_the_backward_needs_unless_a_plan_leaves_it_outsid
     assert _same(_gradients(model, given(x).square().sum()), expected)
 
 
-@pytest.mark.parametrize("option", [{}, {"gradients": "added"}])
+@pytest.mark.parametrize("option", [{}, {"gradients": "outside"}])
 def test_what_is_left_to_the_backward_outside_is_that_of_its_own_forward(option: dict[str, Any]) -> None:
     model, reference, compiled, x = _saves(**option)
     expected = _gradients(reference, reference(x).square().sum())

@@ -33,7 +33,7 @@ class Biased(nn.Module):
 
 def _without_arena(model: nn.Module, x: torch.Tensor) -> CompiledModule:
     """Return the model compiled for gradients that are added up, as one that has given up its arena."""
-    compiled: CompiledModule = memplan.compile(model, x, gradients="added")
+    compiled: CompiledModule = memplan.compile(model, x, gradients="outside")
     compiled._calls.builder.give_up_arena(compiled._calls.selector.programs_of_calls)
     return compiled
 
@@ -94,7 +94,7 @@ def _backward(model: Any, x: torch.Tensor, *, both: bool = False) -> None:
 def test_a_result_that_no_loss_uses_has_eagers_gradients(transposed: bool) -> None:
     torch.manual_seed(0)
     model, x = WithCache(transposed=transposed), torch.rand(ROWS, WIDTH)
-    eager, compiled = copy.deepcopy(model), memplan.compile(model, x, gradients="safe")
+    eager, compiled = copy.deepcopy(model), memplan.compile(model, x, gradients="outside")
     for both in (False, True, False):
         for one in (eager, compiled):
             _backward(one, x, both=both)
@@ -154,7 +154,7 @@ def test_a_result_that_no_loss_uses_may_have_any_layout(turn: str, partner: str,
 def test_zeros_that_only_elementwise_ops_read_take_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
     def made() -> list[int]:
         """Return what a step allocates after the forward."""
-        compiled = memplan.compile(WithCache(transposed=False), torch.rand(ROWS, WIDTH), gradients="safe")
+        compiled = memplan.compile(WithCache(transposed=False), torch.rand(ROWS, WIDTH), gradients="outside")
         for _ in range(2):
             _backward(compiled, torch.rand(ROWS, WIDTH))
         compiled.zero_grad()

@@ -16,7 +16,7 @@ from memplan.trace import trace
 from tests.models import Shared
 from tests.slow import slow
 
-OUTSIDE_AND_IN: tuple[Gradients, ...] = ("safe", "owned", "arena")
+OUTSIDE_AND_IN: tuple[Gradients, ...] = ("outside", "arena")
 
 
 def _eager(model: nn.Module, *inputs: Tensor) -> list[Tensor]:

@@ -243,7 +243,7 @@ class ModuleCalls:
             return self.pending.release()
         try:
             self.builder.free_arena()
-        except StaleActivationsError:
+        except MemplanError:
             return False
         return True
 

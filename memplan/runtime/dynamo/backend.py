@@ -172,7 +172,7 @@ class Backend:
     def arena_size(self) -> int:
         """The bytes of all arenas that its graphs have now."""
         arenas = (instance.arena for graph in self.graphs for instance in graph.instances)
-        return sum({id(arena.memory): arena.held for arena in arenas}.values())
+        return sum({id(arena.allocated): arena.held for arena in arenas}.values())
 
 
 def _remade(kind: type[Backend], options: dict[str, Any]) -> Backend:

@@ -148,7 +148,7 @@ class PlannedGraph:
             return self._instead(*inputs)
         coordinator = self._coordinators.of_this_thread()
         with coordinator.calling:
-            coordinator.clear_gradients(has_backward=torch.is_grad_enabled())
+            coordinator.clear_gradients()
             if coordinator.waiting:  # the gradients of one would be in bytes that the backward of another needs
                 self._coordinators.put_gradients_outside(coordinator, self._graph)
             return self._call(coordinator, inputs)

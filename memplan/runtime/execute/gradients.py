@@ -68,21 +68,21 @@ class ArenaGradients:
         """Return for each storage the number of tensors that use it, and of references to its Python object."""
         return [*map(torch._C._storage_Use_Count, self._addresses), *map(sys.getrefcount, self._storages)]
 
-    def clear(self, *, has_backward: bool) -> None:
+    def clear(self) -> None:
         """Have nothing refer to the arena's bytes any more, because they are about to be used, or given back.
 
         Each `.grad` moves out. Where anything else refers to a gradient, the arena leaves its block to that, and takes
         another one; from then on gradients are copied out when the backward ends.
 
-        Raises `BudgetInfeasible` before a step with a backward if a budget has no room for gradients beside the arena,
-        and `StaleActivationsError` if it has none for two arenas.
+        Raises `BudgetInfeasible` if a budget has no room for gradients beside the arena, and `StaleActivationsError` if
+        it has none for two arenas.
         """
         if self._references() == self._unreferenced:
             return
         plan = self._plan
         budget = None if plan.eviction is None else plan.eviction.budget
         need = plan.total + sum(storage.nbytes() for storage in self._storages)
-        if budget is not None and need > budget and has_backward:
+        if budget is not None and need > budget:
             raise BudgetInfeasible(
                 f"gradients of the last step are still set; beside the next one they need {format_bytes(need)} in all, "
                 f"the budget is {format_bytes(budget)}",

@@ -48,8 +48,8 @@ class LeftGradients(Protocol):
     def arena(self) -> Any:
         """The arena that they are in."""
 
-    def clear(self, *, has_backward: bool) -> None:
-        """Have nothing refer to the bytes any more, before a step with a backward or without uses them."""
+    def clear(self) -> None:
+        """Have nothing refer to the bytes any more, before a step uses them, or they are given back."""
 
 
 class InFlight:
@@ -107,16 +107,13 @@ class ArenaOwnership:
     def begin(self, *, keep: bool) -> InFlight:
         """Start a step, or raise `ArenaInUse` if one is in flight; `keep`: a backward will follow."""
         self.steps += 1
-        self.require_free(f"forward {self.steps}", has_backward=keep)
+        self.require_free(f"forward {self.steps}")
         step = InFlight(self.steps)
         self._current = weakref.ref(step) if keep else lambda: None
         return step
 
-    def require_free(self, who: str, *, has_backward: bool = False) -> None:
-        """Raise `ArenaInUse` if a step is in flight; otherwise wait for all copies and earlier steps.
-
-        `has_backward`: a step with a backward will use the arena.
-        """
+    def require_free(self, who: str) -> None:
+        """Raise `ArenaInUse` if a step is in flight; otherwise wait for all copies and earlier steps."""
         self._require_memory()
         if self.pending is not None:
             raise ArenaInUse(
@@ -125,7 +122,7 @@ class ArenaOwnership:
                 "or drop the earlier forward's outputs (and exceptions that hold them)",
                 see="activations",
             )
-        self.clear_left(has_backward=has_backward)
+        self.clear_left()
         self.drain()  # copies of a forward whose backward will not run
         self.order_streams()
 
@@ -142,10 +139,10 @@ class ArenaOwnership:
         """Note the gradients that a backward leaves in the arena."""
         self.left = gradients
 
-    def clear_left(self, *, has_backward: bool) -> None:
+    def clear_left(self) -> None:
         """Have the gradients that the last backward left moved out of the arena, whose bytes are about to be used."""
         if self.left is not None:
-            self.left.clear(has_backward=has_backward)
+            self.left.clear()
             self.left = None
 
     @property

@@ -92,7 +92,7 @@ class ObservedOwnership(ArenaOwnership):
 
     def end(self, step: InFlight) -> None:
         """Start a backward as `ArenaOwnership.end` does, and report it; activations that were set aside return."""
-        self.clear_left(has_backward=True)
+        self.clear_left()
         super().end(step)
         self._report(backward=True)
         for place, saved in self._aside:
@@ -104,11 +104,11 @@ class ObservedOwnership(ArenaOwnership):
         super().repeat()
         self._report(backward=True)
 
-    def clear_left(self, *, has_backward: bool) -> None:
+    def clear_left(self) -> None:
         """Move gradients of the last step out of the bytes that its instance uses."""
         if self._coordinator.left:
             instance = None if self.instance is None else self.instance()
-            self._coordinator.clear_gradients(None if instance is None else instance.arena, has_backward=has_backward)
+            self._coordinator.clear_gradients(None if instance is None else instance.arena)
 
     @property
     def has_left(self) -> bool:

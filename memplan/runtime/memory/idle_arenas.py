@@ -4,7 +4,7 @@ An arena is idle while none of its steps runs or waits for its backward. On an a
 has left nothing in it, and taking it again is a hit in the caching allocator of torch. On the CPU, where new memory
 costs page faults, it is given back when a step begins in another arena and the idle bytes are more than 5 % of what
 that step needs, or when the original model runs in the place of a compiled one. Gradients in an arena keep it, until
-other steps begin: then they move out. An arena stays where recorded steps or sanitizers know its address.
+other steps begin: then they move out. An arena stays where recorded steps know its address.
 
 The next step takes the bytes again. Where they are at another address, all views of them are bound again, which
 `Runner.rebound` counts.
@@ -16,7 +16,7 @@ import threading
 import weakref
 
 from memplan.devices.kinds import is_accelerator
-from memplan.errors import StaleActivationsError
+from memplan.errors import MemplanError
 from memplan.runtime.memory.arena import Arena
 
 _SHARE = 0.05  # of the bytes that a step on the CPU needs: an idle arena beside it may have no more
@@ -51,9 +51,9 @@ def give_back(arena: Arena) -> bool:
         with arena.ownership as ownership:
             if ownership.is_in_use:
                 return False
-            ownership.clear_left(has_backward=False)
+            ownership.clear_left()
             return _give_back(arena)
-    except StaleActivationsError:  # another thread runs a step, or a budget has no room for what stays in use
+    except MemplanError:  # another thread runs a step, or a budget has no room for gradients beside the arena
         return False
 
 

@@ -23,7 +23,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memplan.core.plan import Plan
-from memplan.errors import InputMismatch, StaleActivationsError
+from memplan.errors import InputMismatch, MemplanError
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import LeftGradients
 from memplan.runtime.memory.arena_parts import ArenaPart, ArenaSlot, ArenaUser, StepLayout, part_of
@@ -92,11 +92,11 @@ class ArenaCoordinator:
         self.left: list[LeftGradients] = []
         self.gradients_in_arena = True
 
-    def clear_gradients(self, arena: Arena | None = None, *, has_backward: bool) -> None:
+    def clear_gradients(self, arena: Arena | None = None) -> None:
         """Move the gradients of the last step out of an arena, or out of any, before a step uses the bytes."""
         for gradients in tuple(self.left):
             if arena is None or gradients.arena.allocated is arena.allocated:
-                gradients.clear(has_backward=has_backward)
+                gradients.clear()
                 self.left.remove(gradients)
 
     @property
@@ -274,8 +274,8 @@ def release_arenas(instances: Iterable[ArenaUser]) -> bool:
             if coordinator.waiting:
                 return False
             try:
-                coordinator.clear_gradients(has_backward=False)
-            except StaleActivationsError:
+                coordinator.clear_gradients()
+            except MemplanError:
                 return False
         for arena in {instance.arena.whole for members in of.values() for instance in members}:
             if not arena.ownership.released:

@@ -5,8 +5,6 @@ The optimizer's own code runs, so every optimizer of `torch.optim`, and others, 
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from memplan.errors import InvalidModel
 from memplan.trace.allocations import Allocations, storage_of
-from memplan.trace.optimizer.fake_copy import foreach_by_default
-from memplan.trace.optimizer.surroundings import OWN, is_hooks
 
 Parameters = Iterable[torch.nn.Parameter]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -71,55 +67,6 @@ def update_bytes(
     if counters:
         state, temporaries = _bytes_of(made.state.values(), counters=True), temporaries + _NUMBER
     return UpdateBytes(name=type(made).__name__, state=state, temporaries=temporaries)
-
-
-def bytes_of_step(optimizer: torch.optim.Optimizer) -> int | None:
-    """Return the most bytes that the next `step()` of an optimizer allocates beside its state; None if it is not known.
-
-    A copy of one of torch's own optimizers runs on meta tensors, twice, as the first step makes state. Others are not
-    run: a copy of them may hold, and then update, something of the original.
-
-    Args:
-        optimizer: The optimizer; parameters without a gradient are not updated, as in `step()`.
-
-    Returns:
-        The bytes, on the device of the parameters.
-
-    Example:
-        >>> bytes_of_step(torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
-        0
-    """
-    if type(optimizer) not in _classes().values() or isinstance(optimizer, torch.optim.LBFGS):
-        return None
-    try:
-        made = _meta_copy(optimizer)
-        step: Any = type(made).step
-        step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without the hooks of all optimizers
-        with Allocations(()) as counted, torch.no_grad():
-            step(made)
-            before = counted.peak = counted.live
-            step(made)
-    except Exception:  # whatever an update does with tensors that have no numbers, the real one runs as ever
-        return None
-    return int(counted.peak - before)
-
-
-def _meta_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer without state, hooks and what others have attached to it, on meta parameters."""
-    made: Any = object.__new__(type(optimizer))
-    own = {key: value for key, value in vars(optimizer).items() if key not in OWN}
-    made.__dict__.update({key: type(value)() if is_hooks(key) else copy.copy(value) for key, value in own.items()})
-    made.defaults, made.state = dict(optimizer.defaults), defaultdict(dict)
-    made.param_groups = []
-    for group in optimizer.param_groups:
-        if group.get("fused"):  # its kernel allocates nothing
-            continue
-        options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        if "foreach" in options and options["foreach"] is None:
-            options["foreach"] = foreach_by_default(group)
-        updated = [p for p in group["params"] if p.grad is not None]
-        made.param_groups.append({**options, "params": [_with_gradient(p) for p in updated]})
-    return made  # type: ignore[no-any-return]
 
 
 def _with_gradient(p: torch.nn.Parameter) -> torch.nn.Parameter:
