@@ -345,7 +345,7 @@ def test_a_budget_holds_for_all_calls_in_flight(rows: tuple[int, ...], monkeypat
     def call_all() -> None:
         for n in rows:
             results.append(compiled(x[:n]))
-            blocks = {id(t): t.untyped_storage().nbytes() for arena in alive for t in arena._allocated}
+            blocks = {id(t): t.untyped_storage().nbytes() for arena in alive for t in arena.allocated}
             assert alone.outside["parameters"] + alone.outside["inputs"] + sum(blocks.values()) <= budget
 
     with pytest.raises(BudgetInfeasible, match="another call while one waits"):

@@ -18,7 +18,6 @@ import torch
 from memplan.core.graph import Graph, Value
 from memplan.devices.kinds import HOST
 from memplan.runtime.codegen.namespace import Namespace
-from memplan.runtime.codegen.needless_copies import without_needless_copies
 from memplan.runtime.codegen.step_ir import Call, CallbackLine, Empty, Layout, Line, View, refs, same_layout
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
 from memplan.runtime.memory.arena import dtype_of, view_within
@@ -101,7 +100,6 @@ class FunctionWriter:
         kept = [value for group in (*groups, left) for value in group]
         for value in kept:
             self._use(value)
-        self.lines = without_needless_copies(self.lines, self.layout, kept)
         parts = ["(" + "".join(f"{self._returned(value)}, " for value in group) + ")" for group in groups]
         lines = self._written()
         body = [f"{name} = {source}" for source, name in self.live.items()] + self._take() + lines
