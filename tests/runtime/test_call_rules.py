@@ -203,7 +203,7 @@ def test_a_step_that_was_given_up_is_drained_before_the_next() -> None:
     """Its copies may be under way still, and would write into what the next one keeps there."""
     calls: list[str] = []
     ownership = ArenaOwnership(lambda: calls.append("drain"), lambda: calls.append("turn"))
-    ownership.left = SimpleNamespace(vacate=lambda training: calls.append("move out"))
+    ownership.left = SimpleNamespace(clear=lambda: calls.append("move out"))
     with ownership:
         step = ownership.begin(keep=True)
     assert calls == ["move out", "drain", "turn"]
