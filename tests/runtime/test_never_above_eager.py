@@ -434,7 +434,9 @@ def test_an_arena_is_given_back_while_calls_run_without_a_plan(how: str) -> None
         kept.append([torch.zeros(n) for n in range(1000, 200000, 1000)])
     assert all(map(torch.equal, model.parameters(), reference.parameters()))
     if "step" in how:
-        assert not step._builder._arena.held
+        arena = step._builder._arena
+        assert arena is not None
+        assert not arena.held
     else:
         pending = compiled._calls.pending
         assert not any(arena.held for arena in ([compiled._calls.arena] if pending is None else pending.arenas))

@@ -128,7 +128,7 @@ def _require_supported() -> None:
 
 
 # `apply` without the check of each argument for functorch wrappers, which the callers do
-run_planned: Any = super(torch.autograd.Function, PlannedStep).apply  # type: ignore[misc]
+run_planned: Any = super(torch.autograd.Function, PlannedStep).apply
 
 
 def _changed(watched: Sequence[torch.Tensor], versions: Sequence[int], step: InFlight) -> StaleActivationsError:

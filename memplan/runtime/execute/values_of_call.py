@@ -102,7 +102,7 @@ class Tangents:
     def __init__(self, traced: TracedGraph) -> None:
         of, values = traced.results.tangents, traced.graph.values
         # the index of the result and the value of each, in the order in which the backward takes them
-        self._passed = [(of.index(b.value), values[b.value]) for b in traced.bound(Source.TANGENT)]
+        self.passed = [(of.index(b.value), values[b.value]) for b in traced.bound(Source.TANGENT)]
         self._traced = traced
 
     @cached_property
@@ -121,7 +121,7 @@ class Tangents:
             gradients: What autograd passes, for each new result of the step.
         """
         made, missing = [], set()
-        for position, (i, v) in enumerate(self._passed):
+        for position, (i, v) in enumerate(self.passed):
             grad = gradients[i]
             if grad is not None and (grad.is_conj() or grad.is_neg()):
                 grad = grad.resolve_conj().resolve_neg()
