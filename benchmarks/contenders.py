@@ -125,7 +125,7 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
     {
         "eager": eager,
         "memplan": planned,
-        "memplan-owned": partial(planned, gradients="owned"),
+        "memplan-outside": partial(planned, gradients="outside"),
         "memplan-arena": partial(planned, gradients="arena"),
         "memplan-graph": partial(planned, cuda_graph=True),
         "memplan-backend": partial(torch_compile, memplan.Backend()),

@@ -144,7 +144,7 @@ CONTENDERS: Mapping[str, Contender | WholeStep] = MappingProxyType(
             for share in (0.5, 0.25, 0.1)
         },
         "memplan": Contender(compile=planned, modes=_BOTH),
-        "memplan-safe": Contender(compile=partial(planned, gradients="safe")),
+        "memplan-outside": Contender(compile=partial(planned, gradients="outside")),
         "memplan-arena": Contender(compile=partial(planned, gradients="arena")),
         "memplan+checkpoint": Contender(compile=planned, checkpointed=True),
         "eager-step": WholeStep(planned=False),

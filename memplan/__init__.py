@@ -173,7 +173,7 @@ def plan(
     *,
     target: str | None = None,
     train: bool | None = None,
-    gradients: Gradients = "auto",
+    gradients: Gradients = "arena",
     ranks: int | None = None,
     dynamic_shapes: None = None,
     **options: Unpack[PlanKeywords],
@@ -187,7 +187,7 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
-    gradients: Gradients = "auto",
+    gradients: Gradients = "arena",
     dynamic_shapes: DynamicShapes,
     **options: Unpack[PlanKeywords],
 ) -> SymbolicPlan: ...
@@ -211,7 +211,7 @@ def plan(
     kernels: Kernels = "aten",
     divide: Divide = None,
     compress: Compression | None = None,
-    gradients: Gradients = "auto",
+    gradients: Gradients = "arena",
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: Layout = "auto",
@@ -255,8 +255,8 @@ def plan(
             in that many blocks; a `Division` sets more.
         compress: "bits" saves masks for the backward with one bit per element; "int8" also saves activations as 8-bit
             codes, so that gradients are no longer exact.
-        gradients: Where the parameters' gradients are, as in `memplan.compile`. "auto" and "arena" plan them in the
-            arena, where "auto" can; with "added", "safe" and "owned" they belong to the caller.
+        gradients: Where the parameters' gradients are, as in `memplan.compile`: planned in the "arena", or "outside",
+            where they belong to the caller.
         schedule: The policy that orders the ops, a name of `memplan.schedule.POLICIES` or a function. "auto" needs no
             more memory than "traced", which is eager's order.
         solver: The solver that assigns offsets, by name or as a function.

@@ -31,7 +31,7 @@ def report(
     reserve: c.Reserve = None,
     checkpoint: Annotated[str | None, opt("--checkpoint HOW", "follow (default): drop what eager drops; plan.")] = None,
     kernels: Annotated[str | None, opt("--kernels KIND", "aten (default): those of eager; inductor: fused.")] = None,
-    gradients: Annotated[str | None, opt("--gradients WHERE", "arena: planned; else outside.")] = None,
+    gradients: Annotated[str | None, opt("--gradients WHERE", "arena or outside.")] = None,
     costs: c.Costs = None,
     solver: c.Solver = None,
     time_limit: c.TimeLimit = None,

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from memplan.errors import MemplanError
 
 Checkpoint = Literal["follow", "plan"]
-Gradients = Literal["auto", "arena", "added", "safe", "owned"]
+Gradients = Literal["arena", "outside"]
 Kernels = Literal["aten", "inductor", "auto"]
 Layout = Literal["auto", "tstack"]
 Prefer = Literal["time", "memory"]

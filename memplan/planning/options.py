@@ -85,7 +85,7 @@ class PlanOptions:
     kernels: Kernels = "aten"
     divide: Divide = None
     compress: Compression | None = None
-    gradients: Gradients = "auto"
+    gradients: Gradients = "arena"
     schedule: str | SchedulePolicy = "auto"
     solver: str | Solver = "auto"
     layout: Layout = "auto"
@@ -106,7 +106,6 @@ class PlanOptions:
                 hint="use memplan.compile, or name the kernels",
                 see="inductor-options",
             )
-        refuse_beside_gradients(self.gradients, device=self.device)
         if self.dynamic_shapes is not None:
             self._refuse_beside_dynamic_shapes()
         division_of(self.divide)
@@ -156,14 +155,13 @@ class PlanOptions:
 
     @property
     def gradients_in_arena(self) -> bool:
-        """Whether the gradients of parameters are planned and stay in the arena to the end of the step."""
-        where_possible = self.gradients == "auto" and self.device is None
-        return self.gradients == "arena" or where_possible
+        """Whether gradients of parameters stay in the arena to the end of the step: not where they go to the host."""
+        return self.gradients == "arena" and self.device is None
 
     @property
     def gradients_copied(self) -> bool:
         """Whether each gradient of a parameter is made in the arena and copied out as soon as it is complete."""
-        return self.gradients == "added"
+        return self.gradients == "outside" and self.device is None
 
     @property
     def layout_solver(self) -> str | Solver:
@@ -255,20 +253,6 @@ class PlanOptions:
                 what = "a budget's evictions hold for one size only"
                 hint = "give the budget without dynamic_shapes, for the largest shape; memplan.max_batch finds it"
                 raise InvalidShapes(what, where=f"{name} with dynamic_shapes", hint=hint, see="one-shape")
-
-
-def refuse_beside_gradients(gradients: Gradients, **others: Any) -> None:
-    """Raise `UnsupportedCall` for the first option that is set and cannot be combined with these `gradients`."""
-    if gradients not in ("arena", "added"):
-        return
-    for name, option in others.items():
-        if option is not None and option is not False:
-            raise UnsupportedCall(
-                f"gradients={gradients!r} is not supported with it",
-                where=f"{name}={option!r}",
-                hint='leave out one of them: gradients="auto" puts gradients outside the arena there',
-                see="gradients-arena",
-            )
 
 
 def read_budget(budget: object, where: str = "budget") -> int | float | Literal["min"]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -42,11 +42,12 @@ class _Candidate:
 
 class _Profile:
     """The bytes in the arena and outside at each step, while storages leave and enter; the last entry is the time after
-    the step, in which `after` bytes are allocated beside what the caller keeps."""
+    the step."""
 
-    def __init__(self, plan: Plan, after: int = 0) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.inside = np.zeros(len(plan.schedule.order) + 1, np.int64)
-        self.outside = np.array((*plan.outside_profile, kept_bytes(plan) + after), np.int64)
+        kept = plan.outside["outputs"] + plan.outside["gradients"]
+        self.outside = np.array((*plan.outside_profile, kept), np.int64)
         for buffer in plan.problem.buffers:
             self.inside[buffer.live.start : buffer.live.end] += buffer.size
         self._rest = plan.total - plan.arena_size - max(plan.outside_profile, default=0)
@@ -69,24 +70,7 @@ class _Profile:
         self.outside[live.start] -= sign * candidate.saved
 
 
-def kept_bytes(plan: Plan) -> int:
-    """Return the bytes outside the arena that the caller keeps after the step: outputs, and gradients there."""
-    return plan.outside["outputs"] + plan.outside["gradients"]
-
-
-def need_with_update(plan: Plan, after: int) -> int:
-    """Return the most bytes that a step and the update that follows need, where the arena stays allocated meanwhile.
-
-    Args:
-        plan: A plan on one device.
-        after: The bytes that the optimizer's own `step()` allocates beside its state.
-    """
-    return plan.on_device + max(kept_bytes(plan) + after - max(plan.outside_profile, default=0), 0)
-
-
-def plan_partly_outside(
-    plan: Plan, limit: int, options: PlanOptions, *, saved: bool = False, after: int = 0
-) -> Plan | None:
+def plan_partly_outside(plan: Plan, limit: int, options: PlanOptions, *, saved: bool = False) -> Plan | None:
     """Return a plan in the same order with some storages outside, whose total is at most `limit`, or else the smallest
     that is found; None if none is smaller than `plan`.
 
@@ -95,53 +79,19 @@ def plan_partly_outside(
     Args:
         plan: A plan on one device. Temporaries that are not measured are left out.
         limit: The largest total, in bytes.
-        options: Those of the solver, and `gradients`: with "auto", those of parameters may leave the arena.
+        options: Those of the solver, and `gradients`: with "arena", those of parameters may leave the arena.
         saved: Activations that the backward needs may leave the arena.
-        after: As in `need_with_update`, which then takes the place of the total.
     """
     best, aim = plan, limit
-    candidates = list(_candidates(plan, gradients=options.gradients == "auto", saved=saved))
+    candidates = list(_candidates(plan, gradients=options.gradients == "arena", saved=saved))
     for _ in range(_TRIES):
-        made = _without(plan, _chosen(plan, candidates, aim, after), options)
-        best = min(best, made, key=lambda p: need_with_update(p, after))
-        above = need_with_update(made, after) - limit
+        made = _without(plan, _chosen(plan, candidates, aim), options)
+        best = min(best, made, key=lambda p: p.on_device)
+        above = made.on_device - limit
         if above <= 0:
             break
         aim -= above
     return None if best is plan else best
-
-
-def with_storages_outside(plan: Plan, names: Collection[str], options: PlanOptions) -> Plan:
-    """Return the plan of the same order with those of the named storages outside that may leave the arena.
-
-    Args:
-        plan: A plan on one device.
-        names: Names of storages; those that take the same bytes in place leave together or not at all.
-        options: Those of the solver.
-    """
-    storages = plan.graph.storages
-    found = _candidates(plan, gradients=True, saved=True)
-    chosen = [c for c in found if all(storages[s].name in names for s in c.storages)]
-    return _without(plan, chosen, options) if chosen else plan
-
-
-def without_arena(plan: Plan, options: PlanOptions) -> Plan:
-    """Return the plan of the same order in which all results are outside of the arena that may leave it.
-
-    A step then allocates what is alive, as eager does, and nothing between steps.
-
-    Args:
-        plan: A plan on one device.
-        options: Those of the solver.
-    """
-    chosen = list(_candidates(plan, gradients=True, saved=True))
-    return _without(plan, chosen, options) if chosen else plan
-
-
-def left_by(before: Plan, after: Plan) -> frozenset[str]:
-    """Return the names of the storages in the arena of one plan that are outside in another one of the same step."""
-    inside = [frozenset(s.name for s in plan.graph.storages if s.planned) for plan in (before, after)]
-    return inside[0] - inside[1]
 
 
 def leaving_first(plan: Plan, options: PlanOptions) -> Iterator[tuple[str, int, int]]:
@@ -158,7 +108,7 @@ def leaving_first(plan: Plan, options: PlanOptions) -> Iterator[tuple[str, int, 
         each storage over the same bytes, with 0 bytes for those of other ops.
     """
     profile, order = _Profile(plan), plan.schedule.order
-    left = list(_candidates(plan, gradients=options.gradients == "auto", saved=False))
+    left = list(_candidates(plan, gradients=options.gradients == "arena", saved=False))
     while True:
         best = _next(profile, left, _frees_most)
         if best is None or profile.raised(best) - int(profile.outside.max()) >= best.size:
@@ -191,15 +141,15 @@ def _without(plan: Plan, chosen: Sequence[_Candidate], options: PlanOptions) -> 
     )
 
 
-def _chosen(plan: Plan, candidates: Sequence[_Candidate], limit: int, after: int) -> list[_Candidate]:
+def _chosen(plan: Plan, candidates: Sequence[_Candidate], limit: int) -> list[_Candidate]:
     """Return which candidates leave the arena for a total of at most `limit`, or else for the smallest one found.
 
     One after another leaves, of those alive where the arena is fullest: the one that raises the peak of what is outside
     the least, or, in a second attempt, by the least in comparison with what it frees.
     """
-    found = _leave(_Profile(plan, after), candidates, limit, _raises_least)
+    found = _leave(_Profile(plan), candidates, limit, _raises_least)
     if found[0] > limit:
-        found = min(found, _leave(_Profile(plan, after), candidates, limit, _frees_most), key=lambda pair: pair[0])
+        found = min(found, _leave(_Profile(plan), candidates, limit, _frees_most), key=lambda pair: pair[0])
     return found[1]
 
 

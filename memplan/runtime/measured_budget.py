@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +13,9 @@ from memplan.core.timed import timed
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.workload import Policy
-from memplan.planning.caller_side import CallerSide, plan_with_caller
 from memplan.planning.fit import plan_again
-from memplan.planning.measured import AsEager, in_traced_order, with_temporaries
-from memplan.planning.outside_arena import plan_partly_outside, without_arena
+from memplan.planning.measured import AsEager
+from memplan.planning.outside_arena import plan_partly_outside
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.kernels.callables import bytes_of_numbers, scalars_as_tensors
 from memplan.runtime.options import RunOptions
@@ -96,14 +94,11 @@ def first_program(
     *,
     given: Plan | None = None,
     room: int | None = None,
-    after: int = 0,
-    outside: bool = False,
 ) -> Built:
     """Return the program of a step, with the `given` plan or one that is made anew with what its trial run measures.
 
     `assemble` returns the program of a variant of the step and its plan, in the arena. `room`: the bytes of the arena
-    if it has other programs; else None. `after`: as in `plan_as_small_as_eager`. `outside`: as in `outside_of_arena`. A
-    step that fits in an arena that is there is not compared with eager.
+    if it has other programs; else None. A step that fits in an arena that is there is not compared with eager.
 
     Raises `BudgetInfeasible` where no plan keeps the budgets.
     """
@@ -128,9 +123,9 @@ def first_program(
 
     built = build_measured(build, 1, again=given is None, alone=first)[0]
     outgrown = room is not None and not options.has_budget and built.runner.plan.arena_size > room
-    if given is not None or not (first or outgrown or outside) or len(traced.runs_on) > 1:
+    if given is not None or not (first or outgrown) or len(traced.runs_on) > 1:
         return built
-    smaller = outside_of_arena(options, built) if outside else smaller_plan(options, built, after=after)
+    smaller = smaller_plan(options, built)
     if smaller is None or (room and _with_arena(smaller[1], room) >= _with_arena(built.runner.plan, room)):
         return built
     before, needed = (built.traced, built.runner.plan), _on_device(built.runner)
@@ -193,11 +188,11 @@ def replan(options: RunOptions, known: Measured, *, room: int = 0) -> tuple[Trac
     return known.settle(options.again(known.plan), room=room)
 
 
-def smaller_plan(options: RunOptions, built: Built, *, after: int = 0) -> tuple[TracedGraph, Plan] | None:
+def smaller_plan(options: RunOptions, built: Built) -> tuple[TracedGraph, Plan] | None:
     """Return the plan of a program of one device that takes the place of the first one, once its kernels are measured:
     what needs no more than eager, or, for the smallest budget, less; None where the first one stays."""
     if not options.has_budget:
-        return plan_as_small_as_eager(options, built, after=after)
+        return _as_small_as_eager(options, built)
     plan, traced = built.runner.plan, built.traced
     if options.budget != "min" or traced.runs_on or plan.redzone or plan.eviction is None or plan.collectives:
         return None
@@ -208,47 +203,9 @@ def smaller_plan(options: RunOptions, built: Built, *, after: int = 0) -> tuple[
     return outside_as_in(traced, found, gradients=True), found
 
 
-def plan_as_small_as_eager(
-    options: RunOptions, built: Built, *, after: int = 0, caller: CallerSide | None = None
-) -> tuple[TracedGraph, Plan] | None:
+def _as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGraph, Plan] | None:
     """Return a plan that needs at most what eager is predicted to need on its device, for a program without a budget
-    that needs more; None if it needs no more, or if no such plan is found.
-
-    `after`: the bytes that the optimizer's own `step()` allocates once the step is over, if they count. `caller`: what
-    the caller was seen to do around a step; None before it ran.
-    """
-    traced, plan, side = built.traced, built.runner.plan, CallerSide() if caller is None else caller
-    step = _as_eager(options, built)
-    alone = caller is None and not after
-    without = partial(unevicted, options, built)
-    found = step.instead_of(plan) if alone else step.beside_caller(plan, side, after, without)
-    return None if found is None else (outside_as_in(traced, found, gradients=True), found)
-
-
-def outside_of_arena(options: RunOptions, built: Built) -> tuple[TracedGraph, Plan]:
-    """Return the plan of a program without a budget in which all results are outside of the arena that may leave it.
-
-    It is in the planned order, or in that of the trace if it needs less then.
-    """
-    plan = unevicted(options, built)
-    made = [without_arena(plan, options)]
-    if plan.eviction is None and plan.division is None and not plan.compress:
-        in_order = in_traced_order(plan, built.traced.graph, plan.transient, options)
-        made.append(without_arena(in_order, options))
-    found = min(made, key=lambda plan: plan.on_device)
-    return outside_as_in(built.traced, found, gradients=True), found
-
-
-def needs_more_than_eager(options: RunOptions, built: Built, plan: Plan, *, after: int, caller: CallerSide) -> bool:
-    """Return whether a plan of a program needs noticeably more than eager.
-
-    `after` and `caller`: as in `plan_as_small_as_eager`.
-    """
-    return _as_eager(options, built).beside(caller, after).is_more_than_eager(plan_with_caller(plan, caller))
-
-
-def _as_eager(options: RunOptions, built: Built) -> AsEager:
-    """Return what finds a plan of a program that needs no more than eager."""
+    that needs more; None if it needs no more, or if no such plan is found."""
     traced, known = built.traced, measured(built, None)
     on_host = not traced.runs_on and traced.device.type == "cpu"  # its host copies are in its own memory
 
@@ -256,7 +213,7 @@ def _as_eager(options: RunOptions, built: Built) -> AsEager:
         """Return a plan within a total by a policy."""
         return known.settle(replace(options, budget=total, policy=policy, divide=None))[1]
 
-    return AsEager(
+    step = AsEager(
         graph=traced.graph,
         transient=known.transient,
         options=options,
@@ -264,15 +221,8 @@ def _as_eager(options: RunOptions, built: Built) -> AsEager:
         saved=not (options.cuda_graph or options.sanitize),  # no sanitizer sees what each call allocates
         copies=not (on_host or options.cuda_graph),  # recorded steps have none
     )
-
-
-def unevicted(options: RunOptions, built: Built) -> Plan:
-    """Return the plan of a program without a budget as if nothing were evicted to need no more than eager."""
-    plan = built.runner.plan
-    if plan.eviction is None or plan.eviction.policy == "checkpoint":
-        return plan
-    known = measured(built, None)
-    return with_temporaries(known.settle(options)[1], known.transient)
+    found = step.instead_of(built.runner.plan)
+    return None if found is None else (outside_as_in(traced, found, gradients=True), found)
 
 
 def adopt_need(runner: Runner) -> None:

@@ -17,7 +17,7 @@ from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
 from memplan.devices.kinds import alignment_of
 from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
-from memplan.planning.options import BUDGETS, PlanKeywords, PlanOptions, refuse_beside_gradients
+from memplan.planning.options import BUDGETS, PlanKeywords, PlanOptions
 from memplan.planning.planfile import load
 from memplan.runtime.debug.sanitizers import redzone_of
 from memplan.trace import Retracer, plan_step
@@ -71,10 +71,14 @@ class RunOptions(PlanOptions):
         return self.measurable and isinstance(self.costs, str) and self.costs == MEASURE
 
     @property
-    def plans_for_updates(self) -> bool:
-        """Whether programs are planned again for what an optimizer allocates: unless an option fixes the arena."""
-        fixed = self.has_budget or self.sanitize is not None or self.cuda_graph or self.dynamic_shapes is not None
-        return not fixed and self.device is None and self.gradients in ("auto", "added", "safe")
+    def gradients_in_arena(self) -> bool:
+        """Whether gradients stay in the arena: not those of recorded steps."""
+        return not self.cuda_graph and PlanOptions.gradients_in_arena.__get__(self)
+
+    @property
+    def gradients_copied(self) -> bool:
+        """Whether gradients are made in the arena and copied out: not those of recorded steps."""
+        return not self.cuda_graph and PlanOptions.gradients_copied.__get__(self)
 
     def _require_known_costs(self) -> None:
         """Raise as `PlanOptions` does, except for "measure" where steps can be measured."""
@@ -112,11 +116,11 @@ class RunOptions(PlanOptions):
         """
         if given is not None:
             variant = retraced(traced, retracer, given.division, given.compress, given.code)
-            variant = outside_as_in(variant, given, gradients=self.gradients == "auto")
+            variant = outside_as_in(variant, given, gradients=self.gradients == "arena")
             return variant, self.require_fit(variant, given)
         redzone = self.redzone(traced.device)
         variant, plan = plan_step(traced, retracer, self, redzone=redzone, room=room, transient=transient)
-        return outside_as_in(variant, plan, gradients=self.gradients == "auto"), plan
+        return outside_as_in(variant, plan, gradients=self.gradients == "arena"), plan
 
     def again(self, tried: Plan) -> Self:
         """Return the options that plan a variant of a step anew, within the budgets of the plan that was tried."""
@@ -178,7 +182,6 @@ class CompileOptions(RunOptions):
             raise UnsupportedCall(
                 "there is no choice of kernels", where=f"prefer={self.prefer!r}", hint=hint, see="inductor-options"
             )
-        refuse_beside_gradients(self.gradients, cuda_graph=self.cuda_graph)
         if self.bucketing is not None:
             _require_buckets(self.bucketing, varies=self.dynamic_shapes is not None)
         if self.dynamic_shapes is not None and self.cuda_graph:
@@ -200,17 +203,11 @@ class CompileOptions(RunOptions):
         return cls(
             **{
                 **shared,
-                "gradients": "added" if plain and options.accumulate > 1 else "auto",
+                "gradients": "outside" if plain and options.accumulate > 1 else "arena",
                 "reserve": options.reserved + state + (0 if as_op else temporaries),
                 "after": temporaries if as_op else 0,
             }
         )
-
-    @property
-    def gradients_in_arena(self) -> bool:
-        """Whether gradients stay in the arena: "auto" puts them there unless the step is recorded."""
-        recorded = self.gradients == "auto" and self.cuda_graph
-        return not recorded and PlanOptions.gradients_in_arena.__get__(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

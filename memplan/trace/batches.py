@@ -37,7 +37,7 @@ def max_batch(
     policy: str | EvictionPolicy | None = "auto",
     costs: Costs | None = None,
     solver: str | Solver = "auto",
-    gradients: Gradients = "auto",
+    gradients: Gradients = "arena",
 ) -> int:
     """Return the largest batch size from `lowest` to `highest` whose step fits the budgets.
 

@@ -159,7 +159,7 @@ def _example(dtype: torch.dtype) -> tuple[nn.Module, tuple[Any, ...]]:
 def test_P9_the_forward_keeps_its_bits_and_a_plan_its_gradients(dtype: torch.dtype, tmp_path: Path) -> None:  # noqa: N802
     model, args = _example(dtype)
     exact = outcome_of(model, memplan.compile(model, args), *args, seed=1)
-    lossy = memplan.compile(model, args, compress="int8", gradients="safe", sanitize="poison")
+    lossy = memplan.compile(model, args, compress="int8", gradients="outside", sanitize="poison")
     reference = outcome_of(model, lossy, *args, seed=1)
     assert torch.equal(exact.loss, reference.loss)
     assert not exact.same_as(reference)
@@ -171,9 +171,9 @@ def test_P9_the_forward_keeps_its_bits_and_a_plan_its_gradients(dtype: torch.dty
     assert outcome_of(model, memplan.compile(model, args, plan=tmp_path / "plan.json"), *args, seed=1).same_as(
         reference
     )
-    budget = int(0.9 * memplan.plan(model, args, compress="int8", gradients="safe").arena_size)
+    budget = int(0.9 * memplan.plan(model, args, compress="int8", gradients="outside").arena_size)
     within = memplan.compile(
-        model, args, compress="int8", gradients="safe", arena_budget=budget, policy=QUICK, sanitize="poison"
+        model, args, compress="int8", gradients="outside", arena_budget=budget, policy=QUICK, sanitize="poison"
     )
     assert within.plan.arena_size <= budget
     assert outcome_of(model, within, *args, seed=1).same_as(reference)
@@ -199,8 +199,8 @@ def test_P9_the_plan_says_what_waits_as_codes_and_when_it_is_back(dtype: torch.d
 @pytest.mark.parametrize("name", [slow("gpt2"), "resnet"])
 def test_P9_codes_take_half_of_the_arena_away(name: str) -> None:  # noqa: N802
     model, args = getattr(zoo, name)("nano")
-    whole = memplan.plan(model, args, gradients="safe")
-    lossy = memplan.plan(model, args, gradients="safe", compress="int8")
+    whole = memplan.plan(model, args, gradients="outside")
+    lossy = memplan.plan(model, args, gradients="outside", compress="int8")
     assert lossy.arena_size <= 0.52 * whole.arena_size
 
 

@@ -65,7 +65,7 @@ def _late(measured: Measurement) -> float:
 @pytest.mark.parametrize("name", [slow("gpt2"), "mlp"])
 def test_P1_the_first_steps_record_every_access_op_and_copy(name: str) -> None:  # noqa: N802
     model, args = ZOO[name]("nano")
-    compiled = memplan.compile(model, args, arena_budget=0.7, gradients="safe", policy="flow", costs="measure")
+    compiled = memplan.compile(model, args, arena_budget=0.7, gradients="outside", policy="flow", costs="measure")
     assert compiled.measurement is None
     measured = _train(compiled, model, args)[0]
     plan = measured.plan
@@ -102,7 +102,7 @@ def test_P1_the_first_steps_record_every_access_op_and_copy(name: str) -> None: 
 def test_P1_P2_on_cuda_events_are_the_clock() -> None:  # noqa: N802
     model, args = ZOO["gpt2"]("nano")
     model, args = model.cuda(), tuple(x.cuda() if isinstance(x, torch.Tensor) else x for x in args)
-    compiled = memplan.compile(model, args, arena_budget=0.7, gradients="safe", policy="flow", costs="measure")
+    compiled = memplan.compile(model, args, arena_budget=0.7, gradients="outside", policy="flow", costs="measure")
     measured = _train(compiled, model, args)[0]
     assert all(seconds > 0 for seconds in measured.op_seconds)
     assert measured.copies
@@ -120,7 +120,7 @@ def test_P2_later_steps_follow_the_plan_made_from_the_measurement(  # noqa: N802
     model, x = _net()
     with virtual(monkeypatch, lambda nbytes: 1000.0), caplog.at_level(logging.INFO, "memplan"):
         compiled = memplan.compile(
-            model, x, arena_budget=0.7, gradients="safe", costs="measure", policy=_copies_unless_dear
+            model, x, arena_budget=0.7, gradients="outside", costs="measure", policy=_copies_unless_dear
         )
         safe = compiled.plan
         arena = compiled._calls.arena
@@ -165,7 +165,8 @@ def test_P6_a_late_reload_starts_earlier_until_none_stalls(  # noqa: N802
     model, x = _net()
     budget = 2 * _peak(model, x)
     with virtual(monkeypatch, lambda _: slow, lambda _: 1.0), caplog.at_level(logging.INFO, "memplan"):
-        compiled = memplan.compile(model, x, arena_budget=budget, gradients="safe", policy=everything, costs="measure")
+        options: Any = {"arena_budget": budget, "policy": everything, "costs": "measure"}
+        compiled = memplan.compile(model, x, gradients="outside", **options)
         measured = _train(compiled, model, (x,))
     stalls = [_late(m) for m in measured]
     assert stalls[0] > 0
@@ -186,7 +187,8 @@ def test_P6_where_there_is_no_room_the_stall_stays_and_the_budget_is_kept(  # no
     model, x = _net()
     budget = _peak(model, x)
     with virtual(monkeypatch, lambda nbytes: 20.0), caplog.at_level(logging.INFO, "memplan"):
-        compiled = memplan.compile(model, x, arena_budget=budget, gradients="safe", policy=everything, costs="measure")
+        options: Any = {"arena_budget": budget, "policy": everything, "costs": "measure"}
+        compiled = memplan.compile(model, x, gradients="outside", **options)
         measured = _train(compiled, model, (x,))
     stalls = [_late(m) for m in measured]
     assert all(after <= before for before, after in pairwise(stalls))

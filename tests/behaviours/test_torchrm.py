@@ -129,12 +129,12 @@ def test_T8_a_users_policy_goes_where_the_built_in_ones_go() -> None:  # noqa: N
     model, args = ZOO["mlp"]("nano")
     mine = _Genoa()
     plans: list[Plan] = [
-        memplan.plan(model, args, gradients="safe", arena_budget="min", policy=p) for p in (mine, "genoa")
+        memplan.plan(model, args, gradients="outside", arena_budget="min", policy=p) for p in (mine, "genoa")
     ]
     assert mine.asked
     assert plans[0].evictions == plans[1].evictions
     assert plans[0].solution == plans[1].solution
-    compiled = memplan.compile(model, args, gradients="safe", arena_budget="min", policy=mine)
+    compiled = memplan.compile(model, args, gradients="outside", arena_budget="min", policy=mine)
     assert compiled.plan.evictions == plans[0].evictions
     plan = memplan.plan(model, args, schedule=_as_traced, solver=_Stacked())
     assert (plan.schedule.policy, plan.solution.solver) == ("mine", "stacked")

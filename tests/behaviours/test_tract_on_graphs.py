@@ -11,7 +11,7 @@ from memplan.trace import plan
 
 
 def _plan() -> Plan:
-    return plan(*ZOO["gpt2"]("nano"), options=PlanOptions(gradients="safe"))
+    return plan(*ZOO["gpt2"]("nano"), options=PlanOptions(gradients="outside"))
 
 
 def test_C2_a_lifetime_ends_after_the_last_use_and_outputs_are_not_planned() -> None:  # noqa: N802

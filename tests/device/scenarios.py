@@ -345,13 +345,14 @@ def streams(device: LateDevice) -> dict[str, Any]:
     used = [torch.Stream(HERE) for _ in range(3)]
     expected = _on_streams(model, model, x, used)()
     found: dict[str, Any] = {"wrong": []}
-    for gradients in ("safe", "auto"):
+    for gradients in ("outside", "arena"):
         compiled = memplan.compile(model, x, gradients=gradients)
         step = _on_streams(model, compiled, x, used)
         found["wrong"] += [f"{gradients} {order}" for order in wrong_orders(device, step, expected)]
     found["wrong"] += events_of_the_other_device(device)
     with _without_order():
-        unordered = memplan.compile(model, x, gradients="safe")
+        unordered = memplan.compile(model, x, gradients="outside")
+        unordered._calls.arena.stays = True  # else the allocator knows when a step before is over
         found["seen without the order"] = wrong_orders(device, _on_streams(model, unordered, x, used), expected)
     return found
 
@@ -401,10 +402,11 @@ def dropped(device: LateDevice) -> dict[str, Any]:
         if len(noted) - 1 != left_out:
             record(self, stream)
 
-    def outcome(*, cuda_graph: bool) -> bool:
+    def outcome(*, cuda_graph: bool, stays: bool = True) -> bool:
         model = _layers()
         x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).to(HERE)
         compiled = memplan.compile(model, x, train=False, cuda_graph=cuda_graph)
+        compiled._calls.arena.stays = stays  # one that is given back is allocated anew, on the stream that uses it
         sizes = (compiled.plan.arena_size, *(x.nbytes for _ in range(20)))
         with torch.no_grad():
             compiled(x)
@@ -427,7 +429,7 @@ def dropped(device: LateDevice) -> dict[str, Any]:
     for cuda_graph in kinds:
         left_out = None
         device.run(Policy.MAIN_FIRST)
-        if not outcome(cuda_graph=cuda_graph):
+        if not (outcome(cuda_graph=cuda_graph, stays=cuda_graph) and outcome(cuda_graph=cuda_graph)):
             found["wrong"].append(f"overwritten, {cuda_graph=}")
         for left_out, nbytes in enumerate(list(noted)):
             device.run(Policy.MAIN_FIRST)
@@ -461,7 +463,7 @@ def left_on_host(device: LateDevice) -> dict[str, Any]:
         return [loss.detach().cpu(), left, *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
 
     expected = step(model)
-    compiled = memplan.compile(model, x, arena_budget=0.8, gradients="safe")
+    compiled = memplan.compile(model, x, arena_budget=0.8, gradients="outside")
     return {
         "wrong": wrong_orders(device, lambda: step(compiled), expected),
         "evictions": len(compiled.plan.evictions),
@@ -493,7 +495,7 @@ def threads(device: LateDevice) -> dict[str, Any]:
     for _ in range(3):
         model = _layers()
         x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).to(HERE)
-        made.append((model, memplan.compile(model, x, gradients="safe"), x, torch.Stream(HERE)))
+        made.append((model, memplan.compile(model, x, gradients="outside"), x, torch.Stream(HERE)))
     expected = _on_streams(made[0][0], made[0][0], made[0][2], [made[0][3]])()
     wrong = []
     for policy, seed in ORDERS:
@@ -633,6 +635,7 @@ def mutations_of_turns(device: LateDevice) -> dict[str, Any]:
     model, args = _layers(), (torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).to(HERE),)
     traced = trace(model, args)
     runner = runner_of(model, traced, plan_of_everything(traced), sanitize=None)
+    runner.arena.stays = True
     steps = [runner.input_guards.tensors(pytree.tree_leaves(given)) for given in (args, _another(args, 1))]
     tangents = [torch.ones(v.shape, device=HERE) for _, v in runner.tangents.passed]
     used = [torch.Stream(HERE) for _ in range(4)][::-1]  # the device would run the first one made first

@@ -16,7 +16,6 @@ from memplan.errors import (
     InvalidShapes,
     InvalidSize,
     MemplanError,
-    UnsupportedCall,
     UnsupportedProblem,
 )
 from memplan.planning.options import DEFAULTS, PlanOptions, read_budget
@@ -45,7 +44,6 @@ VARYING = {"x": {0: "batch"}}
         ({"budget": {"a": 1}}, InvalidSize, "is not a budget"),
         ({"budget": b"1MiB"}, InvalidSize, "is not a budget"),
         ({"budget": [1, 2]}, InvalidSize, "there is one device"),
-        ({"gradients": "arena", "device": "cpu"}, UnsupportedCall, "device='cpu'"),
         ({"dynamic_shapes": VARYING, "device": "cpu"}, InvalidShapes, "device with dynamic_shapes"),
         ({"dynamic_shapes": VARYING, "divide": 4}, InvalidShapes, "divide with dynamic_shapes"),
         ({"dynamic_shapes": VARYING, "compress": "bits"}, InvalidShapes, "compress with dynamic_shapes"),

@@ -14,7 +14,7 @@ from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.plan import Plan
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
-from memplan.planning.outside_arena import leaving_first, need_with_update, plan_partly_outside
+from memplan.planning.outside_arena import leaving_first, plan_partly_outside
 from memplan.planning.planfile import check_consistency, load, save
 from memplan.schedule import traced
 from tests.graph_strategies import GraphBuilder, graphs
@@ -28,7 +28,7 @@ def _plan(graph: Graph, temporaries: tuple[int, ...] = ()) -> Plan:
 
 
 def _smaller(plan: Plan, limit: int, *, gradients: bool = False, saved: bool = True) -> Plan | None:
-    options = PlanOptions(gradients="auto" if gradients else "safe")
+    options = PlanOptions(gradients="arena" if gradients else "outside")
     return plan_partly_outside(plan, limit, options, saved=saved)
 
 
@@ -190,14 +190,3 @@ def test_a_graph_without_ops_has_nothing_that_could_leave() -> None:
     plan = _plan(b.graph(outputs=(x,)))
     assert not list(leaving_first(plan, PlanOptions()))
     assert plan_partly_outside(plan, 0, PlanOptions()) is None
-
-
-def test_bytes_after_the_step_make_results_leave_that_are_dead_by_then() -> None:
-    plan = _two_peaks()
-    after = 4 * SIZE
-    need = need_with_update(plan, after)
-    assert need == plan.arena_size + SIZE + 64 + after, "the arena, the input, the output and what comes after"
-    found = plan_partly_outside(plan, 0, PlanOptions(gradients="safe"), saved=True, after=after)
-    assert found is not None
-    assert need_with_update(found, after) == SIZE + 64 + after, "nothing is left in the arena"
-    assert found.total == _alive(found) < need

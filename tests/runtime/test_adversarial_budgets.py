@@ -38,7 +38,7 @@ def _arenas(compiled: CompiledModule) -> set[int]:
 def test_other_modes_use_the_room_that_is_there(budget: Any) -> None:
     """A share is of what the step needs: a forward alone needs less, and may have all of the arena."""
     model, x = _net()
-    compiled = memplan_compile(model, x, arena_budget=budget, gradients="safe", policy=QUICK, costs=FAST_LINK)
+    compiled = memplan_compile(model, x, arena_budget=budget, gradients="outside", policy=QUICK, costs=FAST_LINK)
     with torch.no_grad():
         assert torch.equal(compiled(x), model(x))
     model.eval()
@@ -69,7 +69,7 @@ def test_a_plan_and_a_budget_are_one_too_many() -> None:
 def test_modules_with_measured_costs_are_copied() -> None:
     model, x = _net()
     compiled = memplan_compile(
-        model, x, arena_budget=0.6, gradients="safe", policy=QUICK, costs=replace(FAST_LINK, measured={"a": 1.0})
+        model, x, arena_budget=0.6, gradients="outside", policy=QUICK, costs=replace(FAST_LINK, measured={"a": 1.0})
     )
     for twin in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
         assert twin.plan == compiled.plan
@@ -163,7 +163,7 @@ class _TwoNames(nn.Module):
 def test_a_submodule_with_two_names_stays_as_it_is() -> None:
     model, x = _TwoNames(), torch.randn(8, 16)
     parameters = list(model.parameters())
-    compiled = memplan_compile(model, x, arena_budget=0.8, gradients="safe", policy=QUICK, costs=FAST_LINK)
+    compiled = memplan_compile(model, x, arena_budget=0.8, gradients="outside", policy=QUICK, costs=FAST_LINK)
     assert all(one is two for one, two in zip(model.parameters(), parameters, strict=True))
     results = []
     for call in (model, compiled):

@@ -49,11 +49,11 @@ def test_steps_are_counted_from_one() -> None:
 
 def test_gradients_in_the_arena_move_out_once_before_its_bytes_are_used() -> None:
     calls = _Calls()
-    calls.owner.left = SimpleNamespace(vacate=lambda training: calls.made.append(f"vacate {training}"))
+    calls.owner.left = SimpleNamespace(clear=lambda: calls.made.append("move out"))
     calls.owner.begin(keep=False)
-    assert calls.made == ["vacate False", "drain", "turn"]
+    assert calls.made == ["move out", "drain", "turn"]
     calls.owner.begin(keep=False)
-    assert calls.made == ["vacate False", "drain", "turn", "drain", "turn"]
+    assert calls.made == ["move out", "drain", "turn", "drain", "turn"]
 
 
 def test_no_forward_overwrites_activations_that_a_backward_will_read() -> None:

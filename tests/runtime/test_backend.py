@@ -21,7 +21,7 @@ from torch import nn
 import memplan
 from benchmarks.zoo import ZOO
 from memplan.core.choices import Gradients
-from memplan.errors import BudgetInfeasible, MemplanError, StaleActivationsError, UnsupportedCall
+from memplan.errors import BudgetInfeasible, StaleActivationsError
 from memplan.runtime.dynamo.backend import Backend
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
 from tests.slow import slow
@@ -100,15 +100,15 @@ def test_models_of_the_zoo_train_like_eager(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["broken", "bert"])
-def test_owned_gradients_train_like_eager(name: str) -> None:
+def test_gradients_outside_train_like_eager(name: str) -> None:
     torch.manual_seed(0)
     model, inputs = (Broken(), (torch.randn(4, 8),)) if name == "broken" else ZOO[name]("nano")
-    backend = Backend(sanitize="poison", gradients="owned")
+    backend = Backend(sanitize="poison", gradients="outside")
     _assert_trains_like_eager(model, [inputs] * 4, backend)
-    assert all(instance.runner.owned is not None for graph in backend.graphs for instance in graph.instances)
+    assert all(not plan.graph.gradients_in_arena for graph in backend.graphs for plan in graph.plans)
 
 
-def test_owned_gradients_of_parameters_that_two_graphs_share_add_up() -> None:
+def test_gradients_of_parameters_that_two_graphs_share_add_up() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -120,19 +120,7 @@ def test_owned_gradients_of_parameters_that_two_graphs_share_add_up() -> None:
             last: torch.Tensor = self.layer(hidden)
             return last.square().mean()
 
-    _assert_trains_like_eager(Twice(), [(torch.randn(4, 8),) for _ in range(4)], Backend(gradients="owned"))
-
-
-def test_gradients_that_cannot_be_had_are_refused() -> None:
-    model, x = nn.Linear(8, 8), torch.randn(4, 8)
-    with pytest.raises(UnsupportedCall, match="share an arena"):
-        Backend(gradients="arena")
-    with pytest.raises(MemplanError, match="stolen"):
-        Backend(gradients="stolen")  # type: ignore[arg-type]
-    handle = model.weight.register_hook(lambda _: None)  # type: ignore[no-untyped-call]
-    with pytest.raises(UnsupportedCall, match="hook"):
-        torch.compile(model, backend=Backend(gradients="owned"))(x).sum().backward()
-    handle.remove()
+    _assert_trains_like_eager(Twice(), [(torch.randn(4, 8),) for _ in range(4)], Backend(gradients="outside"))
 
 
 class Layer(nn.Module):
@@ -148,7 +136,7 @@ class Layer(nn.Module):
         return x + hidden.tanh()
 
 
-@pytest.mark.parametrize("gradients", ["safe", "owned"])
+@pytest.mark.parametrize("gradients", ["outside"])
 def test_layers_that_share_a_graph_keep_their_activations(gradients: Gradients) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(3)), nn.Linear(8, 1), nn.Flatten(0))
@@ -161,22 +149,6 @@ def test_layers_that_share_a_graph_keep_their_activations(gradients: Gradients) 
     for x in inputs:
         _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
     assert sum(len(graph.instances) for graph in backend.graphs) == instances, "instances are used again"
-
-
-def test_instances_that_are_to_be_smaller_are_replaced_and_others_stay() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Layer() for _ in range(3)), nn.Linear(8, 1), nn.Flatten(0))
-    backend = Backend()
-    x, eager = torch.randn(4, 8), copy.deepcopy(model)
-    compiled = torch.compile(model, backend=backend)
-    _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
-    graph = max(backend.graphs, key=lambda one: len(one.instances))
-    first, second, *_ = graph.instances
-    second.smaller = second.traced, second.plan  # as if an optimizer had updated the layers but for the first
-    _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
-    assert second not in graph.instances
-    assert first in graph.instances
-    assert all(one.smaller is None for one in graph.instances)
 
 
 class Block(nn.Module):
@@ -447,7 +419,7 @@ def test_torch_finds_the_backend_by_name(tmp_path: Path) -> None:
 
 def test_a_copy_of_what_was_compiled_is_compiled_by_a_backend_of_its_own() -> None:
     net, x = nn.Sequential(nn.Linear(8, 4), nn.Tanh()), torch.randn(3, 8)
-    backend = Backend(sanitize="poison", gradients="owned")
+    backend = Backend(sanitize="poison", gradients="outside")
     compiled: Any = torch.compile(net, backend=backend)
     compiled(x).sum().backward()
     twin = copy.deepcopy(compiled)
@@ -458,7 +430,7 @@ def test_a_copy_of_what_was_compiled_is_compiled_by_a_backend_of_its_own() -> No
     assert len(backend.graphs) == 1
     (other,) = pickle.loads(pickle.dumps([backend]))
     assert (other._options, other.graphs) == (backend._options, ())
-    assert other._options.gradients == "owned"
+    assert other._options.gradients == "outside"
 
 
 def test_the_first_batch_is_not_kept() -> None:

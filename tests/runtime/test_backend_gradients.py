@@ -62,7 +62,8 @@ def _in_arena(model: nn.Module, backend: Backend) -> list[bool]:
 
 def _gradients(backend: Backend) -> list[str]:
     """Return where the gradients of each graph are."""
-    return [str(instance.runner._options["gradients"]) for graph in backend.graphs for instance in graph.instances]
+    plans = [plan for graph in backend.graphs for plan in graph.plans]
+    return ["arena" if plan.graph.gradients_in_arena else "outside" for plan in plans]
 
 
 def _step(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> None:
@@ -88,7 +89,7 @@ def test_gradients_of_one_graph_are_in_the_arena() -> None:
             _update(one)
         _same(model, eager)
         assert all(_in_arena(model, backend)), i
-    assert _gradients(backend) == ["auto"]
+    assert _gradients(backend) == ["arena"]
 
 
 def test_the_total_is_that_of_compile() -> None:
@@ -114,10 +115,8 @@ def test_gradients_that_are_still_set_are_added_to(caplog: pytest.LogCaptureFixt
                 call(x).square().mean().backward()
             _same(model, eager)
     assert not any(_in_arena(model, backend))
-    assert _gradients(backend) == ["added"]
-    (logged,) = [r.message for r in caplog.records if "from now on" in r.message]
-    assert "test_backend_gradients.py" in logged
-    assert "gradients of the last step are still set or referred to at the next call" in logged
+    assert _gradients(backend) == ["arena"]
+    assert not [r.message for r in caplog.records if "from now on" in r.message]
 
 
 @pytest.mark.parametrize("before", [0, 1, 3])
@@ -195,10 +194,10 @@ def test_gradients_stay_until_the_optimizer_has_read_them(between: str) -> None:
         else:
             backend.joint_plan("Block", {})
         _same(model, eager)
-    assert _gradients(backend)[0] == "auto"
+    assert _gradients(backend)[0] == "arena"
 
 
-def test_an_arena_with_a_gradient_in_use_is_not_released() -> None:
+def test_an_arena_leaves_the_bytes_of_a_gradient_in_use() -> None:
     model, eager = _pair()
     backend = Backend(sanitize="poison")
     run = _compiled(model, backend)
@@ -208,9 +207,9 @@ def test_an_arena_with_a_gradient_in_use_is_not_released() -> None:
     grad = next(model.parameters()).grad
     assert grad is not None
     array = grad.numpy()
-    assert not backend.release()
-    del array
     assert backend.release()
+    assert not backend.arena_size
+    assert torch.equal(torch.as_tensor(array), grad)
     _same(model, eager)
 
 
@@ -230,8 +229,8 @@ def test_gradients_are_outside_within_a_budget_and_with_a_graph_break() -> None:
         for _ in range(3):
             _step(model, run, x)
             assert not any(_in_arena(model, backend))
-    assert _gradients(limited) == ["added"]
-    assert _gradients(broken)[0] == "safe"
+    assert _gradients(limited) == ["outside"]
+    assert _gradients(broken)[0] == "outside"
 
 
 def test_a_backward_that_runs_again_after_another_model_left_its_gradients() -> None:

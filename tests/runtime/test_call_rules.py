@@ -78,7 +78,7 @@ class Sums(nn.Module):
         return (x + self.a + self.b).sin()
 
 
-@pytest.mark.parametrize("gradients", ["safe", "owned", "arena"])
+@pytest.mark.parametrize("gradients", ["outside", "arena"])
 def test_two_gradients_have_bytes_of_their_own(gradients: Gradients) -> None:
     torch.manual_seed(0)
     model, x = Sums(), torch.randn(3, 4)
@@ -203,7 +203,7 @@ def test_a_step_that_was_given_up_is_drained_before_the_next() -> None:
     """Its copies may be under way still, and would write into what the next one keeps there."""
     calls: list[str] = []
     ownership = ArenaOwnership(lambda: calls.append("drain"), lambda: calls.append("turn"))
-    ownership.left = SimpleNamespace(vacate=lambda training: calls.append("move out"))
+    ownership.left = SimpleNamespace(clear=lambda: calls.append("move out"))
     with ownership:
         step = ownership.begin(keep=True)
     assert calls == ["move out", "drain", "turn"]

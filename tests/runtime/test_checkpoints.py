@@ -340,7 +340,7 @@ def test_where_the_step_runs_on_another_device_no_more_is_kept(dropout: float) -
     "options",
     [
         {"gradients": "arena"},
-        slow({"gradients": "owned"}),
+        slow({"gradients": "outside"}),
         {"sanitize": "poison"},
         {"divide": 4},
         {"compress": "bits"},

@@ -60,7 +60,7 @@ COPIES: dict[str, Callable[[CompiledModule], Any]] = {
 
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_is_compiled_and_independent(how: str) -> None:
-    compiled = compile(_net(), _x(), {"scale": 2.0}, sanitize="poison", gradients="owned")
+    compiled = compile(_net(), _x(), {"scale": 2.0}, sanitize="poison", gradients="outside")
     compiled.eval()
     twin = COPIES[how](compiled)
     assert isinstance(twin, CompiledModule)

@@ -67,7 +67,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Rerun:
 
 
 @pytest.mark.parametrize("name", ["lstm", "resnet", "gpt2"])
-@pytest.mark.parametrize("gradients", ["safe", "owned"])
+@pytest.mark.parametrize("gradients", ["outside"])
 def test_replays_are_the_steps_themselves(name: str, gradients: Gradients, recorder: Rerun) -> None:
     """Dropout, running statistics and accumulated gradients included."""
     model, args = ZOO[name]("nano")

@@ -56,7 +56,7 @@ BY_FLOW = {"arena_budget": "min", "policy": "flow"}
 
 
 @pytest.mark.parametrize("options", [{}, BY_GENOA, BY_FLOW])
-@pytest.mark.parametrize("gradients", ["safe", "owned"])
+@pytest.mark.parametrize("gradients", ["outside"])
 def test_results_gradients_and_buffers_are_those_without_a_device(
     options: dict[str, Any], gradients: Gradients, net: SeveralResults, x: torch.Tensor
 ) -> None:

@@ -94,9 +94,9 @@ def test_everything_goes_to_the_host_and_comes_back(name: str, late: bool, monke
     if late:  # a copy runs at its wait, and what it overwrites is poisoned when it starts
         monkeypatch.setattr(arena, "make_copies", lambda *_: LateCopies())
     compiled = memplan.compile(
-        model, x, plan=plan, kernels="inductor", gradients="safe", sanitize="poison", on_mismatch="error"
+        model, x, plan=plan, kernels="inductor", gradients="outside", sanitize="poison", on_mismatch="error"
     )
-    free = memplan.plan(model, x, kernels="inductor", gradients="safe")
+    free = memplan.plan(model, x, kernels="inductor", gradients="outside")
     assert compiled.plan.arena_size < free.arena_size
     inductor = plan.code is None or plan.code.layouts
     reference = torch.compile(twin, options=None if inductor else {"layout_optimization": False})
@@ -107,7 +107,7 @@ def test_everything_goes_to_the_host_and_comes_back(name: str, late: bool, monke
 def test_the_memory_of_the_host_has_a_budget_too() -> None:
     model, twin, x = _made("dropout and attention")
     budgets: dict[str, Any] = {"arena_budget": 0.7, "policy": QUICK, "costs": FAST_LINK}
-    options: dict[str, Any] = {"kernels": "inductor", "gradients": "safe", **budgets}
+    options: dict[str, Any] = {"kernels": "inductor", "gradients": "outside", **budgets}
     most = memplan.plan(model, x, **options)
     assert _offloads(most)
     half = most.host_size // 2

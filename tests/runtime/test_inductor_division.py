@@ -151,18 +151,18 @@ def test_a_whole_step_is_divided() -> None:
 @pytest.mark.slow
 def test_a_budget_takes_as_few_blocks_as_it_needs_and_says_what_they_would_bring() -> None:
     model = _made(shifted=True)
-    plan = memplan.plan(model, _tokens(), kernels="inductor", gradients="safe")
+    plan = memplan.plan(model, _tokens(), kernels="inductor", gradients="outside")
     budget = plan.arena_size // 3
     with pytest.raises(BudgetInfeasible, match=r"divide=memplan.Division\(sums=True\) would lower the floor"):
-        memplan.plan(model, _tokens(), kernels="inductor", gradients="safe", arena_budget=budget)
+        memplan.plan(model, _tokens(), kernels="inductor", gradients="outside", arena_budget=budget)
     small = memplan.plan(
-        model, _tokens(), kernels="inductor", gradients="safe", arena_budget=budget, divide=Division(sums=True)
+        model, _tokens(), kernels="inductor", gradients="outside", arena_budget=budget, divide=Division(sums=True)
     )
     assert small.arena_size <= budget
     assert small.division is not None
     assert small.division.blocks is not None
     enough = memplan.plan(
-        model, _tokens(), kernels="inductor", gradients="safe", arena_budget=1.0, divide=Division(sums=True)
+        model, _tokens(), kernels="inductor", gradients="outside", arena_budget=1.0, divide=Division(sums=True)
     )
     assert enough.division is None  # no division without need
 

@@ -119,7 +119,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[CompiledModule, nn.Mo
 def block() -> tuple[Block, memplan.Plan]:
     torch.manual_seed(0)
     model = Block()
-    return model, memplan.plan(model, _tokens(), kernels="inductor", gradients="safe")
+    return model, memplan.plan(model, _tokens(), kernels="inductor", gradients="outside")
 
 
 def _as_in(plan: memplan.Plan) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def test_a_compilation_of_another_thread_has_torchs_own_wrapper_and_bits(monkeyp
 def test_a_plan_runs_nothing_and_is_the_same_each_time(block: tuple[Block, memplan.Plan]) -> None:
     model, plan = block
     before = torch.random.get_rng_state()
-    again = memplan.plan(model, _tokens(), kernels="inductor", gradients="safe")
+    again = memplan.plan(model, _tokens(), kernels="inductor", gradients="outside")
     assert torch.equal(before, torch.random.get_rng_state())
     assert again.graph.fingerprint == plan.graph.fingerprint
     assert again.arena_size == plan.arena_size
@@ -217,37 +217,37 @@ def test_a_plan_for_other_kernels_is_refused(block: tuple[Block, memplan.Plan], 
     model, plan = block
     path = tmp_path / "plan.json"
     plan.save(path)
-    compiled = memplan.compile(model, _tokens(), plan=path, kernels="inductor", gradients="safe")
+    compiled = memplan.compile(model, _tokens(), plan=path, kernels="inductor", gradients="outside")
     assert compiled.plan.arena_size == plan.arena_size
     with pytest.raises(PlanMismatch):
-        memplan.compile(model, _tokens(), plan=path, gradients="safe")
+        memplan.compile(model, _tokens(), plan=path, gradients="outside")
     i, op = next((i, op) for i, op in enumerate(plan.graph.ops) if op.target.startswith("inductor."))
     other = replace(op, target=f"{op.target.rsplit('.', 1)[0]}.000000000000")  # other source code
     ops = (*plan.graph.ops[:i], other, *plan.graph.ops[i + 1 :])
     changed = replace(plan, graph=replace(plan.graph, ops=ops))
     with pytest.raises(PlanMismatch, match="000000000000"):
-        memplan.compile(model, _tokens(), plan=changed, kernels="inductor", gradients="safe")
+        memplan.compile(model, _tokens(), plan=changed, kernels="inductor", gradients="outside")
 
 
 @pytest.mark.slow
 def test_a_budget_is_kept_by_running_kernels_again_with_the_same_bits(block: tuple[Block, memplan.Plan]) -> None:
     model, free = block
     twins = [copy.deepcopy(model) for _ in range(2)]
-    small = memplan.compile(twins[0], _tokens(), kernels="inductor", gradients="safe", arena_budget="min")
+    small = memplan.compile(twins[0], _tokens(), kernels="inductor", gradients="outside", arena_budget="min")
     assert small.plan.arena_size < free.arena_size
     assert small.plan.eviction is not None
     assert len(small.plan.graph.ops) > len(free.graph.ops)
-    plain = memplan.compile(twins[1], _tokens(), kernels="inductor", gradients="safe")
+    plain = memplan.compile(twins[1], _tokens(), kernels="inductor", gradients="outside")
     _require_equal(_step(small, _tokens(), 1), _step(plain, _tokens(), 1))
     with pytest.raises(BudgetInfeasible):
-        memplan.compile(model, _tokens(), kernels="inductor", gradients="safe", arena_budget=64)
+        memplan.compile(model, _tokens(), kernels="inductor", gradients="outside", arena_budget=64)
 
 
 def test_no_kernel_that_draws_or_changes_a_buffer_runs_twice() -> None:
     torch.manual_seed(0)
     for make, inputs in MODELS.values():
         plan = memplan.plan(
-            make(), inputs(), kernels="inductor", gradients="safe", arena_budget="min", policy="recompute"
+            make(), inputs(), kernels="inductor", gradients="outside", arena_budget="min", policy="recompute"
         )
         given = {i for i, s in enumerate(plan.graph.storages) if s.kind.value in ("parameter", "input")}
         once = [op.target for op in plan.graph.ops if op.random or given & set(plan.graph.written(op))]
@@ -263,7 +263,7 @@ def test_measured_costs_plan_the_code_that_was_taken_anew(
     """Several variants of the code are planned, and the policy's last answer is that of another one."""
     torch.manual_seed(0)
     model = Block()
-    plain = memplan.compile(copy.deepcopy(model), _tokens(), kernels="inductor", gradients="safe")
+    plain = memplan.compile(copy.deepcopy(model), _tokens(), kernels="inductor", gradients="outside")
     budget = int(0.9 * plain.plan.arena_size)
     asked = []
     made = RecordingPolicy.__call__
@@ -273,7 +273,7 @@ def test_measured_costs_plan_the_code_that_was_taken_anew(
         return made(self, workload)
 
     monkeypatch.setattr(RecordingPolicy, "__call__", noted)
-    options: dict[str, Any] = {"kernels": "inductor", "gradients": "safe", "policy": "recompute"}
+    options: dict[str, Any] = {"kernels": "inductor", "gradients": "outside", "policy": "recompute"}
     measured = memplan.compile(model, _tokens(), arena_budget=budget, costs="measure", **options)
     kept = measured.plan.eviction
     assert kept is not None
@@ -284,7 +284,7 @@ def test_measured_costs_plan_the_code_that_was_taken_anew(
     assert measured.measurement is not None
 
 
-@pytest.mark.parametrize("gradients", ["added", "owned"])
+@pytest.mark.parametrize("gradients", ["outside"])
 def test_every_way_to_return_gradients_has_the_same_bits(gradients: Any, block: tuple[Block, memplan.Plan]) -> None:
     model = copy.deepcopy(block[0])
     twin = copy.deepcopy(block[0])
@@ -314,7 +314,7 @@ class Token(nn.Module):
         return (torch.cat((self.token.expand(len(x), 1, 8), x), 1) + self.positions).square().mean()
 
 
-@pytest.mark.parametrize("gradients", ["safe", "arena"])
+@pytest.mark.parametrize("gradients", ["outside", "arena"])
 def test_gradients_that_inductor_returns_as_views_are_added_up_as_eagers(gradients: Any) -> None:
     """They have bytes of their own; torch.compile adds to the shared ones twice."""
     model, x = Token(), torch.linspace(0, 1, 2 * 4 * 8).view(2, 4, 8)
@@ -329,13 +329,13 @@ def test_gradients_that_inductor_returns_as_views_are_added_up_as_eagers(gradien
 
 def test_poisoned_buffers_change_nothing(block: tuple[Block, memplan.Plan]) -> None:
     model, twin = copy.deepcopy(block[0]), copy.deepcopy(block[0])
-    checked = memplan.compile(model, _tokens(), kernels="inductor", sanitize="poison", gradients="safe")
-    plain = memplan.compile(twin, _tokens(), kernels="inductor", gradients="safe")
+    checked = memplan.compile(model, _tokens(), kernels="inductor", sanitize="poison", gradients="outside")
+    plain = memplan.compile(twin, _tokens(), kernels="inductor", gradients="outside")
     _require_equal(_step(checked, _tokens(), 7), _step(plain, _tokens(), 7))
 
 
 def test_hooks_see_each_kernel(block: tuple[Block, memplan.Plan]) -> None:
-    compiled = memplan.compile(copy.deepcopy(block[0]), _tokens(), kernels="inductor", gradients="safe")
+    compiled = memplan.compile(copy.deepcopy(block[0]), _tokens(), kernels="inductor", gradients="outside")
     seen: list[str] = []
     compiled.hooks.add(lambda event: seen.append(event.op))
     _step(compiled, _tokens(), 0)

@@ -51,7 +51,7 @@ def _one_op(graph: Graph) -> int:
 
 _PLAIN: dict[str, Any] = {}
 _LEAST = {"budget": "min", "policy": "recompute"}
-_SAFE = {"gradients": "safe"}
+_SAFE = {"gradients": "outside"}
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ def test_copies_measure_anew_or_keep_the_guided_plan(how: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"gradients": "owned"}, {"sanitize": "poison"}, {"sanitize": "redzone"}, {"on_mismatch": "replan"}]
+    "options", [{"gradients": "outside"}, {"sanitize": "poison"}, {"sanitize": "redzone"}, {"on_mismatch": "replan"}]
 )
 def test_other_options(options: dict[str, Any]) -> None:
     model, x = _net()

@@ -43,7 +43,7 @@ def test_P1_every_op_is_timed() -> None:  # noqa: N802
 def test_measured_costs_go_where_costs_go() -> None:
     model, inputs = zoo.gpt2("nano")
     costs = memplan.profile(model, inputs, rounds=1)
-    plan = memplan.plan(model, inputs, arena_budget=0.7, gradients="safe", costs=costs)
+    plan = memplan.plan(model, inputs, arena_budget=0.7, gradients="outside", costs=costs)
     assert plan.eviction is not None
     assert plan.eviction.costs == costs.name
     assert plan.eviction.seconds >= plan.eviction.base_seconds > 0

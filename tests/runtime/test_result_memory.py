@@ -1,4 +1,4 @@
-"""Tests of memory that a backward does not need twice: gradients made outside of the arena, and zeros nobody passes."""
+"""Tests of the gradients of results that no loss uses, which are zeros that take no memory where that can be."""
 
 from __future__ import annotations
 
@@ -11,65 +11,10 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.runtime import CompiledModule
-from memplan.runtime.codegen import codegen
-from memplan.runtime.execute import tangents
+from memplan.runtime.execute import values_of_call
 from tests.runtime.allocated import allocations
 
 ROWS, WIDTH = 4, 96
-
-
-class Biased(nn.Module):
-    """Its two biases have one gradient, which is that of the product too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(WIDTH, WIDTH))
-        self.one, self.two = nn.Parameter(torch.rand(ROWS, WIDTH)), nn.Parameter(torch.rand(ROWS, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight + self.one + self.two
-
-
-def _without_arena(model: nn.Module, x: torch.Tensor) -> CompiledModule:
-    """Return the model compiled for gradients that are added up, as one that has given up its arena."""
-    compiled: CompiledModule = memplan.compile(model, x, gradients="added")
-    compiled._calls.builder.give_up_arena(compiled._calls.selector.programs_of_calls)
-    return compiled
-
-
-def _steps(model: Any, x: torch.Tensor, count: int) -> list[torch.Tensor]:
-    for _ in range(count):
-        model(x).square().sum().backward()
-    return [p.grad for p in model.parameters()]
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_gradients_made_outside_of_the_arena_have_eagers_bits_and_bytes_of_their_own(steps: int) -> None:
-    torch.manual_seed(0)
-    model, x = Biased(), torch.rand(ROWS, WIDTH)
-    expected = _steps(copy.deepcopy(model), x, steps)
-    compiled = _without_arena(model, x)
-    found = _steps(compiled, x, steps)
-    assert compiled.plan.arena_size == 0
-    assert all(map(torch.equal, found, expected))
-    assert len({g.untyped_storage().data_ptr() for g in found}) == 3
-    found[1].zero_()
-    assert torch.equal(found[2], expected[2])
-
-
-def test_a_gradient_made_outside_of_the_arena_is_returned_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def large() -> int:
-        """Return how often a step allocates memory as large as the weight."""
-        compiled = _without_arena(nn.Linear(WIDTH, WIDTH), torch.rand(ROWS, WIDTH))
-        _steps(compiled, torch.rand(ROWS, WIDTH), 2)
-        compiled.zero_grad()
-        made = allocations(lambda: compiled(torch.rand(ROWS, WIDTH)).square().sum().backward())
-        return made.count(WIDTH * WIDTH * 4)
-
-    assert large() == 1
-    monkeypatch.setattr(codegen, "without_needless_copies", lambda lines, *_: lines)
-    assert large() == 2
 
 
 class WithCache(nn.Module):
@@ -94,7 +39,7 @@ def _backward(model: Any, x: torch.Tensor, *, both: bool = False) -> None:
 def test_a_result_that_no_loss_uses_has_eagers_gradients(transposed: bool) -> None:
     torch.manual_seed(0)
     model, x = WithCache(transposed=transposed), torch.rand(ROWS, WIDTH)
-    eager, compiled = copy.deepcopy(model), memplan.compile(model, x, gradients="safe")
+    eager, compiled = copy.deepcopy(model), memplan.compile(model, x, gradients="outside")
     for both in (False, True, False):
         for one in (eager, compiled):
             _backward(one, x, both=both)
@@ -154,7 +99,7 @@ def test_a_result_that_no_loss_uses_may_have_any_layout(turn: str, partner: str,
 def test_zeros_that_only_elementwise_ops_read_take_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
     def made() -> list[int]:
         """Return what a step allocates after the forward."""
-        compiled = memplan.compile(WithCache(transposed=False), torch.rand(ROWS, WIDTH), gradients="safe")
+        compiled = memplan.compile(WithCache(transposed=False), torch.rand(ROWS, WIDTH), gradients="outside")
         for _ in range(2):
             _backward(compiled, torch.rand(ROWS, WIDTH))
         compiled.zero_grad()
@@ -163,5 +108,5 @@ def test_zeros_that_only_elementwise_ops_read_take_one_element(monkeypatch: pyte
 
     nbytes = ROWS * WIDTH * 4
     spread = made()
-    monkeypatch.setattr(tangents, "read_by_elements", lambda *_: frozenset())
+    monkeypatch.setattr(values_of_call, "_spreads", lambda *_: False)
     assert made().count(nbytes) == spread.count(nbytes) + 1

@@ -104,7 +104,7 @@ STEPS = [_siamese, _contrastive, _first_backward_first, _acting, _rollout, _othe
 
 def _each_way() -> list[Any]:
     """Each step with its gradients in each place; only `_contrastive` is fast with all, and the others with one."""
-    ways = ("auto", "safe", "owned")
+    ways = ("arena", "outside")
     return [
         (step, way) if step is _contrastive or i % 3 == k else slow(step, way)
         for i, step in enumerate(STEPS)
@@ -337,7 +337,7 @@ def test_a_budget_holds_for_all_calls_in_flight(rows: tuple[int, ...], monkeypat
 
     monkeypatch.setattr(Arena, "__init__", init)
     net, x = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU()), torch.randn(512, 64)
-    alone = memplan.plan(net, x, gradients="safe")
+    alone = memplan.plan(net, x, gradients="outside")
     budget = alone.total + alone.arena_size * 3 // 2
     compiled = memplan.compile(net, x, budget=budget)
     results: list[torch.Tensor] = []
@@ -345,7 +345,7 @@ def test_a_budget_holds_for_all_calls_in_flight(rows: tuple[int, ...], monkeypat
     def call_all() -> None:
         for n in rows:
             results.append(compiled(x[:n]))
-            blocks = {id(t): t.untyped_storage().nbytes() for arena in alive for t in arena._allocated}
+            blocks = {id(t): t.untyped_storage().nbytes() for arena in alive for t in arena.allocated}
             assert alone.outside["parameters"] + alone.outside["inputs"] + sum(blocks.values()) <= budget
 
     with pytest.raises(BudgetInfeasible, match="another call while one waits"):

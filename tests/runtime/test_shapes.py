@@ -76,8 +76,8 @@ def test_every_shape_equals_eager_in_one_growing_arena() -> None:
     assert torch.equal(reference.get_buffer("calls"), compiled.calls)
 
 
-@pytest.mark.parametrize("options", [{"sanitize": "poison"}, {"gradients": "owned"}, {"sanitize": "redzone"}])
-def test_guards_and_owned_gradients(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"sanitize": "poison"}, {"gradients": "outside"}, {"sanitize": "redzone"}])
+def test_guards_and_gradients_outside(options: dict[str, Any]) -> None:
     reference, compiled = _compiled(**options)
     for shape in ((3, 8), (4, 12), (7, 5)):
         _require_equal(reference, compiled, _inputs(*shape))
@@ -278,7 +278,7 @@ def _in_arena(compiled: Any) -> list[bool]:
 
 def test_gradients_lie_in_the_arena() -> None:
     reference, compiled = _compiled()
-    safe = memplan.plan(reference, _inputs(3, 8), dynamic_shapes=SHAPES, gradients="safe")
+    safe = memplan.plan(reference, _inputs(3, 8), dynamic_shapes=SHAPES, gradients="outside")
     for shape in ((3, 8), (5, 20), (2, 7), (32, 48), (3, 8)):
         _require_equal(reference, compiled, _inputs(*shape))
         assert all(_in_arena(compiled))
@@ -286,7 +286,7 @@ def test_gradients_lie_in_the_arena() -> None:
     assert compiled.plan.total < safe.resolve({"batch": 3, "seq": 8}).total
 
 
-@pytest.mark.parametrize("gradients", ["auto", "arena", "added"])
+@pytest.mark.parametrize("gradients", ["arena", "outside"])
 def test_gradients_that_are_still_set_are_added_to(gradients: Any) -> None:
     reference, compiled = _compiled(gradients=gradients)
     for shape in ((3, 8), (5, 20), (2, 7), (2, 7), (32, 48)):  # in programs with an arena that grows

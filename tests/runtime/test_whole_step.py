@@ -151,7 +151,7 @@ def test_gradients_die_on_the_spot() -> None:
     gradients = sum(p.numel() * 4 for p in net.parameters())
     assert step.plan.outside["gradients"] == 0
     assert step.plan.arena_size < gradients / 2
-    assert memplan_plan(net, x, options=PlanOptions(gradients="safe")).outside["gradients"] == gradients
+    assert memplan_plan(net, x, options=PlanOptions(gradients="outside")).outside["gradients"] == gradients
 
 
 def test_a_saved_plan_is_followed(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_everything_together_can_be_bounded() -> None:
 def test_P7_gradients_in_the_arena_leave_room_for_more() -> None:  # noqa: N802
     limit = "384KiB"
     bounds: dict[str, Any] = {"policy": None}
-    safe = memplan.max_batch(make, limit, gradients="safe", **bounds)
+    safe = memplan.max_batch(make, limit, gradients="outside", **bounds)
     found = memplan.max_batch(make, limit, gradients="arena", **bounds)
     fits, fails = (memplan.plan(*make(batch), gradients="arena").total for batch in (found, found + 1))
     assert fits <= parse_size(limit) < fails
@@ -70,10 +70,10 @@ def test_gradients_in_the_arena_never_let_less_fit(name: str) -> None:
     def batched(batch: int) -> tuple[nn.Module, tuple[Any, ...]]:
         return model, tuple(x.repeat(batch, *[1] * (x.ndim - 1)) for x in args)
 
-    limit = int(memplan.plan(*batched(3), gradients="safe").total * 1.1)
+    limit = int(memplan.plan(*batched(3), gradients="outside").total * 1.1)
     safe, arena = (
         memplan.max_batch(batched, limit, policy=None, highest=6, gradients=gradients)
-        for gradients in ("safe", "arena")
+        for gradients in ("outside", "arena")
     )
     assert arena >= safe >= 3
 
@@ -139,7 +139,7 @@ def test_a_budget_is_the_total_and_both_budgets_hold() -> None:
         memplan.plan(*make(found + 1), budget="512KiB", policy="recompute", costs="a100")
     reserved = memplan.max_batch(make, "512KiB", reserve="64KiB", policy=None)
     assert reserved < memplan.max_batch(make, "512KiB", policy=None)
-    both = memplan.max_batch(make, "768KiB", arena_budget="64KiB", policy=None, gradients="safe")
-    assert memplan.plan(*make(both), gradients="safe").arena_size <= 64 << 10
+    both = memplan.max_batch(make, "768KiB", arena_budget="64KiB", policy=None, gradients="outside")
+    assert memplan.plan(*make(both), gradients="outside").arena_size <= 64 << 10
     with pytest.raises(InvalidSize, match="give a budget"):
         memplan.max_batch(make)

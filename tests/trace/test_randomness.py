@@ -66,10 +66,10 @@ def test_ops_of_a_trace_are_random_with_dropout_only(dropout: float, expected: i
 def test_a_budget_runs_attention_again_where_that_is_best() -> None:
     torch.manual_seed(0)
     model, x = Attends(layers=6), torch.randn(2, 64, 32)
-    whole = memplan.plan(model, x, gradients="safe")
+    whole = memplan.plan(model, x, gradients="outside")
     slow = Link(latency=1.0, bytes_per_second=1e3)  # nothing goes to the host
     costs = replace(DEVICES["cpu"], to_host=slow, to_device=slow)
-    compiled = memplan.compile(model, x, arena_budget=whole.arena_size * 3 // 10, gradients="safe", costs=costs)
+    compiled = memplan.compile(model, x, arena_budget=whole.arena_size * 3 // 10, gradients="outside", costs=costs)
     names = [op.target for op in compiled.plan.graph.ops]
     assert names.count("aten._scaled_dot_product_flash_attention_for_cpu.default") > 6
 

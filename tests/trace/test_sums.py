@@ -16,7 +16,7 @@ from memplan.trace import trace
 from tests.models import Shared
 from tests.slow import slow
 
-OUTSIDE_AND_IN: tuple[Gradients, ...] = ("safe", "owned", "arena")
+OUTSIDE_AND_IN: tuple[Gradients, ...] = ("outside", "arena")
 
 
 def _eager(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
@@ -48,7 +48,8 @@ def test_shared_weights(times: int, gradients: Gradients) -> None:
             assert torch.equal(p.grad, gradient)
             p.grad = None
     graph = compiled.plan.graph
-    assert _sums(graph) == ["aten.add_.Tensor"] * (1 + 8 * (times - 1))
+    if gradients == "arena":  # outside, each sum is copied out
+        assert _sums(graph) == ["aten.add_.Tensor"] * (1 + 8 * (times - 1))
     outside = compiled.plan.outside["gradients"]
     assert outside == (0 if gradients == "arena" else sum(p.numel() * 4 for p in model.parameters()))
 

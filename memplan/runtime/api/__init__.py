@@ -5,6 +5,5 @@ In: a model, example inputs and options. Out: a `CompiledModule` or `CompiledSte
 and assemble programs; `select.py` and `shapes.py` choose the program of a call, `mismatch.py` what happens beyond the
 limit of programs, `pending_calls.py` the instance of a program where several calls are in flight; `loss_module.py` is
 a model with its loss; `pickling.py` copies modules. `compilation.py` is what was compiled, `recompile.py` makes it
-again, `several_graphs.py` runs calls that one graph cannot hold, and `idle_arena.py` gives up an arena that stands idle
-beside what would need it.
+again, and `several_graphs.py` runs calls that one graph cannot hold.
 """

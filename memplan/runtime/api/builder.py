@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,11 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.plan import Plan
-from memplan.errors import InputMismatch, MemplanError
+from memplan.errors import InputMismatch
 from memplan.evict.feedback import RecordingPolicy
 from memplan.planning.planfile import require_budget
-from memplan.runtime.api.example_leaves import detached, without_tensors
+from memplan.runtime.api.example_leaves import without_tensors
 from memplan.runtime.debug.hooks import Hooks
-from memplan.runtime.execute.instances import Smaller
 from memplan.runtime.execute.recorders import Recorder, make_recorder
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.module_guards import ModuleGuards
@@ -28,9 +27,6 @@ from memplan.runtime.measured_budget import (
     adopt_need,
     build_measured,
     first_program,
-    needs_more_than_eager,
-    outside_of_arena,
-    plan_as_small_as_eager,
 )
 from memplan.runtime.memory.arena import Arena, NewArenas, arena_for, grown
 from memplan.runtime.memory.arena_parts import ObservedOwnership, part_of
@@ -40,11 +36,9 @@ from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
 from memplan.trace import CapturedCall, capture_call
 from memplan.trace.capture.refusals import require_traceable
-from memplan.trace.optimizer.first_update import FirstUpdate
 from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
-    from memplan.runtime.guards.input_guards import InputGuards
     from memplan.runtime.kernels.kernel_selection import BoundOp
     from memplan.symbolic import SymbolicPlan
     from memplan.trace.dynamic.varying import SymbolicTrace
@@ -74,6 +68,7 @@ class Builder:
             require_traceable(model)
         self.make_room: Callable[[CompileOptions, Plan], None] = _nothing_beside
         self.model, self.hooks, self.coordinator = model, hooks, coordinator
+        self._copies_gradients = options.gradients_copied and not together  # else ranks' own ops make them
         self.module_guards = ModuleGuards(model)
         self.measures = options.measures
         self.options = replace(options, costs=None) if self.measures else options
@@ -81,9 +76,6 @@ class Builder:
         self._warned = False
         self._new_arenas = NewArenas()
         self._arenas: weakref.WeakSet[Arena] = weakref.WeakSet()  # all that it has made
-        self.smaller: dict[InputGuards, Smaller] = {}  # what programs of these guards are to become
-        self.after = 0  # bytes that the optimizer allocates beside the arena, which smaller programs leave room for
-        self.outside = False  # whether later programs have all results outside of the arena
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None = None) -> Runner:
         """Return a program for calls like this one, with the `given` plan or a new one."""
@@ -96,89 +88,11 @@ class Builder:
                     *(self.options, traced, captured, self.assemble),
                     given=given,
                     room=room,
-                    after=self.after if train else 0,
-                    outside=self.outside,
                 ).runner
             forget_example(runner)
         if given is not None and given.eviction is not None:  # other programs keep that budget too
             self.options = self.options.keeping(given)
-        if given is not None and self.options.gradients == "auto" and not given.graph.gradients_in_arena:
-            self.options = replace(self.options, gradients="safe")  # other programs have them where the plan has them
         return runner
-
-    def leave_room_for_update(self, runners: Iterable[Runner], update: FirstUpdate) -> bool:
-        """Free the arena for smaller programs, if it needs more than eager with what an optimizer allocates beside it.
-
-        The plans of smaller programs have results outside the arena. They are in `smaller`, and are made at the next
-        call. Returns whether there are any; nothing changes otherwise.
-
-        Raises `ArenaInUse` or `GradientsInUse`.
-        """
-        found: dict[InputGuards, Smaller] = {}
-        for runner in runners:
-            if runner.traced.training:
-                built = Built(traced=runner.as_traced, runner=runner)
-                smaller = plan_as_small_as_eager(self.options, built, after=update.nbytes, caller=runner.caller_side)
-                if smaller is not None:
-                    found[runner.input_guards] = smaller
-        if found:
-            self.free_arena()
-            self.smaller, self.after = found, update.nbytes
-            for runner in runners:
-                if runner.input_guards in found:
-                    update.report(runner.plan, found[runner.input_guards][1], runner.caller_side.loss)
-        return bool(found)
-
-    def give_up_arena(self, runners: Iterable[Runner]) -> None:
-        """Free the arena for programs that allocate what they need while they run; they are made at the next call.
-
-        Raises `ArenaInUse` or `GradientsInUse`.
-        """
-        self.free_arena()
-        self.outside = True
-        for runner in runners:
-            built = Built(traced=runner.as_traced, runner=runner)
-            self.smaller[runner.input_guards] = outside_of_arena(self.options, built)
-
-    def is_more_than_eager(self, runners: Iterable[Runner], update: FirstUpdate) -> bool:
-        """Return whether a step of one of the programs, or of what is to take its place, needs noticeably more than
-        eager, with what an optimizer allocates beside the idle arena."""
-        training = [runner for runner in runners if runner.traced.training and not runner.plan.devices]
-        return any(
-            needs_more_than_eager(
-                self.options,
-                Built(traced=runner.as_traced, runner=runner),
-                self.smaller.get(runner.input_guards, (None, runner.plan))[1],
-                after=update.nbytes,
-                caller=runner.caller_side,
-            )
-            for runner in training
-        )
-
-    def made_smaller(self, runner: Runner, leaves: Iterable[Any]) -> Runner:
-        """Return the program of a smaller plan in the place of one whose arena was freed, tried on a call's leaves.
-
-        Without such a plan, or if its trial run fails, it is the same program in the present arena.
-        """
-        found = self.smaller.pop(runner.input_guards, None)
-        if found is None:
-            return runner
-        try:
-            return self.tried(found, leaves)
-        except MemplanError:
-            return self.again(runner)
-
-    def tried(self, smaller: Smaller, leaves: Iterable[Any]) -> Runner:
-        """Return the program of a plan, tried on the leaves of a call."""
-        traced, plan = smaller
-        made = self.assemble(traced.with_example(map(detached, leaves)), plan)
-        forget_example(made)
-        return made
-
-    def require_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:
-        """Raise `BudgetInfeasible` if no plan of a program for calls like this one keeps the budgets."""
-        with torch.inference_mode(False):
-            self.options.settle(*self._trace(args, kwargs, train))
 
     def guided(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> tuple[Runner, ProfileGuide | None]:
         """Return a program whose first steps are measured, and its guide (None if nothing has to be evicted).
@@ -223,7 +137,7 @@ class Builder:
             train=train,
             in_place=options.in_place,
             gradients_in_arena=options.gradients_in_arena,
-            copy_gradients=options.gradients_copied,
+            copy_gradients=self._copies_gradients,
             fixed=fixed,
         )
         return traced, plan_of(traced, options, redzone=options.redzone(traced.traced.device))
@@ -240,16 +154,14 @@ class Builder:
                 replace(plan, kernels=options.why_kernels) if options.why_kernels else plan,
                 self._arena_for(plan, traced.device, room),
                 sanitize=options.sanitize,
-                gradients=options.gradients,
+                added=self._copies_gradients,
                 recorder=self._recorder(traced.device),
                 bound=bound,
                 hooks=self.hooks,
             )
 
     def again(self, runner: Runner) -> Runner:
-        """Return a program whose arena was freed, in the one that replaced it; unchanged if a smaller one follows."""
-        if runner.input_guards in self.smaller:
-            return runner
+        """Return a program whose arena was freed, in the one that replaced it."""
         with torch.inference_mode(False):
             arena = self._arena_for(runner.plan, runner.traced.device, 0)
             return runner.remade(runner.plan, arena, recorder=self._recorder(runner.traced.device))
@@ -299,7 +211,7 @@ class Builder:
             in_place=options.in_place,
             device=options.device,
             gradients_in_arena=options.gradients_in_arena,
-            copy_gradients=options.gradients_copied,
+            copy_gradients=self._copies_gradients,
             kernels=options.kernels,
             after=options.after if train else 0,
         )

@@ -49,7 +49,7 @@ def compile(
     layout: Layout = "auto",
     time_limit: float | None = None,
     in_place: bool = True,
-    gradients: Gradients = "auto",
+    gradients: Gradients = "arena",
     sanitize: Sanitize | None = None,
     on_mismatch: OnMismatch = "replan",
     fullgraph: bool = False,
@@ -96,14 +96,10 @@ def compile(
         layout: As in `memplan.plan`.
         time_limit: The time limit of the solver, in seconds.
         in_place: Let a result take the bytes of an input that has its last use there, if the kernel allows it.
-        gradients: Where the gradients of parameters are. "auto" leaves them in the arena until the next call, which
-            takes the least memory, but not with `device` and `cuda_graph`. If one is still in use then, they are
-            moved out, and the model is compiled once more with "added". "added": outside the arena; each
-            is added to its `.grad` as soon as it is made, so that accumulation needs one set. "arena" is as "auto",
-            but a `.grad` that is still set is moved out, every time, and a view, an array or another name that still
-            refers to one raises `StaleActivationsError`. "safe" returns all at once to autograd. "owned": the backward
-            assigns `.grad` itself, which is faster; hooks on parameters and DistributedDataParallel raise
-            `UnsupportedCall`, and `torch.autograd.grad` and `backward(inputs=...)` do not find parameters.
+        gradients: Where the gradients of parameters are. "arena" leaves them in the arena until the next call, which
+            takes the least memory: a `.grad` that is still set then is copied out, once. With `device` and `cuda_graph`
+            they are outside. "outside": they are tensors of the caller; each is added to its `.grad` as soon as it is
+            made, where that is set, so that accumulation needs one set.
         sanitize: Check every step, slowly: "poison" fills buffers with NaN before their first write and after their
             last use; "redzone" checks bytes on both sides of every buffer.
         on_mismatch: What happens at a call that differs from the example, or after the model has changed: "replan"

@@ -124,7 +124,7 @@ class CompiledModule(SharedModule, MeasuredStep):
             BudgetInfeasible: No plan for this call, or for another call in flight, keeps the budget.
             UnsupportedCall: The call needs what a planned step does not have, such as `torch.func` transforms.
             StaleActivationsError: Another thread runs a step, or the arena holds the activations of another call where
-                only one may be in flight (`gradients="arena"`, `cuda_graph`, `device`).
+                only one may be in flight (`cuda_graph`, `device`).
 
         Example:
             ```python

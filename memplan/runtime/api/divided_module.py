@@ -59,7 +59,7 @@ class DividedModule(CompiledModule):
         with Agreement(parallelism.group) as ranks:
             require_call_options(options)
             hooks = Hooks()
-            options = replace(options, gradients="safe")
+            options = replace(options, gradients="outside")
             builder = Builder(model, options, hooks, together=True)
             guards = ParallelGuards(model)
             main = builder.build(args, kwargs, model.training if train is None else train, given)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,8 +78,7 @@ class Fallbacks:
             return self.without_plan(differs, refused, made, args, kwargs)
         if self.several is None:
             _log.warning(_APART, made.plan.model, why_it_breaks(refused))
-            base = replace(made.base_options, gradients=options.gradients)
-            self.several = SeveralGraphs(self._original, base, self._hooks)
+            self.several = SeveralGraphs(self._original, made.base_options, self._hooks)
             made.builder.make_room = self.several.make_room
         with torch.no_grad() if self._train is False else contextlib.nullcontext():
             return self.several(*args, **kwargs)

@@ -1,14 +1,13 @@
 """`ModuleCalls`: runs the calls of a compiled module, and makes the programs that they need.
 
 A call is run by the program that it is for. Where there is none, one is made, or all are made again by other options:
-for several calls in flight, for gradients outside of the arena, for a model that has changed, for all sizes. What no
+for several calls in flight, for a model that has changed, for all sizes. What no
 program can be for goes to `fallbacks.py`.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from dataclasses import replace
 from typing import Any
@@ -21,28 +20,23 @@ from memplan.errors import BudgetInfeasible, InputMismatch, MemplanError, StaleA
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.compilation import Compilation, compile_example
 from memplan.runtime.api.fallbacks import Fallbacks
-from memplan.runtime.api.idle_arena import IdleArena, RunsNow
 from memplan.runtime.api.pending_calls import PendingCalls, several_can_wait
 from memplan.runtime.api.pickling import Example, example_of
 from memplan.runtime.api.recompile import (
     CopyOfCompiled,
-    Recompilation,
-    handing_over,
     no_example,
     of_all_sizes,
     of_changed_model,
-    outside,
     several_in_flight,
     varying_sizes,
 )
 from memplan.runtime.api.select import BeginsToTrain, RunsEagerly, Selector, TooManyPrograms
 from memplan.runtime.api.several_graphs import SeveralGraphs
 from memplan.runtime.debug.hooks import Hooks
-from memplan.runtime.execute.arena_gradients import ArenaGradients, GradientsInUse
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.guards.hook_counts import AccumulateHooks
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import ArenaInUse, OneThread
+from memplan.runtime.memory.idle_arenas import give_back
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide
 
@@ -60,7 +54,6 @@ class ModuleCalls:
         pending: The programs of calls in flight, once one began while another waited for its backward.
         fallbacks: Runs calls that no program is for.
         calling: Held by calls: one thread runs at a time.
-        idle: Its arena while it is idle.
     """
 
     def __init__(
@@ -77,12 +70,9 @@ class ModuleCalls:
         self.options, self.train, self.copied = options, train, copied
         self.pending: PendingCalls | None = None
         self.calling = OneThread()
-        self.idle = IdleArena(type(model).__name__, self._running, self.calling)
         self.fallbacks = Fallbacks(model, options, train, hooks, self._give_back_arena)
         self._model, self._hooks = model, hooks
-        self._accumulate_hooks = AccumulateHooks()
         self._compilation = made
-        self._again: Recompilation | CopyOfCompiled | None = copied
         self._copy_refused: MemplanError | None = None
         self._rebuilt = 0  # times that all programs were made again
         self._sizes_refused = False
@@ -127,53 +117,37 @@ class ModuleCalls:
     @property
     def arena(self) -> Arena:
         """The arena that its programs share."""
-        return self._runs_now.arena
+        shared = None if self.pending is None else self.pending.coordinator.shared
+        return self.builder.arena or shared or self.selector.main.arena
 
     def compile(self, example: Example, given: Plan | None) -> None:
         """Build the program of the example inputs, by a `given` plan if there is one; others at their first call."""
         args, kwargs = example
-        made = compile_example(
+        self._compilation = compile_example(
             *(Builder(self._model, self.options, self._hooks), self.options, args, kwargs),
             train=self._model.training if self.train is None else self.train,
             backward_on_demand=self.train is None,
             given=given,
         )
-        self._use(made)
 
     def _of_copy(self) -> Compilation:
         """Compile a copy as it was copied, and return what was made."""
         assert self.copied is not None
         try:
             with self.calling:
-                made = self._compilation
-                if made is None:
-                    made = self.copied.as_copied()
-                    self._use(made)
-                return made
+                if self._compilation is None:
+                    self._compilation = self.copied.as_copied()
+                return self._compilation
         except (BudgetInfeasible, StaleActivationsError):
             raise
         except MemplanError as refused:
             raise no_example(self._model, refused) from refused
 
-    def _use(self, made: Compilation) -> None:
-        """Run new programs from now on; compare them with eager at the next update, if others may take their place."""
-        self._compilation, self._again = made, None
-        if self.selector.main.traced.training and self._runs_now.may_change and not self.builder.outside:
-            self.idle.wait_for_update(self._model.parameters)
-
-    def _running(self) -> RunsNow | None:
-        """Return what it runs now; None if it is not compiled so far."""
-        return self._runs_now if self.is_compiled else None
-
-    @property
-    def _runs_now(self) -> RunsNow:
-        fixed = self.several is not None or self._again is not None or self.guide is not None
-        return RunsNow(compilation=self.compilation, pending=self.pending, fixed=fixed)
-
     def _give_back_arena(self) -> None:
         """Give the idle arena back until a program runs, because the original runs now."""
         if self.is_compiled:
-            self._runs_now.give_back_arena()
+            for arena in [self.arena] if self.pending is None else self.pending.arenas:
+                give_back(arena)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model for the arguments of a call; programs are made, and made again, in here alone."""
@@ -182,34 +156,21 @@ class ModuleCalls:
 
     def _run_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call while no other thread runs one."""
-        if self._again is not None:
-            if self._again is self.copied:
-                if (why := self._compile_copy(args, kwargs)) is not None:
-                    return self.fallbacks.uncompiled(why, args, kwargs)
-            else:
-                self._compile_again(args, kwargs)
-        if self._accumulate_hooks.any_on(self._model.parameters) and not self.builder.outside:
-            self._hand_gradients_over(args, kwargs)
-        self.idle.begin_call()
+        if not self.is_compiled and (why := self._compile_copy(args, kwargs)) is not None:
+            return self.fallbacks.uncompiled(why, args, kwargs)
         if self.pending is None:
             try:
                 return self._call(args, kwargs)
-            except GradientsInUse as error:
-                in_use: ArenaGradients | None = error.gradients
             except ArenaInUse:
                 if not several_can_wait(self.options):
                     raise
-                in_use = None
-            if in_use is not None:
-                self._put_gradients_outside(in_use, args, kwargs)
-                return self._call(args, kwargs)
             self._let_calls_wait(args, kwargs)
         assert self.pending is not None
         with self.pending:
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a step. Raises `GradientsInUse` if gradients of the last one are in bytes that it needs."""
+        """Run a step. Raises `ArenaInUse` while another one waits for its backward in the only arena."""
         try:
             runner, leaves = self.selector.select(args, kwargs)
             current = runner.current()
@@ -234,13 +195,10 @@ class ModuleCalls:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a program with the leaves of a call and the current parameters."""
-        if self.builder.smaller:
-            runner, current = self._made_smaller(runner, leaves)
         if self.several is not None:
             self.several.make_room(self.options, runner.plan)
         if self.pending is not None:
-            tried = functools.partial(self.builder.tried, leaves=leaves)
-            instance = self.pending.program(runner, self.selector.programs_of_calls, tried)
+            instance = self.pending.program(runner, self.selector.programs_of_calls)
             if instance is None:
                 return self._model(*args, **kwargs)
             runner, current = instance, instance.current()
@@ -248,15 +206,6 @@ class ModuleCalls:
             return runner(leaves, current, training=runner.traced.training)
         except InputMismatch as shared:  # an input is a tensor that the step changes, which no plan is for
             return self.fallbacks.without_plan(shared, shared, self.compilation, args, kwargs)
-
-    def _made_smaller(self, runner: Runner, leaves: list[Any]) -> tuple[Runner, list[torch.Tensor]]:
-        """Return what takes the place of a program that is to be smaller, and its parameters."""
-        made = self.builder.made_smaller(runner, leaves)
-        if made is not runner:
-            self.selector.replace(runner, made)
-            if made is self.selector.main:
-                self.compilation.plan = made.plan
-        return made, made.current()
 
     def _call_that_differs(
         self, differs: InputMismatch | BudgetInfeasible, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -294,27 +243,9 @@ class ModuleCalls:
             return self.pending.release()
         try:
             self.builder.free_arena()
-        except (StaleActivationsError, GradientsInUse):
+        except MemplanError:
             return False
         return True
-
-    def _put_gradients_outside(self, gradients: ArenaGradients, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compile for gradients outside the arena, because those of the last step are still in use at the next call."""
-        self._again = outside(self.compilation, gradients, (args, kwargs))
-        self._compile_again(args, kwargs)
-
-    def _hand_gradients_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compile once more for gradients that hooks of parameters get when they are made, if the options allow it."""
-        trains = torch.is_grad_enabled() and self.selector.main.traced.training
-        if trains and self._runs_now.may_change and self._made_way():
-            self._again = handing_over(self.compilation, (args, kwargs))
-            self._compile_again(args, kwargs)
-            self.idle.wait_no_longer()
-
-    def _compile_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compile once more, for a call; until that has succeeded, it is to be done, as the arena is freed already."""
-        assert isinstance(self._again, Recompilation)
-        self._use(self._again.for_call((args, kwargs)).run())
 
     def _begin_to_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compile a copy, which was only evaluated so far, as what it is a copy of was compiled, and call it."""
@@ -346,7 +277,7 @@ class ModuleCalls:
                     break
                 continue
             self.copied = replace(candidate, example=example_of(made.selector.main))
-            self._use(made)
+            self._compilation = made
             return None
         self._rebuilt, self._copy_refused = self._rebuilt + 1, copy.copy(refused)  # without its traceback
         return refused
@@ -381,7 +312,7 @@ class ModuleCalls:
         self._rebuilt += 1
         what = "%s: the model has changed; all its programs are made again (change %d of %d): %s"
         _log.info(what, self.plan.model, self._rebuilt, _MAX_REBUILDS, changed.summary)
-        self._use(of_changed_model(self.compilation, args, kwargs))
+        self._compilation = of_changed_model(self.compilation, args, kwargs)
         runner, leaves = self.selector.select(args, kwargs)
         return runner, leaves, runner.current()
 

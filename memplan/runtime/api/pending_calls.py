@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
-from memplan.runtime.execute.arena_gradients import GradientsInUse
-from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, Smaller, idle_instance
+from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, idle_instance
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.measured_budget import Built, outside_of_arena
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import in_another_thread
 from memplan.runtime.memory.arena_parts import ArenaPart
@@ -41,7 +39,6 @@ class PendingCalls:
         self._before: Arena | None = before
         self._instances: dict[Runner, list[ProgramInstance]] = {}
         self._known: Collection[Runner] = ()
-        self._replaced: list[ProgramInstance] = []  # whose backward may run (again)
         self._calls = threading.RLock()
         self._warned = False
 
@@ -59,14 +56,11 @@ class PendingCalls:
     def __exit__(self, *_: object) -> None:
         self._calls.release()
 
-    def program(
-        self, runner: Runner, known: Collection[Runner], make_smaller: Callable[[Smaller], Runner]
-    ) -> Runner | None:
+    def program(self, runner: Runner, known: Collection[Runner]) -> Runner | None:
         """Return the program that runs a call now, in bytes that no call in flight holds; None beyond the limit.
 
-        `known`: the programs of the module, of which the instances are kept. `make_smaller` makes the program that
-        takes the place of one that is to be smaller. Raises `BudgetInfeasible` if another instance would exceed the
-        budget.
+        `known`: the programs of the module, of which the instances are kept. Raises `BudgetInfeasible` if another
+        instance would exceed the budget.
         """
         if runner not in self._instances:
             self._instances = {one: of for one, of in self._instances.items() if one in known}
@@ -82,10 +76,6 @@ class PendingCalls:
             require_room(self._options, runner.plan, self.nbytes)
             return ProgramInstance(like.another(self.coordinator))
 
-        def retire(one: ProgramInstance) -> None:
-            """Keep an instance that was replaced as long as its backward may run (again)."""
-            self._replaced = [old for old in (*self._replaced, one) if old.ownership.has_graph]
-
         waiting = len(self.coordinator.waiting)
         if waiting < self.most or not runner.traced.training:
             found = idle_instance(
@@ -95,8 +85,6 @@ class PendingCalls:
                 most=self.most,
                 first=lambda _: True,
                 may_move=not self._options.has_budget,
-                make_smaller=lambda smaller: ProgramInstance(make_smaller(smaller)),
-                retire=retire,
             )
             if found is not None:
                 return found.runner
@@ -108,40 +96,25 @@ class PendingCalls:
             _log.warning(what, runner.plan.model, waiting)
         return None
 
-    def release(self, *, lend: bool = False) -> bool:
-        """Free the arena until its programs run again. Returns False, and frees nothing, while a call is in flight.
-
-        `lend`: as in `release_arenas`.
-        """
-        if self._before is not None:
-            return False
-        return release_arenas((one for of in self._instances.values() for one in of), lend=lend)
+    def release(self) -> bool:
+        """Free the arena until its programs run again. Returns False, and frees nothing, while a call is in flight."""
+        return self._before is None and release_arenas(one for of in self._instances.values() for one in of)
 
     def plan_of(self, runner: Runner) -> Plan | None:
         """Return the plan of the first instance of a program, as if it had an arena of its own; None if it has none."""
         instances = self._instances.get(runner)
         return instances[0].plan if instances else None
 
-    def give_up_arena(self) -> bool:
-        """Free the arena, and have its programs replaced by those that allocate what they need while they run.
-
-        Returns False, and changes nothing, while a call is in flight.
-        """
-        if not self.release():
-            return False
-        self.coordinator.forget_step(0)
-        for instances in self._instances.values():
-            for one in instances:
-                if one.plan.arena_size:
-                    one.smaller = outside_of_arena(self._options, Built(traced=one.runner.as_traced, runner=one.runner))
-        return True
+    @property
+    def arenas(self) -> list[ArenaPart]:
+        """The arenas of all programs and their instances."""
+        of_instances = [one.arena for of in self._instances.values() for one in of]
+        return of_instances + [runner.arena for runner in self._known if isinstance(runner.arena, ArenaPart)]
 
     @property
     def nbytes(self) -> int:
         """The bytes of all arenas of the programs and their instances, and of the one that was there before."""
-        arenas = [i.arena for instances in self._instances.values() for i in instances]
-        arenas += [runner.arena for runner in self._known if isinstance(runner.arena, ArenaPart)]
-        wholes = {id(arena.whole): arena.whole for arena in arenas}
+        wholes = {id(arena.whole): arena.whole for arena in self.arenas}
         before = 0 if self._before is None else self._before.nbytes
         return before + sum(whole.held for whole in wholes.values())
 
@@ -152,12 +125,7 @@ class PendingCalls:
             return
         self._before = None
         with arena.ownership as ownership:
-            try:
-                ownership.require_free("another call")
-            except GradientsInUse as error:
-                error.gradients.move_out()
-                if error.gradients.holder():  # its bytes stay for as long as something refers to them
-                    return
+            ownership.require_free("another call")
             arena.release()
 
 
@@ -181,6 +149,5 @@ def require_room(options: CompileOptions, plan: Plan, held: int) -> None:
 
 
 def several_can_wait(options: CompileOptions) -> bool:
-    """Return whether several calls can be in flight: not of recorded steps, on other devices, or with gradients that
-    are promised to be in the arena."""
-    return not options.cuda_graph and options.device is None and options.gradients != "arena"
+    """Return whether several calls can be in flight: not of recorded steps, or on other devices."""
+    return not options.cuda_graph and options.device is None

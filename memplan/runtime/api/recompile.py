@@ -1,8 +1,8 @@
 """Compiles a module once more, because of how it is called or as a copy of it, from the example of the first time.
 
-Gradients of the last step are still in use at the next call; a call begins while another one waits for its backward;
-the model has changed; or sizes keep changing. In each case all programs are made again, by other options or in other
-memory, and the compilation of before stays as it is if that fails.
+A call begins while another one waits for its backward; the model has changed; or sizes keep changing. In each case
+all programs are made again, by other options or in other memory, and the compilation of before stays as it is if that
+fails.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from memplan.errors import InputMismatch, MemplanError
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.compilation import Compilation, compile_example
 from memplan.runtime.api.example_leaves import TensorLike, detached, is_made_up, with_tensors
-from memplan.runtime.api.gradients_outside import leave_arena
 from memplan.runtime.api.mismatch import shapes_of
 from memplan.runtime.api.pending_calls import PendingCalls, require_room
 from memplan.runtime.api.pickling import Example, example_of, in_modes, modes_by_name
 from memplan.runtime.debug.hooks import Hooks
-from memplan.runtime.execute.arena_gradients import ArenaGradients, GradientsInUse
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import ArenaInUse
@@ -67,13 +65,6 @@ class Recompilation:
                 raise
             _log.info("%s: compiled for the call: %s", self.before.plan.model, error.summary)
             return replace(self, example=self.call)._of_example()
-
-    def for_call(self, call: Example) -> Recompilation:
-        """Return what compiles while another call waits for it."""
-        main = self.before.selector.main
-        return replace(
-            self, call=pytree.tree_map(detached, call), example=_like_example(main, call) or example_of(main)
-        )
 
     def of_call(self) -> Recompilation:
         """Return what compiles for the call that waits, in the modes of now."""
@@ -160,7 +151,7 @@ def compiled_from(example: Example) -> Iterator[Example]:
     """
     try:
         yield with_tensors(example)
-    except (MemplanError, GradientsInUse, MemoryError, torch.OutOfMemoryError):
+    except (MemplanError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         if not is_made_up(example):
@@ -195,37 +186,12 @@ def no_example(model: nn.Module, refused: MemplanError) -> InputMismatch:
     )
 
 
-def outside(before: Compilation, gradients: ArenaGradients, call: Example) -> Recompilation:
-    """Return what compiles for gradients outside the arena: those of the last step are still in use at the next call.
-
-    They are moved out of the arena, which is then freed, unless something else than Python names refers to one.
-    """
-    again = _again(before, replace(before.base_options, gradients="added"), call)
-    has_budget = again.options.has_budget
-    if has_budget:
-        with in_modes(again.builder.model, again.modes), compiled_from(again.example) as (args, kwargs):
-            again.builder.require_plan(args, kwargs, again.train)
-    leave_arena(gradients, has_budget=has_budget)
-    return again
-
-
-def handing_over(before: Compilation, call: Example) -> Recompilation:
-    """Return what compiles for gradients that parameters' hooks get when they are made; its steps have no arena.
-
-    What hooks allocate is not known, and beside an arena it would be more than eager.
-    """
-    again = _again(before, replace(before.base_options, gradients="added"), call, before.builder.coordinator)
-    again.builder.outside = True
-    return again
-
-
 def several_in_flight(before: Compilation, arena: Arena, call: Example) -> tuple[Compilation, PendingCalls]:
     """Compile for several calls in flight, because one begins while another waits for its backward in `arena`."""
     options, main = before.base_options, before.selector.main
     if options.measures:
         options = replace(options, costs=before.builder.options.costs)
-    if options.gradients == "auto" and options.gradients_in_arena:
-        options = replace(options, gradients="added")
+    options = replace(options, gradients="outside")
     require_room(options, main.plan, main.arena.nbytes)
     pending = PendingCalls(options, arena)
     made = _again(before, options, call, pending.coordinator).run()
@@ -293,16 +259,16 @@ def _again(
     """Return what compiles the example of `before` by other options, on the tensors of a call that is like it."""
     main, of = before.selector.main, before.builder
     builder = Builder(of.model, options, of.hooks, coordinator)
-    builder.make_room, builder.after, builder.outside = of.make_room, of.after, of.outside
+    builder.make_room = of.make_room
     return Recompilation(
         before=before,
         builder=builder,
         options=options,
-        example=call,
+        example=_like_example(main, call) or example_of(main),
         train=main.traced.training,
         modes=before.selector.main_modes_by_name,
-        call=call,
-    ).for_call(call)
+        call=pytree.tree_map(detached, call),
+    )
 
 
 def _like_example(main: Runner, call: Example) -> Example | None:

@@ -117,12 +117,6 @@ class Selector:
         self._require_free(runner.arena)
         return runner, runner.input_guards.flatten(args, kwargs)
 
-    def replace(self, before: Runner, by: Runner) -> None:
-        """Run another program of the same step from now on."""
-        if before is self.main:
-            self.main = by
-        self._runners = {key: by if runner is before else runner for key, runner in self._runners.items()}
-
     def _cached(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
         made = self._runners.get(key)
         if key in self._unsupported:

@@ -31,8 +31,7 @@ class SeveralGraphs:
 
     def __init__(self, model: nn.Module, options: RunOptions, hooks: Hooks) -> None:
         shared = {f.name: getattr(options, f.name) for f in fields(RunOptions) if f.name not in _OF_ONE_GRAPH}
-        gradients = "owned" if options.gradients == "owned" else "safe"
-        self.backend = Backend(**{**shared, "gradients": gradients})
+        self.backend = Backend(**{**shared, "gradients": "outside"})
         self.backend.hooks = hooks
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -68,4 +67,4 @@ def can_be_several(refused: UnsupportedGraph, options: RunOptions) -> bool:
         return False
     plain = {f.name: f.default for f in fields(CompileOptions) if f.name in (*_OF_ONE_GRAPH[1:], "cuda_graph")}
     held = all(getattr(options, name) == default for name, default in plain.items())
-    return held and not options.measures and options.kernels != "auto" and options.gradients not in ("arena", "added")
+    return held and not options.measures and options.kernels != "auto"

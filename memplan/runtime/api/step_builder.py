@@ -36,6 +36,7 @@ from memplan.runtime.measured_budget import (
 )
 from memplan.runtime.memory.arena import Arena, NewArenas, arena_for_all
 from memplan.runtime.memory.host import prepare_host
+from memplan.runtime.memory.idle_arenas import give_back
 from memplan.runtime.options import StepOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
 from memplan.trace import CapturedCall, capture_loss
@@ -267,9 +268,8 @@ class StepBuilder:
 
     def give_back_arena(self) -> None:
         """Give the arena back until a step runs in it, because one runs without a plan now."""
-        programs = [one.runner for plan in self.plans for one in plan.programs]
-        if self._arena is not None and all(runner.may_give_back for runner in programs):
-            self._arena.give_back_idle()
+        if self._arena is not None:
+            give_back(self._arena)
 
     def _free_arena(self) -> None:
         """Free the arena before a larger one replaces it, so that there is one at a time."""

@@ -18,25 +18,21 @@ import torch
 from memplan.core.graph import Graph, Value
 from memplan.devices.kinds import HOST
 from memplan.runtime.codegen.namespace import Namespace
-from memplan.runtime.codegen.needless_copies import without_needless_copies
 from memplan.runtime.codegen.step_ir import Call, CallbackLine, Empty, Layout, Line, View, refs, same_layout
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
 from memplan.runtime.memory.arena import dtype_of, view_within
 from memplan.trace.traced import Live, OpaqueResult, Ref
 
 Callback = Callable[[], None]
-Drop = Callable[[Any, torch.Tensor], None]
 
 LEFT = "left_outside"  # global list: activations outside the arena between a forward and its backward
-DROPPED = "dropped"  # global list: arguments of this call whose bytes are freed once they were read
 
 
 class FunctionWriter:
     """Generates one function: its arguments are dynamic values, its body calls ops, and it returns values.
 
     `taken` are values that another function of the program has left: memory outside the arena that nobody else refers
-    to, so that it is freed after its last use. `drops` are arguments whose bytes are freed then too, by the function
-    `drop` of a list and an argument: those that are in the list `DROPPED` when the function is called.
+    to, so that it is freed after its last use.
     """
 
     def __init__(
@@ -46,16 +42,12 @@ class FunctionWriter:
         namespace: Namespace,
         arguments: Sequence[int],
         taken: Sequence[int] = (),
-        *,
-        drops: Sequence[int] = (),
-        drop: Drop | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
         self.namespace = namespace
         self.arguments = arguments
         self.taken, self.left = taken, tuple[int, ...]()
-        self.drops, self.drop = drops, drop
         self.known = {*arguments, *taken}
         self.views: list[View] = []  # views of arguments: they come first
         self.lines: list[Line] = []
@@ -108,9 +100,8 @@ class FunctionWriter:
         kept = [value for group in (*groups, left) for value in group]
         for value in kept:
             self._use(value)
-        self.lines = without_needless_copies(self.lines, self.layout, kept)
         parts = ["(" + "".join(f"{self._returned(value)}, " for value in group) + ")" for group in groups]
-        lines = self._written(set(kept))
+        lines = self._written()
         body = [f"{name} = {source}" for source, name in self.live.items()] + self._take() + lines
         body = _indented(f"with {self._dispatch_contexts()}:", body or ["pass"])
         arguments = ", ".join(f"v{a}" for a in self.arguments)
@@ -158,10 +149,10 @@ class FunctionWriter:
 
     # -- lines -------------------------------------------------------------------------------------------
 
-    def _written(self, returned: set[int]) -> list[str]:
+    def _written(self) -> list[str]:
         """Return the source of the lines, with what is released after each."""
         written = [source for view in self.views for source in self._python(view)]
-        dead, dropped = self._last_lines(), self._dropped_after(returned)
+        dead = self._last_lines()
         names = set(self.taken)
         for position, line in enumerate(self.lines):
             written += self._python(line)
@@ -170,7 +161,6 @@ class FunctionWriter:
             if gone:
                 written.append(f"del {', '.join(f'v{v}' for v in gone)}")
                 names.difference_update(gone)
-            written += [self._drop(value) for value in dropped.get(position, ())]
         return written
 
     def _last_lines(self) -> dict[int, set[int]]:
@@ -185,27 +175,6 @@ class FunctionWriter:
         for storage, i in found.items():
             lines[i].add(storage)
         return lines
-
-    def _dropped_after(self, returned: Iterable[int]) -> dict[int, list[int]]:
-        """Return the arguments to drop, by the line (index) after which nothing uses them; not those of the last line.
-
-        What is `returned` may be a view of one, which stays, and so does what a copy reads after the line of its start.
-        """
-        values = self.layout.graph.values
-        started = (line for line in self.lines if isinstance(line, Call) and line.bound.form is CallForm.START)
-        kept = {values[value].storage for value in (*returned, *(v for line in started for v in line.uses))}
-        last = {values[value].storage: i for i, line in enumerate(self.lines) for value in (*line.makes, *line.uses)}
-        found = defaultdict[int, list[int]](list)
-        for value in self.drops:
-            storage = values[value].storage
-            if storage not in kept and 0 <= last.get(storage, -1) < len(self.lines) - 1:
-                found[last[storage]].append(value)
-        return found
-
-    def _drop(self, argument: int) -> str:
-        """Return the line that frees the bytes of an argument, if it is in the list of those that may be freed."""
-        self.namespace.names.setdefault(DROPPED, [])
-        return f"{self.namespace.add('k', self.drop)}({DROPPED}, v{argument})"
 
     def _python(self, line: Line) -> list[str]:
         if isinstance(line, CallbackLine):

@@ -77,24 +77,22 @@ def make_poison(traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> 
     for buffers, offsets, memory, redzone in places:
         for buffer in buffers:
             dtype = dtype_of[buffer.id]
-            storage = memory.storage(offsets[buffer.id] + redzone, nbytes[buffer.id])
-            count = nbytes[buffer.id] // dtype.itemsize
-            view = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (count,), (1,))
-            before[buffer.live.start].append(_poison(view))
+            poison = _poison(memory, offsets[buffer.id] + redzone, nbytes[buffer.id], dtype)
+            before[buffer.live.start].append(poison)
             if buffer.id not in kept:
-                after[buffer.live.end - 1].append(_poison(view))
+                after[buffer.live.end - 1].append(poison)
     return Sanitizers(tuple(map(tuple, before)), tuple(map(tuple, after)))
 
 
-def _poison(view: torch.Tensor) -> Callback:
-    if view.dtype.is_floating_point or view.dtype.is_complex:
-        return _fill(view, float("nan"))
-    return _fill(view.view(torch.uint8), 0x7F)
+def _poison(memory: Memory, offset: int, nbytes: int, dtype: torch.dtype) -> Callback:
+    """Return what poisons bytes of an arena, wherever that is when it is called."""
+    floats = dtype.is_floating_point or dtype.is_complex
+    kind, value = (dtype, float("nan")) if floats else (torch.uint8, 0x7F)
 
-
-def _fill(view: torch.Tensor, value: float) -> Callback:
     def fill() -> None:
-        view.fill_(value)
+        storage = memory.storage(offset, nbytes)
+        view = torch.empty(0, dtype=kind, device=storage.device)
+        view.set_(storage, 0, (nbytes // kind.itemsize,), (1,)).fill_(value)
 
     return fill
 
@@ -107,7 +105,7 @@ def make_redzone(traced: TracedGraph, plan: Plan, arena: Arena) -> Sanitizers:
     for buffer in plan.problem.buffers:
         low = plan.solution.offsets[buffer.id]
         high = low + buffer.size
-        zones = (arena.bytes_at(low, low + plan.redzone), arena.bytes_at(high - plan.redzone, high))
+        zones = _Zones(arena, ((low, low + plan.redzone), (high - plan.redzone, high)))
         before[buffer.live.start].append(_write_pattern(zones))
         for step in range(buffer.live.start, buffer.live.end):
             op = plan.graph.ops[plan.schedule.order[step]]
@@ -115,19 +113,28 @@ def make_redzone(traced: TracedGraph, plan: Plan, arena: Arena) -> Sanitizers:
     return Sanitizers(tuple(map(tuple, before)), tuple(map(tuple, after)))
 
 
-def _write_pattern(zones: tuple[torch.Tensor, ...]) -> Callback:
-    fills = [_fill(zone, _PATTERN) for zone in zones]
+@dataclass(frozen=True, slots=True)
+class _Zones:
+    """Two ranges of bytes of an arena, wherever that is now."""
 
+    arena: Arena
+    ranges: tuple[tuple[int, int], ...]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.arena.bytes_at(low, high) for low, high in self.ranges]
+
+
+def _write_pattern(zones: _Zones) -> Callback:
     def write() -> None:
-        for fill in fills:
-            fill()
+        for zone in zones.tensors():
+            zone.fill_(_PATTERN)
 
     return write
 
 
-def _check(zones: tuple[torch.Tensor, ...], name: str, where: str) -> Callback:
+def _check(zones: _Zones, name: str, where: str) -> Callback:
     def check() -> None:
-        if any(bool((zone != _PATTERN).any()) for zone in zones):
+        if any(bool((zone != _PATTERN).any()) for zone in zones.tensors()):
             raise ArenaCorruption(
                 f"bytes next to buffer {name!r} were overwritten",
                 where=where,

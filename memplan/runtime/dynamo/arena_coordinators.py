@@ -11,6 +11,10 @@ from memplan.runtime.dynamo.graph_module import named_class
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, PrepareStep
 
 _log = logging.getLogger("memplan")
+_SEVERAL = (
+    "%s: a step runs several graphs, or several calls of one, before their backward; gradients are outside of the "
+    "arena from now on"
+)
 
 
 class ArenaCoordinators:
@@ -29,9 +33,9 @@ class ArenaCoordinators:
         found: ArenaCoordinator = self._local.coordinator
         return found
 
-    def put_gradients_outside(self, coordinator: ArenaCoordinator, why: str, graph: fx.GraphModule) -> None:
+    def put_gradients_outside(self, coordinator: ArenaCoordinator, graph: fx.GraphModule) -> None:
         """Have the gradients of all graphs outside of the arena from now on, in the thread of a coordinator."""
         if coordinator.gradients_in_arena and not self._logged:
             self._logged = True
-            _log.info("%s: %s; gradients are outside of the arena from now on", named_class(graph).__name__, why)
-        coordinator.put_gradients_outside()
+            _log.info(_SEVERAL, named_class(graph).__name__)
+        coordinator.gradients_in_arena = False

@@ -35,12 +35,9 @@ class Backend:
     and `costs` apply to each graph on its own.
 
     Args:
-        gradients: "auto": without a budget, a graph that is the whole model keeps its gradients in the arena until
-            the next step begins; they are outside, and added to, from the first step on that runs several graphs, or
-            that finds gradients of the last one still set. Within a budget, and where parameters have
-            post-accumulate hooks, they are added to as well; graphs that end at a graph break have them as "safe".
-            "safe": each backward returns gradients of their own to autograd. "owned": each backward assigns the
-            `.grad` of its graph's parameters itself, with the limits that `memplan.compile` names.
+        gradients: "arena": without a budget, a graph that is the whole model keeps its gradients in the arena until
+            the next step begins. "outside": they are tensors of the caller, as those of graphs that end at a graph
+            break, and from the first step on that runs several graphs.
         options: The options of `memplan.compile` that decide how a step is planned and checked: `budget`,
             `arena_budget`, `host_budget`, `pinned_budget`, `reserve`, `policy`, `costs`, `checkpoint`, `kernels`,
             `schedule`, `solver`, `layout`, `time_limit`, `in_place`, `sanitize`.
@@ -49,7 +46,7 @@ class Backend:
         hooks: The hooks that are called with the events of all graphs.
 
     Raises:
-        UnsupportedCall: `divide`, `compress` or another value of `gradients`, which several graphs cannot support.
+        UnsupportedCall: `divide` or `compress`, which several graphs cannot support.
         MemplanError: `device` is set, or an option has an unknown value.
 
     Example:
@@ -61,12 +58,8 @@ class Backend:
         ```
     """
 
-    def __init__(self, *, gradients: Gradients = "auto", **options: Unpack[RunKeywords]) -> None:
+    def __init__(self, *, gradients: Gradients = "arena", **options: Unpack[RunKeywords]) -> None:
         self._arguments = {"gradients": gradients, **options}
-        if gradients in ("arena", "added"):
-            what = "graphs of one step share an arena, so a backward would overwrite the gradients of another graph"
-            hint = f"use memplan.compile(model, inputs, gradients={gradients!r}), for a model that is one graph"
-            raise UnsupportedCall(what, where=f"gradients={gradients!r}", hint=hint, see="backend")
         if options.get("device") is not None:
             hint = "use memplan.compile(model, inputs, device=...), which copies to a device"
             raise MemplanError(
@@ -179,7 +172,7 @@ class Backend:
     def arena_size(self) -> int:
         """The bytes of all arenas that its graphs have now."""
         arenas = (instance.arena for graph in self.graphs for instance in graph.instances)
-        return sum({id(arena.memory): arena.held for arena in arenas}.values())
+        return sum({id(arena.allocated): arena.held for arena in arenas}.values())
 
 
 def _remade(kind: type[Backend], options: dict[str, Any]) -> Backend:

@@ -12,7 +12,6 @@ from memplan.core.plan import Plan
 from memplan.errors import UnsupportedGraph
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.graph_module import GraphModuleWithParams
-from memplan.runtime.execute.instances import Smaller
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.measured_budget import first_program
@@ -30,32 +29,24 @@ def first_program_of(
     options: RunOptions,
     coordinator: ArenaCoordinator,
     hooks: Hooks,
-    *,
-    smaller: Smaller | None = None,
-    after: int = 0,
-    outside: bool = False,
 ) -> tuple[TracedGraph, Runner]:
     """Return the trace of a graph, and its first program, which is planned and tried.
 
-    `options`: with `gradients` as they are for this graph. `smaller`: the trace and the plan, where they are known.
-    `after`, `outside`: as in `first_program`, for a graph that trains.
+    `options`: with `gradients` as they are for this graph.
     """
     guards = ModuleGuards(module)
     rest = module.set_kept(inputs)
-    traced = smaller[0].with_example(rest) if smaller else _trace(module, rest, options)
+    traced = _trace(module, rest, options)
 
     with torch.inference_mode(False), NewArenas() as made:
 
         def assemble(settled: TracedGraph, plan: Plan) -> Runner:
             """Return the program of a plan in an arena of its own."""
             arena = part_of(made.keep(Arena(plan.arena_size, traced.device)), ObservedOwnership(coordinator))
-            return Runner(
-                guards, settled, plan, arena, sanitize=options.sanitize, gradients=options.gradients, hooks=hooks
-            )
+            added = options.gradients_copied
+            return Runner(guards, settled, plan, arena, sanitize=options.sanitize, added=added, hooks=hooks)
 
-        given, after = smaller[1] if smaller else None, after if traced.training else 0
-        outside = outside and traced.training
-        built = first_program(options, traced, None, assemble, given=given, after=after, outside=outside)
+        built = first_program(options, traced, None, assemble)
     if options.has_budget:  # a joint plan of all graphs may be tried on the example
         return built.traced, built.runner
     built.runner.forget_example()  # the first batch: nobody else may hold it

@@ -27,28 +27,22 @@ from memplan.runtime.dynamo.graph_module import GraphModuleWithParams, is_kept, 
 from memplan.runtime.dynamo.graph_program import first_program_of
 from memplan.runtime.dynamo.replaced_tensors import with_replaced_tensors
 from memplan.runtime.dynamo.split_graph import as_eager, nodes_at
-from memplan.runtime.execute.arena_gradients import GradientsInUse
-from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, Smaller, idle_instance
+from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, idle_instance
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.call_kinds import kind_of
-from memplan.runtime.guards.hook_counts import AccumulateHooks
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_parts import part_of
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
 from memplan.runtime.options import RunOptions
-from memplan.runtime.room_for_update import compared, made_room
 from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
 from memplan.trace.capture.python_numbers import numbers_of, with_numbers
 from memplan.trace.capture.refusals import runs_as_eager, where_it_breaks, why_it_breaks
-from memplan.trace.optimizer.first_update import FirstUpdate
 from memplan.trace.traced import TracedGraph
 
 _log = logging.getLogger("memplan")
 _MAX_PLANS = 8  # of a graph, that are kept: one for each thread, and for each shape if sizes vary
-_STILL_SET = "gradients of the last step are still set or referred to at the next call"
-_SEVERAL = "a step runs several graphs, or several calls of one, before their backward"
 _NEW = 4  # calls of a graph, the first of which may be made twice
 Divide = Callable[[fx.GraphModule, Sequence[Any], Sequence[fx.Node], str, str], Callable[..., Any] | None]
 
@@ -132,9 +126,6 @@ class PlannedGraph:
         self._calls = 0
         self._divide = divide
         self._instead: Callable[..., Any] | None = None  # what runs where no plan can hold it
-        self._update: FirstUpdate | None = None
-        self._hooked = AccumulateHooks()
-        self._after = 0  # bytes that the optimizer allocates beside the arena, for which later programs leave room
         for warning in gradients_that_eager_lacks(graph.graph) if torch.is_grad_enabled() else ():
             _log.warning("%s", warning)
 
@@ -157,44 +148,24 @@ class PlannedGraph:
             return self._instead(*inputs)
         coordinator = self._coordinators.of_this_thread()
         with coordinator.calling:
-            try:
-                coordinator.vacate(torch.is_grad_enabled())
-                if coordinator.waiting:  # the gradients of one would be in bytes that the backward of another needs
-                    self._coordinators.put_gradients_outside(coordinator, _SEVERAL, self._graph)
-                return self._call(coordinator, inputs)
-            except GradientsInUse:
-                self._coordinators.put_gradients_outside(coordinator, _STILL_SET, self._graph)
-                return self._call(coordinator, inputs)
+            coordinator.clear_gradients()
+            if coordinator.waiting:  # the gradients of one would be in bytes that the backward of another needs
+                self._coordinators.put_gradients_outside(coordinator, self._graph)
+            return self._call(coordinator, inputs)
 
-    def _gradients_for(self, coordinator: ArenaCoordinator, *, hooked: bool) -> Gradients:
-        """Return where the gradients of the graph are now: in the arena while steps consist of this graph alone.
-
-        `hooked`: hooks of parameters get them when they are made.
-        """
-        if hooked:
-            return "added"
-        if self._options.gradients != "auto":
-            return self._options.gradients
-        if not self._whole:
-            return "safe"
-        if self._options.has_budget:
-            return "added"
-        return "auto" if coordinator.gradients_in_arena else "added"
+    def _gradients_for(self, coordinator: ArenaCoordinator) -> Gradients:
+        """Return where the gradients of the graph are now: in the arena while steps consist of this graph alone."""
+        inside = self._whole and not self._options.has_budget and coordinator.gradients_in_arena
+        return self._options.gradients if inside else "outside"
 
     def _call(self, coordinator: ArenaCoordinator, inputs: Sequence[Any]) -> Any:
-        """Run a call at planned addresses; no other thread frees them meanwhile.
-
-        Raises `GradientsInUse` if gradients of the last step are still set.
-        """
-        if self._update is not None and coordinator.has_new_kind:
-            self._make_room(self._update)  # what an optimizer allocates is known by now, or there is none
+        """Run a call at planned addresses; no other thread frees them meanwhile."""
         coordinator.place_last_step()
         if 0 < self._calls < _NEW:  # dynamo has traced it lately, perhaps again because tensors were replaced
             _drop_replaced(coordinator)
         self._calls += 1
         numbers = {name: inputs[i].item() for name, i in self._numbers.items()}
-        hooked = self._options.plans_for_updates and self._hooked.any_on(lambda: (inputs[i] for i in self._kept))
-        how = self._gradients_for(coordinator, hooked=hooked), hooked
+        how = self._gradients_for(coordinator)
         key = coordinator, tuple(map(kind_of, inputs)) if self._varies else (), repr(numbers), how
         if key not in self._instances:
             self._drop([k for k in self._instances if k[0] is coordinator and k[-1] != how])
@@ -218,25 +189,6 @@ class PlannedGraph:
         what = "a part of" if apart else "a graph of"
         _log.warning("%s %s runs as eager: %s: %s", what, named_class(self._graph).__name__, refused.where, why)
         return apart or as_eager(self._graph)
-
-    def _wait_for_update(self, traced: TracedGraph) -> None:
-        """Have the first update of an optimizer measured, from the first program on that it may follow."""
-        if self._update is None and traced.training and self._options.plans_for_updates:
-            self._update = FirstUpdate(self._parameters, self._make_room)
-
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for instance in self.instances for p in instance.module.parameters()]
-
-    def _make_room(self, update: FirstUpdate) -> bool:
-        """Have the graphs of a step made smaller while an optimizer runs for the first time, if that is needed."""
-        return compared(named_class(self._graph).__name__, lambda: self._made_room(update))
-
-    def _made_room(self, update: FirstUpdate) -> bool:
-        """Do what `_make_room` does; raise what goes wrong in it."""
-        found = made_room(self._coordinators.of_this_thread(), self._options, update)
-        if self._whole and found and len(found) == 1 and found[0] in self.instances:
-            self._after = update.nbytes  # programs of gradients elsewhere may take its place
-        return found is not None
 
     def _drop(self, keys: Sequence[Any]) -> None:
         """Drop the instances of other gradients, apart from those to which an autograd graph refers."""
@@ -264,12 +216,12 @@ class PlannedGraph:
         coordinator: ArenaCoordinator,
         inputs: Sequence[Any],
         numbers: Mapping[str, float],
-        how: tuple[Gradients, bool],
+        gradients: Gradients,
     ) -> GraphInstance | None:
         """Return an idle instance, preferably one with the same parameters, or a new one; None beyond the limit."""
-        options = replace(self._options, gradients=how[0])
+        options = replace(self._options, gradients=gradients)
 
-        def make(like: GraphInstance | None, smaller: Smaller | None = None) -> GraphInstance:
+        def make(like: GraphInstance | None) -> GraphInstance:
             """Return a new instance; the trace, the plan and the bound ops of another one are reused."""
             module = named_class(self._graph)(with_numbers(self._graph, numbers), self._kept, inputs)
             with compile_lock:  # torch can trace in one thread at a time
@@ -277,13 +229,7 @@ class PlannedGraph:
                     module.set_kept(inputs)
                     traced, runner = like.traced, like.another(coordinator, ModuleGuards(module))
                 else:
-                    traced, runner = first_program_of(
-                        *(module, inputs, options, coordinator, self._hooks),
-                        smaller=smaller,
-                        after=self._after,
-                        outside=how[1],
-                    )
-                self._wait_for_update(traced)
+                    traced, runner = first_program_of(module, inputs, options, coordinator, self._hooks)
                 return GraphInstance(module, traced, runner, ends=self._ends, graph=self)
 
         found = idle_instance(
@@ -293,8 +239,6 @@ class PlannedGraph:
             most=MAX_IN_FLIGHT,
             first=lambda one: one.module.holds(inputs),
             may_move=not self._options.has_budget,
-            make_smaller=lambda smaller: make(None, smaller),
-            retire=lambda one: self._retain([one]),
         )
         if found is None and not self._coordinators.warned:
             self._coordinators.warned = True

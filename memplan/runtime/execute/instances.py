@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
 from memplan.core.plan import Plan
-from memplan.errors import MemplanError
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_parts import ArenaPart, ArenaSlot, ObservedOwnership, part_of
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
-from memplan.trace.traced import TracedGraph
 
 MAX_IN_FLIGHT = 64  # calls that wait for their backward; a further one runs eagerly
-
-
-Smaller = tuple[TracedGraph, Plan]
 AnInstance = TypeVar("AnInstance", bound="ProgramInstance")
 
 
 class ProgramInstance:
     """A program with at most one call in flight, in an arena of its own or in the one that a coordinator shares out.
 
-    `plan` is its plan as if it had an arena of its own; `runner` runs it where it is now. `smaller`: the step and the
-    plan of the program that is to take its place. `program`: an object that all instances of a program have, and those
-    that take their places.
+    `plan` is its plan as if it had an arena of its own; `runner` runs it where it is now.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -42,8 +34,6 @@ class ProgramInstance:
         self.ownership.instance = weakref.ref(self)
         self.slot: ArenaSlot | None = None
         self.layouts = 0
-        self.smaller: Smaller | None = None
-        self.program: object = runner.input_guards
 
     @property
     def placed(self) -> Plan:
@@ -68,11 +58,6 @@ class ProgramInstance:
             return self.runner.remade(self.plan, arena, module_guards=module_guards)
 
 
-def _key_of_plan(plan: Plan) -> Hashable:
-    """Return the order of the ops of a plan, and the offsets of what is in its arena."""
-    return plan.schedule.order, tuple(sorted(plan.solution.offsets.items()))
-
-
 def idle_instance(
     instances: list[AnInstance],
     coordinator: ArenaCoordinator,
@@ -81,15 +66,12 @@ def idle_instance(
     most: int,
     first: Callable[[AnInstance], bool],
     may_move: bool,
-    make_smaller: Callable[[Smaller], AnInstance],
-    retire: Callable[[AnInstance], None],
 ) -> AnInstance | None:
     """Return an instance that can run now, one of `first` if there is one, else a new one; None beyond the limit.
 
     `make` makes a new instance like another one, if there is one, of which there are `most`; then an idle one that is
     not of `first` is taken. With `may_move`, one of `first` whose place calls in flight hold, as they came in another
-    order, moves instead. `make_smaller` makes what takes the place of one that is to be smaller, where no other one is
-    like that already; if its trial run fails, that one stays. `retire` takes those that were replaced.
+    order, moves instead.
     """
     found = next((instance for instance in instances if first(instance) and coordinator.is_idle(instance)), None)
     if found is None and may_move:
@@ -101,16 +83,6 @@ def idle_instance(
     elif found is None:
         found = make(next(iter(instances), None))
         instances.append(found)
-    if found is not None and found.smaller is not None:
-        smaller = found.smaller
-        key = _key_of_plan(smaller[1])
-        like = next((one for one in instances if one.smaller is None and _key_of_plan(one.plan) == key), None)
-        with contextlib.suppress(MemplanError):
-            made = make_smaller(smaller) if like is None else make(like)
-            made.program = found.program
-            retire(found)
-            instances[instances.index(found)] = found = made
-        found.smaller = None
     if found is not None:
         coordinator.settle(found)
     return found

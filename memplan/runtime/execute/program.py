@@ -14,13 +14,12 @@ from memplan.core.plan import Plan
 from memplan.core.written_first import require_written_first
 from memplan.devices.kinds import is_accelerator
 from memplan.recording.places import places
-from memplan.runtime.codegen.codegen import DROPPED, LEFT, FunctionWriter
+from memplan.runtime.codegen.codegen import LEFT, FunctionWriter
 from memplan.runtime.codegen.namespace import Namespace
 from memplan.runtime.codegen.step_ir import Layout
 from memplan.runtime.copies.copies import Copy
 from memplan.runtime.debug.hooks import Hook, observing
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Callback, Sanitizers
-from memplan.runtime.execute.held_gradients import LEAST, Free, drop
 from memplan.runtime.execute.trial import run_trial
 from memplan.runtime.kernels.callables import bytes_of_numbers, tensors_among
 from memplan.runtime.kernels.fused_updates import fuse_updates
@@ -102,17 +101,10 @@ class Program:
             prefix="placed_",
         )
 
-    def backward_into(
-        self, values: Sequence[int], bound: Sequence[BoundOp], *, after: Mapping[int, Sequence[Callback]] | None = None
-    ) -> Callable[..., Any]:
+    def backward_into(self, values: Sequence[int], bound: Sequence[BoundOp]) -> Callable[..., Any]:
         """Return a backward that takes the tensors of `values`, which it would allocate otherwise, as its last
-        arguments. `bound`: the ops to run instead of those of the program. `after`: what is called after steps.
+        arguments. `bound`: the ops to run instead of those of the program.
         """
-        sanitizers = self.sanitizers
-        if after:
-            steps = len(self.plan.schedule.order)
-            calls = tuple(tuple(after.get(step, ())) for step in range(steps))
-            sanitizers = sanitizers.around(Sanitizers(((),) * steps, calls), steps)
         made = _functions(
             self.traced,
             self.layout,
@@ -121,7 +113,7 @@ class Program:
             order=self.plan.schedule.order,
             saved=self.saved,
             left=self.left,
-            sanitizers=sanitizers,
+            sanitizers=self.sanitizers,
             last=self.last,
             prefix="into_",
             given=values,
@@ -136,21 +128,14 @@ class Program:
         return found
 
     @property
-    def dropped(self) -> Free | None:
-        """The gradients of outputs, and saved outputs, whose bytes the next backward frees once it has read them; None
-        if it frees none."""
-        found: Free | None = self.namespace.names.get(DROPPED)
-        return found
-
-    @property
     def stalled(self) -> float:
         """Seconds that all steps so far have waited for copies."""
         return sum(copy.stalled for copy in self.copies)
 
     @property
     def may_move(self) -> bool:
-        """Whether `move` moves all that knows addresses: sanitizers know some, and an arena has several on devices."""
-        return self.sanitizers is NO_SANITIZERS and not self.arena.sections
+        """Whether `move` moves all that knows addresses: an arena on several devices has several."""
+        return not self.arena.sections
 
     def move(self) -> None:
         """Use the arena at the address where it is from now on."""
@@ -260,11 +245,7 @@ def _functions(
     backward = None
     if traced.training:
         tangents = [b.value for b in traced.bound(Source.TANGENT)]
-        held = [*tangents, *(v for v in saved if graph.values[v].storage in layout.fresh_storages)]
-        large = [v for v in held if graph.storages[graph.values[v].storage].nbytes >= LEAST] if join else []
-        writer = FunctionWriter(
-            f"{prefix}backward", layout, namespace, [*saved, *tangents, *given], left, drops=large, drop=drop
-        )
+        writer = FunctionWriter(f"{prefix}backward", layout, namespace, [*saved, *tangents, *given], left)
         _write(writer, steps[split:], sanitizers, last)
         backward = writer.finish([graph.gradients])
     return forward.finish([traced.results.fresh, saved], left=left), backward

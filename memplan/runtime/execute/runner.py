@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -11,31 +11,27 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from memplan.core.choices import Gradients, Sanitize
+from memplan.core.choices import Sanitize
 from memplan.core.graph import Phase
 from memplan.core.plan import Plan
 from memplan.distributed.ops import updating
 from memplan.errors import UnsupportedCall
-from memplan.planning.caller_side import CallerSide
 from memplan.runtime.debug.hooks import Hook, Hooks
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Sanitizers, make_poison, make_redzone
-from memplan.runtime.execute.added_gradients import AddedGradients
-from memplan.runtime.execute.arena_gradients import ArenaGradients
-from memplan.runtime.execute.autograd_step import run_owning, run_planned
-from memplan.runtime.execute.caller_observer import CallerObserver
+from memplan.runtime.execute.autograd_step import run_planned
 from memplan.runtime.execute.cuda_graphs import CudaGraphProgram
-from memplan.runtime.execute.owned_gradients import OwnedGradients
+from memplan.runtime.execute.gradients import AddedGradients, ArenaGradients
 from memplan.runtime.execute.program import Functions, build_program
 from memplan.runtime.execute.recorders import Recorder
 from memplan.runtime.execute.repeated_step import reason_against
-from memplan.runtime.execute.results_of_call import ResultsOfCall
-from memplan.runtime.execute.tangents import Tangents
+from memplan.runtime.execute.values_of_call import ResultsOfCall, Tangents
 from memplan.runtime.guards.input_guards import InputGuards, items_getter
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.guards.parameter_guards import ParameterGuards
 from memplan.runtime.guards.python_value_guards import PythonValueGuards
 from memplan.runtime.kernels.kernel_selection import BoundOp
 from memplan.runtime.memory.arena import Arena, Memory
+from memplan.runtime.memory.idle_arenas import begin_step, end_step
 from memplan.trace.graph.remap_to_plan import remap_to_plan
 from memplan.trace.traced import Source, TracedGraph
 
@@ -51,7 +47,7 @@ class Runner:
         arena: Arena,
         *,
         sanitize: Sanitize | None,
-        gradients: Gradients = "safe",
+        added: bool = False,
         recorder: Recorder | None = None,
         whole: bool = False,
         bound: tuple[BoundOp, ...] | None = None,
@@ -61,13 +57,14 @@ class Runner:
     ) -> None:
         """Build the program of `plan` in `arena`.
 
-        `gradients`: the option of that name. `recorder`: record and replay CUDA graphs; `whole`: one graph for the
-        whole step. `bound`: as in `build_program`. `hooks`: the hooks that observe the steps. `unused`: no other
+        `added`: the graph copies gradients of parameters out, so that they can be added instead. `recorder`: record
+        and replay CUDA graphs; `whole`: one graph for the whole step. `bound`: as in `build_program`. `hooks`: the
+        hooks that observe the steps. `unused`: no other
         program runs in this arena, and it need not be locked. `input_guards`: those of the same step.
         """
         traced = traced.sharing_constants()
         self._module_guards, self._before_plan = module_guards, traced
-        self._options: dict[str, Any] = {"sanitize": sanitize, "gradients": gradients, "whole": whole, "hooks": hooks}
+        self._options: dict[str, Any] = {"sanitize": sanitize, "added": added, "whole": whole, "hooks": hooks}
         self.example = traced.example_inputs
         traced = remap_to_plan(traced, plan)  # values now have the places of the plan
         self.traced = traced
@@ -90,6 +87,7 @@ class Runner:
                 tensors[i] = b.tensor
         host = arena.host(plan.host_size)
         sanitizers = _sanitizers(sanitize, traced, plan, arena, host)
+        begin_step(arena, plan.on_device)
         if bound is None:
             with nullcontext() if unused else arena.ownership:
                 arena.ownership.require_free("the trial run of another program")
@@ -97,22 +95,21 @@ class Runner:
         else:
             self.program = build_program(traced, plan, arena, host, tensors, sanitizers=sanitizers, bound=bound)
         self.plan = self.program.plan
-        self.left_outside, self.dropped = self.program.left_outside, self.program.dropped
+        self.left_outside = self.program.left_outside
         self.cuda_graphs = None if recorder is None else CudaGraphProgram(self.program, recorder, whole=whole)
         self.forward = self.program.forward if self.cuda_graphs is None else self.cuda_graphs.forward
         self.backward = self.program.backward if self.cuda_graphs is None else self.cuda_graphs.backward
         self._emit: Hook | None = None
         self._op_timer = NO_SANITIZERS
         self._observed: tuple[Hook | None, Sanitizers, Functions] | None = None
-        self.caller = CallerObserver()
-        self._address = arena.address
+        arena.stays = self.cuda_graphs is not None or not self.program.may_move
+        self._address, self.rebound = arena.address, 0
         self._prepare_calls()
-        self.owned = self._find_owned_gradients() if gradients == "owned" else None
-        self.added = self._find_added_gradients() if gradients == "added" else None
+        self.added = self._find_added_gradients() if added else None
         # Results without any gradient (torch.linalg.vector_norm(x, 0)) require one in eager all the same.
-        self._anchored = traced.training and self.owned is None and not self._gradient_order
-        self._temporary = gradients == "auto"
-        self.arena_gradients = self._find_arena_gradients()
+        self._anchored = traced.training and not self._gradient_order
+        self.arena_gradients: ArenaGradients | None = None
+        self._find_arena_gradients()
         if hooks is not None:
             hooks.attach(self)
 
@@ -138,41 +135,14 @@ class Runner:
             input_guards=self.input_guards,
             **self._options,
         )
-        made.example, made.caller = self.example, self.caller
+        made.example = self.example
+        if made.arena_gradients is not None and self.arena_gradients is not None:
+            made.arena_gradients.copied = self.arena_gradients.copied
         return made
 
     def replanned(self, plan: Plan, arena: Arena) -> Runner:
         """Return a program of the same step by another plan, which is tried first; nothing else uses `arena`."""
         return Runner(self._module_guards, self._before_plan, plan, arena, unused=True, **self._options)
-
-    @property
-    def caller_side(self) -> CallerSide:
-        """The memory that the caller was seen to allocate and free around the last steps."""
-        storages, values = self.traced.graph.storages, self.traced.graph.values
-        results = [storages[values[v].storage].name for v in self.traced.results.fresh]
-        return self.caller.side(results, {i: storages[v.storage].name for i, v in self.tangents.passed})
-
-    def shared_with(self, taken: Sequence[Hashable], returned: Sequence[Hashable]) -> dict[str, Hashable]:
-        """Return keys of what the step shares with others, by the names of storages.
-
-        They are what models pass to each other, the gradients of that, and gradients of parameters, which are added up.
-        `taken`, `returned`: keys of the inputs and of the results of the last call.
-        """
-        t, graph = self.traced, self.traced.graph
-        parameters = self.wanted(self.parameter_guards.tensors())
-        found: dict[int, Hashable] = {}
-        for i, parameter in zip(self._gradient_order, parameters, strict=False):
-            found[t.results.gradients[i]] = "gradient", id(parameter)
-        keys = dict(zip(self.program.inputs, taken, strict=False))
-        for i in self._gradient_order[len(parameters) :]:
-            if t.results.gradient_of[i] in keys:
-                found[t.results.gradients[i]] = "gradient", keys[t.results.gradient_of[i]]
-        results = dict(zip(t.results.fresh, returned, strict=False))
-        found |= results | {t.bindings[i].value: key for i, key in keys.items()}
-        for value, tangent in zip(t.results.fresh, t.results.tangents, strict=True):
-            if tangent is not None and value in results:
-                found[tangent] = "gradient", results[value]
-        return {graph.storages[graph.values[value].storage].name: key for value, key in found.items()}
 
     @property
     def has_parameters(self) -> bool:
@@ -259,46 +229,40 @@ class Runner:
         self._in_order = items_getter(ordered)
         self._counted = {phase: self._changed_in(phase) for phase in Phase}
         apart = t.without_data()  # the example may be forgotten
-        self.tangents = Tangents(apart, self.dropped)
+        self.tangents = Tangents(apart)
         self._results = ResultsOfCall(apart, self.parameter_guards.bindings)
         self.views_of_saved = self._results.views_of(self.program.saved)
-
-    def _find_owned_gradients(self) -> OwnedGradients:
-        t, slots = self.traced, [self.parameter_guards.bindings[i] for i in self._wanted_parameters]
-        gradients = [t.graph.values[t.results.gradients[i]] for i in self._gradient_order[: len(slots)]]
-        same_strides = [
-            g.strides == t.graph.values[t.bindings[i].value].strides for g, i in zip(gradients, slots, strict=True)
-        ]
-        return OwnedGradients([self.parameter_guards.names[i] for i in self._wanted_parameters], same_strides)
 
     def _find_added_gradients(self) -> AddedGradients | None:
         """Return the backward that adds to the `.grad` of parameters; None if the step has no backward."""
         gradients = [self.traced.results.gradients[i] for i in self._gradient_order[: len(self._wanted_parameters)]]
         return AddedGradients(self.program, gradients) if gradients and self.cuda_graphs is None else None
 
-    def _find_arena_gradients(self) -> ArenaGradients | None:
-        """Return the gradients that the plan keeps in the arena; None if there are none."""
+    def _find_arena_gradients(self) -> None:
+        """Find the gradients that the plan keeps in the arena, at its address of now."""
         t = self.traced
         pairs = zip(self._wanted_parameters, self._gradient_order, strict=False)
         found = [(slot, t.results.gradients[i]) for slot, i in pairs]
         found = [(slot, v) for slot, v in found if t.graph.storages[t.graph.values[v].storage].planned]
-        if not found:
-            return None
-        slots, values = zip(*found, strict=True)
-        return ArenaGradients(self.parameter_guards, slots, values, self.program, temporary=self._temporary)
+        if found:
+            slots, values = zip(*found, strict=True)
+            copied = self.arena_gradients is not None and self.arena_gradients.copied
+            self.arena_gradients = ArenaGradients(self.parameter_guards, slots, values, self.program, copied=copied)
 
-    @property
-    def may_give_back(self) -> bool:
-        """Whether its arena may be given back, and taken again at another address: recorded steps keep theirs."""
-        return self.cuda_graphs is None and self.program.may_move
+    @cached_property
+    def _need(self) -> int:
+        return self.plan.on_device
 
     def take_arena(self) -> None:
-        """Have the arena's bytes allocated, if they were given back, and use them where they are."""
+        """Have the arena's bytes allocated, if they were given back, and use them where they are; others may be given
+        back for that."""
+        begin_step(self.arena, self._need)
         address = self.arena.address
         if address != self._address:
             self._address = address
+            self.rebound += 1
             self.program.move()
-            self.arena_gradients = self._find_arena_gradients()
+            self._find_arena_gradients()
 
     # -- a call ------------------------------------------------------------------------------------------
 
@@ -312,23 +276,19 @@ class Runner:
             self.input_guards.check_apart(leaves, self._written)
         inputs = self.input_guards.tensors(leaves)
         if training:
-            if self.arena_gradients is not None:
-                self.arena_gradients.require_unset(self.wanted(current))
             wanted = [leaves[i] for i in self._wanted_inputs] if self._wanted_inputs else ()
-            if self.owned is None:
-                parameters = (
-                    self.parameter_guards.attached(self._wanted_parameters)
-                    if self.parameter_guards.distributed
-                    else self.wanted(current)
-                )
-                fresh = run_planned(self, inputs, current, *parameters, *wanted, *self._anchors)
-            else:
-                fresh = run_owning(self, inputs, current, self.owned.anchor, *wanted)
+            parameters = (
+                self.parameter_guards.attached(self._wanted_parameters)
+                if self.parameter_guards.distributed
+                else self.wanted(current)
+            )
+            fresh = run_planned(self, inputs, current, *parameters, *wanted, *self._anchors)
         else:
             with self.arena.ownership as ownership, torch.no_grad():
                 ownership.begin(keep=False)
                 self.take_arena()
                 fresh = self.forward(*inputs)[0]
+                end_step(self.arena)
             increment_version(self.changed(Phase.FORWARD, inputs, current))
         return self._results.assemble(fresh, current, leaves)
 
@@ -366,6 +326,7 @@ class Runner:
                 (loss,), saved = self.forward(*inputs)
                 with updating():
                     self.backward(*saved, tangent)
+            end_step(self.arena)
         increment_version(tuple(t for phase in Phase for t in self.changed(phase, inputs, current)))
         return loss
 
@@ -421,11 +382,6 @@ class Runner:
             return ()
         tensors = (*(inputs[j] for j in of_inputs), *(current[j] for j in of_parameters))
         return tuple(t for t in tensors if not t.is_inference())
-
-    def without_gradient(self, missing: set[int]) -> set[int]:
-        """Return the positions, in their order, of gradients that depend only on `missing` tangents."""
-        needs = self.traced.results.needs
-        return {n for n, i in enumerate(self._gradient_order) if needs[i] and needs[i] <= missing} if missing else set()
 
     def in_order(self, gradients: Sequence[torch.Tensor], missing: set[int]) -> Sequence[torch.Tensor | None]:
         """Return the gradients in the order in which `PlannedStep` took its differentiable inputs.

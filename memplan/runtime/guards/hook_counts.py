@@ -6,7 +6,7 @@ are subtracted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,21 +41,6 @@ def hooks_on(node: Any) -> int:
         count += len(probe.hooks_dict_ref() or ()) - 1
         probe.remove()
     return count
-
-
-class AccumulateHooks:
-    """Tells whether parameters have post-accumulate hooks; quick where no hook was set since it last looked."""
-
-    def __init__(self) -> None:
-        self._looked = -1  # the hooks ever set then
-        self._found = False
-
-    def any_on(self, tensors: Callable[[], Iterable[Any]]) -> bool:
-        """Return whether one of the tensors had such a hook since the last hook was set."""
-        if self._looked != (now := hooks_ever_set()):
-            self._found = any(getattr(x, "_post_accumulate_grad_hooks", None) for x in tensors())
-            self._looked = now
-        return self._found
 
 
 class HookSearch:

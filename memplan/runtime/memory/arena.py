@@ -19,7 +19,6 @@ from memplan.core.graph import Value
 from memplan.core.plan import Plan
 from memplan.devices.kinds import is_accelerator, require_supported
 from memplan.distributed.ops import StartedCollectives
-from memplan.errors import StaleActivationsError
 from memplan.planning.planfile import require_budget
 from memplan.runtime.copies.copies import Copies
 from memplan.runtime.copies.copy_streams import StreamCopies
@@ -39,20 +38,23 @@ class Memory:
         self.nbytes = nbytes
         self.device = torch.empty(0, device=device).device  # with an index
         self._pinned = pinned
-        self._allocated: list[torch.Tensor] = []  # the same list in copies, which are the same memory
+        self.allocated: list[
+            torch.Tensor
+        ] = []  # the same list in copies, which are the same memory; one tensor or none
 
     @property
     def memory(self) -> torch.Tensor:
         """Its bytes."""
-        if not self._allocated:
+        if not self.allocated:
             made = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device, pin_memory=self._pinned)
-            self._allocated.append(made)
-        return self._allocated[0]
+            self.allocated.append(made)
+            self._taken_again()
+        return self.allocated[0]
 
     @property
     def held(self) -> int:
         """The bytes that are allocated for it now."""
-        return sum(made.untyped_storage().nbytes() for made in self._allocated)
+        return sum(made.untyped_storage().nbytes() for made in self.allocated)
 
     @property
     def address(self) -> int:
@@ -69,8 +71,12 @@ class Memory:
 
     def give_back(self) -> None:
         """Free its bytes until it is used again: until then, nobody may use tensors that were made from it."""
-        for made in self._allocated:
+        for made in self.allocated:
             made.untyped_storage().resize_(0)
+
+    def leave_bytes(self) -> None:
+        """Leave the bytes to what refers to them; others take their place when it is used again."""
+        self.allocated.clear()
 
     def bytes_at(self, low: int, high: int) -> torch.Tensor:
         """Return the bytes [low, high) as a tensor."""
@@ -89,14 +95,18 @@ class Arena(Memory):
 
     `collectives`: those that a step has started on it and not waited for. `uses`: of its bytes by streams, and of what
     programs keep beside it. `numbers`: the tensors that stand for Python numbers in its programs, while one needs them.
-    `others`: further devices on which the same steps run.
+    `others`: further devices on which the same steps run. `stays`: it is never given back while it is idle. `thread`:
+    the one that began the last step in it.
     """
+
+    stays = False
+    thread = 0
 
     def __init__(self, nbytes: int, device: torch.device, *others: torch.device) -> None:
         super().__init__(nbytes, device)
         self.copies, self.collectives = make_copies(self.device, *others), StartedCollectives()
-        self._closing = weakref.finalize(self, self.copies.close, self._allocated)  # before its bytes are freed
-        self.uses = StreamUses(self._allocated)
+        self._closing = weakref.finalize(self, self.copies.close, self.allocated)  # before its bytes are freed
+        self.uses = StreamUses(self.allocated)
         self.numbers: MutableMapping[Any, torch.Tensor] = weakref.WeakValueDictionary()
         drain = partial(_drain, self.copies, self.collectives)
         self.ownership = ArenaOwnership(drain, make_stream_ordering(self.device, used_by=self.uses.by))
@@ -116,24 +126,6 @@ class Arena(Memory):
     def _taken_again(self) -> None:
         self.uses.again()
 
-    def give_back_idle(self) -> bool:
-        """Give its bytes back until a program runs again, unless a step is in flight, or a gradient in it stays there.
-
-        Returns whether it did: each `.grad` that was in it has moved out then.
-        """
-        try:
-            with self.ownership as ownership:
-                idle = not ownership.released and ownership.pending is None
-                if idle and ownership.left is not None:
-                    ownership.left.clear()
-                    ownership.left = None
-                if idle:
-                    ownership.drain()
-                    self.give_back()
-                return idle
-        except StaleActivationsError:
-            return False
-
     def release(self) -> None:
         """Free its memory, although programs that nobody will run again may still refer to it.
 
@@ -141,8 +133,7 @@ class Arena(Memory):
         """
         self.ownership.released = True
         self.ownership.drain()
-        for made in self._allocated:
-            made.untyped_storage().resize_(0)
+        self.give_back()
         self.nbytes = 0
 
     def view_for(self, plan: Plan) -> Arena | None:
@@ -198,7 +189,7 @@ class Arenas(Arena):
     def __init__(self, sections: Sequence[DeviceArena]) -> None:
         super().__init__(0, *(torch.device(section.device) for section in sections))
         self._memories = tuple(Memory(section.size, torch.device(section.device)) for section in sections)
-        allocated = [memory._allocated for memory in self._memories]
+        allocated = [memory.allocated for memory in self._memories]
         self.uses = StreamUses(*allocated)
         self._closing.detach()
         self._closing = weakref.finalize(self, self.copies.close, allocated)

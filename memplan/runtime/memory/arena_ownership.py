@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
-
 from memplan.errors import StaleActivationsError
-from memplan.runtime.memory.handed_gradients import HandedGradients
 
 
 class ArenaInUse(StaleActivationsError):
@@ -51,21 +48,8 @@ class LeftGradients(Protocol):
     def arena(self) -> Any:
         """The arena that they are in."""
 
-    @property
-    def are_unshared(self) -> bool:
-        """Whether nothing but the `.grad` of parameters has their bytes."""
-
-    def vacate(self, has_backward: bool) -> None:
-        """Move them out of the arena, before a step with a backward or without uses the bytes."""
-
     def clear(self) -> None:
-        """Move them out of the arena; raise `StaleActivationsError` if something else than a `.grad` refers to one."""
-
-    def try_to_clear(self) -> bool:
-        """Move them out of the arena, those with other names in Python too; return whether all could be moved."""
-
-    def give_up_arena(self, *, free: bool) -> None:
-        """Have no program use the arena that they were in any more, and free its bytes if `free` is set."""
+        """Have nothing refer to the bytes any more, before a step uses them, or they are given back."""
 
 
 class InFlight:
@@ -123,16 +107,13 @@ class ArenaOwnership:
     def begin(self, *, keep: bool) -> InFlight:
         """Start a step, or raise `ArenaInUse` if one is in flight; `keep`: a backward will follow."""
         self.steps += 1
-        self.require_free(f"forward {self.steps}", has_backward=keep)
+        self.require_free(f"forward {self.steps}")
         step = InFlight(self.steps)
         self._current = weakref.ref(step) if keep else lambda: None
         return step
 
-    def require_free(self, who: str, *, has_backward: bool = False) -> None:
-        """Raise `ArenaInUse` if a step is in flight; otherwise wait for all copies and earlier steps.
-
-        `has_backward`: a step with a backward will use the arena.
-        """
+    def require_free(self, who: str) -> None:
+        """Raise `ArenaInUse` if a step is in flight; otherwise wait for all copies and earlier steps."""
         self._require_memory()
         if self.pending is not None:
             raise ArenaInUse(
@@ -141,9 +122,7 @@ class ArenaOwnership:
                 "or drop the earlier forward's outputs (and exceptions that hold them)",
                 see="activations",
             )
-        if self.left is not None:
-            self.left.vacate(has_backward)
-            self.left = None
+        self.clear_left()
         self.drain()  # copies of a forward whose backward will not run
         self.order_streams()
 
@@ -160,16 +139,21 @@ class ArenaOwnership:
         """Note the gradients that a backward leaves in the arena."""
         self.left = gradients
 
-    def note_passed(self, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-        """Note what a forward took and returned: nothing that steps of an arena of their own need."""
+    def clear_left(self) -> None:
+        """Have the gradients that the last backward left moved out of the arena, whose bytes are about to be used."""
+        if self.left is not None:
+            self.left.clear()
+            self.left = None
 
     @property
-    def handed(self) -> HandedGradients | None:
-        """The gradients that other calls have handed to autograd; None where one call has a backward at a time."""
-        return None
+    def has_left(self) -> bool:
+        """Whether gradients were left in the arena."""
+        return self.left is not None
 
-    def hand_over(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Note the gradients that a backward hands to autograd: no other call waits for its own."""
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a step waits for its backward, or the arena was freed for good."""
+        return self.released or self.pending is not None
 
     @property
     def pending(self) -> InFlight | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +12,6 @@ import torch
 from memplan.core.plan import Plan
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import ArenaOwnership, InFlight, LeftGradients
-from memplan.runtime.memory.handed_gradients import HandedGradients
 
 if TYPE_CHECKING:
     from memplan.runtime.memory.shared_arena import ArenaCoordinator
@@ -22,15 +20,13 @@ if TYPE_CHECKING:
 class ArenaUser(Protocol):
     """A program that can share an arena.
 
-    `plan` is its plan alone, `placed` its plan where it is now; `slot` is its place in the shared arena, if it has one;
-    `program` an object that all users of one program have.
+    `plan` is its plan alone, `placed` its plan where it is now; `slot` is its place in the shared arena, if it has one.
     """
 
     plan: Plan
     runner: Any
     slot: ArenaSlot | None
     layouts: int
-    program: object
     ownership: ObservedOwnership
 
     @property
@@ -85,13 +81,10 @@ class ObservedOwnership(ArenaOwnership):
         super().__init__(_nothing, _nothing)
         self._coordinator = coordinator
         self._lock = coordinator.running
-        self.taken: tuple[Hashable, ...] = ()  # keys of inputs and results of the last forward that was noted
-        self.returned: tuple[Hashable, ...] = ()
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin(self, *, keep: bool) -> InFlight:
         """Start a step as `ArenaOwnership.begin` does, and report its forward."""
-        self._clear_gradients()
         step = super().begin(keep=keep)
         self._aside = []
         self._report(backward=False)
@@ -99,7 +92,7 @@ class ObservedOwnership(ArenaOwnership):
 
     def end(self, step: InFlight) -> None:
         """Start a backward as `ArenaOwnership.end` does, and report it; activations that were set aside return."""
-        self._clear_gradients()
+        self.clear_left()
         super().end(step)
         self._report(backward=True)
         for place, saved in self._aside:
@@ -111,30 +104,26 @@ class ObservedOwnership(ArenaOwnership):
         super().repeat()
         self._report(backward=True)
 
-    def _clear_gradients(self) -> None:
-        """Move gradients of another step out of the bytes that its instance uses."""
+    def clear_left(self) -> None:
+        """Move gradients of the last step out of the bytes that its instance uses."""
         if self._coordinator.left:
             instance = None if self.instance is None else self.instance()
-            self._coordinator.clear_gradients(None if instance is None else instance.arena.memory)
+            self._coordinator.clear_gradients(None if instance is None else instance.arena)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether gradients were left in an arena of the coordinator."""
+        return bool(self._coordinator.left)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a call of any instance waits for its backward, or the arena was freed for good."""
+        instance = None if self.instance is None else self.instance()
+        return bool(self._coordinator.waiting) or instance is None or instance.arena.whole.ownership.released
 
     def leave(self, gradients: LeftGradients) -> None:
         """Note the gradients that a backward leaves in the shared arena, or in that of its instance."""
         self._coordinator.left.append(gradients)
-
-    def note_passed(self, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-        """Note what a forward of its instance took and returned, which tells what models pass to each other."""
-        self.taken = self._coordinator.passed.taken(inputs)
-        self.returned = self._coordinator.passed.returned(results)
-
-    @property
-    def handed(self) -> HandedGradients | None:
-        """The gradients that calls of the coordinator's instances have handed to autograd."""
-        return self._coordinator.handed
-
-    def hand_over(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Note the gradients that a backward hands to autograd, if other calls wait for their backward."""
-        if self._coordinator.waiting:
-            self._coordinator.handed.note(parameters, gradients)
 
     def program_now(self, runner: Any) -> Any:
         """Return the program of its instance, which may have moved since `runner` ran; None if the instance is gone."""

@@ -15,27 +15,50 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from memplan.core.plan import Plan
-from memplan.errors import InputMismatch, StaleActivationsError
+from memplan.errors import InputMismatch, MemplanError
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import LeftGradients
 from memplan.runtime.memory.arena_parts import ArenaPart, ArenaSlot, ArenaUser, StepLayout, part_of
-from memplan.runtime.memory.handed_gradients import HandedGradients
 from memplan.runtime.memory.joint_placement import InstanceEvent, completed_events, joint_plans
-from memplan.runtime.memory.passed_tensors import PassedTensors
 
 _MAX_LAYOUTS = 8  # of one instance: one whose order never repeats keeps its last layout, or an arena of its own
 _MAX_EVENTS = 1024  # in one step
-_MAX_COMPARED = 16  # steps of a new kind, whose memory is compared with eager's
-_MORE_CALLS = 2  # times as many calls of a program in a step as before make it one of a new kind
 _SHRINKS_AFTER = 4  # steps with a backward that need less than the shared arena has
 PrepareStep = Callable[[Sequence[Any], Sequence[tuple[int, bool]]], None]
+
+
+class PassedTensors:
+    """The tensors that graphs or models have returned, by their storages, as long as these are alive."""
+
+    def __init__(self) -> None:
+        self._returned: dict[int, tuple[StorageWeakRef, Hashable]] = {}
+
+    def taken(self, inputs: Iterable[torch.Tensor]) -> tuple[Hashable, ...]:
+        """Return a key of each input: that of the result that it is, or of its own storage."""
+        found: list[Hashable] = []
+        for x in inputs:
+            address = x.untyped_storage()._cdata
+            ref, key = self._returned.get(address, (None, None))
+            found.append(("input", address) if ref is None or ref.expired() else key)  # type: ignore[no-untyped-call]
+        return tuple(found)
+
+    def returned(self, results: Iterable[torch.Tensor]) -> tuple[Hashable, ...]:
+        """Return a key of each result, by which later inputs are recognised: that of an earlier call if it has one."""
+        alive = {a: entry for a, entry in self._returned.items() if not entry[0].expired()}  # type: ignore[no-untyped-call]
+        keys: list[Hashable] = []
+        for storage in (result.untyped_storage() for result in results):
+            new = StorageWeakRef(storage), object()  # type: ignore[no-untyped-call]
+            keys.append(alive.setdefault(storage._cdata, new)[1])
+        self._returned = alive
+        return tuple(keys)
 
 
 class ArenaCoordinator:
@@ -47,22 +70,17 @@ class ArenaCoordinator:
 
     `left` are the gradients that the last backward has left in the arena: they move out before anything else uses its
     bytes. That is right for steps of one instance with a backward alone: `gradients_in_arena` is False from the first
-    step with several on, or once gradients of a step were still in use when the next one began.
+    step with several on.
     """
 
     def __init__(self, prepare: PrepareStep | None = None) -> None:
         self._prepare = prepare
         self._layouts = 0
-        # of the last steps with a backward: the bytes of the shared arena that each needs, and its instances; where
-        # these are to be made, the parameters (by id) of those that they replace
-        self._needs: deque[tuple[int, weakref.WeakSet[ArenaUser] | frozenset[int]]] = deque(maxlen=_SHRINKS_AFTER)
+        self._needs: deque[int] = deque(
+            maxlen=_SHRINKS_AFTER
+        )  # the bytes of the arena for the last steps with a backward
         self.passed = PassedTensors()
-        self.handed = HandedGradients()
         self.members: weakref.WeakSet[ArenaUser] = weakref.WeakSet()  # the instances that have run
-        self._compared = 0
-        self._asked: list[tuple[Counter[int], Hashable]] = []
-        # the most calls of each program in compared steps
-        self._calls: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self.running = threading.Lock()
         self.calling = threading.RLock()
         self._lock = threading.Lock()
@@ -74,86 +92,12 @@ class ArenaCoordinator:
         self.left: list[LeftGradients] = []
         self.gradients_in_arena = True
 
-    @property
-    def has_new_kind(self) -> bool:
-        """Whether the last step is complete, and has more calls of a program, or others, than those compared so far."""
-        if self._compared >= _MAX_COMPARED or self.waiting or not any(e.backward for e in self._events):
-            return False
-        return any(calls >= _MORE_CALLS * self._calls.get(program, 0) for program, calls in self._calls_now().items())
-
-    def is_new_question(self, question: Hashable) -> bool:
-        """Return whether the memory of the last step was never compared with eager's so; note that it is now.
-
-        `question`: what an answer depends on, beside the programs of the step.
-        """
-        asked = Counter(map(id, self._calls_now().elements())), question
-        if asked in self._asked or self._compared >= _MAX_COMPARED:
-            return False
-        self._asked.append(asked)
-        self._compared += 1
-        for program, calls in self._calls_now().items():
-            self._calls[program] = max(calls, self._calls.get(program, 0))
-        return True
-
-    def _calls_now(self) -> Counter[object]:
-        """Return the calls of each program that the last step had in flight, each instance once."""
-        instances = {id(e.instance): e.instance for e in self._events}
-        return Counter(one.program for one in instances.values())
-
-    def vacate(self, has_backward: bool) -> None:
-        """Have the gradients of the last step moved out of the arena, before a step with a backward or without.
-
-        Raises `GradientsInUse` if they are to be outside of the arena from now on.
-        """
-        for gradients in self.left:
-            gradients.vacate(has_backward)
-        self.left.clear()
-
-    def clear_gradients(self, memory: torch.Tensor | None = None) -> None:
-        """Move the gradients of the last step out of an arena with these bytes, or out of any.
-
-        Raises `StaleActivationsError` if something else than a `.grad` refers to one.
-        """
+    def clear_gradients(self, arena: Arena | None = None) -> None:
+        """Move the gradients of the last step out of an arena, or out of any, before a step uses the bytes."""
         for gradients in tuple(self.left):
-            if memory is None or gradients.arena.memory is memory:
+            if arena is None or gradients.arena.allocated is arena.allocated:
                 gradients.clear()
                 self.left.remove(gradients)
-
-    def put_gradients_outside(self) -> None:
-        """Move the gradients of the last step out of the arena, and free it; later programs have them outside.
-
-        An arena with gradients that cannot be moved is left to what refers to them.
-        """
-        self.gradients_in_arena = False
-        left, self.left = self.left, []
-        with self.running:
-            for gradients in left:
-                cleared = gradients.try_to_clear()
-                if not cleared or not self.waiting:
-                    gradients.give_up_arena(free=cleared)
-            if not self.waiting:
-                self._events, self._shared = [], None
-
-    @property
-    def step_so_far(self) -> list[InstanceEvent]:
-        """The forwards and backwards of the step that has begun, in their order; none once the next one has."""
-        with self._lock:
-            return list(self._events)
-
-    def needed_by_others(self, instances: Sequence[ArenaUser]) -> int:
-        """Return the bytes of the arena that recent steps of none of these instances need."""
-        own = _parameters(instances)
-
-        def of_others(of: weakref.WeakSet[ArenaUser] | frozenset[int]) -> bool:
-            return own.isdisjoint(of) if isinstance(of, frozenset) else not any(one in of for one in instances)
-
-        return max((need for need, of in self._needs if of and of_others(of)), default=0)
-
-    def forget_step(self, nbytes: int, instances: Iterable[ArenaUser] = ()) -> None:
-        """Place the instances of the step that has begun no more: others, which need `nbytes`, take their place."""
-        self._needs.append((nbytes, _parameters(instances)))
-        with self._lock:
-            self._events = []
 
     @property
     def shared(self) -> Arena | None:
@@ -218,8 +162,7 @@ class ArenaCoordinator:
                 with torch.inference_mode(False):
                     self._lay_out(instances, completed_events(events))
             if any(e.backward for e in events):
-                need = max(instance.placed.arena_size for instance in instances)
-                self._needs.append((need, weakref.WeakSet(instances)))
+                self._needs.append(max(instance.placed.arena_size for instance in instances))
                 self._shrink(instances)
         finally:
             self.running.release()
@@ -234,7 +177,7 @@ class ArenaCoordinator:
             self._prepare is not None
             or shared is None
             or len(self._needs) < _SHRINKS_AFTER
-            or (most := max(need for need, _ in self._needs)) >= shared.nbytes
+            or (most := max(self._needs)) >= shared.nbytes
         ):
             return
         if any(instance.arena.whole is not shared for instance in instances):
@@ -313,17 +256,11 @@ class ArenaCoordinator:
         return shared
 
 
-def _parameters(instances: Iterable[ArenaUser]) -> frozenset[int]:
-    """Return the parameters and buffers that instances use, by id."""
-    return frozenset(id(tensor) for one in instances for tensor in one.runner.parameter_guards.tensors())
-
-
-def release_arenas(instances: Iterable[ArenaUser], *, lend: bool = False) -> bool:
+def release_arenas(instances: Iterable[ArenaUser]) -> bool:
     """Free the arenas of instances of any coordinators; the instances settle in others when they run again.
 
-    `lend`: give the bytes back only until then, and leave the instances where they are. Returns False, and frees
-    nothing, if a call waits for its backward, another thread runs one, or a gradient of the last step cannot be moved
-    out of the arena.
+    Returns False, and frees nothing, if a call waits for its backward, another thread runs one, or a gradient of the
+    last step cannot be moved out of the arena.
     """
     of: dict[ArenaCoordinator, list[ArenaUser]] = {}
     for instance in instances:
@@ -338,12 +275,10 @@ def release_arenas(instances: Iterable[ArenaUser], *, lend: bool = False) -> boo
                 return False
             try:
                 coordinator.clear_gradients()
-            except StaleActivationsError:
+            except MemplanError:
                 return False
         for arena in {instance.arena.whole for members in of.values() for instance in members}:
-            if lend:
-                arena.give_back()
-            elif not arena.ownership.released:
+            if not arena.ownership.released:
                 arena.release()
     return True
 

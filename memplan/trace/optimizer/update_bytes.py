@@ -107,30 +107,6 @@ def bytes_of_updates(optimizer: torch.optim.Optimizer, parameters: Iterable[torc
             return None
 
 
-def bytes_of_step(optimizer: torch.optim.Optimizer) -> int | None:
-    """Return the most bytes that the next `step()` of an optimizer allocates beside its state; None if it is not known.
-
-    It is known of torch's own optimizers, of which a copy runs on meta tensors.
-
-    Args:
-        optimizer: The optimizer; parameters without a gradient are not updated, as in `step()`.
-
-    Returns:
-        The bytes, on the device of the parameters.
-
-    Example:
-        >>> bytes_of_step(torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
-        0
-    """
-    if type(optimizer) not in _classes().values() or isinstance(optimizer, torch.optim.LBFGS):
-        return None
-    try:  # a fused kernel allocates nothing
-        made = _copied(optimizer, lambda group, p: p.grad is not None and not group.get("fused"), device="meta")
-        return _counted(made).temporaries
-    except Exception:
-        return None
-
-
 class _NumbersRead(Allocations):  # type: ignore[no-untyped-call]
     """Counts allocations of an update, in which each number that is read from a tensor is 0.5, True or 1."""
 

@@ -1,15 +1,19 @@
-"""`ResultsOfCall`: makes what the model returns of the tensors that a program has made for a call."""
+"""What a call of a program returns to its caller (`ResultsOfCall`), and what its backward takes (`Tangents`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
-from memplan.runtime.memory.arena import view_within
+from memplan.core.graph import Graph, Op
+from memplan.runtime.memory.arena import dtype_of, view_within
 from memplan.trace.traced import Returned, ReturnKind, Source, TracedGraph
+
+_ELEMENTWISE = frozenset({"aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor"})
 
 
 class ResultsOfCall:
@@ -87,3 +91,65 @@ class ResultsOfCall:
         if one.dtype != two.dtype:
             return view_within(one, two, tensor.detach())
         return tensor.as_strided(two.shape, two.strides, tensor.storage_offset() + two.offset - one.offset)
+
+
+class Tangents:
+    """The gradients of a step's results, with which its backward begins.
+
+    `traced`: the step at the places of its plan.
+    """
+
+    def __init__(self, traced: TracedGraph) -> None:
+        of, values = traced.results.tangents, traced.graph.values
+        # the index of the result and the value of each, in the order in which the backward takes them
+        self.passed = [(of.index(b.value), values[b.value]) for b in traced.bound(Source.TANGENT)]
+        self._traced = traced
+
+    @cached_property
+    def _spread(self) -> set[int]:
+        """The results (indices) whose gradients may be one element, if they are zeros; few steps ask for them."""
+        t = self._traced
+        given = [b.value for b in t.bound(Source.TANGENT)]
+        return {t.results.tangents.index(v) for v in given if all(_spreads(t.graph, op, v) for op in t.graph.ops)}
+
+    def of(self, gradients: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], set[int]]:
+        """Return the tangents with the traced strides, and the positions of missing ones, which are zeros.
+
+        Zeros that only elementwise ops read are one element.
+
+        Args:
+            gradients: What autograd passes, for each new result of the step.
+        """
+        made, missing = [], set()
+        for position, (i, v) in enumerate(self.passed):
+            grad = gradients[i]
+            if grad is not None and (grad.is_conj() or grad.is_neg()):
+                grad = grad.resolve_conj().resolve_neg()
+            if grad is None or grad.stride() != v.strides:
+                device = torch.device(self._traced.graph.storages[v.storage].device)
+                if grad is None:
+                    missing.add(position)
+                if grad is None and i in self._spread:
+                    grad = torch.zeros((), dtype=dtype_of(v), device=device).expand(v.shape)
+                else:
+                    laid_out = torch.empty_strided(v.shape, v.strides, dtype=dtype_of(v), device=device)
+                    grad = laid_out.zero_() if grad is None else laid_out.copy_(grad)
+            made.append(grad)
+        return made, missing
+
+
+def _spreads(graph: Graph, op: Op, given: int) -> bool:
+    """Return whether an op does not read a value, or by its elements alone, with the same results for any strides.
+
+    The other operands and the results of such an op are contiguous and of its shape: torch gives results the layout of
+    the operands, and one without a layout of its own must not change it.
+    """
+    whole, touched = graph.values[given], [graph.values[v] for v in (*op.reads, *op.writes)]
+    if all(v.storage != whole.storage for v in touched):
+        return True
+    return (
+        op.target in _ELEMENTWISE
+        and given not in op.writes
+        and all(v is whole for v in touched if v.storage == whole.storage)
+        and all(v.shape == whole.shape and v.is_contiguous for v in touched)
+    )
