@@ -27,7 +27,6 @@ from memplan.trace.graph.alias_classes import AliasClasses
 from memplan.trace.graph.build import build
 from memplan.trace.lowering.rules import lower
 from memplan.trace.passes.checkpoints import mark_checkpoints
-from memplan.trace.passes.fold import fold
 from memplan.trace.passes.own_outputs import own_outputs, returned_by, tangents_needed, write_back_mutations
 from memplan.trace.passes.sums import accumulate_in_place, write_in_place
 from memplan.trace.traced import KernelCall, TracedGraph
@@ -173,7 +172,6 @@ def _read(
     needs = tangents_needed(graph)
     mark_checkpoints(graph)
     write_back_mutations(graph, got.alias_of, at_once=True)
-    fold(got.graph_module)
     lower(graph)
     write_in_place(graph)
     accumulate_in_place(graph)

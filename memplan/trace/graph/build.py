@@ -36,11 +36,10 @@ from memplan.trace.graph.opaque_outputs import is_literal, is_mixed, opaque_posi
 from memplan.trace.graph.output_spec import read_results
 from memplan.trace.optimizer.updates import StateInput
 from memplan.trace.passes.error_checks import is_check
-from memplan.trace.passes.fold import FOLDED
 from memplan.trace.passes.out_variants import out_variant, written_names
 from memplan.trace.passes.own_outputs import is_backward, returned_by
 from memplan.trace.passes.randomness import draws
-from memplan.trace.passes.rewrite import CHECKPOINT, MEMORY_ONLY, OWN, WITHIN, aten, storage_key
+from memplan.trace.passes.rewrite import CHECKPOINT, MEMORY_ONLY, WITHIN, aten, storage_key
 from memplan.trace.traced import Binding, Computed, KernelCall, OpaqueResult, Ref, Source, TracedGraph
 
 KIND_OF = {
@@ -207,11 +206,10 @@ class _FxReader:
             what = "a view of a parameter or an input that tracing took for a constant"
             raise self._unsupported(node, what, "return a copy of it (.clone())", see="views")
         val = node.meta.get("val", tensor)
-        origin = replace(origin_of(node), op=node.meta.get(FOLDED, GIVEN))
+        origin = replace(origin_of(node), op=GIVEN)
         storage = self.alias_classes.storage(val, node.name, StorageKind.CONSTANT, planned=False, origin=origin)
         self.value_of[node] = self.alias_classes.value(val, node.name, storage)
-        own = OWN in node.meta
-        self.bindings.append(Binding(source=Source.CONSTANT, value=self.value_of[node], tensor=tensor, own=own))
+        self.bindings.append(Binding(source=Source.CONSTANT, value=self.value_of[node], tensor=tensor))
 
     # -- what runs ---------------------------------------------------------------------------------------
 

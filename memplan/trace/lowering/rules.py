@@ -21,29 +21,26 @@ from memplan.trace.lowering.layer_rules import (
     embedding,
     embedding_backward,
     loss_of,
-    mean,
     mse_loss,
     safe_softmax,
 )
-from memplan.trace.lowering.products import product
 from memplan.trace.passes.aliasing import keys_of, written_in
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
 from memplan.trace.passes.simplify import SLICES
 
-_RESHAPES = {aten.view.default, aten._unsafe_view.default}
 _ROLLED = 2  # the most dimensions: three would make eight pieces
 Rule = Callable[..., Any]  # (rewriter, *the node's args, **kwargs) -> node, tuple of nodes, or None: leave it
 
 
-def lower(graph: fx.Graph, *, constants: bool = True) -> None:
-    """Apply the rules to every node that has one, in place. `constants`: rules may add constants to the program."""
+def lower(graph: fx.Graph) -> None:
+    """Apply the rules to every node that has one, in place."""
     mode, written = fake_mode_of(graph), written_in(graph)
     for node in list(graph.nodes):
         rule = RULES.get(node.target) if node.op == "call_function" else None
         if rule is None:
             continue
         rewriter = Rewriter(graph, mode, node)
-        rewriter.constants, rewriter.written = constants, written
+        rewriter.written = written
         new = rule(rewriter, *node.args, **node.kwargs)
         if new is not None:
             _replace(graph, node, new)
@@ -84,21 +81,6 @@ def _relu(rw: Rewriter, x: fx.Node) -> fx.Node:
 def _sum(rw: Rewriter, x: fx.Node, *, dtype: torch.dtype | None = None) -> fx.Node:
     """Lower a sum of all elements to a sum over dimensions."""
     return rw.instead(aten.sum.dim_IntList, x, None, dtype=dtype)
-
-
-def _sum_over(
-    rw: Rewriter, x: fx.Node, dims: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> fx.Node | None:
-    """Sum without keeping dimensions where the only reader removes them (a bias's gradient)."""
-    user = next(iter(rw.node.users), None)
-    if not keepdim or user is None or len(rw.node.users) > 1 or user.target not in _RESHAPES:
-        return None
-    with rw.mode:
-        whole = torch.empty_like(value(x), dtype=value(rw.node).dtype).sum(dims)
-    seen = value(user)
-    if (seen.shape, seen.stride()) != (whole.shape, whole.stride()):
-        return None
-    return rw.making(seen, aten.sum.dim_IntList, x, dims, dtype=dtype)
 
 
 def _slice_backward(rw: Rewriter, grad: fx.Node, sizes: Any, *where: Any) -> fx.Node:
@@ -231,16 +213,12 @@ RULES: dict[Any, Rule] = {
     aten.copy.default: _overwrite,
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,
-    aten.mul.Tensor: product,
     aten.mul.Scalar: _as_tensor_op(aten.mul.Tensor),
     aten.div.Scalar: _as_tensor_op(aten.div.Tensor),
     aten.add.Scalar: _as_tensor_op(aten.add.Tensor),
     aten.sub.Scalar: _as_tensor_op(aten.sub.Tensor),
     aten.relu.default: _relu,
     aten.sum.default: _sum,
-    aten.sum.dim_IntList: _sum_over,
-    aten.mean.default: mean,
-    aten.mean.dim: mean,
     aten.embedding.default: embedding,
     aten.embedding_dense_backward.default: embedding_backward,
     aten.native_dropout.default: dropout,
