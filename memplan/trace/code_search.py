@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from memplan.core.code_options import CodeOptions
 from memplan.core.graph import Graph
@@ -23,7 +24,6 @@ from memplan.evict.policies.partition import kept_for_backward, partition
 from memplan.evict.workload import Workload
 from memplan.planning.fit import make_workload
 from memplan.planning.options import PlanOptions
-from memplan.trace.retracer import Retracer
 from memplan.trace.traced import TracedGraph
 
 _log = logging.getLogger("memplan")
@@ -35,43 +35,41 @@ _GROUPS = 32  # a kernel of several loops touches at most one part in so many of
 _LEAST = 4096  # bytes that such a kernel may touch in any case
 
 Make = Callable[[TracedGraph], Plan]
+Again = Callable[..., TracedGraph]  # takes `code`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class Planned(NamedTuple):
     """A variant of a step, and its plan."""
 
     traced: TracedGraph
     plan: Plan
 
 
-def smallest_code(traced: TracedGraph, retracer: Retracer, make: Make) -> Planned:
+def smallest_code(traced: TracedGraph, again: Again, make: Make) -> Planned:
     """Return the variant of a step without a budget that needs the fewest bytes.
 
     Only models with convolutions have others: their weights are reordered, all at once.
 
     Args:
         traced: The step with the code that was generated first.
-        retracer: Generates other code.
+        again: Generates other code.
         make: Plans a variant.
     """
     best = Planned(traced=traced, plan=make(traced))
     if is_accelerator(traced.device) or not _convolves(traced.graph) or not _largest_is_generated(traced.graph):
         return best
     code = replace(traced.code or CodeOptions(), group_bytes=_group_bytes(best.plan.max_live))
-    return _smaller(best, retracer, make, code)
+    return _smaller(best, again, make, code)
 
 
-def fastest_code(
-    traced: TracedGraph, retracer: Retracer, make: Make, options: PlanOptions, costs: CostModel
-) -> Planned:
+def fastest_code(traced: TracedGraph, again: Again, make: Make, options: PlanOptions, costs: CostModel) -> Planned:
     """Return the variant of a step that keeps its budgets at the least cost, by the cost model.
 
     A budget of "min" takes the variant that needs the fewest bytes.
 
     Args:
         traced: The step with the code that was generated first.
-        retracer: Generates other code.
+        again: Generates other code.
         make: Plans a variant, within the budgets.
         options: Those of the plan; its budgets are in bytes.
         costs: The cost model.
@@ -84,7 +82,7 @@ def fastest_code(
     failed: list[BudgetInfeasible] = []
     minimal = "min" in (options.budget, options.arena_budget)
     graphs: list[TracedGraph] = []
-    for variant in _variants(traced, retracer, options, costs, graphs):
+    for variant in _variants(traced, again, options, costs, graphs):
         graphs.append(variant)
         try:
             found.append(Planned(traced=variant, plan=make(variant)))
@@ -101,35 +99,35 @@ def fastest_code(
 
 
 def _variants(
-    traced: TracedGraph, retracer: Retracer, options: PlanOptions, costs: CostModel, seen: list[TracedGraph]
+    traced: TracedGraph, again: Again, options: PlanOptions, costs: CostModel, seen: list[TracedGraph]
 ) -> Iterator[TracedGraph]:
     """Yield the variants to plan; `seen` are those that were yielded."""
     yield traced
     own = traced.code or CodeOptions()
     if not is_accelerator(traced.device):  # a Triton kernel is one loop
-        yield from _generated(retracer, replace(own, group_bytes=_group_bytes(_most_live(traced.graph))))
+        yield from _generated(again, replace(own, group_bytes=_group_bytes(_most_live(traced.graph))))
     if not traced.training or "min" in (options.budget, options.arena_budget) or not _partitions_freely():
         return
     best = seen[-1]
     for aim in _AIMS:
         saved = _saved(best, options, costs, aim)
         if saved is not None:
-            yield from _generated(retracer, replace(best.code or CodeOptions(), saved=saved))
+            yield from _generated(again, replace(best.code or CodeOptions(), saved=saved))
     for knob in _KNOBS:
-        yield from _generated(retracer, replace(best.code or CodeOptions(), knob=knob))
+        yield from _generated(again, replace(best.code or CodeOptions(), knob=knob))
 
 
-def _generated(retracer: Retracer, code: CodeOptions) -> Iterator[TracedGraph]:
+def _generated(again: Again, code: CodeOptions) -> Iterator[TracedGraph]:
     """Yield the step with other code, unless the compiler, or memplan, refuses that variant."""
     try:
-        yield retracer.retrace(code=code)
+        yield again(code=code)
     except UnsupportedGraph as refused:
         _log.info("Inductor's code (%s) is left out: %s", code, refused.summary)
 
 
-def _smaller(best: Planned, retracer: Retracer, make: Make, code: CodeOptions) -> Planned:
+def _smaller(best: Planned, again: Again, make: Make, code: CodeOptions) -> Planned:
     """Return the variant with other code if it needs fewer bytes than the best one so far, else that one."""
-    for variant in _generated(retracer, code):
+    for variant in _generated(again, code):
         plan = make(variant)
         if plan.on_device < _WORTH * best.plan.on_device:
             before, after = format_bytes(best.plan.on_device), format_bytes(plan.on_device)

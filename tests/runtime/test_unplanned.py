@@ -102,18 +102,17 @@ def _window(net: Any, x: Any) -> Any:
     return net.b(net.a(x))
 
 
-def _checkpoint_breaks(net: Any, x: Any) -> Any:
-    def block(h: Any) -> Any:
-        torch._dynamo.graph_break()
-        return net.b(h)
-
-    return checkpoint(block, net.a(x), use_reentrant=False)
-
-
 def _hooked() -> nn.Module:
     net = Net(lambda net, x: net.b(net.a(x)))
     net.b.register_full_backward_hook(lambda module, inputs, outputs: inputs)
     return net
+
+
+def _patched() -> nn.Module:
+    net: Any = Net(lambda net, x: net.b(net.a(x)))
+    was = net.forward
+    net.forward = lambda x: was(x) / 2
+    return net  # type: ignore[no-any-return]
 
 
 def _written_leaf(net: Any, x: Any) -> Any:
@@ -160,7 +159,7 @@ CASES: dict[str, Case] = {
     "Python state": ("capture/effects.py:_changes", lambda: Net(_counts), _x),
     "first call": ("capture/effects.py:require_same_call", lambda: Net(_first), _x),
     "random": ("capture/effects.py:_draws", lambda: Net(lambda net, x: net.b(net.a(x)) * random.random()), _x),
-    "lost checkpoint": ("capture/refusals.py:lost_checkpoints", lambda: Net(_checkpoint_breaks), _x),
+    "patched forward": ("capture/front_ends.py:dynamo", _patched, _x),
     "branch": (
         "capture/refusals.py:unsupported",
         lambda: Net(lambda net, x: net.b(net.a(x)) if x.sum() > 0 else net.a(x)),

@@ -13,7 +13,7 @@ from memplan.core.division import Division
 from memplan.errors import UnsupportedProblem
 from memplan.planning.options import PlanOptions
 from memplan.trace import TracedGraph, capture_call, plan_step, plan_traced
-from memplan.trace.retracer import retraced
+from memplan.trace.tracing import retraced
 
 
 class Classifier(nn.Module):

@@ -1,6 +1,6 @@
-"""The two front ends that read the Python of `forward` into a graph: dynamo, and `torch.export` where dynamo cannot.
+"""The front end that reads the Python of `forward` into a graph: dynamo.
 
-Each is a function from a model and the arguments of a call to a module, which AOTAutograd traces next
+A front end is a function from a model and the arguments of a call to a module, which AOTAutograd traces next
 (`joint_graph.py`). The Python values that it read are in the metadata of the graph.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,13 +18,13 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 
+from memplan.errors import UnsupportedGraph
 from memplan.torch_versions import dynamo_settings
 from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
-from memplan.trace.capture.effects import exporting, refuse_random, require_same_call, settle_side_effects
+from memplan.trace.capture.effects import refuse_random, require_same_call, settle_side_effects
 from memplan.trace.capture.intermediate_leaves import tracing_assignments
-from memplan.trace.capture.lost_checkpoints import refusing_checkpoints
-from memplan.trace.capture.python_values import Reading, options_of_layers, recording_guards
-from memplan.trace.capture.recurrent import RecurrentAsEager
+from memplan.trace.capture.python_values import Reading, recording_guards
+from memplan.trace.capture.refusals import SEVERAL
 from memplan.trace.capture.returned_objects import returning_objects
 
 READINGS = "memplan's readings"  # key of a graph's Python values in its metadata
@@ -49,6 +48,10 @@ def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> n
 
     Raises `UnsupportedGraph` for what forward changes beside tensors.
     """
+    if _is_patched(model):
+        what = "has a forward that is another object's function, whose parameters would become constants of one graph"
+        hint = f"define forward in the model's class; {SEVERAL}"
+        raise UnsupportedGraph(type(model).__name__, what, hint, see="graph-breaks")
     try:
         module, readings, said = _read(model, args, kwargs)
     except Exception as error:
@@ -107,7 +110,7 @@ def _dynamo_settings(**config: Any) -> Any:
     """
     config |= {"specialize_int": True, "specialize_float": True, "automatic_dynamic_shapes": False}
     ignored = {getattr(logging.Logger, name) for name in _LOGS if hasattr(logging.Logger, name)}
-    config |= dynamo_settings(**{_IGNORED: ignored})
+    config |= dynamo_settings(**{_IGNORED: ignored}, allow_rnn=True)
     return torch._dynamo.config.patch(config)
 
 
@@ -142,36 +145,7 @@ def _take_real_tensors(module: nn.Module) -> None:
     codegen.process_inputs = process_inputs
 
 
-def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
-    """Return `torch.export`'s graph of the model as a module: the front end that runs forward as Python."""
-    asked = mock.patch.object(torch.compiler, "is_exporting", _is_exporting)
-    with asked, exporting(model, args, kwargs), RecurrentAsEager(), _without_prints(), refusing_checkpoints():
-        module: nn.Module = torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
-    meta_of(module)[READINGS] = tuple(options_of_layers(model))
-    return module
-
-
-def _is_exporting() -> bool:
-    """Return True to torch, whose own functions have to know, and False to others: they compute as in eager."""
-    caller: str = sys._getframe(1).f_globals.get("__name__", "")
-    return torch.compiler._is_exporting_flag and caller.partition(".")[0] == "torch"
-
-
-@contextlib.contextmanager
-def _without_prints() -> Iterator[None]:
-    """Suppress export's print of the graph so far, to stderr, of what it cannot trace; other prints of the process
-    remain.
-    """
-    from torch.export import _trace
-
-    vars(_trace)["print"] = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        vars(_trace).pop("print", None)
-
-
-def is_patched(model: nn.Module) -> bool:
+def _is_patched(model: nn.Module) -> bool:
     """Return whether the model's forward is another object's function, whose parameters dynamo would make constants."""
     forward = vars(model).get("forward")
     return forward is not None and getattr(forward, "__self__", None) is not model

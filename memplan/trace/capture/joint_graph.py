@@ -22,13 +22,12 @@ from memplan.trace.capture.conjugates import compute_conjugates
 from memplan.trace.capture.effects import with_fake_tensors
 from memplan.trace.capture.fake_layouts import layout_decompositions, settle_layouts
 from memplan.trace.capture.fake_statistics import correct_statistics
-from memplan.trace.capture.front_ends import READINGS, WARNINGS, FrontEnd, dynamo, export, identity, is_patched, meta_of
-from memplan.trace.capture.lost_checkpoints import LostCheckpoint
+from memplan.trace.capture.front_ends import READINGS, WARNINGS, FrontEnd, dynamo, identity, meta_of
 from memplan.trace.capture.nested_checkpoints import note_checkpoints
 from memplan.trace.capture.python_values import Reading, with_values
 from memplan.trace.capture.quiet import quiet
 from memplan.trace.capture.recurrent import RecurrentAsEager, separate_gradients, size_workspaces
-from memplan.trace.capture.refusals import lost_checkpoints, require_same_types, require_traceable, unsupported
+from memplan.trace.capture.refusals import require_same_types, require_traceable, unsupported
 from memplan.trace.capture.results import ResultView, returning_once, views_among
 from memplan.trace.capture.unfinished_collectives import refuse_unfinished
 from memplan.trace.passes.error_checks import order_checks
@@ -36,7 +35,6 @@ from memplan.trace.passes.overlapping_strides import overlapping_tangents
 from memplan.trace.passes.own_outputs import return_new_values, tag_backward
 from memplan.trace.passes.rewrite import separate_tangents
 
-_LOST_BY_EXPORT = ("fork_rng", "rng_state", "manual_seed")  # dynamo refuses these; export would leave them out
 Decompositions = Mapping[Any, Callable[..., Any]]  # ops, and functions that compute them from other ops
 _OF_INPUT = ("is_input", "alias_of_input")  # AOTAutograd's output types
 _ONCE = "memplan's results"  # key of the structure of the result, and of what is which tensor in it, in the metadata
@@ -104,8 +102,8 @@ def capture(
         inputs = flat if device is None else inputs
     with contextlib.ExitStack() as stack:
         prepare(stack, traced, train=train)
-        front_ends = (identity,) if by_dynamo else (export,) if is_patched(traced) else (dynamo, export)
-        joint = _capture_joint(stack, traced, args, kwargs, front_ends, decompositions=decompositions)
+        front_end = identity if by_dynamo else dynamo
+        joint = _capture_joint(stack, traced, args, kwargs, front_end, decompositions=decompositions)
     if settle is not None:
         settle(joint)
     as_eager = decompositions is None
@@ -155,7 +153,6 @@ def captured(
     tag_backward(graph_module.graph)
     views = views_among(graph_module.graph)
     separate_tangents(graph_module.graph)
-    _without_assertions(graph_module.graph)
     if as_eager:
         compute_conjugates(graph_module.graph)
         size_workspaces(graph_module.graph)
@@ -219,12 +216,6 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
-def _without_assertions(graph: fx.Graph) -> None:
-    """Erase export's assertions on the dtypes of what it converts: the trace has settled them."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
-        graph.erase_node(node)
-
-
 @contextlib.contextmanager
 def _without_cudnn() -> Iterator[None]:
     """Turn cuDNN off. `torch.backends.cudnn.flags` would also set other flags."""
@@ -268,30 +259,20 @@ def _capture_joint(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    front_ends: tuple[FrontEnd, ...],
+    front_end: FrontEnd,
     *,
     decompositions: Decompositions | None,
 ) -> Any:
-    """Try each front end in turn. If all fail, raise the error that is clearest to the user."""
-    complaints: list[Exception] = []
-    for front_end in front_ends:
-        try:
-            module = front_end(model, args, kwargs)
-            joint = export_joint(stack, module, args, kwargs, decompositions)
-            joint.graph_module.meta.update({key: meta_of(module).get(key, ()) for key in (READINGS, WARNINGS)})
-            return joint
-        except MemplanError:
-            raise
-        except Exception as error:  # whatever a front end raises, the next one may succeed
-            complaints.append(error)
-            if any(word in str(error) for word in _LOST_BY_EXPORT):
-                break
-    if isinstance(complaints[-1], LostCheckpoint):
-        raise lost_checkpoints(model, complaints[0]) from complaints[0]
-    # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
-    own = "Observed exception" in str(complaints[0])
-    clearest = complaints[-1 if own else 0]
-    raise unsupported(model, clearest, own=own) from clearest
+    """Return the joint graph of what a front end reads. Raises `UnsupportedGraph` for whatever is raised inside."""
+    try:
+        module = front_end(model, args, kwargs)
+        joint = export_joint(stack, module, args, kwargs, decompositions)
+    except MemplanError:
+        raise
+    except Exception as error:  # whatever a front end raises
+        raise unsupported(model, error) from error
+    joint.graph_module.meta.update({key: meta_of(module).get(key, ()) for key in (READINGS, WARNINGS)})
+    return joint
 
 
 def export_joint(

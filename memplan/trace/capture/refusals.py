@@ -10,7 +10,6 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from memplan.errors import UnsupportedGraph
-from memplan.trace.capture.lost_checkpoints import LostCheckpoint
 from memplan.trace.capture.origins import place_at_end, place_in_user_code, place_of
 from memplan.trace.passes.rewrite import aten
 
@@ -35,7 +34,7 @@ _NORMALISATIONS = {  # of one type, but for activations in half precision beside
 _HALVES = ("float16", "bfloat16")
 _BREAKS = {  # headings of refusals of one graph that a graph break, or Python between graphs, resolves
     *("data-dependent", "data-dependent-size", "graph-breaks", "python-state", "first-call", "random-numbers"),
-    *("not-a-buffer", "types", "lost-checkpoints"),
+    *("not-a-buffer", "types"),
 }
 # Headings of what would be wrong, or has nothing to run, in any way.
 _WRONG = {"not-a-module", "data-parallel", "sharded", "no-gradient", "example-fails"}
@@ -88,18 +87,10 @@ def _refusal(module: nn.Module) -> tuple[str, str, str] | None:
     return None
 
 
-def lost_checkpoints(model: nn.Module, reason: Exception) -> UnsupportedGraph:
-    """Return the error of a model with activation checkpoints that dynamo, which keeps them, cannot read."""
-    lines = str(reason).strip().splitlines()
-    because = "" if isinstance(reason, LostCheckpoint) or not lines else f"; dynamo says: {lines[0]}"
-    what = f"has activation checkpoints, and only torch.export can read it, which drops them{because}"
-    hint = "make forward traceable by torch.compile(fullgraph=True), or leave the checkpoints out and give a budget"
-    return UnsupportedGraph(type(model).__name__, what, f"{hint}; {SEVERAL}", see="lost-checkpoints")
-
-
-def unsupported(model: nn.Module, error: Exception, *, own: bool = False) -> UnsupportedGraph:
-    """Return the front end's error as one sentence and a hint. `own`: the model raised it, as it does in eager."""
+def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
+    """Return the front end's error as one sentence and a hint."""
     name = type(model).__name__
+    own = "Observed exception" in str(error)  # the model raises it, as it does in eager
     failure = _FAILED_ON_FAKES.search(str(error))
     if failure is not None:  # eager's own error, within dynamo's traceback
         words = " ".join(failure["words"].replace("\\n", " ").split())

@@ -11,8 +11,8 @@ from memplan.core.totals import MODEL_KINDS
 from memplan.core.units import format_bytes
 from memplan.planning.options import PlanOptions
 from memplan.schedule import order
-from memplan.trace.retracer import Retracer, retraced
 from memplan.trace.traced import TracedGraph
+from memplan.trace.tracing import CapturedCall, retraced
 
 if TYPE_CHECKING:
     from memplan.evict.workload import Workload
@@ -22,7 +22,7 @@ _WORTH = 0.99  # times the floor: more blocks have to lower it below this
 
 
 def variants_to_plan(
-    traced: TracedGraph, retracer: Retracer | None, options: PlanOptions, alignment: int
+    traced: TracedGraph, retracer: CapturedCall | None, options: PlanOptions, alignment: int
 ) -> tuple[tuple[TracedGraph, ...], PlanOptions]:
     """Return the variants of a step to plan, one after the other until one keeps the budget, and the options for them.
 
@@ -44,13 +44,13 @@ def variants_to_plan(
     return fitting or variants[-1:], asked
 
 
-def _whole(traced: TracedGraph, retracer: Retracer | None, options: PlanOptions) -> Iterator[TracedGraph]:
+def _whole(traced: TracedGraph, retracer: CapturedCall | None, options: PlanOptions) -> Iterator[TracedGraph]:
     """Yield the undivided step with sums in place, where Inductor's kernels may run it."""
     if options.kernels == "inductor" and options.division is not None and options.division.sums:
         yield retraced(traced, retracer, replace(options.division, blocks=1), traced.compress, traced.code)
 
 
-def gain_of_dividing(traced: TracedGraph, retracer: Retracer, alignment: int, *, sums: bool = False) -> str:
+def gain_of_dividing(traced: TracedGraph, retracer: CapturedCall, alignment: int, *, sums: bool = False) -> str:
     """Return what a division would bring for a step that does not fit, as a hint; "" if it would bring nothing.
 
     `sums` is as in `Division`.
@@ -64,7 +64,7 @@ def gain_of_dividing(traced: TracedGraph, retracer: Retracer, alignment: int, *,
 
 
 def _divisions(
-    traced: TracedGraph, retracer: Retracer | None, allowed: Division, alignment: int
+    traced: TracedGraph, retracer: CapturedCall | None, allowed: Division, alignment: int
 ) -> Iterator[TracedGraph]:
     """Yield the step in more and more blocks, as long as its floor falls."""
     before = float(_floor(traced, alignment))

@@ -15,7 +15,7 @@ coincidence would become a condition. Torch treats 0 and 1 as special, so a size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,17 +34,15 @@ from memplan.symbolic.plan import SymbolicPlan, make_symbolic, stable
 from memplan.symbolic.sizes import SizesWriter
 from memplan.symbolic.symbols import Symbol
 from memplan.trace.capture.refusals import require_traceable
-from memplan.trace.dynamic.conditions import disjunction, nearest_excluded, without_implied
 from memplan.trace.dynamic.conditions import fixed_symbol as pinned_by
+from memplan.trace.dynamic.conditions import without_implied
 from memplan.trace.dynamic.dims import Dims, Range, read_dims, without
 from memplan.trace.dynamic.follow_checkpoints import follow_checkpoints
 from memplan.trace.dynamic.symbolic_capture import read_symbolic, sized_kernel, tracing_hints
 from memplan.trace.dynamic.symbols import Translator
-from memplan.trace.dynamic.varying import SymbolicTrace, same_step
+from memplan.trace.dynamic.varying import SymbolicTrace
 from memplan.trace.planning import plan_traced
 from memplan.trace.traced import KernelCall
-
-_WIDENINGS = 2  # further traces that test whether a condition matters
 
 
 def trace_symbolic(
@@ -84,26 +82,7 @@ def trace_symbolic(
         if isinstance(outcome, SymbolicTrace):
             break
         dims = outcome
-    for _ in range(_WIDENINGS):
-        other = _trace_beyond(outcome, trace)
-        if other is None or not same_step(outcome, other):
-            break
-        outcome = replace(outcome, conditions=disjunction(outcome.dims.symbols, outcome.conditions, other.conditions))
     return follow_checkpoints(outcome, in_place=in_place)
-
-
-def _trace_beyond(found: SymbolicTrace, trace: Callable[[Dims], SymbolicTrace | Dims]) -> SymbolicTrace | None:
-    """Return a trace where the conditions of `found` do not hold; None if they always hold, or no such trace works."""
-    hints = {s.name: s.hint for s in found.symbols}
-    out = nearest_excluded(found.dims.symbols, hints, found.conditions)
-    if out is None:
-        return None
-    there = replace(found.dims, symbols=tuple(replace(s, example=out[s.name]) for s in found.dims.symbols))
-    try:
-        other = trace(there)
-    except (InvalidShapes, UnsupportedGraph):
-        return None
-    return other if isinstance(other, SymbolicTrace) else None
 
 
 def _refuse_fakes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

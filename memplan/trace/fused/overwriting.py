@@ -8,17 +8,11 @@ and the pairs that are found here become in-place candidates.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.virtualized import V
-from torch.utils._sympy.functions import FloorDiv, ModularIndexing
-
-from memplan.trace.fused.masked_reads import reads_where_it_writes
-
-_DIVISIONS = (FloorDiv, ModularIndexing)  # Inductor simplifies indices without them by itself
 
 
 class Overwriting:
@@ -36,15 +30,13 @@ class Overwriting:
     def add(self, loops: Sequence[Any]) -> None:
         """Follow loops that were fused into one, in their order."""
         seen: dict[str, set[Any]] = {}
-        users = Counter[str]()
         for loop in loops:
             for dep in loop.read_writes.reads_and_writes():
                 seen.setdefault(dep.name, set()).add(dep)
             read = {dep.name for dep in loop.read_writes.reads}
-            users.update(read)
             self._pairs = {pair: None for pair in self._pairs if pair[1] not in read}
-            for result, dep, masked in _same_index(loop):
-                if len(seen[dep.name]) == 1 and not (masked and users[dep.name] > 1):
+            for result, dep in _same_index(loop):
+                if len(seen[dep.name]) == 1:
                     self._pairs[result, dep.name] = None
 
     def end(self) -> None:
@@ -54,11 +46,8 @@ class Overwriting:
         self._pairs = {}
 
 
-def _same_index(loop: Any) -> Iterator[tuple[str, MemoryDep, bool]]:
-    """Yield the result of a loop, and a read, for each that is at the index of the loop's only write.
-
-    True with it: it is so only where the mask of the read holds.
-    """
+def _same_index(loop: Any) -> Iterator[tuple[str, MemoryDep]]:
+    """Yield the result of a loop, and a read, for each that is at the index of the loop's only write."""
     if loop.is_template() or len(loop.read_writes.writes) != 1:
         return
     (write,) = loop.read_writes.writes
@@ -71,6 +60,5 @@ def _same_index(loop: Any) -> Iterator[tuple[str, MemoryDep, bool]]:
     for read in loop.read_writes.reads:
         if not isinstance(read, MemoryDep) or read.name in fixed or read.name in V.graph.scheduler.mutation_real_name:
             continue
-        same = (read.index, read.size) == (write.index, write.size)
-        if same or (read.index.has(*_DIVISIONS) and reads_where_it_writes(loop, read.name)):
-            yield write.name, read, not same
+        if (read.index, read.size) == (write.index, write.size):
+            yield write.name, read
