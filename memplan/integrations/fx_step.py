@@ -13,9 +13,8 @@ from torch.utils import _pytree as pytree
 
 from memplan.core.graph import Graph, Op, Phase, StorageKind, check_graph
 from memplan.trace.capture.origins import origin_of
-from memplan.trace.graph.alias_classes import AliasClasses
-from memplan.trace.passes.out_variants import written_names
-from memplan.trace.passes.randomness import draws
+from memplan.trace.graph.values import AliasClasses
+from memplan.trace.passes.nodes import draws, written_names
 
 Predicate = Callable[[fx.Node], bool]
 

@@ -28,7 +28,7 @@ from memplan.evict.workload_limits import floor
 from memplan.integrations.fx_step import FxStep, fx_step
 from memplan.planning.fit import make_workload
 from memplan.planning.options import Budget, Costs, read_budget, read_size
-from memplan.trace.passes.saved_nodes import clear_tags, is_collective, tag_saved
+from memplan.trace.passes.partitions import clear_tags, is_collective, tag_saved
 from memplan.trace.planning import device_costs
 
 NAME = "memplan"

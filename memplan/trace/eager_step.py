@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from memplan.devices.generators import forked
 from memplan.trace.allocations import Allocations, storage_of
 from memplan.trace.capture.recurrent import RecurrentAsEager, workspace_bytes
-from memplan.trace.capture.returned_objects import with_returned_objects
+from memplan.trace.capture.results import with_returned_objects
 from memplan.trace.kernel_scratch import KernelScratch, SizedCall, call_of, like_tensor
 from memplan.trace.meta_model import copied_with
 

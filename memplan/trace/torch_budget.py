@@ -24,8 +24,8 @@ from memplan.evict.events import Event, Events, Kind
 from memplan.evict.judge.arrays import measure
 from memplan.evict.workload import Workload
 from memplan.planning.fit import make_workload
+from memplan.trace.capture.front_ends import quiet
 from memplan.trace.capture.joint_graph import Captured, capture
-from memplan.trace.capture.quiet import quiet
 from memplan.trace.graph.build import build
 from memplan.trace.passes.own_outputs import own_outputs, returned_by, tangents_needed, write_back_mutations
 from memplan.trace.passes.rewrite import fake_mode_of

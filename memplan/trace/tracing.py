@@ -23,20 +23,18 @@ from memplan.core.in_place import with_inplace_candidates
 from memplan.core.timed import timed
 from memplan.distributed.parallelism import parallelism_of
 from memplan.errors import UnsupportedProblem
+from memplan.trace.capture.front_ends import quiet
 from memplan.trace.capture.joint_graph import Captured, capture
-from memplan.trace.capture.quiet import quiet
 from memplan.trace.chunking.chunk import divide
 from memplan.trace.collectives.parallel_graph import capture_parallel
-from memplan.trace.compression.pack import pack_masks
-from memplan.trace.compression.quantize import quantize
 from memplan.trace.graph.build import build
 from memplan.trace.graph.offload_target import Target, require_on_cpu, target_of, with_host_residents
-from memplan.trace.lowering.rules import lower
 from memplan.trace.passes.checkpoints import mark_checkpoints
+from memplan.trace.passes.compression import pack_masks, quantize
+from memplan.trace.passes.lowering import lower
 from memplan.trace.passes.own_outputs import own_outputs, tangents_needed, write_back_mutations
 from memplan.trace.passes.rewrite import copy_of
-from memplan.trace.passes.simplify import simplify
-from memplan.trace.passes.sums import accumulate_in_place, write_in_place
+from memplan.trace.passes.simplify import accumulate_in_place, simplify, write_in_place
 from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
@@ -94,7 +92,7 @@ class CapturedCall:
         """Return the variant of the step to begin with: undivided, with the code that is taken if none is asked for."""
         if self.options.kernels != "inductor":
             return self.retrace()
-        from memplan.trace.fused.layouts import first_code
+        from memplan.trace.fused.environment import first_code
 
         return self.retrace(code=first_code(self.captured.graph_module.graph))
 

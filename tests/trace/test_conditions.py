@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tracemalloc
 
-from memplan.trace.dynamic.conditions import without_implied
 from memplan.trace.dynamic.dims import Range
+from memplan.trace.dynamic.symbols import without_implied
 
 
 def _range(name: str, most: int) -> Range:

@@ -38,10 +38,9 @@ from memplan.integrations.inductor.wrapper_lines import read_wrapper
 from memplan.planning.fit import make_workload
 from memplan.planning.options import Budget, Costs, read_budget, read_size
 from memplan.torch_versions import warn_if_newer
-from memplan.trace.capture.quiet import quiet
-from memplan.trace.passes.old_values import require_new_values, save_old_values
+from memplan.trace.capture.front_ends import quiet
+from memplan.trace.passes.partitions import one_of_each, require_new_values, save_old_values, tag_saved
 from memplan.trace.passes.rewrite import storage_key
-from memplan.trace.passes.saved_nodes import one_of_each, tag_saved
 from memplan.trace.planning import device_costs
 from memplan.version import __version__
 

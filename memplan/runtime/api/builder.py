@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from memplan.runtime.guards.input_guards import InputGuards
     from memplan.runtime.kernels.kernel_selection import BoundOp
     from memplan.symbolic import SymbolicPlan
-    from memplan.trace.dynamic.varying import SymbolicTrace
+    from memplan.trace.dynamic.dims import SymbolicTrace
 
 
 class Builder:

@@ -39,8 +39,8 @@ from memplan.runtime.memory.arena_parts import part_of
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
 from memplan.runtime.options import RunOptions
 from memplan.runtime.room_for_update import compared, made_room
-from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
-from memplan.trace.capture.python_numbers import numbers_of, with_numbers
+from memplan.trace.capture.checkpoints import gradients_that_eager_lacks
+from memplan.trace.capture.python_values import numbers_of, with_numbers
 from memplan.trace.capture.refusals import runs_as_eager, where_it_breaks, why_it_breaks
 from memplan.trace.optimizer.first_update import FirstUpdate
 from memplan.trace.traced import TracedGraph

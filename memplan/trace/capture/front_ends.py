@@ -1,4 +1,5 @@
-"""The front end that reads the Python of `forward` into a graph: dynamo.
+"""The front end that reads the Python of `forward` into a graph: dynamo; what it says about its own internals is
+kept quiet.
 
 A front end is a function from a model and the arguments of a call to a module, which AOTAutograd traces next
 (`joint_graph.py`). The Python values that it read are in the metadata of the graph.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,12 +22,83 @@ from torch._guards import detect_fake_mode
 
 from memplan.errors import UnsupportedGraph
 from memplan.torch_versions import dynamo_settings
-from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
+from memplan.trace.capture.checkpoints import gradients_that_eager_lacks
 from memplan.trace.capture.effects import refuse_random, require_same_call, settle_side_effects
-from memplan.trace.capture.intermediate_leaves import tracing_assignments
 from memplan.trace.capture.python_values import Reading, recording_guards
 from memplan.trace.capture.refusals import SEVERAL
-from memplan.trace.capture.returned_objects import returning_objects
+from memplan.trace.capture.results import returning_objects
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress this thread's warnings and logs, which are noise to a user of memplan; other threads keep theirs."""
+    silence = _Silence()
+    handlers = _handlers()
+    for handler in handlers:
+        handler.addFilter(silence)
+    every: Any = ("ignore", silence, Warning, None, 0)
+    filters: Any = warnings.filters
+    filters.insert(0, every)
+    try:
+        yield
+    finally:
+        silence.active = False  # another thread may have a copy of the filters
+        for handler in handlers:
+            handler.removeFilter(silence)
+        if every in warnings.filters:
+            filters = warnings.filters
+            filters.remove(every)
+
+
+class _Silence(logging.Filter):
+    """Drops what is logged by the thread that made it; `match` makes it the pattern of a filter of warnings too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.active = True
+        self._thread = threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is shown."""
+        return not (self.active and record.thread == self._thread)
+
+    def match(self, text: str) -> bool:
+        """Return whether a warning that is raised now is ignored."""
+        return self.active and threading.get_ident() == self._thread
+
+
+def _handlers() -> set[logging.Handler]:
+    """Return the handlers of all loggers."""
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    found = {handler for logger in loggers if isinstance(logger, logging.Logger) for handler in logger.handlers}
+    return found | ({logging.lastResort} if logging.lastResort is not None else set())
+
+
+@contextlib.contextmanager
+def tracing_assignments() -> Iterator[None]:
+    """Trace assignments to `requires_grad` of intermediates; the caller holds torch's compile lock.
+
+    Other versions of torch, which name the rule for `setattr` otherwise, break the graph there as before.
+    """
+    from torch._dynamo import variables
+
+    owner: Any = getattr(variables, "SetAttrBuiltinVariable", None)
+    rule: Any = getattr(owner, "_call_setattr", None)
+    if rule is None:
+        yield
+        return
+
+    def assigned(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
+        """Trace the method instead of the assignment where the tensor is neither an input nor a parameter."""
+        is_flag = name.is_python_constant() and name.as_python_constant() == "requires_grad"
+        if is_flag and isinstance(obj, variables.TensorVariable) and not obj.source and value.is_python_constant():
+            obj.method_requires_grad_(tx, value)
+            return variables.ConstantVariable.create(None)
+        return rule(self, tx, obj, name, value)
+
+    with mock.patch.object(owner, "_call_setattr", assigned):
+        yield
+
 
 READINGS = "memplan's readings"  # key of a graph's Python values in its metadata
 WARNINGS = "memplan's warnings"  # key of what a graph computes unlike eager

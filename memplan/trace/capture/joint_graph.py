@@ -17,21 +17,15 @@ from torch import fx, nn
 from torch._dynamo.convert_frame import compile_lock
 
 from memplan.errors import MemplanError, UnsupportedGraph
-from memplan.trace.capture.checkpoint_warnings import updates_run_once
-from memplan.trace.capture.conjugates import compute_conjugates
+from memplan.trace.capture.as_eager import compute_conjugates, correct_statistics, layout_decompositions, settle_layouts
+from memplan.trace.capture.checkpoints import note_checkpoints, updates_run_once
 from memplan.trace.capture.effects import with_fake_tensors
-from memplan.trace.capture.fake_layouts import layout_decompositions, settle_layouts
-from memplan.trace.capture.fake_statistics import correct_statistics
-from memplan.trace.capture.front_ends import READINGS, WARNINGS, FrontEnd, dynamo, identity, meta_of
-from memplan.trace.capture.nested_checkpoints import note_checkpoints
+from memplan.trace.capture.front_ends import READINGS, WARNINGS, FrontEnd, dynamo, identity, meta_of, quiet
 from memplan.trace.capture.python_values import Reading, with_values
-from memplan.trace.capture.quiet import quiet
 from memplan.trace.capture.recurrent import RecurrentAsEager, separate_gradients, size_workspaces
-from memplan.trace.capture.refusals import require_same_types, require_traceable, unsupported
+from memplan.trace.capture.refusals import refuse_unfinished, require_same_types, require_traceable, unsupported
 from memplan.trace.capture.results import ResultView, returning_once, views_among
-from memplan.trace.capture.unfinished_collectives import refuse_unfinished
-from memplan.trace.passes.error_checks import order_checks
-from memplan.trace.passes.overlapping_strides import overlapping_tangents
+from memplan.trace.passes.nodes import order_checks, overlapping_tangents
 from memplan.trace.passes.own_outputs import return_new_values, tag_backward
 from memplan.trace.passes.rewrite import separate_tangents
 

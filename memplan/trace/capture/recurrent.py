@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.errors import UnsupportedGraph
-from memplan.trace.passes.aliasing import is_fixed
+from memplan.trace.passes.nodes import is_fixed
 from memplan.trace.passes.rewrite import aten, correct_results, fake_mode_of, storage_key, value
 
 _LSTM = 2  # oneDNN's number (ideep's rnn_kind)

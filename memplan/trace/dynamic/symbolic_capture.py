@@ -20,15 +20,14 @@ from memplan.symbolic.sizes import SizesWriter
 from memplan.trace.capture.front_ends import READINGS, dynamo
 from memplan.trace.capture.joint_graph import Captured, captured, export_joint, prepare
 from memplan.trace.capture.refusals import unsupported
-from memplan.trace.dynamic.dims import Dims, Range
+from memplan.trace.dynamic.dims import Dims, Range, Sized
 from memplan.trace.dynamic.symbols import Translator
-from memplan.trace.dynamic.varying import Sized
-from memplan.trace.graph.alias_classes import AliasClasses
 from memplan.trace.graph.build import build
-from memplan.trace.lowering.rules import lower
+from memplan.trace.graph.values import AliasClasses
 from memplan.trace.passes.checkpoints import mark_checkpoints
+from memplan.trace.passes.lowering import lower
 from memplan.trace.passes.own_outputs import own_outputs, returned_by, tangents_needed, write_back_mutations
-from memplan.trace.passes.sums import accumulate_in_place, write_in_place
+from memplan.trace.passes.simplify import accumulate_in_place, write_in_place
 from memplan.trace.traced import KernelCall, TracedGraph
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)

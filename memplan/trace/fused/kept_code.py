@@ -31,7 +31,7 @@ from memplan.core.files import write_atomic
 from memplan.errors import UnreadableFile
 from memplan.torch_versions import require_cacheable
 from memplan.trace.capture.origins import origin_of
-from memplan.trace.fused.written import WrittenCode
+from memplan.trace.fused.kernel_runs import WrittenCode
 from memplan.version import __version__
 
 

@@ -15,12 +15,11 @@ from memplan.core.division import SUMS_HINT, WITHOUT_SUMS, Division
 from memplan.core.in_place import without_candidates
 from memplan.core.timed import timed
 from memplan.errors import UnsupportedProblem
+from memplan.trace.capture.front_ends import quiet
 from memplan.trace.capture.joint_graph import Captured
-from memplan.trace.capture.quiet import quiet
 from memplan.trace.fused.code_generation import Halves, generate
-from memplan.trace.fused.environment import require_inductor
+from memplan.trace.fused.environment import refused, require_inductor
 from memplan.trace.fused.fused_graph import fused_graph
-from memplan.trace.fused.refusals import refused
 from memplan.trace.fused.row_division import divide_rows
 from memplan.trace.fused.updates import with_updates
 from memplan.trace.passes.own_outputs import returned_by, tangents_needed, write_back_mutations

@@ -24,7 +24,7 @@ from memplan.trace.optimizer.numbers import (
     number_of,
 )
 from memplan.trace.optimizer.recorded_update import At, UpdateInput, UpdateOp
-from memplan.trace.passes.randomness import draws
+from memplan.trace.passes.nodes import draws
 from memplan.trace.passes.rewrite import aten, storage_key
 
 MAKES = {

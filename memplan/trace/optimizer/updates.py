@@ -22,7 +22,7 @@ from memplan.errors import UnsupportedGraph
 from memplan.trace.optimizer.optimizers import STEP, ensure_state, keys_of
 from memplan.trace.optimizer.recorded_ops import RecordedOps, functions_of
 from memplan.trace.optimizer.recorded_update import RecordedUpdate
-from memplan.trace.passes.aliasing import has_effects
+from memplan.trace.passes.nodes import has_effects
 from memplan.trace.passes.own_outputs import after_last, returned_by, touching
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
 from memplan.trace.traced import Live

@@ -17,10 +17,17 @@ from torch._inductor.virtualized import V
 import memplan
 from memplan.core.graph import Op, Phase
 from memplan.trace import capture_call
-from memplan.trace.fused.blocks import Block, BlockView
-from memplan.trace.fused.kernel_runs import Replay
-from memplan.trace.fused.overwriting import Overwriting
-from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode
+from memplan.trace.fused.kernel_runs import (
+    Allocation,
+    Block,
+    BlockView,
+    KernelLine,
+    Renaming,
+    Replay,
+    TensorSpec,
+    WrittenCode,
+)
+from memplan.trace.fused.wrapper import Overwriting
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
