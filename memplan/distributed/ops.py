@@ -21,7 +21,7 @@ from memplan.core.collectives import NAMESPACE
 from memplan.distributed.ended import AGAIN, reason_of, require_going_on, timeout_of
 from memplan.distributed.gloo import ReduceScatter, copied_bytes, is_gloo
 from memplan.errors import CollectiveFailed
-from memplan.torch_versions import collective
+from memplan.torch_inside.versions import collective
 
 _SCHEMAS = {
     "gather_parameter": "Tensor shard, int ranks, str group",

@@ -1,13 +1,10 @@
 """Trace an `nn.Module` on example inputs into a `TracedGraph`. Only this package captures and rewrites graphs.
 
-In: an `nn.Module` and example inputs. Out: a `TracedGraph`. Start at `tracing.py`. It runs `capture/` (one joint
-graph on fake tensors), then the passes over that graph (`passes/`, `lowering/`, `chunking/`, `compression/`,
+In: an `nn.Module` and example inputs. Out: a `TracedGraph`. Start at `tracing.py`: `capture_call` is the one entry. It
+runs `capture/` (one joint graph on fake tensors); then the passes over that graph follow (`passes/`, `chunking/`,
 `optimizer/`), then `graph/` (from the fx graph to the types in `traced.py`). With `kernels="inductor"`, `fused/` has
-Inductor generate the kernels instead of the passes. `planning.py` plans the result, and asks a
-`CapturedCall` for other variants of a step.
-
-No other package knows AOTAutograd. Two parts of `runtime/` import dynamo or fx: `runtime/dynamo/`, the backend of
-`torch.compile`, which takes dynamo's fx graphs, and `runtime/guards/layout_guards.py`, which calls its tensor guards.
+Inductor generate the kernels instead of the passes. `planning.py` plans the result, and asks the `CapturedCall` for
+other variants of a step. What torch keeps to itself is named in `memplan/torch_inside/`.
 """
 
 from __future__ import annotations

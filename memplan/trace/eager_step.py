@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memplan.devices.generators import forked
+from memplan.torch_inside.graphs import FakeTensorMode
 from memplan.trace.allocations import Allocations, storage_of
 from memplan.trace.capture.recurrent import RecurrentAsEager, workspace_bytes
 from memplan.trace.capture.results import with_returned_objects

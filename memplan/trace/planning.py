@@ -25,10 +25,10 @@ from memplan.planning.measured import with_temporaries
 from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.schedule import order as order_of
 from memplan.schedule.group_updates import gather
-from memplan.trace.chunking.chunk_search import gain_of_dividing, in_bytes, variants_to_plan
 from memplan.trace.optimizer.update_groups import small_updates
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import CapturedCall, capture_call, retraced
+from memplan.trace.variants import gain_of_dividing, in_bytes, variants_to_plan
 from memplan.version import __version__
 
 _log = logging.getLogger("memplan")
@@ -130,7 +130,7 @@ def _best_code(
     limited: bool,
 ) -> tuple[TracedGraph, Plan]:
     """Return a variant with the code that needs the fewest bytes or, within budgets, the fastest, and its plan."""
-    from memplan.trace.code_search import fastest_code, smallest_code  # imports the search and its compiler
+    from memplan.trace.variants import fastest_code, smallest_code  # imports the search and its compiler
 
     again = partial(retracer.retrace, division=variant.division)
     if not limited:

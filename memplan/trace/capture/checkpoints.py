@@ -11,8 +11,8 @@ from itertools import count
 from typing import Any
 
 from torch import fx, nn
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
+from memplan.torch_inside.graphs import InputMutationAOTOutput
 from memplan.trace.capture.origins import origin_of
 from memplan.trace.passes.checkpoints import AROUND, DROPS, NOTES
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
-from torch._dynamo.convert_frame import compile_lock
 
 from memplan.errors import MemplanError, UnsupportedGraph
+from memplan.torch_inside.dynamo import compile_lock
+from memplan.torch_inside.graphs import backward_outside_autocast, joint_graph
 from memplan.trace.capture.as_eager import compute_conjugates, correct_statistics, layout_decompositions, settle_layouts
 from memplan.trace.capture.checkpoints import note_checkpoints, updates_run_once
 from memplan.trace.capture.effects import with_fake_tensors
@@ -115,8 +116,7 @@ def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> No
     stack.enter_context(quiet())
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.set_grad_enabled(train))
-    # The backward runs after the `with torch.autocast` of the forward, not within it.
-    stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
+    stack.enter_context(backward_outside_autocast())
     if train and any(isinstance(m, nn.RNNBase) for m in model.modules()):
         # cuDNN's LSTM saves a workspace for its backward whose size its fake kernel does not know.
         stack.enter_context(_without_cudnn())
@@ -283,22 +283,13 @@ def export_joint(
     room for a gradient for each element. The graph is then traced again with dense gradients, as eager's backward gets.
     `decompositions`: as in `capture`.
     """
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-
-    def export() -> Any:
-        table = layout_decompositions() if decompositions is None else dict(decompositions)
-        # Without `keep_inference_input_mutations`, what both forward and backward write has no value after the forward.
-        return aot_export_joint_with_descriptors(
-            stack, module, args, kwargs, decompositions=table, keep_inference_input_mutations=True
-        )
-
+    table = layout_decompositions() if decompositions is None else decompositions
     note_checkpoints(module)
     recurrent = RecurrentAsEager() if decompositions is None else contextlib.nullcontext()
     with recurrent, returning_once(module) as once:
-        joint = export()
+        joint = joint_graph(stack, module, args, kwargs, table, dense_tangents=False)
         if overlapping_tangents(joint.graph_module.graph):
-            with torch._functorch.config.patch(guess_tangent_strides_as_outputs=False):
-                joint = export()
+            joint = joint_graph(stack, module, args, kwargs, table, dense_tangents=True)
     return_new_values(joint.graph_module.graph)
     joint.graph_module.meta[_ONCE] = once[-1]
     return joint

@@ -9,22 +9,19 @@ as tensors because they have changed before are constants of a plan too.
 from __future__ import annotations
 
 import ast
-import contextlib
 import copy
 import enum
 import inspect
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from torch import fx, nn
-from torch._dynamo.convert_frame import get_traced_fn
 
 _KINDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "ID_MATCH", "TENSOR_MATCH")
 _FOLLOWED = ("_parameters", "_buffers")  # their tensors are looked up in each call
@@ -80,41 +77,11 @@ class Reading:
             return GONE
 
 
-@contextlib.contextmanager
-def recording_guards(model: nn.Module) -> Iterator[list[Reading]]:
-    """Collect the readings of `model` while dynamo captures it for export; none if this torch version does not report
-    them.
-    """
-    from torch._dynamo import functional_export
-
-    found: list[Reading] = []
-    capture: Any = getattr(functional_export, "fullgraph_capture", None)
-    if capture is None:
-        yield found
-        return
-
-    def recorded(function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Capture as dynamo does, and add the readings of its guards."""
-        out = capture(function, *args, **kwargs)
-        if function is not model:  # another thread exports
-            return out
-        with contextlib.suppress(AttributeError, SyntaxError):  # torch's own names, which may change
-            made = out.graph_capture_output
-            forward = get_traced_fn(model)[0]
-            found.extend(_readings(made.output_graph.guards, made.f_globals, forward))
-        return out
-
-    with mock.patch.object(functional_export, "fullgraph_capture", recorded):
-        yield found
-
-
-def _readings(guards: Any, known: dict[str, Any], forward: FunctionType) -> list[Reading]:
-    """Return the readings of those of dynamo's guards that are about plain values, each once."""
+def readings_of(guards: Iterable[tuple[str, str]], known: dict[str, Any], forward: FunctionType) -> list[Reading]:
+    """Return the readings of those of dynamo's guards (kind, name) that are about plain values, each once."""
     found: dict[tuple[str, bool], Reading] = {}
-    for guard in guards:
-        kind = guard.create_fn_name()
-        name = guard.name if isinstance(guard.name, str) else guard.name()
-        name = name.removeprefix(_FROM_NUMPY).removesuffix(")") if name.startswith(_FROM_NUMPY) else name
+    for kind, said in guards:
+        name = said.removeprefix(_FROM_NUMPY).removesuffix(")") if said.startswith(_FROM_NUMPY) else said
         if kind not in _KINDS and kind != _LENGTH:
             continue
         reading = _parsed(name, known, forward, length=kind == _LENGTH)
@@ -125,7 +92,11 @@ def _readings(guards: Any, known: dict[str, Any], forward: FunctionType) -> list
 
 def _parsed(name: str, known: dict[str, Any], forward: FunctionType, *, length: bool) -> Reading | None:
     """Parse a guard's name as a path from the model or from a module of the user's; return None for other names."""
-    node: Any = ast.parse(name, mode="eval").body
+    node: Any
+    try:
+        node = ast.parse(name, mode="eval").body
+    except SyntaxError:
+        return None
     path: list[PathStep] = []
     while not _is_root(node):
         if isinstance(node, ast.Attribute):

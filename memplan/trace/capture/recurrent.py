@@ -26,15 +26,15 @@ _LAYERS = {getattr(torch, name): getattr(aten, name).input for name in ("lstm", 
 
 
 class RecurrentAsEager(TorchFunctionMode):
-    """Trace the recurrent layers that `torch.export` meets as the ops that eager's C++ calls for them on a CPU.
+    """Trace recurrent layers as the ops that eager's C++ calls for them on a CPU.
 
-    Export has decompositions for them in Python. These use other ops in another order, lose the dropout between layers,
+    Torch has decompositions for them in Python. These use other ops in another order, lose the dropout between layers,
     and under autocast return types that differ from eager's.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._onednn = torch._C._has_mkldnn and torch._C._get_mkldnn_enabled()  # export turns it off
+        self._onednn = torch._C._has_mkldnn and torch._C._get_mkldnn_enabled()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

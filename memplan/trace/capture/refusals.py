@@ -28,6 +28,7 @@ _DATA_DEPENDENT = (
 _FAILED_ON_FAKES = re.compile(
     r"fake tensor.*got \w+\((?P<quote>['\"])(?P<words>.*?)(?P=quote)\)$", re.DOTALL | re.MULTILINE
 )
+_RAISED = re.compile(r"Observed exception.*raised exception (?P<what>[^\n]+)", re.DOTALL)  # by dynamo, of forward's own
 _OF_ONE_TYPE = {
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.mv.default),
     *(aten.addmv.default, aten.dot.default, aten.vdot.default, aten.convolution.default),
@@ -96,7 +97,10 @@ def _refusal(module: nn.Module) -> tuple[str, str, str] | None:
 def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
     """Return the front end's error as one sentence and a hint."""
     name = type(model).__name__
-    own = "Observed exception" in str(error)  # the model raises it, as it does in eager
+    raised = _RAISED.search(str(error))
+    if raised is not None:
+        hint = f"check that model(*example_inputs) runs eagerly; {SEVERAL}"
+        return UnsupportedGraph(name, f"forward raises {raised['what']}", hint, see="graph-breaks")
     failure = _FAILED_ON_FAKES.search(str(error))
     if failure is not None:  # eager's own error, within dynamo's traceback
         words = " ".join(failure["words"].replace("\\n", " ").split())
@@ -133,7 +137,7 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
             f"; {SEVERAL}"
         )
     else:
-        see = "example-fails" if own or isinstance(error, TypeError) else "graph-breaks"
+        see = "example-fails" if isinstance(error, TypeError) else "graph-breaks"
         hint = "check that model(*example_inputs) runs eagerly; then trace a smaller submodule to find the culprit"
     return UnsupportedGraph(name, "\n  ".join([reason, *details[:4]]), hint, see=see)
 

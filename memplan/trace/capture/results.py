@@ -17,12 +17,11 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from memplan.errors import UnsupportedCall
+from memplan.torch_inside.graphs import FunctionalTensor, FunctionalTensorMode, PlainAOTOutput
 from memplan.trace.passes.nodes import is_view
 from memplan.trace.passes.own_outputs import is_backward, returned_by
 from memplan.trace.passes.rewrite import aten

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memplan.core.division import Division
 from memplan.errors import InvalidSize
+from memplan.torch_inside.graphs import FakeTensorMode
 from memplan.trace.chunking.rows import (
     COPIES,
     NLL,
@@ -30,7 +30,6 @@ from memplan.trace.chunking.rows import (
     SLICE_BACKWARD,
     SUM,
     TRANSPOSE,
-    VIEWS,
     Box,
     Chain,
     block_shape,
@@ -39,7 +38,7 @@ from memplan.trace.chunking.rows import (
 )
 from memplan.trace.passes.nodes import has_effects, is_view, keys_of, out_names, out_variant, written_in
 from memplan.trace.passes.own_outputs import is_backward
-from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
+from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, storage_key, value
 
 
 def overwritten(chain: Chain, sink: fx.Node, ours: set[fx.Node]) -> fx.Node | None:

@@ -20,9 +20,8 @@ from torch import fx
 
 from memplan.trace.passes.nodes import tensors_of
 from memplan.trace.passes.own_outputs import is_backward
-from memplan.trace.passes.rewrite import aten, storage_key, value
+from memplan.trace.passes.rewrite import VIEWS, aten, storage_key, value
 
-VIEWS = {aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default}
 COPIES = {aten.clone.default, aten._to_copy.default}
 # Correctly rounded (IEEE 754), so that vector and scalar code agree.
 _POINTWISE = {

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._functorch._aot_autograd.descriptors import (
+
+from memplan.distributed.parallelism import Parallelism, Replicas, Shard
+from memplan.distributed.whole_copy import whole_copy
+from memplan.torch_inside.graphs import (
     BufferAOTInput,
     GradAOTOutput,
     InputMutationAOTOutput,
     ParamAOTInput,
 )
-
-from memplan.distributed.parallelism import Parallelism, Replicas, Shard
-from memplan.distributed.whole_copy import whole_copy
 from memplan.trace.capture.joint_graph import Captured, capture
 from memplan.trace.collectives.local_parts import with_parts
 from memplan.trace.passes.own_outputs import after_last, returned_by

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.core.arguments import arguments_of
 from memplan.core.in_place import with_inplace_candidates
@@ -42,6 +41,7 @@ from memplan.symbolic.expression import evaluator, holder
 from memplan.symbolic.plan import SymbolicPlan, make_symbolic, stable
 from memplan.symbolic.sizes import SizesWriter, with_stable_candidates
 from memplan.symbolic.symbols import Symbol
+from memplan.torch_inside.graphs import FakeTensor
 from memplan.trace.capture.refusals import require_traceable
 from memplan.trace.dynamic.dims import Dims, Range, SymbolicTrace, read_dims, without
 from memplan.trace.dynamic.symbolic_capture import read_symbolic, sized_kernel, tracing_hints

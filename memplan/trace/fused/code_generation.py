@@ -25,7 +25,8 @@ from torch._inductor.virtualized import V
 from memplan.core.code_options import CodeOptions
 from memplan.devices.kinds import HOST, is_accelerator
 from memplan.errors import UnsupportedGraph
-from memplan.torch_versions import compiler_config, donating, loaded_code, partition
+from memplan.torch_inside.graphs import one_of_each
+from memplan.torch_inside.versions import compiler_config, donating, loaded_code, partition
 from memplan.trace.fused.early_gradients import EARLY
 from memplan.trace.fused.environment import inductors_errors, refused
 from memplan.trace.fused.kept_code import keep, key_of, known_code
@@ -42,7 +43,7 @@ from memplan.trace.fused.kernel_runs import (
 )
 from memplan.trace.fused.sums import with_sums_in_place
 from memplan.trace.fused.wrapper import recording
-from memplan.trace.passes.partitions import one_of_each, require_new_values, save_old_values, tag_saved
+from memplan.trace.passes.partitions import require_new_values, save_old_values, tag_saved
 from memplan.trace.passes.rewrite import fake_mode_of, storage_key
 
 # What a user may have set and the recorded code cannot have.

@@ -15,7 +15,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from memplan.core.code_options import CodeOptions
 from memplan.errors import MemplanError, UnsupportedDevice, UnsupportedGraph
-from memplan.torch_versions import warn_if_newer
+from memplan.torch_inside.versions import warn_if_newer
 from memplan.trace.passes.rewrite import aten
 
 _ATEN = 'or leave out kernels="inductor", which needs none of it'

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTInput
 from torch._ops import OpOverload
 
 from memplan.core.code_options import CodeOptions
 from memplan.core.graph import GIVEN, Graph, Op, Origin, Phase, Storage, StorageKind, Value
 from memplan.core.in_place import with_candidates
 from memplan.devices.kinds import HOST
+from memplan.torch_inside.graphs import GradAOTOutput, ParamAOTInput
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.fused.code_generation import Half, Halves
 from memplan.trace.fused.deferred import ALIGNMENT, AligningKernel, Deferred, DeferredTritonKernel

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput
 from torch._inductor.decomposition import select_decomp_table
 
 from memplan.core.code_options import CodeOptions
@@ -15,6 +14,7 @@ from memplan.core.division import SUMS_HINT, WITHOUT_SUMS, Division
 from memplan.core.in_place import without_candidates
 from memplan.core.timed import timed
 from memplan.errors import UnsupportedProblem
+from memplan.torch_inside.graphs import BufferAOTInput, GradAOTOutput, ParamAOTInput
 from memplan.trace.capture.front_ends import quiet
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.fused.code_generation import Halves, generate

@@ -20,9 +20,9 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, extent
-from memplan.trace.fused.row_parts import NAMED, VIEWS
+from memplan.trace.fused.row_parts import NAMED
 from memplan.trace.passes.own_outputs import is_backward
-from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
+from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, value
 
 _ADDED = (aten.mm.default, aten.addmm.default)
 

@@ -37,7 +37,7 @@ from torch._inductor.virtualized import V
 
 from memplan.core.graph import Origin
 from memplan.devices.kinds import HOST
-from memplan.torch_versions import PLAIN_LINES, why_not_planned
+from memplan.torch_inside.versions import PLAIN_LINES, why_not_planned
 from memplan.trace.capture.origins import origin_of
 from memplan.trace.fused.deferred import DeferringCompile
 from memplan.trace.fused.environment import refused

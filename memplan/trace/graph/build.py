@@ -14,21 +14,21 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import (
-    BufferAOTInput,
-    GradAOTOutput,
-    ParamAOTInput,
-    PlainAOTInput,
-    TangentAOTInput,
-)
 from torch._ops import OpOverload
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from memplan.core.graph import GIVEN, Graph, Op, Origin, Phase, StorageKind
 from memplan.devices.kinds import is_accelerator
 from memplan.distributed.ops import group_of
 from memplan.errors import UnsupportedGraph
+from memplan.torch_inside.graphs import (
+    BufferAOTInput,
+    FakeTensor,
+    FunctionalTensor,
+    GradAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    TangentAOTInput,
+)
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.capture.origins import origin_of, place_of
 from memplan.trace.graph.values import (

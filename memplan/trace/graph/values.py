@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import (
+from torch._ops import OpOverload
+
+from memplan.core.graph import Origin, Storage, StorageKind, Value
+from memplan.errors import UnsupportedGraph
+from memplan.torch_inside.graphs import (
     BufferAOTInput,
     GradAOTOutput,
     ParamAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
 )
-from torch._ops import OpOverload
-
-from memplan.core.graph import Origin, Storage, StorageKind, Value
-from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.passes.own_outputs import returned_by
 from memplan.trace.passes.rewrite import storage_key

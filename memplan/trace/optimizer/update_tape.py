@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from memplan.torch_inside.graphs import FakeTensor, FakeTensorMode
 from memplan.trace.optimizer.numbers import (
     Conditions,
     Expression,

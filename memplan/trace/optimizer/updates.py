@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTInput
 
 from memplan.distributed.local import local_tensor
 from memplan.errors import UnsupportedGraph
+from memplan.torch_inside.graphs import GradAOTOutput, ParamAOTInput
 from memplan.trace.optimizer.optimizers import STEP, ensure_state, keys_of
 from memplan.trace.optimizer.recorded_ops import RecordedOps, functions_of
 from memplan.trace.optimizer.recorded_update import RecordedUpdate

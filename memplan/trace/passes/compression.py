@@ -33,12 +33,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import ParamAOTInput, PlainAOTInput
 
 from memplan.core.compressed_storages import PACKED, PACKING, UNPACKED, UNPACKING
-from memplan.trace.chunking.rows import VIEWS
+from memplan.torch_inside.graphs import ParamAOTInput, PlainAOTInput
 from memplan.trace.passes.own_outputs import is_backward
-from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
+from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, storage_key, value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

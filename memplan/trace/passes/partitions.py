@@ -12,14 +12,11 @@ from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
-from torch._functorch.compile_utils import fx_graph_cse
-from torch._functorch.partitioners import get_default_op_list
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memplan.errors import UnsupportedGraph
+from memplan.torch_inside.graphs import InputMutationAOTOutput, view_ops
 from memplan.trace.passes.nodes import is_view, keys_of, written_in
 
 
@@ -58,13 +55,6 @@ TAG = "recompute"
 _COLLECTIVES = ("_c10d_functional", "c10d")
 
 
-def one_of_each(module: fx.GraphModule) -> None:
-    """Make what a joint graph computes twice one node, as torch's partitioner does before it chooses what to save."""
-    module.graph.eliminate_dead_code()
-    if functorch_config.cse:
-        module.graph = fx_graph_cse(module.graph)
-
-
 def tag_saved(
     graph: fx.Graph,
     saved: Collection[str],
@@ -89,7 +79,7 @@ def tag_saved(
         ('mm', 'gelu')
     """
     clear_tags(graph)
-    views = get_default_op_list().view_ops
+    views = view_ops()
     backward = _depends_on_tangents(graph) if backward is None else backward
     unsafe = _not_again(graph, never_again)
     wanted = {_base(node, views) for node in graph.nodes if node.name in saved}

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memplan.errors import UnsupportedGraph
+from memplan.torch_inside.graphs import FakeTensor, FakeTensorMode
 
 CHECKPOINT = (
     "memplan_checkpoint"  # key of a node's meta: the number of the activation checkpoint that drops its results
@@ -28,6 +28,7 @@ INHERITED = (
 aten = torch.ops.aten
 # Ops that make memory and write nothing.
 MEMORY_ONLY = {aten.empty_strided.default, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default}
 _ALIASES = (aten.detach.default, aten.alias.default)
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memplan.torch_inside.graphs import FakeTensorMode
 from memplan.trace.passes.nodes import (
     has_effects,
     is_fixed,

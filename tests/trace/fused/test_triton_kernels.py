@@ -22,7 +22,7 @@ from torch._inductor.codegen import wrapper as lines
 from torch._inductor.utils import get_donated_idxs
 
 from memplan.errors import InputMismatch, UnsupportedGraph
-from memplan.torch_versions import KNOWN, donating, partition
+from memplan.torch_inside.versions import KNOWN, donating, partition
 from memplan.trace.fused import wrapper
 from memplan.trace.fused.code_generation import _device_of, _donated
 from memplan.trace.fused.deferred import AligningKernel, DeferredTritonKernel, DeferringCompile
