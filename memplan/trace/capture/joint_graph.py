@@ -23,7 +23,12 @@ from memplan.trace.capture.checkpoints import note_checkpoints, updates_run_once
 from memplan.trace.capture.effects import with_fake_tensors
 from memplan.trace.capture.front_ends import READINGS, WARNINGS, FrontEnd, dynamo, identity, meta_of, quiet
 from memplan.trace.capture.python_values import Reading, with_values
-from memplan.trace.capture.recurrent import RecurrentAsEager, separate_gradients, size_workspaces
+from memplan.trace.capture.recurrent import (
+    RecurrentAsEager,
+    require_modules_dropout_kept,
+    separate_gradients,
+    size_workspaces,
+)
 from memplan.trace.capture.refusals import refuse_unfinished, require_same_types, require_traceable, unsupported
 from memplan.trace.capture.results import ResultView, returning_once, views_among
 from memplan.trace.passes.nodes import order_checks, overlapping_tangents
@@ -96,6 +101,7 @@ def capture(
         args, kwargs = pytree.tree_unflatten(flat, in_spec)
         inputs = flat if device is None else inputs
     with contextlib.ExitStack() as stack:
+        require_modules_dropout_kept(traced)
         prepare(stack, traced, train=train)
         front_end = identity if by_dynamo else dynamo
         joint = _capture_joint(stack, traced, args, kwargs, front_end, decompositions=decompositions)

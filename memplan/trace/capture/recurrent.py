@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -187,6 +187,13 @@ def _by_direction(weights: Sequence[torch.Tensor], has_biases: bool) -> Iterator
     for i in range(0, len(weights), each):
         own = tuple(weights[i : i + each])
         yield own if has_biases else (*own, *(w.new_zeros(w.size(0)) for w in own))  # no kernel reads those
+
+
+def require_modules_dropout_kept(model: nn.Module) -> None:
+    """Raise `UnsupportedGraph` for modules with dropout between layers on devices other than the CPU."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase) and any(p.device.type != "cpu" for p in module.parameters()):
+            _require_dropout_kept(type(module).__name__, module.num_layers, module.dropout, module.training)
 
 
 def _require_dropout_kept(layer: str, layers: int, dropout: float, train: bool) -> None:
