@@ -24,11 +24,10 @@ from memplan.planning.options import PlanOptions
 from memplan.trace.eager_step import eager_step
 from memplan.trace.kernel_scratch import KernelScratch
 from memplan.trace.meta_model import batch_of
-from memplan.trace.number_operands import number_bytes
 from memplan.trace.optimizer.update_bytes import NONE, MakeOptimizer, UpdateBytes, update_bytes
 from memplan.trace.planning import plan_step, plan_traced
 from memplan.trace.step_example import StepExample
-from memplan.trace.traced import TracedGraph
+from memplan.trace.traced import TracedGraph, number_bytes
 from memplan.trace.tracing import trace
 
 
