@@ -23,8 +23,6 @@ from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTOutput,
     TangentAOTInput,
 )
-from torch._functorch.compile_utils import fx_graph_cse
-from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
@@ -81,6 +79,8 @@ def joint_graph(
 
 def one_of_each(module: fx.GraphModule) -> None:
     """Make what a joint graph computes twice one node, as torch's partitioner does before it chooses what to save."""
+    from torch._functorch.compile_utils import fx_graph_cse
+
     module.graph.eliminate_dead_code()
     if _config.cse:
         module.graph = fx_graph_cse(module.graph)
@@ -88,6 +88,8 @@ def one_of_each(module: fx.GraphModule) -> None:
 
 def view_ops() -> Any:
     """Return the ops that torch's partitioner takes for views."""
+    from torch._functorch.partitioners import get_default_op_list
+
     return get_default_op_list().view_ops
 
 
@@ -99,6 +101,8 @@ def partitioned_by_torch(
     `budget`: torch's `activation_memory_budget`. `results`: the number of outputs of the forward. `static`: the inputs
     that stay from step to step.
     """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
     with _config.patch(activation_memory_budget=budget), torch.no_grad():
         return min_cut_rematerialization_partition(
             joint, None, num_fwd_outputs=results, static_lifetime_input_indices=list(static)
