@@ -129,7 +129,7 @@ CASES: dict[str, Case] = {
     "scan": ("graph/build.py:_unsupported", lambda: Net(_scan), _x),
     "custom op that writes": ("graph/build.py:_unsupported", lambda: Net(_custom), _x),
     "generator": (
-        "graph/build.py:_unsupported",
+        "capture/refusals.py:unsupported",
         lambda: Net(lambda net, x: net.b(net.a(x) * torch.rand(8, generator=net.generator))),
         _x,
     ),
@@ -158,8 +158,7 @@ CASES: dict[str, Case] = {
     ),
     "Python state": ("capture/effects.py:_changes", lambda: Net(_counts), _x),
     "first call": ("capture/effects.py:require_same_call", lambda: Net(_first), _x),
-    "random": ("capture/effects.py:_draws", lambda: Net(lambda net, x: net.b(net.a(x)) * random.random()), _x),
-    "patched forward": ("capture/front_ends.py:dynamo", _patched, _x),
+    "random": ("capture/refusals.py:unsupported", lambda: Net(lambda net, x: net.b(net.a(x)) * random.random()), _x),
     "branch": (
         "capture/refusals.py:unsupported",
         lambda: Net(lambda net, x: net.b(net.a(x)) if x.sum() > 0 else net.a(x)),
@@ -182,6 +181,7 @@ ELSEWHERE: dict[str, str] = {
     "capture/joint_graph.py:captured": "nothing to train",
     "capture/refusals.py:require_module": "no module",
     "capture/refusals.py:require_same_types": "eager raises it too",
+    "capture/effects.py:_draws": "numpy's random numbers: tests/trace/test_capture.py",
     "capture/recurrent.py": "of dynamic shapes, and of accelerators",
     "capture/refusals.py:refuse_unfinished": "two ranks: tests/distributed",
     "passes/own_outputs.py:_refuse_old_value": "eager raises it too",
