@@ -281,3 +281,27 @@ class SymbolicTrace:
             kernels=tuple(map(kernel, self.kernels)),
             example_inputs=tuple(flat),
         )
+
+
+def same_step(one: SymbolicTrace, two: SymbolicTrace) -> bool:
+    """Return whether two traces of a model are the same step, names aside: ops, numbers, sizes, and who owns what."""
+
+    def compared(trace: SymbolicTrace) -> Any:
+        """Return everything that is compared."""
+        graph, texts = trace.traced.graph, trace.sizes.expressions
+        views = [tuple(texts[p] for p in view) for view in trace.sizes.views]
+        kernels = [
+            str(pytree.tree_map(lambda x: texts[x.place] if isinstance(x, Sized) else x, (k.target, k.args, k.kwargs)))
+            for k in trace.kernels
+        ]
+        return (
+            [(op.target, op.phase, op.reads, op.writes, op.direct, op.random, op.unrelated) for op in graph.ops],
+            [(v.storage, v.dtype, view) for v, view in zip(graph.values, views, strict=True)],
+            [
+                (s.kind, s.device, s.planned, texts[p])
+                for s, p in zip(graph.storages, trace.sizes.storages, strict=True)
+            ],
+            (graph.outputs, graph.gradients, kernels, trace.traced.results),
+        )
+
+    return bool(compared(one) == compared(two))

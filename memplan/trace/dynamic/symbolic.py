@@ -18,7 +18,7 @@ step itself, with the sizes of the first run; then the step is planned like any 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,9 +43,9 @@ from memplan.symbolic.sizes import SizesWriter, with_stable_candidates
 from memplan.symbolic.symbols import Symbol
 from memplan.torch_inside.graphs import FakeTensor
 from memplan.trace.capture.refusals import require_traceable
-from memplan.trace.dynamic.dims import Dims, Range, SymbolicTrace, read_dims, without
+from memplan.trace.dynamic.dims import Dims, Range, SymbolicTrace, read_dims, same_step, without
 from memplan.trace.dynamic.symbolic_capture import read_symbolic, sized_kernel, tracing_hints
-from memplan.trace.dynamic.symbols import Translator, without_implied
+from memplan.trace.dynamic.symbols import Translator, disjunction, nearest_excluded, without_implied
 from memplan.trace.dynamic.symbols import fixed_symbol as pinned_by
 from memplan.trace.graph.remap_to_plan import kernel_of
 from memplan.trace.planning import plan_traced
@@ -89,6 +89,9 @@ def _called(kernels: tuple[object, ...]) -> tuple[KernelCall, ...]:
     return tuple(kernel for kernel in kernels if isinstance(kernel, KernelCall))
 
 
+_WIDENINGS = 2  # further traces that test whether a condition matters
+
+
 def trace_symbolic(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -126,7 +129,26 @@ def trace_symbolic(
         if isinstance(outcome, SymbolicTrace):
             break
         dims = outcome
+    for _ in range(_WIDENINGS):
+        other = _trace_beyond(outcome, trace)
+        if other is None or not same_step(outcome, other):
+            break
+        outcome = replace(outcome, conditions=disjunction(outcome.dims.symbols, outcome.conditions, other.conditions))
     return follow_checkpoints(outcome, in_place=in_place)
+
+
+def _trace_beyond(found: SymbolicTrace, trace: Callable[[Dims], SymbolicTrace | Dims]) -> SymbolicTrace | None:
+    """Return a trace where the conditions of `found` do not hold; None if they always hold, or no such trace works."""
+    hints = {s.name: s.hint for s in found.symbols}
+    out = nearest_excluded(found.dims.symbols, hints, found.conditions)
+    if out is None:
+        return None
+    there = replace(found.dims, symbols=tuple(replace(s, example=out[s.name]) for s in found.dims.symbols))
+    try:
+        other = trace(there)
+    except (InvalidShapes, UnsupportedGraph):
+        return None
+    return other if isinstance(other, SymbolicTrace) else None
 
 
 def _refuse_fakes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

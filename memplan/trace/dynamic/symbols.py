@@ -221,3 +221,35 @@ class Translator:
         """Return where a condition came from, for an error message."""
         where = " ".join(self._reasons.get(text, "").split())
         return f", because of {where[:300]}" if where else ""
+
+
+def nearest_excluded(
+    symbols: Sequence[Range], hints: Mapping[str, int], conditions: Sequence[str]
+) -> dict[str, int] | None:
+    """Return the hints with one value that the conditions exclude, the nearest that is no special size; else None."""
+    names = [s.name for s in symbols]
+    holds = holder(conditions, names)
+    for s in symbols:
+        near = list(range(max(s.min, 3, hints[s.name] - _FEW), min(s.max, hints[s.name] + _FEW) + 1))
+        near.sort(key=lambda n, middle=hints[s.name]: abs(n - middle))  # type: ignore[misc]
+        for n in near:
+            values = {**hints, s.name: n}
+            if not all(holds(*(values[name] for name in names))):
+                return values
+    return None
+
+
+def disjunction(symbols: Sequence[Range], one: Sequence[str], two: Sequence[str]) -> tuple[str, ...]:
+    """Return conditions that hold where all of `one` or all of `two` hold."""
+    if not one or not two:
+        return ()
+    whole = " or ".join(f"({' and '.join(texts)})" for texts in (one, two))
+    names = [s.name for s in symbols]
+    shapes = math.prod(s.max - s.min + 1 for s in symbols)
+    simple: list[str] = []
+    if shapes <= _FEW:
+        check = holder([whole, *one, *two], names)
+        found = [check(*values) for values in _every(symbols)]
+        implied = [all(row[i + 1] for row in found if row[0]) for i in range(len(one) + len(two))]
+        simple = [text for text, follows in zip((*one, *two), implied, strict=True) if follows]
+    return without_implied(symbols, [*simple, whole])
