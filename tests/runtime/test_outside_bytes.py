@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import accumulate
 
 import pytest
@@ -85,3 +86,18 @@ class _Scaled(nn.Module):
         for layer in self.layers:
             x = layer(x) / torch.tensor(48.0).sqrt()
         return x.sum()
+
+
+def test_constants_of_the_same_bits_are_one_tensor() -> None:
+    model, x = _Scaled(), torch.randn(2, 4)
+    twin = copy.deepcopy(model)
+    compiled = memplan_compile(model, (x,))
+    own = [b.tensor for b in compiled._calls.selector.main.traced.bindings if b.own]
+    assert len(own) == 3
+    assert len({t.data_ptr() for t in own if t is not None}) == 1
+    compiled(x).backward()
+    twin(x).backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)

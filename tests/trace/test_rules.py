@@ -139,6 +139,13 @@ def test_dropout_of_halves_has_eagers_bits(dtype: torch.dtype, p: float) -> None
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
+def test_a_bias_gets_the_sum_itself() -> None:
+    """Autograd sums what a linear layer's bias gets with a kept dimension, and looks at it without."""
+    graph = trace(nn.Linear(4, 3), (X.view(6, 4),), train=True).graph
+    (made,) = (op.writes for op in graph.ops if op.target == "aten.sum.dim_IntList")
+    assert [graph.values[v].shape for v in made] == [(3,)]
+
+
 def test_every_rule_is_exercised() -> None:
     """Each op that has a rule occurs in a captured case, and none is left after lowering where the rule applies."""
     seen: set[Any] = set()

@@ -26,6 +26,7 @@ from memplan.trace.dynamic.symbols import Translator
 from memplan.trace.graph.build import build
 from memplan.trace.graph.values import AliasClasses
 from memplan.trace.passes.checkpoints import mark_checkpoints
+from memplan.trace.passes.fold import fold
 from memplan.trace.passes.lowering import lower
 from memplan.trace.passes.own_outputs import own_outputs, returned_by, tangents_needed, write_back_mutations
 from memplan.trace.passes.simplify import accumulate_in_place, write_in_place
@@ -170,6 +171,7 @@ def _read(
     needs = tangents_needed(graph)
     mark_checkpoints(graph)
     write_back_mutations(graph, got.alias_of, at_once=True)
+    fold(got.graph_module)
     lower(graph)
     write_in_place(graph)
     accumulate_in_place(graph)

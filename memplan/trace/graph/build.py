@@ -40,9 +40,10 @@ from memplan.trace.graph.values import (
     used_positions,
 )
 from memplan.trace.optimizer.updates import StateInput
+from memplan.trace.passes.fold import FOLDED
 from memplan.trace.passes.nodes import draws, is_check, out_variant, written_names
 from memplan.trace.passes.own_outputs import is_backward, returned_by
-from memplan.trace.passes.rewrite import CHECKPOINT, MEMORY_ONLY, WITHIN, aten, storage_key
+from memplan.trace.passes.rewrite import CHECKPOINT, MEMORY_ONLY, OWN, WITHIN, aten, storage_key
 from memplan.trace.traced import Binding, Computed, KernelCall, OpaqueResult, Ref, Source, TracedGraph
 
 KIND_OF = {
@@ -209,10 +210,11 @@ class _FxReader:
             what = "a view of a parameter or an input that tracing took for a constant"
             raise self._unsupported(node, what, "return a copy of it (.clone())", see="views")
         val = node.meta.get("val", tensor)
-        origin = replace(origin_of(node), op=GIVEN)
+        origin = replace(origin_of(node), op=node.meta.get(FOLDED, GIVEN))
         storage = self.alias_classes.storage(val, node.name, StorageKind.CONSTANT, planned=False, origin=origin)
         self.value_of[node] = self.alias_classes.value(val, node.name, storage)
-        self.bindings.append(Binding(source=Source.CONSTANT, value=self.value_of[node], tensor=tensor))
+        own = OWN in node.meta
+        self.bindings.append(Binding(source=Source.CONSTANT, value=self.value_of[node], tensor=tensor, own=own))
 
     # -- what runs ---------------------------------------------------------------------------------------
 

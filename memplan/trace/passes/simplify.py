@@ -61,7 +61,7 @@ ANYWHERE = {
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Remove ops that need not run, in place. `graph` is functional."""
+    """Remove ops that need not run, in place. `graph` is functional, and its constants are folded."""
     made = _made(graph)
     for node in reversed(graph.nodes):
         write = node.target in SLICES or node.target is aten.copy.default

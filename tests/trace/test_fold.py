@@ -1,0 +1,227 @@
+"""What constants alone determine is computed once, with the same bits; all else runs in every step as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import memplan
+from benchmarks.zoo import ZOO
+from memplan.core.graph import StorageKind
+from memplan.report.lines import report_markdown
+from memplan.trace import trace
+from memplan.trace.passes.fold import SMALL
+from memplan.trace.traced import Source
+from tests.runtime.budgets import QUICK
+from tests.runtime.reference import Interpreted
+from tests.slow import slow
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Callable[..., Any], **held: torch.Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(1.25))
+        self.function = function
+        for name, tensor in held.items():
+            setattr(self, name, tensor)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
+X = torch.linspace(-2, 2, 12).reshape(3, 4)
+
+
+def mask(m: Any, x: torch.Tensor) -> Any:
+    causal = torch.arange(4)[None, :] <= torch.arange(3)[:, None]
+    return torch.where(causal, x * m.w, torch.tensor(-1.5))
+
+
+def buckets(m: Any, x: torch.Tensor) -> Any:
+    distance = torch.arange(4) - torch.arange(3)[:, None]
+    near = torch.log(distance.abs().float() + 1).round().long()
+    return x * m.w + torch.full((8,), 0.5).cumsum(0)[near]
+
+
+FOLDED = {
+    "mask": (mask, 20),
+    "buckets": (buckets, 48),
+    "literal": (lambda m, x: x * m.w * torch.tensor([1.0, -0.0, 3.0, float("nan")]), 16),
+    "views": (lambda m, x: (x * m.w + torch.arange(12.0).view(4, 3).t()) * torch.arange(12.0).view(3, 4), 48),
+    "layout": (lambda m, x: x * m.w + torch.full((4, 3), 2.0).t().sin(), 48),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_a_folded_step_has_the_same_bits(name: str) -> None:
+    function, nbytes = FOLDED[name]
+    model = Apply(function)
+    traced = trace(model, X)
+    assert traced.graph.bytes_of(StorageKind.CONSTANT) == nbytes
+    left = {op.target for op in traced.graph.ops if op.phase.value == "forward"}
+    assert left <= {"aten.mul.Tensor", "aten.add.Tensor", "aten.where.self"}
+    outputs, gradients, _ = Interpreted(model, (X,)).run(X)
+    result = memplan.compile(model, X)(X)
+    result.backward(torch.ones_like(result))
+    torch.testing.assert_close(result, outputs[0], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(model.w.grad, gradients["w"], rtol=0, atol=0, equal_nan=True)
+
+
+KEPT = {
+    "random": lambda m, x: x * m.w + torch.rand(4),
+    "uninitialised": lambda m, x: x * m.w + torch.empty(4).copy_(x[0]),
+    "a parameter": lambda m, x: x * (m.w * torch.arange(4.0)),
+    "an input": lambda m, x: x * m.w + x.new_ones(4) * x[0],
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_no_constant_determines_runs_in_every_step(name: str) -> None:
+    model = Apply(KEPT[name])
+    traced = trace(model, X)
+    tensors = [b.tensor for b in traced.bound(Source.CONSTANT)]
+    assert not any(op.random for op in traced.graph.ops) or name == "random"
+    assert any(op.random for op in traced.graph.ops) or name != "random"
+    assert all(t is not None and t.numel() <= 4 for t in tensors)
+    compiled = memplan.compile(model, X)
+    for x in (X, X.flip(0)):
+        torch.manual_seed(0)
+        expected = model(x)
+        torch.manual_seed(0)
+        assert torch.equal(compiled(x), expected)
+
+
+def test_a_tensor_that_the_model_holds_may_change() -> None:
+    model = Apply(lambda m, x: x * m.w * (m.scale * 2 + m.buffer * 3), scale=torch.ones(4))
+    model.register_buffer("buffer", torch.ones(4))
+    compiled = memplan.compile(model, X)
+    for _ in range(2):
+        assert torch.equal(compiled(X), model(X))
+        model.__dict__["scale"].fill_(7.0)
+        model.get_buffer("buffer").fill_(-3.0)
+
+
+def test_what_the_caller_gets_is_made_anew() -> None:
+    model = Apply(lambda m, x: (x * m.w + torch.arange(4.0), torch.arange(4.0), torch.arange(4.0)[1:]))
+    compiled = memplan.compile(model, X)
+    with torch.no_grad():
+        for result in compiled(X)[1:]:
+            result.fill_(99.0)
+        again = compiled(X)
+    for ours, theirs in zip(again, model(X), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_buffer_that_is_set_to_a_constant_is_set_by_every_step() -> None:
+    class Sets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("state", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.get_buffer("state").copy_(torch.arange(4.0).add(1))
+            return self.linear.forward(x)
+
+    model = Sets()
+    compiled = memplan.compile(model, X)
+    for _ in range(2):
+        model.get_buffer("state").zero_()
+        compiled(X)
+        assert torch.equal(model.get_buffer("state"), torch.arange(4.0).add(1))
+
+
+def test_a_large_result_is_computed_from_small_constants() -> None:
+    wide = SMALL // 4 + 1
+    model = Apply(lambda m, x: (x * m.w).sum() + (torch.arange(3.0)[:, None] * torch.arange(wide).sin()).cos() * m.w)
+    traced = trace(model, X)
+    kept = [s.nbytes for s in traced.graph.storages if s.kind is StorageKind.CONSTANT]
+    assert kept == [12]
+    assert max(kept) <= SMALL
+    assert any(op.target == "aten.cos.default" for op in traced.graph.ops)
+    assert torch.equal(memplan.compile(model, X)(X), model(X))
+
+
+def test_equal_constants_are_one() -> None:
+    def layers(count: int) -> list[int]:
+        def apply(m: Any, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(count):
+                x = torch.where(torch.arange(4) < 2, x * m.w, 0.0)
+            return x
+
+        return [s.nbytes for s in trace(Apply(apply), X).graph.storages if s.kind is StorageKind.CONSTANT]
+
+    assert layers(3) == layers(1)
+
+
+def test_a_streamed_step_copies_no_constants() -> None:
+    traced = trace(Apply(mask), X, device="cpu")
+    assert not traced.graph.folded_bytes
+
+
+def test_sizes_that_vary_are_not_folded() -> None:
+    model = Apply(lambda m, x: x * m.w + torch.arange(x.shape[0])[:, None] * torch.arange(4).sin())
+    compiled = memplan.compile(model, X, dynamic_shapes={"x": {0: torch.export.Dim("n", min=2, max=64)}})
+    for n in (3, 5, 9):
+        x = torch.randn(n, 4)
+        with torch.no_grad():
+            assert torch.equal(compiled(x), model(x))
+    assert compiled.plan.graph.folded_bytes == 4 * 4
+
+
+@pytest.mark.parametrize("name", ["gpt2", slow("t5")])
+def test_a_loaded_plan_folds_alike(name: str, tmp_path: Path) -> None:
+    model, args = ZOO[name]("nano")
+    plan = memplan.plan(model, args)
+    plan.save(tmp_path / "plan.json")
+    loaded = memplan.load(tmp_path / "plan.json")
+    assert loaded.graph.folded_bytes == plan.graph.folded_bytes > 0
+    compiled = memplan.compile(model, args, plan=loaded)
+    torch.manual_seed(0)
+    loss = compiled(*args)
+    torch.manual_seed(0)
+    assert torch.equal(loss, model(*args))
+    assert "computed once" in report_markdown(plan.report())
+
+
+def test_a_fold_is_the_same_without_numbers() -> None:
+    model, args = ZOO["llama"]("nano")
+    real = memplan.plan(model, args)
+    meta = memplan.plan(model.to("meta"), tuple(a.to("meta") for a in args))
+    assert meta.fingerprint == real.fingerprint
+    assert real.graph.folded_bytes
+
+
+def test_a_budget_recomputes_no_constant() -> None:
+    model, args = ZOO["t5"]("nano")
+    plan = memplan.plan(model, args, gradients="safe", arena_budget=0.7, policy=QUICK)
+    constants = {s.name for s in plan.graph.storages if s.kind is StorageKind.CONSTANT}
+    assert constants
+    assert not constants & {e.storage for e in plan.evictions}
+
+
+def test_autocast_does_not_reach_what_is_folded() -> None:
+    def product(m: Any, x: torch.Tensor) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            table = torch.arange(16.0).view(4, 4).sin() @ torch.arange(16.0).view(4, 4).cos()
+        return (x * m.w) @ table
+
+    model = Apply(product)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        compiled = memplan.compile(model, X)
+        assert torch.equal(compiled(X), model(X))
+
+
+def test_dropout_keeps_its_place() -> None:
+    model = Apply(lambda m, x: F.dropout(x * m.w, 0.5) + F.dropout(torch.ones(4), 0.5) * m.w)
+    compiled = memplan.compile(model, X)
+    torch.manual_seed(3)
+    expected = model(X)
+    torch.manual_seed(3)
+    assert torch.equal(compiled(X), expected)
