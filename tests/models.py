@@ -12,14 +12,12 @@ from torch import nn
 
 from benchmarks.zoo import ZOO, Example
 from memplan.trace.traced import TracedGraph
-from memplan.trace.tracing import CapturedStep, capture_call
+from memplan.trace.tracing import CapturedCall, capture_call
 
 
 @cache
-def _captured_nano(name: str) -> CapturedStep:
-    captured = capture_call(*ZOO[name]("nano"))
-    assert isinstance(captured, CapturedStep)
-    return captured
+def _captured_nano(name: str) -> CapturedCall:
+    return capture_call(*ZOO[name]("nano"))
 
 
 def traced_nano(name: str, *, in_place: bool = True) -> TracedGraph:
@@ -27,7 +25,8 @@ def traced_nano(name: str, *, in_place: bool = True) -> TracedGraph:
 
     For tests that read the graph. They must not change tensors of the model, which they share.
     """
-    return replace(_captured_nano(name), in_place=in_place).retrace()
+    captured = _captured_nano(name)
+    return replace(captured, options=replace(captured.options, in_place=in_place)).retrace()
 
 
 class Layers(nn.Module):

@@ -12,9 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx, nn
-from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput
 
 from memplan.core.graph import Phase
 from memplan.core.in_place import with_inplace_candidates
@@ -23,8 +21,9 @@ from memplan.evict.costs import CostModel
 from memplan.evict.measure import measure
 from memplan.evict.workload import Event, Events, Kind, Workload
 from memplan.planning.fit import make_workload
+from memplan.torch_inside.graphs import BufferAOTInput, GradAOTOutput, ParamAOTInput, partitioned_by_torch
+from memplan.trace.capture.front_ends import quiet
 from memplan.trace.capture.joint_graph import Captured, capture
-from memplan.trace.capture.quiet import quiet
 from memplan.trace.graph.build import build
 from memplan.trace.passes.own_outputs import own_outputs, returned_by, tangents_needed, write_back_mutations
 from memplan.trace.passes.rewrite import fake_mode_of
@@ -137,17 +136,12 @@ def _functional(captured: Captured) -> Any:
 
 def _partitioned(joint: fx.GraphModule, asked: float) -> tuple[fx.Graph, fx.Graph]:
     """Return forward and backward as torch.compile would make them; the partitioner cleans `joint` on the way."""
-    from torch._functorch import config
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
     descs = [node.meta["desc"] for node in joint.graph.nodes if node.op == "placeholder"]
     static = [i for i, desc in enumerate(descs) if isinstance(desc, (ParamAOTInput, BufferAOTInput))]
     _, _, returned = returned_by(joint.graph)
     results = sum(desc is not None and not isinstance(desc, GradAOTOutput) for desc in returned)
-    with quiet(), config.patch(activation_memory_budget=asked), fake_mode_of(joint.graph), torch.no_grad():
-        forward, backward = min_cut_rematerialization_partition(
-            joint, None, num_fwd_outputs=results, static_lifetime_input_indices=static
-        )
+    with quiet(), fake_mode_of(joint.graph):
+        forward, backward = partitioned_by_torch(joint, budget=asked, results=results, static=static)
     return forward.graph, backward.graph
 
 

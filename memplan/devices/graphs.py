@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memplan.devices.kinds import is_accelerator, is_available
-from memplan.torch_versions import accelerators
+from memplan.torch_inside.versions import accelerators
 
 
 def can_record(device: torch.device) -> bool:

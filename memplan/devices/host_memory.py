@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from memplan.devices.kinds import is_accelerator
-from memplan.torch_versions import accelerators
+from memplan.torch_inside.versions import accelerators
 
 
 def host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memplan.errors import UnsupportedGraph
-from memplan.torch_versions import KNOWN
+from memplan.torch_inside.versions import KNOWN
 
 # the attributes that are read of each of torch's objects; `_modules` and the like, which every module has, apart
 OF_STATE = (

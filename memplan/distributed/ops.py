@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from memplan.core.collectives import NAMESPACE
 from memplan.distributed.ended import AGAIN, reason_of, require_going_on, timeout_of
 from memplan.errors import CollectiveFailed
-from memplan.torch_versions import collective
+from memplan.torch_inside.versions import collective
 
 GLOO = "gloo"
 _DIVISOR = 16  # bytes at most of the number of ranks, as a tensor of torch's and cast to the type that is averaged

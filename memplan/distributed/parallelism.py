@@ -30,7 +30,7 @@ from memplan.distributed.refusals import (
     require_parameter,
     require_reducer,
 )
-from memplan.torch_versions import reducing_group
+from memplan.torch_inside.versions import reducing_group
 
 _PRIVATE = "torch.distributed.fsdp._fully_shard"
 _FIRST_BUCKET_BYTES = 1 << 20  # of torch's, which starts to reduce early

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
 
 import memplan
 from memplan.devices.kinds import is_available, name_of
-from memplan.torch_versions import KNOWN, is_newer
+from memplan.torch_inside.dynamo import partitioning_backend
+from memplan.torch_inside.versions import KNOWN, is_newer
 
 
 def look_at_torch() -> list[dict[str, Any]]:
@@ -48,6 +47,5 @@ def _attempt(kernels: Literal["aten", "inductor"] | None) -> None:
     if kernels is not None:
         memplan.plan(model, (x,), kernels=kernels)
         return
-    partitioner, table = memplan.partitioner(budget="1GiB"), select_decomp_table()
-    backend = aot_autograd(fw_compiler=lambda graph, _: graph, partition_fn=partitioner, decompositions=table)
+    backend = partitioning_backend(memplan.partitioner(budget="1GiB"))
     torch.compile(model, backend=backend)(x).sum().backward()

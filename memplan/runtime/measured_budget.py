@@ -20,8 +20,8 @@ from memplan.runtime.execute.runner import Runner
 from memplan.runtime.kernels.callables import bytes_of_numbers, scalars_as_tensors
 from memplan.runtime.options import RunOptions
 from memplan.trace.graph.remap_to_plan import outside_as_in
-from memplan.trace.retracer import Retracer
 from memplan.trace.traced import KernelCall, TracedGraph
+from memplan.trace.tracing import CapturedCall
 
 _TRIES = 4
 
@@ -89,7 +89,7 @@ def build_measured(
 def first_program(
     options: RunOptions,
     traced: TracedGraph,
-    retracer: Retracer | None,
+    retracer: CapturedCall | None,
     assemble: Callable[[TracedGraph, Plan], Runner],
     *,
     given: Plan | None = None,

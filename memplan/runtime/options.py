@@ -20,10 +20,10 @@ from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMisma
 from memplan.planning.options import BUDGETS, PlanKeywords, PlanOptions
 from memplan.planning.planfile import load
 from memplan.runtime.debug.sanitizers import redzone_of
-from memplan.trace import Retracer, plan_step
+from memplan.trace import CapturedCall, plan_step
 from memplan.trace.graph.remap_to_plan import outside_as_in, require_planned
-from memplan.trace.retracer import retraced
 from memplan.trace.traced import TracedGraph
+from memplan.trace.tracing import retraced
 
 if TYPE_CHECKING:
     from memplan.planning.options import Device
@@ -103,7 +103,7 @@ class RunOptions(PlanOptions):
     def settle(
         self,
         traced: TracedGraph,
-        retracer: Retracer | None,
+        retracer: CapturedCall | None,
         given: Plan | None = None,
         *,
         room: int = 0,

@@ -1,13 +1,10 @@
 """Trace an `nn.Module` on example inputs into a `TracedGraph`. Only this package captures and rewrites graphs.
 
-In: an `nn.Module` and example inputs. Out: a `TracedGraph`. Start at `tracing.py`. It runs `capture/` (one joint
-graph on fake tensors), then the passes over that graph (`passes/`, `lowering/`, `chunking/`, `compression/`,
+In: an `nn.Module` and example inputs. Out: a `TracedGraph`. Start at `tracing.py`: `capture_call` is the one entry. It
+runs `capture/` (one joint graph on fake tensors); then the passes over that graph follow (`passes/`, `chunking/`,
 `optimizer/`), then `graph/` (from the fx graph to the types in `traced.py`). With `kernels="inductor"`, `fused/` has
-Inductor generate the kernels instead of the passes. `planning.py` plans the result, and asks a
-`Retracer` (`retracer.py`) for other variants of a step.
-
-No other package knows AOTAutograd. Two parts of `runtime/` import dynamo or fx: `runtime/dynamo/`, the backend of
-`torch.compile`, which takes dynamo's fx graphs, and `runtime/guards/layout_guards.py`, which calls its tensor guards.
+Inductor generate the kernels instead of the passes. `planning.py` plans the result, and asks the `CapturedCall` for
+other variants of a step. What torch keeps to itself is named in `memplan/torch_inside/`.
 """
 
 from __future__ import annotations
@@ -20,17 +17,14 @@ from memplan.trace.planning import (
     plan_step,
     plan_traced,
 )
-from memplan.trace.retracer import Retracer
 from memplan.trace.traced import TracedGraph
-from memplan.trace.tracing import CapturedCall, CapturedStep, capture_call, trace, trace_captured, trace_graph
+from memplan.trace.tracing import CapturedCall, capture_call, trace, trace_captured
 from memplan.trace.whole_step import CapturedLoss, capture_loss
 
 __all__ = [
     "Captured",
     "CapturedCall",
     "CapturedLoss",
-    "CapturedStep",
-    "Retracer",
     "TracedGraph",
     "capture_call",
     "capture_loss",
@@ -41,5 +35,4 @@ __all__ = [
     "plan_traced",
     "trace",
     "trace_captured",
-    "trace_graph",
 ]

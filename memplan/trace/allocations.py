@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from memplan.torch_inside.graphs import FakeTensor
 
 _NUMBERS = {torch.bool: True}  # what a number that is read from a meta tensor is taken for; other types: 1
 

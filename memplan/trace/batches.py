@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from memplan.core.choices import Gradients
@@ -18,6 +17,7 @@ from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, MemplanE
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Costs, PlanOptions, read_size
 from memplan.solvers import Solver
+from memplan.torch_inside.graphs import FakeTensorMode
 from memplan.trace.planning import plan_traced
 from memplan.trace.tracing import trace
 

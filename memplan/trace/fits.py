@@ -22,11 +22,10 @@ from memplan.planning.memory_answer import Fits, Need, need_of
 from memplan.planning.options import DEFAULTS, Costs, PlanOptions
 from memplan.trace.batches import largest_within
 from memplan.trace.kernel_scratch import KernelScratch
-from memplan.trace.number_operands import number_bytes
 from memplan.trace.optimizer.update_bytes import NONE, MakeOptimizer, UpdateBytes, update_bytes
 from memplan.trace.planning import plan_step
 from memplan.trace.step_example import StepExample, batch_of, floating_type
-from memplan.trace.traced import TracedGraph
+from memplan.trace.traced import TracedGraph, number_bytes
 from memplan.trace.tracing import trace
 
 Make = Callable[[int], tuple[Any, ...]]

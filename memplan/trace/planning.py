@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,11 +25,10 @@ from memplan.planning.measured import with_temporaries
 from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.schedule import order as order_of
 from memplan.schedule.group_updates import gather
-from memplan.trace.chunking.chunk_search import gain_of_dividing, in_bytes, variants_to_plan
 from memplan.trace.optimizer.updates import small_updates
-from memplan.trace.retracer import Retracer, RetracerInBlocks, retraced
 from memplan.trace.traced import TracedGraph
-from memplan.trace.tracing import capture_call
+from memplan.trace.tracing import CapturedCall, capture_call, retraced
+from memplan.trace.variants import gain_of_dividing, in_bytes, variants_to_plan
 from memplan.version import __version__
 
 _log = logging.getLogger("memplan")
@@ -70,7 +69,7 @@ def plan_traced(traced: TracedGraph, options: PlanOptions = DEFAULTS, *, redzone
 
 def plan_step(
     traced: TracedGraph,
-    retracer: Retracer | None,
+    retracer: CapturedCall | None,
     options: PlanOptions,
     *,
     redzone: int = 0,
@@ -93,64 +92,50 @@ def plan_step(
         UnsupportedProblem: `options` ask for another variant, and there is no retracer.
     """
     alignment = alignment_of(traced.device)
-    if options.kernels == "inductor" and retracer is not None:
-        return _plan_generated(traced, retracer, options, redzone=redzone, room=room, transient=transient)
-    traced = retraced(traced, retracer, traced.division, options.compression, traced.code)
-    variants, within = variants_to_plan(traced, retracer, options, alignment)
-    failed: BudgetInfeasible | None = None
-    for variant in variants:
-        try:
-            with timed(f"planning {len(variant.graph.ops):,} ops of {variant.model}"):
-                made = _plan_variant(variant, within, redzone=redzone, room=room, transient=transient)
-            return variant, replace(made, division=variant.division, compress=variant.compress, code=variant.code)
-        except BudgetInfeasible as error:
-            failed = error
-    assert failed is not None
-    if retracer is not None and options.division is None and options.kernels == "aten":
-        gain = gain_of_dividing(traced, retracer, alignment)
-        failed.hint = "; ".join(filter(None, (failed.hint, gain)))
-    raise failed
-
-
-def _plan_generated(
-    traced: TracedGraph,
-    retracer: Retracer,
-    options: PlanOptions,
-    *,
-    redzone: int,
-    room: int,
-    transient: Sequence[int] | None,
-) -> tuple[TracedGraph, Plan]:
-    """Return the variant of a step that fits with the fewest blocks of rows and the best code, and its plan."""
-    from memplan.trace.code_search import fastest_code, smallest_code  # imports the search and its compiler
-
+    generator = retracer if options.kernels == "inductor" else None
     limited = options.budget is not None or options.arena_budget is not None
-    within = in_bytes(options, traced, alignment_of(traced.device)) if limited else options
+    within = in_bytes(options, traced, alignment) if generator is not None and limited else options
+    if generator is None:
+        traced = retraced(traced, retracer, traced.division, options.compression, traced.code)
+    variants, within = variants_to_plan(traced, retracer, within, alignment)
 
     def make(variant: TracedGraph) -> Plan:
         """Return the plan of a variant."""
         with timed(f"planning {len(variant.graph.ops):,} ops of {variant.model}"):
             return _plan_variant(variant, within, redzone=redzone, room=room, transient=transient)
 
-    variants, within = variants_to_plan(traced, retracer, within, alignment_of(traced.device))
     failed: BudgetInfeasible | None = None
     for variant in variants:
-        same = RetracerInBlocks(retracer=retracer, division=variant.division)
         try:
-            if limited:
-                costs = cost_model(options.costs or device_costs(traced.device))
-                found = fastest_code(variant, same, make, within, costs)
+            if generator is None:
+                found, made = variant, make(variant)
             else:
-                found = smallest_code(variant, same, make)
+                found, made = _best_code(variant, generator, make, within, limited=limited)
+            return found, replace(made, division=found.division, compress=found.compress, code=found.code)
         except BudgetInfeasible as error:
             failed = error
-            continue
-        return found.traced, replace(found.plan, code=found.traced.code, division=found.traced.division)
     assert failed is not None
-    if options.division is None:
-        gain = gain_of_dividing(traced, retracer, alignment_of(traced.device), sums=True)
+    if retracer is not None and options.division is None and options.kernels != "auto":
+        gain = gain_of_dividing(traced, retracer, alignment, sums=generator is not None)
         failed.hint = "; ".join(filter(None, (failed.hint, gain)))
     raise failed
+
+
+def _best_code(
+    variant: TracedGraph,
+    retracer: CapturedCall,
+    make: Callable[[TracedGraph], Plan],
+    within: PlanOptions,
+    *,
+    limited: bool,
+) -> tuple[TracedGraph, Plan]:
+    """Return a variant with the code that needs the fewest bytes or, within budgets, the fastest, and its plan."""
+    from memplan.trace.variants import fastest_code, smallest_code  # imports the search and its compiler
+
+    again = partial(retracer.retrace, division=variant.division)
+    if not limited:
+        return smallest_code(variant, again, make)
+    return fastest_code(variant, again, make, within, cost_model(within.costs or device_costs(variant.device)))
 
 
 def _plan_variant(

@@ -1,16 +1,17 @@
 """Trace a model into a `TracedGraph`: capture its graph, run the passes one after another, and read the result.
 
-`capture_call` (of a model) and `CapturedLoss.step` of `whole_step.py` (of a training step) return a `CapturedStep`,
-which planning can trace in several variants. `trace` does both at once for a model.
+`capture_call` is the one entry: for a model, for a loss with its backward (`whole_step.py` adds the updates), for one
+rank of many, for a graph of dynamo's, and for each kind of kernels. It returns a `CapturedCall`, which planning can
+trace in several variants. `trace` does both at once.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
@@ -21,234 +22,160 @@ from memplan.core.division import Division, compression_of
 from memplan.core.in_place import with_inplace_candidates
 from memplan.core.timed import timed
 from memplan.distributed.parallelism import parallelism_of
+from memplan.errors import UnsupportedProblem
+from memplan.trace.capture.front_ends import quiet
 from memplan.trace.capture.joint_graph import Captured, capture
-from memplan.trace.capture.quiet import quiet
 from memplan.trace.chunking.chunk import divide
 from memplan.trace.collectives.parallel_graph import capture_parallel
-from memplan.trace.compression.pack import pack_masks
-from memplan.trace.compression.quantize import quantize
 from memplan.trace.graph.build import build
 from memplan.trace.graph.offload_target import Target, require_on_cpu, target_of, with_host_residents
-from memplan.trace.lowering.rules import lower
 from memplan.trace.passes.checkpoints import mark_checkpoints
-from memplan.trace.passes.error_checks import allocate_at_end
+from memplan.trace.passes.compression import pack_masks, quantize
 from memplan.trace.passes.fold import fold
+from memplan.trace.passes.lowering import lower
+from memplan.trace.passes.nodes import allocate_at_end
 from memplan.trace.passes.own_outputs import own_outputs, tangents_needed, write_back_mutations
 from memplan.trace.passes.rewrite import copy_of
-from memplan.trace.passes.simplify import simplify
-from memplan.trace.passes.sums import accumulate_in_place, write_in_place
-from memplan.trace.retracer import Retracer
+from memplan.trace.passes.simplify import accumulate_in_place, simplify, write_in_place
 from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
     from memplan.planning.options import Device
+    from memplan.trace.fused.step import GeneratedStep
 
 _log = logging.getLogger("memplan")
 
 
-class CapturedCall(Retracer, Protocol):
-    """A captured call of a model, which can be traced in several variants."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureOptions:
+    """Options of a capture: what is captured of a model, and what its trace is for.
 
-    @property
-    def captured(self) -> Captured:
-        """The graph that was captured."""
-
-    def warn(self) -> None:
-        """Log what the step computes unlike eager."""
-
-    def first(self) -> TracedGraph:
-        """Return the variant of the step to begin with."""
-
-
-def trace(
-    model: nn.Module,
-    example_inputs: Any = (),
-    example_kwargs: dict[str, Any] | None = None,
-    *,
-    train: bool | None = None,
-    in_place: bool = True,
-    device: Device | None = None,
-    gradients_in_arena: bool = False,
-    copy_gradients: bool = False,
-) -> TracedGraph:
-    """Return one step of `model`, traced.
-
-    Args:
-        model: the module to trace; its parameters may be real, fake or meta tensors.
-        example_inputs: a tuple of positional arguments, a dict of keywords, or the only argument.
-        example_kwargs: keyword arguments.
-        train: trace forward and backward (True) or the forward alone (False); None follows `model.training`.
-        in_place: allow results to take the bytes of inputs that have their last use there (see
-            `memplan.core.in_place`).
-        device: where the step runs while the model and the caller stay on the CPU; None: where the model is.
-        gradients_in_arena: parameters' gradients stay in the arena to the end of the step.
-        copy_gradients: each gradient of a parameter is made in the arena and copied out as soon as it is complete.
-
-    Raises:
-        UnsupportedGraph: the model cannot be traced as one graph.
-        UnsupportedDevice: `device` is not available, or the model is not on the CPU.
+    `train`: forward and backward (True) or the forward alone (False); None follows `model.training`. `kernels`: what
+    computes the ops ("inductor": kernels that Inductor generates, of which some change what they are given, whatever
+    `in_place` says). `device`: where the step runs while the model and the caller stay on the CPU; None: where the
+    model is. `in_place`: results may take the bytes of inputs that have their last use there (see
+    `memplan.core.in_place`). `gradients_in_arena`: parameters' gradients stay in the arena to the end of the step.
+    `copy_gradients`: each gradient of a parameter is made in the arena and copied out as soon as it is complete.
+    `by_dynamo`: the model is one of dynamo's own graphs, wrapped as a module that holds its parameters. `after`: the
+    bytes that an optimizer allocates while the gradients are there; they are not known of a step of Inductor's kernels.
     """
-    return capture_call(
-        model,
-        example_inputs,
-        example_kwargs,
-        train=train,
-        in_place=in_place,
-        device=device,
-        gradients_in_arena=gradients_in_arena,
-        copy_gradients=copy_gradients,
-    ).first()
 
-
-def capture_call(
-    model: nn.Module,
-    example_inputs: Any = (),
-    example_kwargs: dict[str, Any] | None = None,
-    *,
-    train: bool | None = None,
-    in_place: bool = True,
-    device: Device | None = None,
-    gradients_in_arena: bool = False,
-    copy_gradients: bool = False,
-    kernels: Kernels = "aten",
-    after: int = 0,
-) -> CapturedCall:
-    """Return one step of `model`, captured. The arguments and errors are those of `trace`.
-
-    `kernels`: what computes the ops ("inductor": kernels that Inductor generates, of which some change what they are
-    given, whatever `in_place` says). `after`: the bytes that an optimizer allocates while the gradients are there; they
-    are not known of a step of Inductor's kernels.
-    """
-    if kernels == "inductor":
-        with quiet():
-            from memplan.trace.fused.step import capture_fused  # imports Inductor
-
-        return capture_fused(
-            model,
-            example_inputs,
-            example_kwargs,
-            train=train,
-            in_place=in_place,
-            gradients_in_arena=gradients_in_arena,
-            copy_gradients=copy_gradients,
-        )
-    args, kwargs = arguments_of(example_inputs, example_kwargs)
-    train = bool(getattr(model, "training", True)) if train is None else train
-    captured, target = captured_for(device, model, args, kwargs, train=train)
-    return CapturedStep(
-        captured=captured,
-        model=type(model).__name__,
-        finish=partial(_finish, copy_gradients=copy_gradients, after=after),
-        target=target,
-        in_place=in_place,
-        gradients_in_arena=gradients_in_arena,
-    )
-
-
-def _finish(graph: fx.Graph, *, copy_gradients: bool, after: int) -> None:
-    own_outputs(graph, copy_gradients=copy_gradients)
-    allocate_at_end(graph, after)
-
-
-def captured_for(
-    device: Device | None, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool
-) -> tuple[Captured, Target | None]:
-    """Return the graph captured for `device` (None: for where the model is), and the target that stands for it."""
-    with timed(f"tracing {type(model).__name__}"):
-        if device is None:
-            parallelism = parallelism_of(model)
-            if parallelism is not None:
-                return capture_parallel(model, parallelism, args, kwargs, train=train), None
-            return capture(model, args, kwargs, train=train), None
-        target = target_of(device)
-        require_on_cpu(model, (args, kwargs))
-        return capture(model, args, kwargs, train=train, device=target.device), target
+    train: bool | None = None
+    kernels: Kernels = "aten"
+    device: Device | None = None
+    in_place: bool = True
+    gradients_in_arena: bool = False
+    copy_gradients: bool = False
+    by_dynamo: bool = False
+    after: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedStep:
-    """A captured step: the `Retracer` of a call of a model, or of a whole training step.
+class CapturedCall:
+    """A captured call of a model, or a captured training step, which can be traced in several variants.
 
-    `captured`: the graph, which is never changed. `model`: the name of the model. `finish`: the last pass. `target`:
-    the device where the step runs while its model stays on the host (None: where the model is). `in_place`: results may
-    take the bytes of inputs. `gradients_in_arena`: parameters' gradients stay in the arena.
+    A variant of a step computes the same by other ops. `captured`: the graph, which is never changed. `model`: the name
+    of the model. `target`: the device where the step runs while its model stays on the host (None: where the model is).
+    `update`: replaces the gradients that a graph returns by ops of an optimizer; None: they are returned. `generated`:
+    the code that Inductor has generated for variants of an update, by options and division.
     """
 
     captured: Captured
     model: str
-    finish: Callable[[fx.Graph], None]
-    target: Target | None
-    in_place: bool
-    gradients_in_arena: bool = False
+    options: CaptureOptions
+    target: Target | None = None
+    update: Callable[[fx.Graph], None] | None = None
+    generated: dict[Any, GeneratedStep] = field(default_factory=dict, repr=False)
 
     def warn(self) -> None:
         """Log what the step computes unlike eager."""
-        _warn(self.captured, self.model)
+        for warning in self.captured.warnings:
+            _log.warning("%s: %s", self.model, warning)
 
     def first(self) -> TracedGraph:
-        """Return the step as it is, undivided."""
-        return self.retrace()
+        """Return the variant of the step to begin with: undivided, with the code that is taken if none is asked for."""
+        if self.options.kernels != "inductor":
+            return self.retrace()
+        from memplan.trace.fused.environment import first_code
+
+        return self.retrace(code=first_code(self.captured.graph_module.graph))
 
     def retrace(
         self, *, division: Division | None = None, compress: str = "", code: CodeOptions | None = None
     ) -> TracedGraph:
-        """Return the step, traced from a copy of its graph; see `Retracer`. Nothing generates its kernels (`code`)."""
+        """Return one variant of the step, traced from a copy of its graph.
+
+        Args:
+            division: How chains of rows are divided into blocks; None: not at all.
+            compress: How saved activations are compressed ("bits", "int8"); "": not at all.
+            code: How a compiler generates the kernels; None: as it does by itself.
+        """
+        if self.options.kernels == "inductor":
+            from memplan.trace.fused.step import trace_generated
+
+            return trace_generated(self, division, compress, code)
         copied = fx.GraphModule(self.captured.graph_module, copy_of(self.captured.graph_module.graph))
         traced = trace_captured(
             replace(self.captured, graph_module=copied),
             self.model,
-            self.finish,
+            self.update or partial(_finish, options=self.options),
             division,
             compress,
-            gradients_in_arena=self.gradients_in_arena,
+            gradients_in_arena=self.options.gradients_in_arena,
             host_resident=self.target is not None,
         )
-        return _finished(traced, self.target, in_place=self.in_place)
+        traced = traced if self.target is None else with_host_residents(traced, self.target)
+        return replace(traced, graph=with_inplace_candidates(traced.graph)) if self.options.in_place else traced
 
 
-def _finished(traced: TracedGraph, target: Target | None, *, in_place: bool) -> TracedGraph:
-    """Return `traced` with its model on the host where `target` asks for that, and with its candidates for in-place
-    reuse.
-    """
-    traced = traced if target is None else with_host_residents(traced, target)
-    return replace(traced, graph=with_inplace_candidates(traced.graph)) if in_place else traced
+def _finish(graph: fx.Graph, *, options: CaptureOptions) -> None:
+    own_outputs(graph, copy_gradients=options.copy_gradients)
+    allocate_at_end(graph, options.after)
 
 
-def trace_graph(
-    module: nn.Module,
-    inputs: tuple[Any, ...],
-    *,
-    train: bool,
-    in_place: bool = True,
-    gradients_in_arena: bool = False,
-    copy_gradients: bool = False,
-    kernels: Kernels = "aten",
+def trace(
+    model: nn.Module, example_inputs: Any = (), example_kwargs: dict[str, Any] | None = None, **options: Any
 ) -> TracedGraph:
-    """Trace a graph that dynamo made from a part of a model, wrapped as a module that holds its parameters."""
-    if kernels == "inductor":
-        with quiet():
-            from memplan.trace.fused.step import trace_fused_graph  # imports Inductor
-
-        return trace_fused_graph(
-            module,
-            inputs,
-            train=train,
-            in_place=in_place,
-            gradients_in_arena=gradients_in_arena,
-            copy_gradients=copy_gradients,
-        )
-    captured = capture(module, inputs, {}, train=train, by_dynamo=True)
-    name = type(module).__name__
-    _warn(captured, name)
-    finish = partial(own_outputs, copy_gradients=copy_gradients)
-    traced = trace_captured(captured, name, finish, gradients_in_arena=gradients_in_arena)
-    return _finished(traced, None, in_place=in_place)
+    """Return one step of `model`, traced; the arguments and errors are those of `capture_call`."""
+    return capture_call(model, example_inputs, example_kwargs, **options).first()
 
 
-def _warn(captured: Captured, model: str) -> None:
-    """Log what a captured graph computes unlike eager."""
-    for warning in captured.warnings:
-        _log.warning("%s: %s", model, warning)
+def capture_call(
+    model: nn.Module, example_inputs: Any = (), example_kwargs: dict[str, Any] | None = None, **options: Any
+) -> CapturedCall:
+    """Return one step of `model`, captured.
+
+    Args:
+        model: The module to trace; its parameters may be real, fake or meta tensors.
+        example_inputs: A tuple of positional arguments, a dict of keywords, or the only argument.
+        example_kwargs: Keyword arguments.
+        **options: Those of `CaptureOptions`.
+
+    Raises:
+        UnsupportedGraph: The model cannot be traced as one graph.
+        UnsupportedDevice: `device` is not available, or the model is not on the CPU; or Inductor cannot generate
+            kernels here.
+    """
+    asked = CaptureOptions(**options)
+    args, kwargs = arguments_of(example_inputs, example_kwargs)
+    train = bool(getattr(model, "training", True)) if asked.train is None else asked.train
+    name, target = type(model).__name__, None
+    with timed(f"tracing {name}"):
+        if asked.kernels == "inductor":
+            with quiet():
+                from memplan.trace.fused.step import decompositions  # imports Inductor
+
+            table = decompositions()
+            captured = capture(model, args, kwargs, train=train, by_dynamo=asked.by_dynamo, decompositions=table)
+        elif asked.device is not None:
+            target = target_of(asked.device)
+            require_on_cpu(model, (args, kwargs))
+            captured = capture(model, args, kwargs, train=train, device=target.device)
+        elif not asked.by_dynamo and (parallelism := parallelism_of(model)) is not None:
+            captured = capture_parallel(model, parallelism, args, kwargs, train=train)
+        else:
+            captured = capture(model, args, kwargs, train=train, by_dynamo=asked.by_dynamo)
+    return CapturedCall(captured=captured, model=name, options=asked, target=target)
 
 
 def trace_captured(
@@ -286,3 +213,22 @@ def trace_captured(
     return replace(
         build(captured, model, needs, gradients_in_arena=gradients_in_arena), division=made, compress=compress
     )
+
+
+def retraced(
+    traced: TracedGraph,
+    retracer: CapturedCall | None,
+    division: Division | None,
+    compress: str,
+    code: CodeOptions | None = None,
+) -> TracedGraph:
+    """Return this variant of a step: `traced` itself if that is the one, else what `retracer` makes.
+
+    Raises `UnsupportedProblem` if that needs a retracer and there is none.
+    """
+    if (division, compress, code) == (traced.division, traced.compress, traced.code):
+        return traced
+    if retracer is None:
+        where = "divide" if division != traced.division else "compress" if compress != traced.compress else "plan"
+        raise UnsupportedProblem("this step cannot be traced again", where=where, hint=f"leave out {where}=")
+    return retracer.retrace(division=division, compress=compress, code=code)

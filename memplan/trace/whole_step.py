@@ -7,43 +7,40 @@ copy of that graph.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from memplan.core.arguments import arguments_of
 from memplan.core.choices import Kernels
-from memplan.core.timed import timed
 from memplan.distributed.parallelism import parallelism_of
 from memplan.errors import UnsupportedCall, UnsupportedGraph
 from memplan.trace.capture.joint_graph import Captured
-from memplan.trace.capture.quiet import quiet
-from memplan.trace.graph.offload_target import Target
 from memplan.trace.optimizer.updates import Accumulate, append_updates, updated_parameters
 from memplan.trace.passes.rewrite import value
-from memplan.trace.tracing import CapturedCall, CapturedStep, captured_for
+from memplan.trace.tracing import CapturedCall, capture_call
 
 if TYPE_CHECKING:
     from memplan.planning.options import Device
-    from memplan.trace.fused.step import GeneratedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedLoss:
     """A captured forward and backward, to which updates of `optimizer` can be added.
 
-    `captured` is the graph; `model` returns the loss; `target` is as in `CapturedStep`. `generated`: the code that
-    Inductor generated for the graph; None: the kernels are eager's.
+    `call` is forward and backward; `model` returns the loss.
     """
 
-    captured: Captured
+    call: CapturedCall
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    target: Target | None
-    generated: GeneratedStep | None = None
+
+    @property
+    def captured(self) -> Captured:
+        """The graph of forward and backward."""
+        return self.call.captured
 
     def step(
         self,
@@ -61,19 +58,9 @@ class CapturedLoss:
             clip_grad_norm=clip_grad_norm,
             accumulate=accumulate,
             rates_in_memory=rates_in_memory,
-            device=None if self.target is None else self.target.device,
+            device=None if self.call.target is None else self.call.target.device,
         )
-        if self.generated is not None:
-            from memplan.trace.fused.step import FusedWholeStep
-
-            return FusedWholeStep(original=self.captured, generated=self.generated, update=update, in_place=in_place)
-        return CapturedStep(
-            captured=self.captured,
-            model=type(self.model).__name__,
-            finish=update,
-            target=self.target,
-            in_place=in_place,
-        )
+        return replace(self.call, update=update, options=replace(self.call.options, in_place=in_place))
 
 
 def capture_loss(
@@ -100,43 +87,17 @@ def capture_loss(
         UnsupportedDevice: Inductor cannot generate kernels here.
         UnsupportedCall: The model is divided among ranks, and `kernels` are Inductor's.
     """
-    args, kwargs = arguments_of(example_inputs, example_kwargs)
-    made: GeneratedStep | None = None
-    if kernels == "inductor":
-        captured, target = _decomposed(model, args, kwargs), None
-    else:
-        captured, target = captured_for(device, model, args, kwargs, train=True)
-    _require_one_number(captured)
-    if kernels == "inductor":
-        from memplan.trace.fused.layouts import first_code
-        from memplan.trace.fused.step import generated
-
-        with timed(f"generating kernels of {type(model).__name__}"):
-            made = generated(captured, type(model).__name__, first_code(captured.graph_module.graph))
-    updated_parameters(captured.graph_module.graph, model, optimizer)  # or an error
-    return CapturedLoss(
-        captured=captured,
-        model=model,
-        optimizer=optimizer,
-        target=target,
-        generated=made,
-    )
-
-
-def _decomposed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-    """Return forward and backward of a model, captured for Inductor's kernels."""
-    if parallelism_of(model) is not None:
+    if kernels == "inductor" and parallelism_of(model) is not None:
         raise UnsupportedCall(
             "kernels='inductor' does not run a model that is divided among ranks yet",
             where="kernels",
             hint='take kernels="aten", the default',
             see="inductor-options",
         )
-    with quiet():
-        from memplan.trace.fused.step import capture_decomposed  # imports Inductor
-
-    with timed(f"tracing {type(model).__name__}"):
-        return capture_decomposed(model, args, kwargs, train=True)
+    call = capture_call(model, example_inputs, example_kwargs, train=True, device=device, kernels=kernels)
+    _require_one_number(call.captured)
+    updated_parameters(call.captured.graph_module.graph, model, optimizer)  # or an error
+    return CapturedLoss(call=call, model=model, optimizer=optimizer)
 
 
 def _require_one_number(captured: Captured) -> None:

@@ -18,7 +18,7 @@ from memplan.core.compressed_storages import PACKED
 from memplan.core.evictions import Action
 from memplan.errors import InvalidSize
 from memplan.trace.capture.joint_graph import capture
-from memplan.trace.compression.pack import pack_masks
+from memplan.trace.passes.compression import pack_masks
 from memplan.trace.passes.rewrite import copy_of
 from tests.runtime.budgets import QUICK
 from tests.steps import outcome_of

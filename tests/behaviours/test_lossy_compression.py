@@ -19,7 +19,7 @@ from memplan.core.compressed_storages import PACKED
 from memplan.core.evictions import Action
 from memplan.errors import InvalidSize
 from memplan.trace.capture.joint_graph import capture
-from memplan.trace.compression.quantize import group_of, quantize
+from memplan.trace.passes.compression import group_of, quantize
 from memplan.trace.passes.rewrite import copy_of
 from tests.runtime.budgets import QUICK
 from tests.slow import slow

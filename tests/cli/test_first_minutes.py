@@ -14,7 +14,7 @@ from memplan.core.plan import Plan
 from memplan.core.units import format_exact
 from memplan.errors import InvalidModel
 from memplan.planning import planfile
-from memplan.torch_versions import KNOWN
+from memplan.torch_inside.versions import KNOWN
 from tests.cli.helpers import Run, python
 from tests.samples import sample_plan
 

@@ -37,7 +37,7 @@ def _overload(name: str) -> torch._ops.OpOverload:
 @pytest.mark.parametrize("name", sorted(POINTWISE | ROWWISE))
 @pytest.mark.parametrize("shape", [(7,), (5, 1003), (3, 17, 64)])
 def test_in_place_gives_the_same_bits(name: str, shape: tuple[int, ...]) -> None:
-    from memplan.trace.passes.out_variants import out_names, out_variant
+    from memplan.trace.passes.nodes import out_names, out_variant
 
     op = _overload(name)
     if any(a.is_out for a in op._schema.arguments):  # a rule calls the out overload itself
@@ -86,7 +86,7 @@ def _complex_layouts(*shape: int) -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize("name", _COMPLEX.split())
 def test_complex_numbers_have_the_same_bits_in_place(name: str) -> None:
-    from memplan.trace.passes.out_variants import out_names, out_variant
+    from memplan.trace.passes.nodes import out_names, out_variant
 
     assert f"aten.{name}" in POINTWISE - COMPLEX_PRODUCTS
     op = _overload(name)

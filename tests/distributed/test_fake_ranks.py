@@ -26,7 +26,7 @@ from memplan.planning.planfile import check_consistency
 from memplan.report.lines import waiting_lines
 from memplan.report.picture import picture_of_plan
 from memplan.report.trace_events import trace_events
-from memplan.torch_versions import KNOWN
+from memplan.torch_inside.versions import KNOWN
 from tests.distributed.models import SmallGpt, energy, tokens, vectors
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")

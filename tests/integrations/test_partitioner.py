@@ -28,7 +28,7 @@ from benchmarks.peak_measure import live_bytes, peak_growth
 from benchmarks.zoo import ZOO
 from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedGraph
 from memplan.integrations.inductor.partitioner import COMPILATIONS, BudgetPartitioner, SavedNodes, search_partitions
-from memplan.trace.passes.saved_nodes import TAG
+from memplan.trace.passes.partitions import TAG
 from tests.models import Counted
 from tests.slow import slow
 

@@ -14,7 +14,7 @@ from memplan.runtime.kernels import convolve
 from memplan.runtime.kernels.convolve import direct_convolutions
 from memplan.runtime.kernels.convolve_inner import inner_convolution
 from memplan.runtime.kernels.probe import same_bytes
-from memplan.trace.passes.out_variants import out_names
+from memplan.trace.passes.nodes import out_names
 
 aten = torch.ops.aten
 _has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

@@ -469,7 +469,7 @@ def test_parameters_of_a_model_whose_forward_was_patched_are_followed(train: boo
     assert torch.equal(compiled(x), model(x))
 
 
-def test_options_of_layers_are_compared_where_dynamo_cannot_read() -> None:
+def test_options_of_layers_beside_a_recurrent_one_are_compared() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()

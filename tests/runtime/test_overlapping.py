@@ -14,7 +14,7 @@ from torch.export import Dim
 import memplan
 from memplan.core.choices import Gradients, OnMismatch
 from memplan.errors import InputMismatch, UnsupportedGraph
-from memplan.trace.passes.overlapping_strides import may_overlap
+from memplan.trace.passes.nodes import may_overlap
 
 
 class Scaled(nn.Module):

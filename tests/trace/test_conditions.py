@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tracemalloc
 
-from memplan.trace.dynamic.conditions import disjunction, without_implied
 from memplan.trace.dynamic.dims import Range
+from memplan.trace.dynamic.symbols import without_implied
 
 
 def _range(name: str, most: int) -> Range:
@@ -24,7 +24,6 @@ def test_wide_ranges_are_not_laid_out_in_memory() -> None:
     tracemalloc.start()
     try:
         kept = without_implied(wide, ["a >= 2", "a*b > 7"])
-        assert disjunction(wide, ["a > 2"], ["b < 7"]) == ("(a > 2) or (b < 7)",)
         assert tracemalloc.get_traced_memory()[1] < 2**20, "bytes"
     finally:
         tracemalloc.stop()

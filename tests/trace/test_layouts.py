@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import trace
-from memplan.trace.capture.fake_layouts import LAYOUTS
+from memplan.trace.capture.as_eager import LAYOUTS
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from memplan.trace.capture.quiet import quiet
+from memplan.trace.capture.front_ends import quiet
 
 
 def test_one_thread_is_silent_while_another_one_is_heard(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812  (torch's own convention)
 import memplan
 from memplan.evict.costs import DEVICES, Link
 from memplan.trace import trace
-from memplan.trace.passes.randomness import draws
+from memplan.trace.passes.nodes import draws
 
 aten = torch.ops.aten
 _ATTENTION = [

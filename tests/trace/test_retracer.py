@@ -13,7 +13,7 @@ from memplan.core.division import Division
 from memplan.errors import UnsupportedProblem
 from memplan.planning.options import PlanOptions
 from memplan.trace import TracedGraph, capture_call, plan_step, plan_traced
-from memplan.trace.retracer import retraced
+from memplan.trace.tracing import retraced
 
 
 class Classifier(nn.Module):
@@ -51,7 +51,7 @@ def test_a_captured_step_is_never_changed_by_tracing_it() -> None:
 
 
 def test_the_form_that_is_there_is_not_traced_again() -> None:
-    retracer = Counting()
+    retracer: Any = Counting()
     traced = retracer.captured.retrace()
     assert retraced(traced, retracer, None, "") is traced
     assert plan_step(traced, retracer, PlanOptions())[0] is traced
@@ -59,7 +59,7 @@ def test_the_form_that_is_there_is_not_traced_again() -> None:
 
 
 def test_a_plan_is_of_the_form_that_comes_with_it() -> None:
-    retracer = Counting()
+    retracer: Any = Counting()
     traced = retracer.captured.retrace()
     variant, plan = plan_step(traced, retracer, PlanOptions(divide=4, compress="bits"))
     assert retracer.asked == [(None, "bits"), (Division(blocks=4), "bits")]

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import capture_call, trace
-from memplan.trace.lowering.rules import RULES
+from memplan.trace.passes.lowering import RULES
 from tests.models import Apply
 from tests.runtime.reference import Interpreted
 

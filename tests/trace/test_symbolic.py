@@ -16,8 +16,7 @@ from memplan.core.graph import Graph
 from memplan.errors import InvalidShapes, UnsupportedGraph
 from memplan.trace import trace
 from memplan.trace.dynamic.symbolic import trace_symbolic
-from memplan.trace.lowering import layer_rules
-from memplan.trace.lowering.rules import RULES
+from memplan.trace.passes import lowering
 from tests.slow import slow
 
 BATCH, SEQ = Dim("batch", min=1, max=64), Dim("seq", min=2, max=48)
@@ -49,8 +48,8 @@ def test_a_symbolic_trace_is_every_concrete_one(
 ) -> None:
     """But for means, whose count is a constant only where it does not vary."""
     for op in (torch.ops.aten.mean.default, torch.ops.aten.mean.dim):
-        monkeypatch.delitem(RULES, op)
-    monkeypatch.setattr(layer_rules, "mean", lambda *_, **__: None)  # the mean of a loss
+        monkeypatch.delitem(lowering.RULES, op)
+    monkeypatch.setattr(lowering, "mean", lambda *_, **__: None)  # the mean of a loss
     model, example = ZOO[name]("nano")
     symbolic = trace_symbolic(model, example, {}, dynamic_shapes=shapes, train=True)
     assert symbolic.conditions == ("batch >= 2",), "the guards of conv's backend are no condition: both sides agree"

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -37,11 +36,11 @@ from memplan.integrations.inductor.temporaries import Temporaries
 from memplan.integrations.inductor.wrapper_lines import read_wrapper
 from memplan.planning.fit import make_workload
 from memplan.planning.options import Budget, Costs, read_budget, read_size
-from memplan.torch_versions import warn_if_newer
-from memplan.trace.capture.quiet import quiet
-from memplan.trace.passes.old_values import require_new_values, save_old_values
+from memplan.torch_inside.graphs import GradAOTOutput, one_of_each
+from memplan.torch_inside.versions import warn_if_newer
+from memplan.trace.capture.front_ends import quiet
+from memplan.trace.passes.partitions import require_new_values, save_old_values, tag_saved
 from memplan.trace.passes.rewrite import storage_key
-from memplan.trace.passes.saved_nodes import one_of_each, tag_saved
 from memplan.trace.planning import device_costs
 from memplan.version import __version__
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from memplan.errors import UnsupportedGraph
 from memplan.integrations.inductor.temporaries import Temporaries
-from memplan.torch_versions import PLAIN_LINES, why_not_planned
+from memplan.torch_inside.versions import PLAIN_LINES, why_not_planned
 
 _ASSIGNS = re.compile(r"^(\w+) = ")
 # Beside those that touch no memory: kernels that write into their arguments, numbers, and pools, whose bytes count too.

@@ -41,7 +41,7 @@ from memplan.trace.traced import TracedGraph
 if TYPE_CHECKING:
     from memplan.runtime.kernels.kernel_selection import BoundOp
     from memplan.symbolic import SymbolicPlan
-    from memplan.trace.dynamic.varying import SymbolicTrace
+    from memplan.trace.dynamic.dims import SymbolicTrace
 
 
 class Builder:
@@ -263,7 +263,7 @@ def _nothing_beside(options: CompileOptions, plan: Plan) -> None:
 
 def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise `InputMismatch` naming the first parameter, buffer or input that is a fake or meta tensor."""
-    from torch._subclasses.fake_tensor import FakeTensor
+    from memplan.torch_inside.graphs import FakeTensor
 
     inputs = [(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves((args, kwargs)))]
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *inputs):

@@ -19,7 +19,7 @@ from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.execute.step_time import step_seconds
 from memplan.runtime.options import CompileOptions
-from memplan.trace.capture.quiet import quiet
+from memplan.trace.capture.front_ends import quiet
 
 _log = logging.getLogger("memplan")
 _ALIKE = 0.01  # a share of the shorter time: programs whose times differ by less are as fast as each other

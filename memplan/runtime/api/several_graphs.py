@@ -14,7 +14,8 @@ from memplan.runtime.api.pending_calls import require_room
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.backend import Backend
 from memplan.runtime.options import CompileOptions, RunOptions
-from memplan.torch_versions import compile_limits
+from memplan.torch_inside.dynamo import dynamo_config
+from memplan.torch_inside.versions import compile_limits
 from memplan.trace.capture.refusals import breaks, runs_as_eager
 
 _MAX_RECOMPILES = 64  # of one function of the model, beyond which dynamo runs it eagerly
@@ -47,7 +48,7 @@ class SeveralGraphs:
         """Run a call of the model."""
         self._ran = True
         # numpy's random numbers are drawn by numpy, as in eager, and not by torch
-        with torch._dynamo.config.patch(use_numpy_random_stream=True):
+        with dynamo_config(use_numpy_random_stream=True):
             return self._run(*args, **kwargs)
 
     def make_room(self, options: CompileOptions, plan: Plan) -> None:

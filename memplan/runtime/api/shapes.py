@@ -29,7 +29,7 @@ from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.input_guards import laid_out
 from memplan.runtime.kernels.kernel_selection import BoundOp, with_arguments
 from memplan.symbolic import SymbolicPlan
-from memplan.trace.dynamic.varying import SymbolicTrace
+from memplan.trace.dynamic.dims import SymbolicTrace
 from memplan.trace.traced import KernelCall, Source, TracedGraph
 
 _KEPT = 16  # programs

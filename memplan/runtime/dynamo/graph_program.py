@@ -19,7 +19,7 @@ from memplan.runtime.memory.arena import Arena, NewArenas
 from memplan.runtime.memory.arena_parts import ObservedOwnership, part_of
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
 from memplan.runtime.options import RunOptions
-from memplan.trace import trace_graph
+from memplan.trace import capture_call
 from memplan.trace.traced import TracedGraph
 
 
@@ -62,15 +62,18 @@ def _trace(module: GraphModuleWithParams, rest: Sequence[Any], options: RunOptio
         raise UnsupportedGraph(type(module).__name__, what, hint, see="inputs")
     train = torch.is_grad_enabled() and any(_wants_gradient(x) for x in (*module.parameters(), *rest))
     with torch.inference_mode(False):  # this enables gradients, too
-        return trace_graph(
+        captured = capture_call(
             module,
             tuple(rest),
+            by_dynamo=True,
             train=train,
             in_place=options.in_place,
             gradients_in_arena=options.gradients_in_arena,
             copy_gradients=options.gradients_copied,
             kernels=options.kernels,
         )
+        captured.warn()
+        return captured.first()
 
 
 def _wants_gradient(x: Any) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.convert_frame import compile_lock
 from torch.utils import _pytree as pytree
 
 from memplan.core.choices import Gradients
@@ -36,8 +35,9 @@ from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_parts import part_of
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
 from memplan.runtime.options import RunOptions
-from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
-from memplan.trace.capture.python_numbers import numbers_of, with_numbers
+from memplan.torch_inside.dynamo import compile_lock
+from memplan.trace.capture.checkpoints import gradients_that_eager_lacks
+from memplan.trace.capture.python_values import numbers_of, with_numbers
 from memplan.trace.capture.refusals import runs_as_eager, where_it_breaks, why_it_breaks
 from memplan.trace.traced import TracedGraph
 

@@ -22,7 +22,7 @@ from memplan.runtime.execute.program import Program
 from memplan.runtime.execute.recorders import Recorder
 from memplan.runtime.kernels.pool_placement import Placer
 from memplan.runtime.memory.arena import dtype_of
-from memplan.trace.passes.overlapping_strides import may_overlap
+from memplan.trace.passes.nodes import may_overlap
 from memplan.trace.traced import KernelCall, Live, Source, TracedGraph, Transfer
 
 

@@ -27,7 +27,7 @@ from memplan.runtime.codegen.step_ir import Layout, refs
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm, KernelSelector, generated_op, materialise
 from memplan.runtime.kernels.stand_ins import select_on_stand_ins
 from memplan.runtime.memory.arena import dtype_of, offset_within, view_of
-from memplan.trace.passes.error_checks import ALLOCATE
+from memplan.trace.passes.nodes import ALLOCATE
 from memplan.trace.traced import GeneratedCall, KernelCall, Source, TracedGraph
 
 

@@ -14,7 +14,7 @@ from memplan.core.choices import other_choices
 from memplan.errors import InputMismatch
 from memplan.runtime.guards.arguments import Arrangement
 from memplan.runtime.guards.layout_guards import LayoutGuards
-from memplan.trace.passes.overlapping_strides import may_overlap
+from memplan.trace.passes.nodes import may_overlap
 from memplan.trace.traced import ReturnKind, Source, TracedGraph, without_data
 
 _OTHERS = other_choices("on_mismatch")

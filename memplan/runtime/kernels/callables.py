@@ -9,8 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from memplan.core.graph import Graph
-from memplan.trace.number_operands import number_operand
-from memplan.trace.traced import KernelCall
+from memplan.trace.traced import KernelCall, number_operand
 
 Function = Callable[..., Any]
 _METHODS = {

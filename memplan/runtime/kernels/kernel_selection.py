@@ -27,8 +27,7 @@ from memplan.runtime.kernels.probe import as_tuple, returns, scratch, writes
 from memplan.runtime.kernels.random_calls import with_state
 from memplan.runtime.kernels.recurrent import layer_function
 from memplan.runtime.kernels.rows import adds_rows, takes_rows
-from memplan.trace.passes.out_variants import out_names, out_variant
-from memplan.trace.passes.randomness import draws
+from memplan.trace.passes.nodes import draws, out_names, out_variant
 from memplan.trace.traced import GeneratedCall, KernelCall, Live, OpaqueResult, Ref
 
 

@@ -28,7 +28,7 @@ from memplan.runtime.measured_budget import Measured, replan
 from memplan.runtime.options import RunOptions
 from memplan.runtime.profiling.measurement import Measurement
 from memplan.runtime.profiling.op_timer import OpTimer
-from memplan.trace import Retracer, device_costs, plan_traced
+from memplan.trace import CapturedCall, device_costs, plan_traced
 from memplan.trace.traced import TracedGraph
 
 WARM = 1  # first steps of a plan that are not counted: they touch pages and fill caches
@@ -62,7 +62,7 @@ def arena_room(plan: Plan, policy: RecordingPolicy | None) -> int:
 def safe_plan(
     options: RunOptions,
     traced: TracedGraph,
-    retracer: Retracer | None,
+    retracer: CapturedCall | None,
     *,
     known: Measured | None = None,
 ) -> tuple[TracedGraph, Plan, RecordingPolicy]:

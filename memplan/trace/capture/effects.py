@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.convert_frame import get_traced_fn
 from torch.utils import _pytree as pytree
 
 from memplan.distributed.local import is_distributed, local_tensor, placed_like
 from memplan.distributed.whole_copy import copy_structure
 from memplan.errors import UnsupportedGraph
+from memplan.torch_inside.dynamo import traced_function
+from memplan.torch_inside.graphs import FakeTensorMode
 from memplan.trace.capture.origins import clean_module_path
 
 _CODE = (ModuleType, FunctionType, MethodType)  # these have attributes, too
@@ -104,7 +105,7 @@ def _is_library_state(model: nn.Module, source: str) -> bool:
     tracing.
     """
     name = source.removeprefix("G['").partition("'")[0]
-    held = get_traced_fn(model)[0].__globals__.get(name)
+    held = traced_function(model).__globals__.get(name)
     torchs = isinstance(held, ModuleType) and held.__name__.startswith("torch.")
     return "_active_collector" in source or source.startswith("G['__import_torch_dot_") or torchs
 
@@ -263,8 +264,6 @@ def with_fake_tensors(
 
     `sharing`: what modules hold beside modules, parameters and buffers is the model's own.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(t: torch.Tensor) -> torch.Tensor:

@@ -14,25 +14,40 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
-from torch._dynamo.convert_frame import compile_lock
 
 from memplan.errors import MemplanError, UnsupportedGraph
-from memplan.trace.capture.checkpoint_warnings import updates_run_once
-from memplan.trace.capture.conjugates import compute_conjugates
+from memplan.torch_inside.dynamo import compile_lock
+from memplan.torch_inside.graphs import backward_outside_autocast, joint_graph
+from memplan.trace.capture.as_eager import compute_conjugates, correct_statistics, layout_decompositions, settle_layouts
+from memplan.trace.capture.checkpoints import LostCheckpoint, note_checkpoints, updates_run_once
 from memplan.trace.capture.effects import with_fake_tensors
-from memplan.trace.capture.fake_layouts import layout_decompositions, settle_layouts
-from memplan.trace.capture.fake_statistics import correct_statistics
-from memplan.trace.capture.front_ends import READINGS, WARNINGS, FrontEnd, dynamo, export, identity, is_patched, meta_of
-from memplan.trace.capture.lost_checkpoints import LostCheckpoint
-from memplan.trace.capture.nested_checkpoints import note_checkpoints
+from memplan.trace.capture.front_ends import (
+    READINGS,
+    WARNINGS,
+    FrontEnd,
+    dynamo,
+    export,
+    identity,
+    is_patched,
+    meta_of,
+    quiet,
+)
 from memplan.trace.capture.python_values import Reading, with_values
-from memplan.trace.capture.quiet import quiet
-from memplan.trace.capture.recurrent import RecurrentAsEager, separate_gradients, size_workspaces
-from memplan.trace.capture.refusals import lost_checkpoints, require_same_types, require_traceable, unsupported
+from memplan.trace.capture.recurrent import (
+    RecurrentAsEager,
+    require_modules_dropout_kept,
+    separate_gradients,
+    size_workspaces,
+)
+from memplan.trace.capture.refusals import (
+    lost_checkpoints,
+    refuse_unfinished,
+    require_same_types,
+    require_traceable,
+    unsupported,
+)
 from memplan.trace.capture.results import ResultView, returning_once, views_among
-from memplan.trace.capture.unfinished_collectives import refuse_unfinished
-from memplan.trace.passes.error_checks import order_checks
-from memplan.trace.passes.overlapping_strides import overlapping_tangents
+from memplan.trace.passes.nodes import order_checks, overlapping_tangents
 from memplan.trace.passes.own_outputs import return_new_values, tag_backward
 from memplan.trace.passes.rewrite import separate_tangents
 
@@ -103,6 +118,7 @@ def capture(
         args, kwargs = pytree.tree_unflatten(flat, in_spec)
         inputs = flat if device is None else inputs
     with contextlib.ExitStack() as stack:
+        require_modules_dropout_kept(traced)
         prepare(stack, traced, train=train)
         front_ends = (identity,) if by_dynamo else (export,) if is_patched(traced) else (dynamo, export)
         joint = _capture_joint(stack, traced, args, kwargs, front_ends, decompositions=decompositions)
@@ -123,8 +139,7 @@ def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> No
     stack.enter_context(quiet())
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.set_grad_enabled(train))
-    # The backward runs after the `with torch.autocast` of the forward, not within it.
-    stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
+    stack.enter_context(backward_outside_autocast())
     if train and any(isinstance(m, nn.RNNBase) for m in model.modules()):
         # cuDNN's LSTM saves a workspace for its backward whose size its fake kernel does not know.
         stack.enter_context(_without_cudnn())
@@ -308,22 +323,13 @@ def export_joint(
     room for a gradient for each element. The graph is then traced again with dense gradients, as eager's backward gets.
     `decompositions`: as in `capture`.
     """
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-
-    def export() -> Any:
-        table = layout_decompositions() if decompositions is None else dict(decompositions)
-        # Without `keep_inference_input_mutations`, what both forward and backward write has no value after the forward.
-        return aot_export_joint_with_descriptors(
-            stack, module, args, kwargs, decompositions=table, keep_inference_input_mutations=True
-        )
-
+    table = layout_decompositions() if decompositions is None else decompositions
     note_checkpoints(module)
     recurrent = RecurrentAsEager() if decompositions is None else contextlib.nullcontext()
     with recurrent, returning_once(module) as once:
-        joint = export()
+        joint = joint_graph(stack, module, args, kwargs, table, dense_tangents=False)
         if overlapping_tangents(joint.graph_module.graph):
-            with torch._functorch.config.patch(guess_tangent_strides_as_outputs=False):
-                joint = export()
+            joint = joint_graph(stack, module, args, kwargs, table, dense_tangents=True)
     return_new_values(joint.graph_module.graph)
     joint.graph_module.meta[_ONCE] = once[-1]
     return joint

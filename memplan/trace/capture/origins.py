@@ -29,11 +29,11 @@ def _module(node: fx.Node) -> str:
 
 
 def clean_module_path(path: str) -> str:
-    """Return dynamo's `L['self'].h[0].attn` or export's `self.h.0.attn` as the name in `named_modules`: `h.0.attn`."""
+    """Return dynamo's `L['self'].h[0].attn` as the name in `named_modules`: `h.0.attn`."""
     path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\w+)\]", r".\1\2\3", path)
     path = path.replace(".__dict__", "")
-    path = re.sub(r"^_export_root\.?|_modules\.", "", path)
+    path = re.sub(r"_modules\.", "", path)
     return re.sub(r"\.+", ".", path).strip(".")
 
 

@@ -1,13 +1,15 @@
-"""Find the Python values that forward reads beside tensors: attributes, options, globals, closures of a loss function.
+"""Find the Python values that forward reads beside tensors: attributes, options, globals, closures of a loss
+function.
 
 They are constants of a trace. Dynamo guards its own code on them and names each (`L['self']._modules['drop'].p`). A
-compiled step checks under the same names whether they still have the values of the trace.
+compiled step checks under the same names whether they still have the values of the trace. Numbers that dynamo passes
+as tensors because they have changed before are constants of a plan too.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
+import copy
 import enum
 import inspect
 import os
@@ -16,12 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
-from torch import nn
-from torch._dynamo.convert_frame import get_traced_fn
+from torch import fx, nn
 
 _KINDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "ID_MATCH", "TENSOR_MATCH")
 _FOLLOWED = ("_parameters", "_buffers")  # their tensors are looked up in each call
@@ -77,41 +77,11 @@ class Reading:
             return GONE
 
 
-@contextlib.contextmanager
-def recording_guards(model: nn.Module) -> Iterator[list[Reading]]:
-    """Collect the readings of `model` while dynamo captures it for export; none if this torch version does not report
-    them.
-    """
-    from torch._dynamo import functional_export
-
-    found: list[Reading] = []
-    capture: Any = getattr(functional_export, "fullgraph_capture", None)
-    if capture is None:
-        yield found
-        return
-
-    def recorded(function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Capture as dynamo does, and add the readings of its guards."""
-        out = capture(function, *args, **kwargs)
-        if function is not model:  # another thread exports
-            return out
-        with contextlib.suppress(AttributeError, SyntaxError):  # torch's own names, which may change
-            made = out.graph_capture_output
-            forward = get_traced_fn(model)[0]
-            found.extend(_readings(made.output_graph.guards, made.f_globals, forward))
-        return out
-
-    with mock.patch.object(functional_export, "fullgraph_capture", recorded):
-        yield found
-
-
-def _readings(guards: Any, known: dict[str, Any], forward: FunctionType) -> list[Reading]:
-    """Return the readings of those of dynamo's guards that are about plain values, each once."""
+def readings_of(guards: Iterable[tuple[str, str]], known: dict[str, Any], forward: FunctionType) -> list[Reading]:
+    """Return the readings of those of dynamo's guards (kind, name) that are about plain values, each once."""
     found: dict[tuple[str, bool], Reading] = {}
-    for guard in guards:
-        kind = guard.create_fn_name()
-        name = guard.name if isinstance(guard.name, str) else guard.name()
-        name = name.removeprefix(_FROM_NUMPY).removesuffix(")") if name.startswith(_FROM_NUMPY) else name
+    for kind, said in guards:
+        name = said.removeprefix(_FROM_NUMPY).removesuffix(")") if said.startswith(_FROM_NUMPY) else said
         if kind not in _KINDS and kind != _LENGTH:
             continue
         reading = _parsed(name, known, forward, length=kind == _LENGTH)
@@ -122,7 +92,11 @@ def _readings(guards: Any, known: dict[str, Any], forward: FunctionType) -> list
 
 def _parsed(name: str, known: dict[str, Any], forward: FunctionType, *, length: bool) -> Reading | None:
     """Parse a guard's name as a path from the model or from a module of the user's; return None for other names."""
-    node: Any = ast.parse(name, mode="eval").body
+    node: Any
+    try:
+        node = ast.parse(name, mode="eval").body
+    except SyntaxError:
+        return None
     path: list[PathStep] = []
     while not _is_root(node):
         if isinstance(node, ast.Attribute):
@@ -216,3 +190,59 @@ def _is_constant_tensor(reading: Reading) -> bool:
     rest = reading.beyond_modules()
     followed = reading.root is None and rest and rest[0].attribute and rest[0].key in _FOLLOWED
     return isinstance(reading.value, torch.Tensor) and not followed
+
+
+def numbers_of(graph: fx.GraphModule) -> frozenset[str]:
+    """Return the inputs that are Python numbers which have changed before (an annealed temperature, a dropout rate).
+
+    Each of them has no use but its `item()`, also in a graph inside that it is passed to (a custom Function's).
+    """
+    return frozenset(node.name for node in graph.graph.find_nodes(op="placeholder") if _is_number(graph, node))
+
+
+def _is_number(graph: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether an input of a graph is used by nothing but its `item()`."""
+    return bool(node.users) and all(
+        _is_item(user) or ((inner := _taken_by(graph, user, node)) is not None and _is_number(*inner))
+        for user in node.users
+    )
+
+
+def _is_item(node: fx.Node) -> bool:
+    """Return whether a node is the `item()` of a number that varies."""
+    is_symbol = isinstance(node.meta.get("example_value"), torch.SymFloat)
+    return node.op == "call_method" and node.target == "item" and is_symbol
+
+
+def _taken_by(graph: fx.GraphModule, user: fx.Node, node: fx.Node) -> tuple[fx.GraphModule, fx.Node] | None:
+    """Return the graph inside that a higher-order op runs, and its input for `node`; None for other ops."""
+    bodies = [x for x in user.args if isinstance(x, fx.Node) and x.op == "get_attr"]
+    rest = user.args[len(bodies) :]
+    body = getattr(graph, str(bodies[0].target), None) if bodies else None
+    once = bodies and sum(n.target == bodies[0].target for n in graph.graph.find_nodes(op="get_attr")) == 1
+    if not isinstance(body, fx.GraphModule) or not once or rest.count(node) != 1:
+        return None
+    inputs = body.graph.find_nodes(op="placeholder")
+    return body, inputs[len(inputs) - len(rest) + rest.index(node)]
+
+
+def with_numbers(graph: fx.GraphModule, numbers: Mapping[str, float]) -> fx.GraphModule:
+    """Return the graph for these numbers, which are constants of a plan."""
+    if not numbers:
+        return graph
+    made = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    made.meta.update(graph.meta)
+    inside: dict[fx.GraphModule, dict[str, float]] = {}
+    for node in made.graph.find_nodes(op="placeholder"):
+        for user in list(node.users) if node.name in numbers else ():
+            inner = _taken_by(made, user, node)
+            if inner is None:
+                user.replace_all_uses_with(numbers[node.name])
+                made.graph.erase_node(user)
+            else:
+                inside.setdefault(inner[0], {})[inner[1].name] = numbers[node.name]
+    for name, body in list(made.named_children()):
+        if body in inside:
+            setattr(made, name, with_numbers(body, inside[body]))
+    made.recompile()
+    return made

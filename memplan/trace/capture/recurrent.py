@@ -11,12 +11,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.errors import UnsupportedGraph
-from memplan.trace.passes.aliasing import is_fixed
+from memplan.trace.passes.nodes import is_fixed
 from memplan.trace.passes.rewrite import aten, correct_results, fake_mode_of, storage_key, value
 
 _LSTM = 2  # oneDNN's number (ideep's rnn_kind)
@@ -26,15 +26,15 @@ _LAYERS = {getattr(torch, name): getattr(aten, name).input for name in ("lstm", 
 
 
 class RecurrentAsEager(TorchFunctionMode):
-    """Trace the recurrent layers that `torch.export` meets as the ops that eager's C++ calls for them on a CPU.
+    """Trace recurrent layers as the ops that eager's C++ calls for them on a CPU.
 
-    Export has decompositions for them in Python. These use other ops in another order, lose the dropout between layers,
+    Torch has decompositions for them in Python. These use other ops in another order, lose the dropout between layers,
     and under autocast return types that differ from eager's.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._onednn = torch._C._has_mkldnn and torch._C._get_mkldnn_enabled()  # export turns it off
+        self._onednn = torch._C._has_mkldnn and torch._C._get_mkldnn_enabled()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -187,6 +187,13 @@ def _by_direction(weights: Sequence[torch.Tensor], has_biases: bool) -> Iterator
     for i in range(0, len(weights), each):
         own = tuple(weights[i : i + each])
         yield own if has_biases else (*own, *(w.new_zeros(w.size(0)) for w in own))  # no kernel reads those
+
+
+def require_modules_dropout_kept(model: nn.Module) -> None:
+    """Raise `UnsupportedGraph` for modules with dropout between layers on devices other than the CPU."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase) and any(p.device.type != "cpu" for p in module.parameters()):
+            _require_dropout_kept(type(module).__name__, module.num_layers, module.dropout, module.training)
 
 
 def _require_dropout_kept(layer: str, layers: int, dropout: float, train: bool) -> None:

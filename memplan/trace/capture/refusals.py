@@ -1,4 +1,9 @@
-"""Refuse models that no front end can trace correctly, and turn a front end's error into one that users can act on."""
+"""Refuse models that no front end can trace correctly, and turn a front end's error into one that users can act on.
+
+Ops that may return before their results have arrived are refused too: collectives, and ops on another stream. Their
+`wait` is registered with the storage that torch allocated for the result. A result in the arena would be a copy of
+bytes that have not arrived, and the wait for it would wait for nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._ops import OpOverload
 from torch.nn.parameter import is_lazy
 
 from memplan.errors import UnsupportedGraph
-from memplan.trace.capture.lost_checkpoints import LostCheckpoint
+from memplan.trace.capture.checkpoints import LostCheckpoint
 from memplan.trace.capture.origins import place_at_end, place_in_user_code, place_of
 from memplan.trace.passes.rewrite import aten
 
@@ -178,3 +184,27 @@ def require_same_types(graph: fx.Graph) -> None:
                 shapes = ", ".join(str(list(t.shape)) for t in tensors)
                 hint = "give the example inputs the type of the parameters, x.to(dtype), or run under torch.autocast"
                 raise UnsupportedGraph(place_of(node), f"{what} (shapes {shapes})", hint, see="example-fails")
+
+
+_COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
+_STREAMS = {"ao", "streams"}  # activation offloading, and the streams and events of torch.compile
+
+
+def refuse_unfinished(graph: fx.Graph) -> None:
+    """Raise `UnsupportedGraph` for the first op that may return before its results have arrived."""
+    for node in graph.nodes:
+        overloads = [target for target in (node.target, *node.args) if isinstance(target, OpOverload)]
+        for overload in overloads:  # a higher-order op has it among its arguments
+            if overload.namespace in _COLLECTIVES:
+                what = f"a collective ({overload}), whose result arrives later: memplan cannot plan it yet"
+                hint = (
+                    "compile a model of parallelize_module or fully_shard by memplan.compile or compile_step, which "
+                    "plan its collectives; keep others outside of what is planned: call them in a function under "
+                    "@torch.compiler.disable that waits for the result (wait_tensor), and use "
+                    'torch.compile(model, backend="memplan")'
+                )
+                raise UnsupportedGraph(place_of(node), what, hint, see="collectives")
+            if overload.namespace in _STREAMS:
+                what = f"an op on another stream ({overload}), whose result arrives later: memplan cannot plan it"
+                hint = "leave streams and offloading to memplan: pass budget= to move activations to the host"
+                raise UnsupportedGraph(place_of(node), what, hint, see="collectives")

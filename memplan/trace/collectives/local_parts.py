@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import (
+
+from memplan.distributed.local import PlacedParameter
+from memplan.errors import UnsupportedGraph
+from memplan.torch_inside.graphs import (
     GradAOTOutput,
     ParamAOTInput,
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
 )
-
-from memplan.distributed.local import PlacedParameter
-from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.origins import origin_of, place_of
 from memplan.trace.passes.own_outputs import after_last, returned_by
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, replace_by, value

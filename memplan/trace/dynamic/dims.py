@@ -1,24 +1,26 @@
 """Read `dynamic_shapes=` in torch.export's notation: which dimensions of which inputs vary, and in which range.
 
-batch, seq = Dim("batch", min=1, max=64), Dim("seq", max=1024)
-{"tokens": {0: batch, 1: seq}, "mask": {0: batch, 1: seq}}     by the names of forward's arguments
-({0: batch}, None)                                             or by position
-{"image": {0: batch, 2: 8 * side, 3: 8 * side}}                multiples of a dimension
-{"tokens": (Dim.AUTO, Dim.AUTO)}                               named by memplan; static where the model needs it
+By the names of forward's arguments: `{"tokens": {0: batch, 1: seq}, "mask": {0: batch, 1: seq}}` with `batch, seq =
+Dim("batch", min=1, max=64), Dim("seq", max=1024)`; by position: `({0: batch}, None)`; multiples of a dimension:
+`{"image": {0: batch, 2: 8 * side, 3: 8 * side}}`; named by memplan, and static where the model needs it: `{"tokens":
+(Dim.AUTO, Dim.AUTO)}`. `SymbolicTrace` is a step traced for a range of shapes: sizes as expressions, and the kernel
+arguments that follow from them.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from memplan.errors import InvalidShapes
+from memplan.errors import InvalidShapes, ShapeOutOfRange
+from memplan.symbolic.sizes import Evaluate, Sizes, Symbol, graph_at
+from memplan.trace.traced import KernelCall, TracedGraph
 
 _HIGHEST = 2**31 - 1
 _HINT = "see torch.export's dynamic_shapes: {'argument': {0: Dim('batch', min=1, max=64)}}"
@@ -213,3 +215,91 @@ def _linear(said: Any, where: str) -> dict[str, int]:
         return {}
     offset = int(said.fn(0))
     return {"factor": int(said.fn(1)) - offset, "offset": offset}
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A kernel argument: the number that an expression gives (an index into `Sizes.expressions`)."""
+
+    place: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SymbolicTrace:
+    """A step traced for every value of its symbols under the conditions.
+
+    `traced` is the step for the hints; its kernels are those of `kernels` with numbers in place of each `Sized`.
+    `leaves`: for each leaf of the call, the shape as expressions (None: no tensor).
+    """
+
+    symbols: tuple[Symbol, ...]
+    conditions: tuple[str, ...]
+    traced: TracedGraph
+    kernels: tuple[KernelCall, ...]
+    sizes: Sizes
+    dims: Dims
+    leaves: tuple[tuple[str, ...] | None, ...]
+    evaluate: Evaluate
+
+    def values_of(self, flat: Sequence[Any]) -> dict[str, int]:
+        """Return the values of the symbols in a call with these leaves. Raises `ShapeOutOfRange` if there are none."""
+        found: dict[str, int] = {}
+        for i, varying in enumerate(self.dims.leaves):
+            for dim, v in varying.items():
+                x = flat[i]
+                if not isinstance(x, torch.Tensor) or x.dim() <= dim:
+                    raise ShapeOutOfRange("is not a tensor with that number of dimensions", where=f"input {i}")
+                value, rest = divmod(int(x.shape[dim]) - v.offset, v.factor)
+                if rest or found.setdefault(v.symbol, value) != value:
+                    what = f"dimension {dim} is {x.shape[dim]}, the plan was made for {v}"
+                    if not rest:
+                        what += f" with {v.symbol}={found[v.symbol]}"
+                    raise ShapeOutOfRange(what, where=f"input {i}", hint="see dynamic_shapes")
+        return {s.name: found[s.name] for s in self.symbols}
+
+    def at(self, values: Mapping[str, int], flat: Sequence[Any]) -> TracedGraph:
+        """Return the traced step for these values, with `flat` as its example.
+
+        This takes milliseconds: nothing is traced again.
+        """
+        numbers = self.evaluate(*(values[s.name] for s in self.symbols))
+
+        def filled(leaf: Any) -> Any:
+            """Return the number of a `Sized`; any other argument as it is."""
+            return numbers[leaf.place] if isinstance(leaf, Sized) else leaf
+
+        def kernel(k: KernelCall) -> KernelCall:
+            """Return a kernel with its numbers."""
+            args, kwargs = pytree.tree_map(filled, (k.args, k.kwargs))
+            return replace(k, args=args, kwargs=kwargs)
+
+        return replace(
+            self.traced,
+            graph=graph_at(self.traced.graph, self.sizes, numbers),
+            kernels=tuple(map(kernel, self.kernels)),
+            example_inputs=tuple(flat),
+        )
+
+
+def same_step(one: SymbolicTrace, two: SymbolicTrace) -> bool:
+    """Return whether two traces of a model are the same step, names aside: ops, numbers, sizes, and who owns what."""
+
+    def compared(trace: SymbolicTrace) -> Any:
+        """Return everything that is compared."""
+        graph, texts = trace.traced.graph, trace.sizes.expressions
+        views = [tuple(texts[p] for p in view) for view in trace.sizes.views]
+        kernels = [
+            str(pytree.tree_map(lambda x: texts[x.place] if isinstance(x, Sized) else x, (k.target, k.args, k.kwargs)))
+            for k in trace.kernels
+        ]
+        return (
+            [(op.target, op.phase, op.reads, op.writes, op.direct, op.random, op.unrelated) for op in graph.ops],
+            [(v.storage, v.dtype, view) for v, view in zip(graph.values, views, strict=True)],
+            [
+                (s.kind, s.device, s.planned, texts[p])
+                for s, p in zip(graph.storages, trace.sizes.storages, strict=True)
+            ],
+            (graph.outputs, graph.gradients, kernels, trace.traced.results),
+        )
+
+    return bool(compared(one) == compared(two))

@@ -5,12 +5,15 @@ sizes are symbols, and the same passes run over it as for fixed shapes: they see
 alternative, tracing several shapes and fitting expressions to their sizes, is neither exact nor cheap: here integer
 division and the larger of two sizes come out as they are, and one trace does instead of ten. Torch also reports what
 the trace depends on: every branch that a size decided, in Python or in a fake kernel, is a guard. Guards become the
-plan's conditions, so a shape that would have been traced differently is refused or planned on its own, never run by the
-wrong graph.
+plan's conditions, so a shape that would have been traced differently is refused or planned on its own, never run by
+the wrong graph.
 
 Dynamo and AOTAutograd have different symbols, and both are replaced by the user's. The shapes that are traced (the
 tracing hints) are near those of the example, but equal to no other size in use: an equality that holds only by
 coincidence would become a condition. Torch treats 0 and 1 as special, so a size of 1 is never covered.
+
+What activation checkpoints compute again does not depend on sizes. So the ops that run again become ops of the traced
+step itself, with the sizes of the first run; then the step is planned like any other. Random results are kept.
 """
 
 from __future__ import annotations
@@ -23,24 +26,66 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.core.arguments import arguments_of
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import InvalidShapes, UnsupportedGraph
+from memplan.evict.apply import apply
+from memplan.evict.costs import DEVICES
+from memplan.evict.equivalent import require_equivalent
+from memplan.evict.policies.checkpoint import checkpoint
+from memplan.planning.checkpoints import has_checkpoints, without_checkpoints
+from memplan.planning.fit import make_workload
 from memplan.planning.options import DEFAULTS, DynamicShapes, PlanOptions
 from memplan.symbolic.plan import SymbolicPlan, make_symbolic, stable
-from memplan.symbolic.sizes import SizesWriter, Symbol, evaluator, holder
+from memplan.symbolic.sizes import SizesWriter, Symbol, evaluator, holder, with_stable_candidates
+from memplan.torch_inside.graphs import FakeTensor
 from memplan.trace.capture.refusals import require_traceable
-from memplan.trace.dynamic.conditions import disjunction, nearest_excluded, without_implied
-from memplan.trace.dynamic.conditions import fixed_symbol as pinned_by
-from memplan.trace.dynamic.dims import Dims, Range, read_dims, without
-from memplan.trace.dynamic.follow_checkpoints import follow_checkpoints
+from memplan.trace.dynamic.dims import Dims, Range, SymbolicTrace, read_dims, same_step, without
 from memplan.trace.dynamic.symbolic_capture import read_symbolic, sized_kernel, tracing_hints
-from memplan.trace.dynamic.symbols import Translator
-from memplan.trace.dynamic.varying import SymbolicTrace, same_step
+from memplan.trace.dynamic.symbols import Translator, disjunction, nearest_excluded, without_implied
+from memplan.trace.dynamic.symbols import fixed_symbol as pinned_by
+from memplan.trace.graph.remap_to_plan import kernel_of
 from memplan.trace.planning import plan_traced
 from memplan.trace.traced import KernelCall
+
+
+def follow_checkpoints(found: SymbolicTrace, *, in_place: bool) -> SymbolicTrace:
+    """Return a trace in which what checkpoints drop is computed again, where eager computes it again.
+
+    `in_place`: results may take the bytes of inputs.
+    """
+    graph = found.traced.graph
+    if not has_checkpoints(graph):
+        return found
+    workload = make_workload(graph, tuple(range(len(graph.ops))), DEVICES["cpu"], alignment=1)
+    applied = apply(workload, checkpoint(workload))
+    require_equivalent(graph, applied.graph, applied.sources)
+    steps = tuple(zip(applied.graph.ops, applied.sources, strict=True))
+
+    def kernels(of: tuple[KernelCall, ...]) -> tuple[KernelCall, ...]:
+        """Return the kernels of all ops; `of` are those of the ops as they were traced."""
+        base = replace(found.traced, kernels=of)
+        made = (kernel_of(base, applied.graph, op, source) for op, source in steps)
+        return tuple(kernel for kernel in made if isinstance(kernel, KernelCall))
+
+    first = dict(zip((further for _, further in applied.instances), applied.instances, strict=True))
+    storages = [*found.sizes.storages]
+    storages += [found.sizes.storages[first[i][0]] for i in range(len(storages), len(applied.graph.storages))]
+    place = {value.name: i for i, value in enumerate(graph.values)}
+    views = [*found.sizes.views]
+    views += [found.sizes.views[place[v.name.rpartition("@")[0]]] for v in applied.graph.values[len(views) :]]
+    sizes = replace(found.sizes, storages=tuple(storages), views=tuple(views))
+    made = without_checkpoints(applied.graph)
+    made = with_stable_candidates(with_inplace_candidates(made), sizes) if in_place else made
+    traced = replace(found.traced, graph=made, kernels=kernels(_called(found.traced.kernels)))
+    return replace(found, traced=traced, kernels=kernels(found.kernels), sizes=sizes)
+
+
+def _called(kernels: tuple[object, ...]) -> tuple[KernelCall, ...]:
+    """Return the kernels of a traced step, which are all calls."""
+    return tuple(kernel for kernel in kernels if isinstance(kernel, KernelCall))
+
 
 _WIDENINGS = 2  # further traces that test whether a condition matters
 

@@ -17,19 +17,19 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from memplan.errors import InvalidShapes, MemplanError, UnsupportedGraph
 from memplan.symbolic.sizes import SizesWriter
+from memplan.torch_inside.dynamo import mark_varying, named_source
 from memplan.trace.capture.front_ends import READINGS, dynamo
 from memplan.trace.capture.joint_graph import Captured, captured, export_joint, prepare
 from memplan.trace.capture.refusals import unsupported
-from memplan.trace.dynamic.dims import Dims, Range
+from memplan.trace.dynamic.dims import Dims, Range, Sized
 from memplan.trace.dynamic.symbols import Translator
-from memplan.trace.dynamic.varying import Sized
-from memplan.trace.graph.alias_classes import AliasClasses
 from memplan.trace.graph.build import build
-from memplan.trace.lowering.rules import lower
+from memplan.trace.graph.values import AliasClasses
 from memplan.trace.passes.checkpoints import mark_checkpoints
 from memplan.trace.passes.fold import fold
+from memplan.trace.passes.lowering import lower
 from memplan.trace.passes.own_outputs import own_outputs, returned_by, tangents_needed, write_back_mutations
-from memplan.trace.passes.sums import accumulate_in_place, write_in_place
+from memplan.trace.passes.simplify import accumulate_in_place, write_in_place
 from memplan.trace.traced import KernelCall, TracedGraph
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -92,7 +92,7 @@ def _capture(
     for x, varying in zip(leaves, dims.leaves, strict=True):
         for dim, v in varying.items():
             low, high = (v.at(n) for n in (max(ranges[v.symbol].min, 2), ranges[v.symbol].max))
-            torch._dynamo.mark_dynamic(x, dim, min=max(low, 2), max=max(low, 2, min(high, 2**31 - 1)))
+            mark_varying(x, dim, low, high)
     try:
         module: Any = dynamo(model, *call)
         mode, context = module.meta["fake_mode"], module.meta["tracing_context"]
@@ -141,9 +141,7 @@ def _stand_in(x: torch.Tensor, varying: Mapping[int, Any], hints: Mapping[str, i
 
 def _symint(env: ShapeEnv, s: Range, hint: int, translator: Translator) -> Any:
     """Return torch's symbol for one of the user's."""
-    from torch._dynamo.source import ConstantSource
-
-    source = ConstantSource(f"memplan_{s.name}")
+    source = named_source(f"memplan_{s.name}")
     bounds = StrictMinMaxConstraint(vr=ValueRanges(max(s.min, 2), max(s.max, 2)), warn_only=False)
     symbol = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=bounds)
     translator.bind_symbol(symbol, s.name)

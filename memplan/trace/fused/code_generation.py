@@ -25,18 +25,26 @@ from torch._inductor.virtualized import V
 from memplan.core.code_options import CodeOptions
 from memplan.devices.kinds import HOST, is_accelerator
 from memplan.errors import UnsupportedGraph
-from memplan.torch_versions import compiler_config, donating, loaded_code, partition
-from memplan.trace.fused.blocks import Block, BlockView, extent, fills, piece_of
+from memplan.torch_inside.graphs import one_of_each
+from memplan.torch_inside.versions import compiler_config, donating, loaded_code, partition
 from memplan.trace.fused.early_gradients import EARLY
+from memplan.trace.fused.environment import inductors_errors, refused
 from memplan.trace.fused.kept_code import keep, key_of, known_code
-from memplan.trace.fused.kernel_runs import KernelRun, RandomState, Replay
-from memplan.trace.fused.refusals import inductors_errors, refused
-from memplan.trace.fused.sums_in_place import with_sums_in_place
+from memplan.trace.fused.kernel_runs import (
+    Block,
+    BlockView,
+    KernelRun,
+    RandomState,
+    Replay,
+    WrittenCode,
+    extent,
+    fills,
+    piece_of,
+)
+from memplan.trace.fused.sums import with_sums_in_place
 from memplan.trace.fused.wrapper import recording
-from memplan.trace.fused.written import WrittenCode
-from memplan.trace.passes.old_values import require_new_values, save_old_values
+from memplan.trace.passes.partitions import require_new_values, save_old_values, tag_saved
 from memplan.trace.passes.rewrite import fake_mode_of, storage_key
-from memplan.trace.passes.saved_nodes import one_of_each, tag_saved
 
 # What a user may have set and the recorded code cannot have.
 _SETTINGS: dict[str, Any] = {

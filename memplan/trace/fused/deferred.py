@@ -17,7 +17,7 @@ from torch._inductor.codecache import CodeCacheFuture, CppPythonBindingsCodeCach
 from torch._inductor.utils import clone_preserve_strides
 
 from memplan.errors import InputMismatch
-from memplan.trace.fused.refusals import inductors_errors
+from memplan.trace.fused.environment import inductors_errors
 
 ALIGNMENT = 16  # bytes: what Inductor has its Triton kernels assume of the addresses of tensors
 

@@ -18,10 +18,10 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memplan.trace.fused.row_parts import BLOCK, FULL, NAMED, PERMUTE, PRODUCTS, SUM, VIEWS
-from memplan.trace.passes.aliasing import keys_of, tensors_of
-from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
-from memplan.trace.passes.saved_nodes import TAG
+from memplan.trace.fused.row_parts import BLOCK, FULL, NAMED, PERMUTE, PRODUCTS, SUM
+from memplan.trace.passes.nodes import keys_of, tensors_of
+from memplan.trace.passes.partitions import TAG
+from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, storage_key, value
 
 EARLY = "memplan_early"  # in the meta of a node: a gradient that the forward computes, and saves
 _SUMS = {aten.add.Tensor, aten.sub.Tensor}

@@ -1,13 +1,22 @@
-"""Whether Inductor can generate kernels here that memplan can run."""
+"""The Inductor that is here: whether it has a compiler, how it chooses layouts and partitions, and its errors in our
+words.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import fx
 from torch._inductor import config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
-from memplan.errors import UnsupportedDevice
-from memplan.torch_versions import warn_if_newer
+from memplan.core.code_options import CodeOptions
+from memplan.errors import MemplanError, UnsupportedDevice, UnsupportedGraph
+from memplan.torch_inside.versions import warn_if_newer
+from memplan.trace.passes.rewrite import aten
 
 _ATEN = 'or leave out kernels="inductor", which needs none of it'
 
@@ -34,3 +43,58 @@ def chooses_layouts() -> bool:
 def partitions_freely() -> bool:
     """Return whether Inductor's user has set no partitioner."""
     return config.custom_partitioner_fn is None
+
+
+def refused(what: str) -> UnsupportedGraph:
+    """Return the error for something in Inductor's code that memplan cannot plan."""
+    hint = 'leave out kernels="inductor", which plans the same model with the kernels of eager'
+    return UnsupportedGraph("Inductor's code", f"has {what}", hint, see="inductor-code")
+
+
+@contextlib.contextmanager
+def inductors_errors(model: str) -> Iterator[None]:
+    """Raise what Inductor raises inside as an `UnsupportedGraph`, in one sentence; errors of memplan's as they are.
+
+    Only calls of Inductor belong inside: an error of memplan's own code is no refusal.
+    """
+    try:
+        yield
+    except Exception as error:  # Inductor may raise anything, and wraps what is raised inside of it
+        ours = _ours(error)
+        if ours is not None:
+            raise ours from None
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        what = f"Inductor cannot compile it: {type(error).__name__}: {lines[0] if lines else 'no message'}"
+        raise UnsupportedGraph(model, what, 'leave out kernels="inductor"', see="inductor-refuses") from error
+
+
+def _ours(error: BaseException | None) -> MemplanError | None:
+    """Return the error of memplan's that made Inductor raise `error`; None if there is none."""
+    while error is not None and not isinstance(error, MemplanError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def first_code(graph: fx.Graph) -> CodeOptions | None:
+    """Return how to generate the code of a joint graph where nothing else is asked for; None: as Inductor does.
+
+    Inductor runs convolutions with channels last, and keeps a copy in that layout of each weight that is not. Without
+    these copies a step needs less, so the layouts are the model's own where there would be any.
+    """
+    if chooses_layouts() and any(
+        map(_copies_its_weight, graph.find_nodes(op="call_function", target=aten.convolution.default))
+    ):
+        return CodeOptions(layouts=False)
+    return None
+
+
+def _copies_its_weight(convolution: fx.Node) -> bool:
+    """Return whether Inductor would reorder the weight of a convolution."""
+    node = convolution.args[1]
+    weight = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(weight, torch.Tensor) or weight.dim() not in _CHANNELS_LAST:
+        return False
+    return not weight.is_contiguous(memory_format=_CHANNELS_LAST[weight.dim()])

@@ -15,24 +15,22 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTInput
 from torch._ops import OpOverload
 
 from memplan.core.code_options import CodeOptions
 from memplan.core.graph import GIVEN, Graph, Op, Origin, Phase, Storage, StorageKind, Value
 from memplan.core.in_place import with_candidates
 from memplan.devices.kinds import HOST
+from memplan.torch_inside.graphs import GradAOTOutput, ParamAOTInput
 from memplan.trace.capture.joint_graph import Captured
-from memplan.trace.fused.blocks import Block, BlockView, extent
 from memplan.trace.fused.code_generation import Half, Halves
 from memplan.trace.fused.deferred import ALIGNMENT, AligningKernel, Deferred, DeferredTritonKernel
-from memplan.trace.fused.kernel_runs import KernelRun, RandomState
-from memplan.trace.fused.refusals import refused
+from memplan.trace.fused.environment import refused
+from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, RandomState, extent
 from memplan.trace.graph.build import KIND_OF, binding_of
-from memplan.trace.graph.output_spec import read_results
-from memplan.trace.passes.out_variants import out_variant
+from memplan.trace.graph.values import read_results
+from memplan.trace.passes.nodes import draws, out_variant
 from memplan.trace.passes.own_outputs import returned_by
-from memplan.trace.passes.randomness import draws
 from memplan.trace.passes.rewrite import aten
 from memplan.trace.traced import (
     Binding,

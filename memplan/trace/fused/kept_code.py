@@ -25,13 +25,13 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import get_donated_idxs
 from torch._ops import OpOverload
 
-from memplan import torch_versions
 from memplan.core.code_options import CodeOptions
 from memplan.core.files import write_atomic
 from memplan.errors import UnreadableFile
-from memplan.torch_versions import require_cacheable
+from memplan.torch_inside import versions
+from memplan.torch_inside.versions import require_cacheable
 from memplan.trace.capture.origins import origin_of
-from memplan.trace.fused.written import WrittenCode
+from memplan.trace.fused.kernel_runs import WrittenCode
 from memplan.version import __version__
 
 
@@ -103,7 +103,7 @@ def keep(key: str | None, code: WrittenCode) -> None:
 def _recorder() -> str:
     """Return a digest of the code that records code: what another state of it has recorded is not read."""
     digest = hashlib.sha256()
-    for file in (*sorted(Path(__file__).parent.glob("*.py")), Path(torch_versions.__file__)):
+    for file in (*sorted(Path(__file__).parent.glob("*.py")), Path(versions.__file__)):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

@@ -1,13 +1,15 @@
 """Replay the code of Inductor's wrapper with stand-ins for tensors, to learn what each kernel reads and writes.
 
-The lines are Python. Run with `BlockView`s in place of tensors, and with kernels that only note how they were called,
-they tell the arguments of each call exactly, views included, without a parser and without computing anything.
+The lines are Python. Run with `BlockView`s in place of tensors, strided views of blocks of bytes, and with kernels
+that only note how they were called, they tell the arguments of each call exactly, views included, without a parser and
+without computing anything.
 """
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,10 +21,138 @@ from torch._ops import OpOverload
 
 from memplan.core.graph import Origin
 from memplan.errors import MemplanError
-from memplan.trace.fused.blocks import Block, BlockView, fills, piece_of, pieces_of
-from memplan.trace.fused.refusals import refused
-from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode
-from memplan.trace.graph.opaque_outputs import is_random_state
+from memplan.trace.fused.environment import refused
+from memplan.trace.graph.values import is_random_state
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Block:
+    """The bytes behind one or more of Inductor's buffers, which share them in place or as views.
+
+    `given`: the step's caller or model owns them. `constant`: the tensor, if the generated code holds it. `node`: the
+    node of the graph that they hold, "" if none is known. `touched`: a kernel has used them already.
+    """
+
+    name: str
+    device: torch.device
+    nbytes: int
+    given: bool = False
+    constant: torch.Tensor | None = None
+    node: str = ""
+    touched: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockView:
+    """The stand-in for a tensor: a strided view of a block."""
+
+    block: Block
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def view(self, shape: Sequence[int], strides: Sequence[int], offset: int = 0) -> BlockView:
+        """Return what `reinterpret_tensor` does: another view, `offset` elements behind this one."""
+        return replace(self, shape=tuple(shape), strides=tuple(strides), offset=self.offset + offset)
+
+
+def piece_of(block: Block, tensor: torch.Tensor) -> BlockView:
+    """Return the piece that stands for a real or fake tensor whose bytes are `block`."""
+    return BlockView(
+        block=block,
+        dtype=tensor.dtype,
+        shape=tuple(map(int, tensor.shape)),
+        strides=tuple(map(int, tensor.stride())),
+        offset=int(tensor.storage_offset()),
+    )
+
+
+def extent(piece: BlockView) -> int:
+    """Return the bytes from the start of its block to the end of a piece."""
+    if not math.prod(piece.shape):
+        return 0
+    last = sum((n - 1) * stride for n, stride in zip(piece.shape, piece.strides, strict=True))
+    return int((piece.offset + last + 1) * piece.dtype.itemsize)
+
+
+def fills(piece: BlockView) -> bool:
+    """Return whether a piece begins and ends where its block does."""
+    return piece.offset == 0 and extent(piece) == piece.block.nbytes
+
+
+def pieces_of(thing: Any) -> list[BlockView]:
+    """Return the views in nested arguments."""
+    leaves = pytree.tree_leaves(thing, is_leaf=lambda leaf: isinstance(leaf, BlockView))
+    return [leaf for leaf in leaves if isinstance(leaf, BlockView)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """The layout of one of Inductor's buffers. `nbytes` are those of its whole allocation."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """Allocates the buffer `name`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renaming:
+    """Gives a buffer's bytes, or a view of them, another name: its `text` assigns it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelLine:
+    """Calls a kernel.
+
+    `text` is the source of the call. `kernel` is the name of a kernel that Inductor generated, "" for another one.
+    `written` are the positions and names of the arguments that the kernel writes, and `changed` the buffers among the
+    others that it changes. `known`: these two are complete; otherwise, any argument may be changed. `overload` is the
+    op that is called, where its results are new tensors.
+    """
+
+    text: str
+    kernel: str = ""
+    written: frozenset[int | str] = frozenset()
+    changed: frozenset[str] = frozenset()
+    known: bool = True
+    overload: OpOverload | None = None
+    origin: Origin = field(default_factory=Origin)
+
+
+WrittenLine = Allocation | Renaming | KernelLine
+
+
+@dataclass(slots=True, kw_only=True)
+class WrittenCode:
+    """The code of one graph. `inputs` are the names of its arguments, `outputs` the sources of what it returns.
+
+    `specs` are the layouts of its buffers by name, and `sources` the source code of its generated kernels by name.
+    `nodes` are the nodes of the graph that its buffers hold, by name. `overwritable` are the buffers, by the name of a
+    result, whose bytes it may take where nothing reads them afterwards. `namespace` are the globals of the loaded code.
+    """
+
+    lines: list[WrittenLine] = field(default_factory=list)
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    specs: dict[str, TensorSpec] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    nodes: dict[str, str] = field(default_factory=dict)
+    overwritable: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    namespace: Mapping[str, Any] = field(default_factory=dict)
+
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type),

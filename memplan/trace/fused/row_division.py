@@ -20,13 +20,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 from memplan.core.division import Division
 from memplan.errors import InvalidSize
 from memplan.trace.fused.early_gradients import compute_gradients_early
-from memplan.trace.fused.row_parts import BLOCK, FULL, NAMED, PRODUCTS, VIEWS, Part, is_transpose, part_of
-from memplan.trace.fused.scattered_sums import scatter_into_summands
-from memplan.trace.fused.summed_products import sum_products
-from memplan.trace.passes.aliasing import keys_of, tensors_of, written_in
+from memplan.trace.fused.row_parts import BLOCK, FULL, NAMED, PRODUCTS, Part, is_transpose, part_of
+from memplan.trace.fused.sums import scatter_into_summands, sum_products
+from memplan.trace.passes.nodes import keys_of, tensors_of, written_in
 from memplan.trace.passes.own_outputs import is_backward
-from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
-from memplan.trace.passes.saved_nodes import TAG
+from memplan.trace.passes.partitions import TAG
+from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, storage_key, value
 
 _SLICE, _CAT = aten.slice.Tensor, aten.cat.default
 _PART = 2  # a tensor is wide if it has at least one in so many of the elements of the first product of its chain

@@ -12,11 +12,10 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from memplan.trace.passes.rewrite import aten, value
+from memplan.trace.passes.rewrite import VIEWS, aten, value
 
 BLOCK = "memplan_block"  # in the meta of a node: the number of its chain, and the block of rows that it computes
 NAMED = ("original_aten", "seq_nr")  # in the meta of a node: what Inductor names its kernels by, and partitions by
-VIEWS = {aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default}
 FULL, PERMUTE, SUM = aten.full.default, aten.permute.default, aten.sum.dim_IntList
 PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}  # and which argument has the rows
 _COPIES = {aten.clone.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default}

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTInput, PlainAOTInput
 
 from memplan.core.graph import Graph, Op, Phase, Storage, Value
+from memplan.torch_inside.graphs import GradAOTOutput, ParamAOTInput, PlainAOTInput
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.graph.build import build
 from memplan.trace.passes.own_outputs import returned_by

@@ -3,6 +3,14 @@
 Inductor makes one wrapper for each graph, from a class that is registered for the whole process. `recording` registers
 `RecordingWrapper` under the lock that every compilation of torch takes, and restores the registration afterwards.
 Meanwhile, compilations of other threads still get Inductor's own class.
+
+On the CPU it also decides which loops one generated kernel runs, and notes what they may overwrite. Inductor writes
+loops that have nothing to do with each other into one kernel, as long as no other kernel has to run between them. All
+that they touch is then alive at once. The same holds for loops over several blocks of rows. Inductor lets a kernel
+write over a buffer that has its last use there, and over what the forward has saved where AOTAutograd donates it to
+the backward. The latter is a choice of the plan: what is saved may have to be computed again later, or be read once
+more. So Inductor generates such kernels with a result of its own, and the pairs that are found here become in-place
+candidates.
 """
 
 from __future__ import annotations
@@ -10,7 +18,8 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,18 +30,153 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._inductor import config, ir
 from torch._inductor.codegen import common
 from torch._inductor.codegen import wrapper as lines
+from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.dependencies import MemoryDep
 from torch._inductor.utils import DeferredLineBase
 from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from memplan.core.graph import Origin
-from memplan.torch_versions import PLAIN_LINES, why_not_planned
+from memplan.devices.kinds import HOST
+from memplan.torch_inside.versions import PLAIN_LINES, why_not_planned
 from memplan.trace.capture.origins import origin_of
 from memplan.trace.fused.deferred import DeferringCompile
-from memplan.trace.fused.groups import followed
-from memplan.trace.fused.overwriting import Overwriting
-from memplan.trace.fused.refusals import refused
-from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode, WrittenLine
+from memplan.trace.fused.environment import refused
+from memplan.trace.fused.kernel_runs import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode, WrittenLine
+from memplan.trace.fused.masked_reads import reads_where_it_writes
+from memplan.trace.fused.row_parts import BLOCK
+
+_DIVISIONS = (FloorDiv, ModularIndexing)  # Inductor simplifies indices without them by itself
+
+
+class Overwriting:
+    """Follows the loops that are written into one kernel after another.
+
+    `found` are the buffers, by the name of a result, whose bytes it may take: the loop that writes the result reads
+    such a buffer at the index that it writes, and no later loop of the kernel reads it. Of loops that were fused into
+    one, those that read it do so at the same index.
+    """
+
+    def __init__(self, found: dict[str, tuple[str, ...]]) -> None:
+        self._found = found
+        self._pairs: dict[tuple[str, str], None] = {}  # of the present kernel: (result, buffer)
+
+    def add(self, loops: Sequence[Any]) -> None:
+        """Follow loops that were fused into one, in their order."""
+        seen: dict[str, set[Any]] = {}
+        users = Counter[str]()
+        for loop in loops:
+            for dep in loop.read_writes.reads_and_writes():
+                seen.setdefault(dep.name, set()).add(dep)
+            read = {dep.name for dep in loop.read_writes.reads}
+            users.update(read)
+            self._pairs = {pair: None for pair in self._pairs if pair[1] not in read}
+            for result, dep, masked in _same_index(loop):
+                if len(seen[dep.name]) == 1 and not (masked and users[dep.name] > 1):
+                    self._pairs[result, dep.name] = None
+
+    def end(self) -> None:
+        """End the present kernel."""
+        for result, buffer in self._pairs:
+            self._found[result] = (*self._found.get(result, ()), buffer)
+        self._pairs = {}
+
+
+def _same_index(loop: Any) -> Iterator[tuple[str, MemoryDep, bool]]:
+    """Yield the result of a loop, and a read, for each that is at the index of the loop's only write.
+
+    True with it: it is so only where the mask of the read holds.
+    """
+    if loop.is_template() or len(loop.read_writes.writes) != 1:
+        return
+    (write,) = loop.read_writes.writes
+    (result, *others) = loop.get_outputs()
+    fixed = V.graph.never_reuse_buffers
+    if others or not isinstance(write, MemoryDep) or write.mode is not None or write.name != result.get_name():
+        return
+    if result.get_aliases() or result.get_mutations() or write.name in fixed:
+        return
+    for read in loop.read_writes.reads:
+        if not isinstance(read, MemoryDep) or read.name in fixed or read.name in V.graph.scheduler.mutation_real_name:
+            continue
+        same = (read.index, read.size) == (write.index, write.size)
+        if same or (read.index.has(*_DIVISIONS) and reads_where_it_writes(loop, read.name)):
+            yield write.name, read, not same
+
+
+def followed(
+    make: Any, device_type: str, overwriting: Overwriting, most: int | None = None, *, in_blocks: bool = False
+) -> Any:
+    """Return what makes the scheduling of a graph: as `make`, but `overwriting` follows the loops of its kernels.
+
+    Each loop stays as it is, and so do its results. Where Inductor does not write C++, `make` is returned: a Triton
+    kernel is one loop, whose launch configuration Inductor chooses by running it several times on the same tensors, so
+    that its results may not lie over what it reads.
+
+    Args:
+        make: Inductor's own.
+        device_type: The kind of the device.
+        overwriting: Is told of each loop.
+        most: The bytes that kernels of several loops touch at most; None: there is no limit.
+        in_blocks: The graph was divided by rows: no kernel computes parts of two blocks.
+    """
+    if device_type != HOST or config.cpu_backend != "cpp":
+        return make
+    return lambda scheduler: _FollowedGroups(scheduler, overwriting, most, in_blocks=in_blocks)
+
+
+class _FollowedGroups(CppScheduling):
+    """Inductor's scheduling, which begins a new kernel where a loop would make the present one touch too much, or
+    another block of rows.
+    """
+
+    def __init__(self, scheduler: Any, overwriting: Overwriting, most: int | None, *, in_blocks: bool) -> None:
+        super().__init__(scheduler)  # type: ignore[no-untyped-call]
+        self._overwriting, self._in_blocks = overwriting, in_blocks
+        self._most, self._touched = most, 0
+        self._blocks: set[int] = set()
+
+    def codegen_node(self, node: Any) -> None:
+        """Write the loop of one node, into a new kernel if need be."""
+        nbytes = 0 if self._most is None else int(node.get_read_write_buffers_sizes())
+        blocks = _blocks_of(node) if self._in_blocks else set()
+        too_much = self._most is not None and self._touched and self._touched + nbytes > self._most
+        if too_much or (self._blocks and blocks and blocks != self._blocks):
+            self.flush()
+        self._touched += nbytes
+        self._blocks |= blocks
+        self._overwriting.add(node.get_nodes())
+        super().codegen_node(node)
+
+    def can_fuse_horizontal(self, node1: Any, node2: Any) -> bool:
+        """Return whether two loops may become one."""
+        return not self._apart(node1, node2) and bool(super().can_fuse_horizontal(node1, node2))  # type: ignore[no-untyped-call]
+
+    def can_fuse_vertical(self, node1: Any, node2: Any) -> bool:
+        """Return whether a loop and one that reads its result may become one."""
+        return not self._apart(node1, node2) and bool(super().can_fuse_vertical(node1, node2))  # type: ignore[no-untyped-call]
+
+    def flush(self) -> None:
+        """End the present kernel."""
+        super().flush()  # type: ignore[no-untyped-call]
+        self._overwriting.end()
+        self._touched = 0
+        self._blocks = set()
+
+    def _apart(self, one: Any, other: Any) -> bool:
+        """Return whether two loops compute different blocks of rows."""
+        if not self._in_blocks:
+            return False
+        mine, theirs = _blocks_of(one), _blocks_of(other)
+        return bool(mine and theirs and mine != theirs)
+
+
+def _blocks_of(node: Any) -> set[int]:
+    """Return the blocks of rows that a loop computes; none for a loop over whole tensors."""
+    origins = (origin for one in node.get_nodes() for origin in getattr(one.node, "origins", ()))
+    return {origin.meta[BLOCK] for origin in origins if BLOCK in origin.meta}
+
 
 _current = threading.local()  # .code: what the compilation of this thread writes
 

@@ -13,32 +13,35 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import (
-    BufferAOTInput,
-    GradAOTOutput,
-    ParamAOTInput,
-    PlainAOTInput,
-    TangentAOTInput,
-)
 from torch._ops import OpOverload
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from memplan.core.graph import GIVEN, Graph, Op, Origin, Phase, StorageKind
 from memplan.devices.kinds import is_accelerator
 from memplan.distributed.ops import group_of
 from memplan.errors import UnsupportedGraph
+from memplan.torch_inside.graphs import (
+    BufferAOTInput,
+    FakeTensor,
+    FunctionalTensor,
+    GradAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    TangentAOTInput,
+)
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.capture.origins import origin_of, place_of
-from memplan.trace.graph.alias_classes import AliasClasses
-from memplan.trace.graph.opaque_outputs import is_literal, is_mixed, opaque_positions, used_positions
-from memplan.trace.graph.output_spec import read_results
+from memplan.trace.graph.values import (
+    AliasClasses,
+    is_literal,
+    is_mixed,
+    opaque_positions,
+    read_results,
+    used_positions,
+)
 from memplan.trace.optimizer.updates import StateInput
-from memplan.trace.passes.error_checks import is_check
 from memplan.trace.passes.fold import FOLDED
-from memplan.trace.passes.out_variants import out_variant, written_names
+from memplan.trace.passes.nodes import draws, is_check, out_variant, written_names
 from memplan.trace.passes.own_outputs import is_backward, returned_by
-from memplan.trace.passes.randomness import draws
 from memplan.trace.passes.rewrite import CHECKPOINT, MEMORY_ONLY, OWN, WITHIN, aten, storage_key
 from memplan.trace.traced import Binding, KernelCall, OpaqueResult, Ref, Source, TracedGraph
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from memplan.distributed.local import largest_part
 from memplan.errors import InvalidModel
+from memplan.torch_inside.graphs import FakeTensorMode
 from memplan.trace.allocations import Allocations, storage_of
 
 Parameters = Iterable[torch.nn.Parameter]

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTInput
 
 from memplan.core.graph import Graph, Op, StorageKind
 from memplan.distributed.local import local_tensor
 from memplan.errors import UnsupportedGraph
+from memplan.torch_inside.graphs import GradAOTOutput, ParamAOTInput
 from memplan.trace.optimizer.optimizers import STEP, ensure_state, keys_of
-from memplan.trace.passes.aliasing import has_effects
+from memplan.trace.passes.nodes import has_effects
 from memplan.trace.passes.own_outputs import after_last, returned_by, touching
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
 from memplan.trace.traced import KernelCall, Live, Ref, TracedGraph

@@ -15,10 +15,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from memplan.devices.kinds import is_available
-from memplan.trace.passes.aliasing import has_effects, is_fixed, keys_of, span, written_in
+from memplan.torch_inside.graphs import FakeTensor, unset_fake_temporarily
+from memplan.trace.passes.nodes import has_effects, is_fixed, keys_of, span, written_in
 from memplan.trace.passes.own_outputs import returned_by
 from memplan.trace.passes.rewrite import INHERITED, OWN, aten, replace_by, storage_key, value
 

@@ -15,17 +15,15 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import (
+
+from memplan.errors import UnsupportedGraph
+from memplan.torch_inside.graphs import (
     GradAOTOutput,
     InputMutationAOTOutput,
     ParamAOTInput,
     PlainAOTOutput,
 )
-
-from memplan.errors import UnsupportedGraph
-from memplan.trace.passes.aliasing import is_fixed, keys_of, written_in
-from memplan.trace.passes.error_checks import is_check
-from memplan.trace.passes.overlapping_strides import may_overlap
+from memplan.trace.passes.nodes import is_check, is_fixed, keys_of, may_overlap, written_in
 from memplan.trace.passes.rewrite import MEMORY_ONLY, Rewriter, aten, fake_mode_of, storage_key, value
 
 _PIECES = (

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from memplan.devices.kinds import is_available
 from memplan.errors import UnsupportedGraph
+from memplan.torch_inside.graphs import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 CHECKPOINT = (
     "memplan_checkpoint"  # key of a node's meta: the number of the activation checkpoint that drops its results
@@ -31,6 +31,7 @@ _WRITTEN = str.maketrans({"-": "minus_", ".": "_", "+": "_"})  # characters of n
 aten = torch.ops.aten
 # Ops that make memory and write nothing.
 MEMORY_ONLY = {aten.empty_strided.default, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default}
 _ALIASES = (aten.detach.default, aten.alias.default)
 
 

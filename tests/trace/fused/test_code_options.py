@@ -15,7 +15,7 @@ from memplan.core.code_options import CodeOptions
 from memplan.errors import BudgetInfeasible, InvalidPlan, UnsupportedGraph
 from memplan.planning.options import PlanOptions
 from memplan.report.lines import budget_lines
-from memplan.trace import capture_call, code_search
+from memplan.trace import capture_call, variants
 from memplan.trace.fused.deferred import DeferredKernel
 from memplan.trace.traced import GeneratedCall, TracedGraph
 
@@ -157,7 +157,7 @@ def test_a_partition_that_would_draw_twice_is_left_out() -> None:
     captured = capture_call(Wide(), torch.randn(8, 16), kernels="inductor")
     with pytest.raises(UnsupportedGraph, match="draws inductor_seeds_default twice"):
         captured.retrace(code=CodeOptions(knob=0.0))
-    assert list(code_search._generated(captured, CodeOptions(knob=0.0))) == []
+    assert list(variants._generated(captured.retrace, CodeOptions(knob=0.0))) == []
 
 
 def test_a_budget_that_no_variant_keeps_names_the_smallest() -> None:

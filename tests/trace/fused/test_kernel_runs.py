@@ -8,9 +8,18 @@ import pytest
 import torch
 
 from memplan.errors import UnsupportedGraph
-from memplan.trace.fused.blocks import Block, BlockView, extent, piece_of
-from memplan.trace.fused.kernel_runs import Replay
-from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode
+from memplan.trace.fused.kernel_runs import (
+    Allocation,
+    Block,
+    BlockView,
+    KernelLine,
+    Renaming,
+    Replay,
+    TensorSpec,
+    WrittenCode,
+    extent,
+    piece_of,
+)
 
 CPU = torch.device("cpu")
 

@@ -17,10 +17,17 @@ from torch._inductor.virtualized import V
 import memplan
 from memplan.core.graph import Op, Phase
 from memplan.trace import capture_call
-from memplan.trace.fused.blocks import Block, BlockView
-from memplan.trace.fused.kernel_runs import Replay
-from memplan.trace.fused.overwriting import Overwriting
-from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode
+from memplan.trace.fused.kernel_runs import (
+    Allocation,
+    Block,
+    BlockView,
+    KernelLine,
+    Renaming,
+    Replay,
+    TensorSpec,
+    WrittenCode,
+)
+from memplan.trace.fused.wrapper import Overwriting
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -171,7 +178,7 @@ def test_the_gradient_of_logits_takes_their_bytes_and_has_inductors_bits(kind: t
 
 def test_results_have_bytes_of_their_own_where_in_place_is_off() -> None:
     captured = capture_call(Head(), (torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)), kernels="inductor")
-    apart = replace(captured, in_place=False).retrace()  # type: ignore[type-var]
+    apart = replace(captured, options=replace(captured.options, in_place=False)).retrace()
     assert any(op.inplace_candidates for op in captured.retrace().graph.ops)
     assert not any(op.inplace_candidates for op in apart.graph.ops)
 

@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memplan.trace.fused import row_division
-from memplan.trace.fused.scattered_sums import scatter_into_summands
+from memplan.trace.fused.sums import scatter_into_summands
 from tests.runtime.test_inductor_division import WIDE, _made, _step, _tokens
 
 aten: Any = torch.ops.aten

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memplan.trace.fused import row_division
-from memplan.trace.fused.summed_products import sum_products
+from memplan.trace.fused.sums import sum_products
 
 aten: Any = torch.ops.aten
 SHAPES = ((6, 3), (3, 4), (6, 5), (5, 4), (6, 2), (2, 4))

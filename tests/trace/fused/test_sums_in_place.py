@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from memplan.core.graph import Origin
-from memplan.trace.fused.blocks import Block, BlockView
-from memplan.trace.fused.kernel_runs import KernelRun
-from memplan.trace.fused.sums_in_place import with_sums_in_place
+from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun
+from memplan.trace.fused.sums import with_sums_in_place
 
 
 def _view(name: str, offset: int = 0) -> BlockView:

@@ -22,16 +22,22 @@ from torch._inductor.codegen import wrapper as lines
 from torch._inductor.utils import get_donated_idxs
 
 from memplan.errors import InputMismatch, UnsupportedGraph
-from memplan.torch_versions import KNOWN, donating, partition
+from memplan.torch_inside.versions import KNOWN, donating, partition
 from memplan.trace.fused import wrapper
-from memplan.trace.fused.blocks import Block, BlockView
 from memplan.trace.fused.code_generation import _device_of, _donated
 from memplan.trace.fused.deferred import AligningKernel, DeferredTritonKernel, DeferringCompile
-from memplan.trace.fused.groups import followed
-from memplan.trace.fused.kernel_runs import RandomState, Replay
-from memplan.trace.fused.overwriting import Overwriting
-from memplan.trace.fused.wrapper import read_line
-from memplan.trace.fused.written import Allocation, KernelLine, Renaming, TensorSpec, WrittenCode
+from memplan.trace.fused.kernel_runs import (
+    Allocation,
+    Block,
+    BlockView,
+    KernelLine,
+    RandomState,
+    Renaming,
+    Replay,
+    TensorSpec,
+    WrittenCode,
+)
+from memplan.trace.fused.wrapper import Overwriting, followed, read_line
 
 ROOT = Path(__file__).resolve().parents[3]
 FLOAT, COUNT = torch.float32, int

@@ -14,14 +14,14 @@ from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.virtualized import V
 
 import memplan
-from memplan import torch_versions
 from memplan.errors import UnsupportedDevice, UnsupportedGraph
 from memplan.integrations.inductor.wrapper_lines import _HARMLESS as HARMLESS
 from memplan.integrations.inductor.wrapper_lines import _changes as changes
-from memplan.torch_versions import UNPLANNED_LINES
+from memplan.torch_inside import versions as torch_versions
+from memplan.torch_inside.versions import UNPLANNED_LINES
 from memplan.trace.fused import environment
+from memplan.trace.fused.kernel_runs import Allocation, KernelLine
 from memplan.trace.fused.wrapper import _READERS, _SILENT, RecordingWrapper, read_line, recording
-from memplan.trace.fused.written import Allocation, KernelLine
 
 # What memplan reads of each line of Inductor's code: the names of its fields, in torch 2.13.
 FIELDS = {

@@ -1,7 +1,8 @@
 """Says to torch's partitioner which nodes of a joint graph to save and which to compute again.
 
 Tags are those of activation checkpoints (`node.meta["recompute"]`). With a tag on every node that the backward needs
-from the forward, min-cut rematerialization has nothing left to choose.
+from the forward, min-cut rematerialization has nothing left to choose. A joint graph is functional: the new value of an
+input is written at the end of the forward. What reads the old value may therefore run in the forward only.
 """
 
 from __future__ import annotations
@@ -11,23 +12,47 @@ from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch_config
-from torch._functorch.compile_utils import fx_graph_cse
-from torch._functorch.partitioners import get_default_op_list
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memplan.trace.passes.old_values import readers_of_old_values
+from memplan.errors import UnsupportedGraph
+from memplan.torch_inside.graphs import InputMutationAOTOutput, view_ops
+from memplan.trace.passes.nodes import is_view, keys_of, written_in
+
+
+def readers_of_old_values(graph: fx.Graph) -> set[fx.Node]:
+    """Return the ops that compute from an input of a joint graph which the step changes; views compute nothing."""
+    changed = written_in(graph) | _replaced(graph)
+    ops = (node for node in graph.nodes if node.op == "call_function")
+    return {node for node in ops if keys_of(node.all_input_nodes) & changed and not is_view(node)}
+
+
+def save_old_values(graph: fx.Graph) -> None:
+    """Tag what is computed from inputs that the step changes: torch's partitioner then saves it for the backward."""
+    for node in readers_of_old_values(graph):
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def require_new_values(joint: fx.Graph, forward: fx.Graph, backward: fx.Graph) -> None:
+    """Raise `UnsupportedGraph` if the backward of a partition reads an input that the forward has changed by then."""
+    changed = written_in(forward) | _replaced(joint)
+    for node in backward.find_nodes(op="placeholder"):
+        if node.users and keys_of(node) & changed:
+            reason = f"the backward reads {node.name}, which the forward has changed by then"
+            hint = "change a copy of it, or change it after the backward"
+            raise UnsupportedGraph(node.name, reason, hint, see="old-value")
+
+
+def _replaced(joint: fx.Graph) -> set[int]:
+    """Return the storages of inputs whose new values a joint graph returns, for its caller to write back."""
+    (output,) = joint.find_nodes(op="output")
+    descs = output.meta.get("desc") or ()
+    mutated = {desc.mutated_input for desc in descs if isinstance(desc, InputMutationAOTOutput)}
+    return keys_of([n for n in joint.find_nodes(op="placeholder") if n.meta.get("desc") in mutated])
+
 
 TAG = "recompute"
 _COLLECTIVES = ("_c10d_functional", "c10d")
-
-
-def one_of_each(module: fx.GraphModule) -> None:
-    """Make what a joint graph computes twice one node, as torch's partitioner does before it chooses what to save."""
-    module.graph.eliminate_dead_code()
-    if functorch_config.cse:
-        module.graph = fx_graph_cse(module.graph)
 
 
 def tag_saved(
@@ -54,7 +79,7 @@ def tag_saved(
         ('mm', 'gelu')
     """
     clear_tags(graph)
-    views = get_default_op_list().view_ops
+    views = view_ops()
     backward = _depends_on_tangents(graph) if backward is None else backward
     unsafe = _not_again(graph, never_again)
     wanted = {_base(node, views) for node in graph.nodes if node.name in saved}

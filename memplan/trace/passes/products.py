@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memplan.trace.passes.aliasing import is_fixed, span
+from memplan.trace.passes.nodes import is_fixed, span
 from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.rewrite import Rewriter, aten, storage_key, value
 

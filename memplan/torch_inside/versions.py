@@ -73,11 +73,6 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")[:2]))
 
 
-def dynamo_settings(**settings: Any) -> dict[str, Any]:
-    """Return those of the settings of dynamo that this torch has."""
-    return {name: value for name, value in settings.items() if hasattr(torch._dynamo.config, name)}
-
-
 def compile_limits(**limits: Any) -> dict[str, Any]:
     """Return those of the arguments of `torch.compile` that this torch takes; 2.11 has no limits of recompiles."""
     return {name: value for name, value in limits.items() if name in inspect.signature(torch.compile).parameters}

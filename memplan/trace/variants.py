@@ -1,20 +1,23 @@
-"""Chooses how a compiler generates the kernels of a step: the variants of the code that are planned.
+"""The variants of a step that are planned: in more and more blocks of rows, and with other code of a compiler.
 
-Code is generated anew for each variant, and nothing is compiled until one is taken. Without a budget the variant that
-needs the fewest bytes is taken, with a budget the fastest one that keeps it.
+A budget is kept with as few blocks as it needs. Code is generated anew for each variant, and nothing is compiled until
+one is taken. Without a budget the variant that needs the fewest bytes is taken, with a budget the fastest one that
+keeps it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from memplan.core.code_options import CodeOptions
+from memplan.core.division import Division
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
 from memplan.core.schedule import live_bytes
-from memplan.core.totals import functional_transient, outside_bytes
+from memplan.core.totals import MODEL_KINDS, functional_transient, outside_bytes
 from memplan.core.units import format_bytes
 from memplan.devices.kinds import alignment_of, is_accelerator
 from memplan.errors import BudgetInfeasible, UnsupportedGraph
@@ -23,11 +26,106 @@ from memplan.evict.policies.partition import kept_for_backward, partition
 from memplan.evict.workload import Workload
 from memplan.planning.fit import make_workload
 from memplan.planning.options import PlanOptions
-from memplan.trace.retracer import Retracer
+from memplan.schedule import order
 from memplan.trace.traced import TracedGraph
+from memplan.trace.tracing import CapturedCall, retraced
+
+if TYPE_CHECKING:
+    from memplan.evict.workload import Workload
+
+_BLOCKS = (4, 16, 64, 256)
+_WORTH = 0.99  # times the floor: more blocks have to lower it below this
+
+
+def variants_to_plan(
+    traced: TracedGraph, retracer: CapturedCall | None, options: PlanOptions, alignment: int
+) -> tuple[tuple[TracedGraph, ...], PlanOptions]:
+    """Return the variants of a step to plan, one after the other until one keeps the budget, and the options for them.
+
+    The undivided step comes first, then the variant with the fewest blocks. A budget that is a share is one of the
+    undivided step, so it is turned into bytes where there are several variants. For a budget of "min", the only
+    variant is the one with the lowest floor. Variants whose floor exceeds the budget are left out; if all do, the
+    last one is kept, whose error names what it needs.
+    """
+    allowed = options.division
+    if allowed is not None and allowed.blocks is not None:
+        return (retraced(traced, retracer, allowed, traced.compress, traced.code),), options
+    if allowed is None or (options.budget is None and options.arena_budget is None):
+        return (traced,), options
+    variants = (traced, *_whole(traced, retracer, options), *_divisions(traced, retracer, allowed, alignment))
+    if "min" in (options.budget, options.arena_budget):
+        return (min(variants, key=lambda variant: _floor(variant, alignment)),), options
+    asked = in_bytes(options, traced, alignment)
+    fitting = tuple(variant for variant in variants if _may_fit(variant, asked, alignment))
+    return fitting or variants[-1:], asked
+
+
+def _whole(traced: TracedGraph, retracer: CapturedCall | None, options: PlanOptions) -> Iterator[TracedGraph]:
+    """Yield the undivided step with sums in place, where Inductor's kernels may run it."""
+    if options.kernels == "inductor" and options.division is not None and options.division.sums:
+        yield retraced(traced, retracer, replace(options.division, blocks=1), traced.compress, traced.code)
+
+
+def gain_of_dividing(traced: TracedGraph, retracer: CapturedCall, alignment: int, *, sums: bool = False) -> str:
+    """Return what a division would bring for a step that does not fit, as a hint; "" if it would bring nothing.
+
+    `sums` is as in `Division`.
+    """
+    floors = [_floor(variant, alignment) for variant in _divisions(traced, retracer, Division(sums=sums), alignment)]
+    if not floors:
+        return ""
+    before, after = format_bytes(_floor(traced, alignment)), format_bytes(floors[-1])
+    asked = "memplan.Division(sums=True)" if sums else "True"
+    return f"divide={asked} would lower the floor from {before} to {after}"
+
+
+def _divisions(
+    traced: TracedGraph, retracer: CapturedCall | None, allowed: Division, alignment: int
+) -> Iterator[TracedGraph]:
+    """Yield the step in more and more blocks, as long as its floor falls."""
+    before = float(_floor(traced, alignment))
+    for blocks in _BLOCKS:
+        step = retraced(traced, retracer, replace(allowed, blocks=blocks), traced.compress, traced.code)
+        floor = _floor(step, alignment)
+        if floor > _WORTH * before:
+            return
+        before = floor
+        yield step
+
+
+def in_bytes(options: PlanOptions, traced: TracedGraph, alignment: int) -> PlanOptions:
+    """Return the options with budgets in bytes; shares are those of the undivided step."""
+    from memplan.planning.planner import budgets_in_bytes
+
+    workload = _workload(traced, order(traced.graph, options.schedule).order, alignment)
+    return budgets_in_bytes(options, traced.graph, workload)
+
+
+def _may_fit(traced: TracedGraph, asked: PlanOptions, alignment: int) -> bool:
+    """Return whether the floor of a step, with its model and inputs beside it, is within budgets in bytes."""
+    beside = 0 if traced.runs_on else traced.graph.bytes_of(*MODEL_KINDS)
+    limits = ((asked.arena_budget, 0), (asked.budget, beside + asked.reserved))
+    floor = _floor(traced, alignment)
+    return all(not isinstance(limit, int) or floor + extra <= limit for limit, extra in limits)
+
+
+def _floor(traced: TracedGraph, alignment: int) -> int:
+    """Return the bytes that the op with the largest working set needs at once."""
+    from memplan.evict.workload import floor
+
+    return floor(_workload(traced, tuple(range(len(traced.graph.ops))), alignment))[0]
+
+
+def _workload(traced: TracedGraph, order: tuple[int, ...], alignment: int) -> Workload:
+    """Return the step in this order as a workload."""
+    from memplan.evict.costs import DEVICES
+    from memplan.planning.fit import make_workload
+
+    return make_workload(traced.graph, order, DEVICES["cpu"], alignment, device="".join(traced.runs_on[:1]))
+
 
 _log = logging.getLogger("memplan")
-_WORTH = 0.999  # times the bytes of the best variant so far: another one has to need less than this
+_SMALLER = 0.999  # times the bytes of the best variant so far: another one has to need less than this
 _ALIKE = 1.005  # times the seconds of a step that nothing is evicted from: no variant is looked for below this
 _AIMS = (1.0, 1.08)  # times the budget of the arena: partitions for less, and the rest by the plan itself
 _KNOBS = (0.5,)  # of torch's partitioner
@@ -35,43 +133,41 @@ _GROUPS = 32  # a kernel of several loops touches at most one part in so many of
 _LEAST = 4096  # bytes that such a kernel may touch in any case
 
 Make = Callable[[TracedGraph], Plan]
+Again = Callable[..., TracedGraph]  # takes `code`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class Planned(NamedTuple):
     """A variant of a step, and its plan."""
 
     traced: TracedGraph
     plan: Plan
 
 
-def smallest_code(traced: TracedGraph, retracer: Retracer, make: Make) -> Planned:
+def smallest_code(traced: TracedGraph, again: Again, make: Make) -> Planned:
     """Return the variant of a step without a budget that needs the fewest bytes.
 
     Only models with convolutions have others: their weights are reordered, all at once.
 
     Args:
         traced: The step with the code that was generated first.
-        retracer: Generates other code.
+        again: Generates other code.
         make: Plans a variant.
     """
     best = Planned(traced=traced, plan=make(traced))
     if is_accelerator(traced.device) or not _convolves(traced.graph) or not _largest_is_generated(traced.graph):
         return best
     code = replace(traced.code or CodeOptions(), group_bytes=_group_bytes(best.plan.max_live))
-    return _smaller(best, retracer, make, code)
+    return _smaller(best, again, make, code)
 
 
-def fastest_code(
-    traced: TracedGraph, retracer: Retracer, make: Make, options: PlanOptions, costs: CostModel
-) -> Planned:
+def fastest_code(traced: TracedGraph, again: Again, make: Make, options: PlanOptions, costs: CostModel) -> Planned:
     """Return the variant of a step that keeps its budgets at the least cost, by the cost model.
 
     A budget of "min" takes the variant that needs the fewest bytes.
 
     Args:
         traced: The step with the code that was generated first.
-        retracer: Generates other code.
+        again: Generates other code.
         make: Plans a variant, within the budgets.
         options: Those of the plan; its budgets are in bytes.
         costs: The cost model.
@@ -84,7 +180,7 @@ def fastest_code(
     failed: list[BudgetInfeasible] = []
     minimal = "min" in (options.budget, options.arena_budget)
     graphs: list[TracedGraph] = []
-    for variant in _variants(traced, retracer, options, costs, graphs):
+    for variant in _variants(traced, again, options, costs, graphs):
         graphs.append(variant)
         try:
             found.append(Planned(traced=variant, plan=make(variant)))
@@ -101,37 +197,37 @@ def fastest_code(
 
 
 def _variants(
-    traced: TracedGraph, retracer: Retracer, options: PlanOptions, costs: CostModel, seen: list[TracedGraph]
+    traced: TracedGraph, again: Again, options: PlanOptions, costs: CostModel, seen: list[TracedGraph]
 ) -> Iterator[TracedGraph]:
     """Yield the variants to plan; `seen` are those that were yielded."""
     yield traced
     own = traced.code or CodeOptions()
     if not is_accelerator(traced.device):  # a Triton kernel is one loop
-        yield from _generated(retracer, replace(own, group_bytes=_group_bytes(_most_live(traced.graph))))
+        yield from _generated(again, replace(own, group_bytes=_group_bytes(_most_live(traced.graph))))
     if not traced.training or "min" in (options.budget, options.arena_budget) or not _partitions_freely():
         return
     best = seen[-1]
     for aim in _AIMS:
         saved = _saved(best, options, costs, aim)
         if saved is not None:
-            yield from _generated(retracer, replace(best.code or CodeOptions(), saved=saved))
+            yield from _generated(again, replace(best.code or CodeOptions(), saved=saved))
     for knob in _KNOBS:
-        yield from _generated(retracer, replace(best.code or CodeOptions(), knob=knob))
+        yield from _generated(again, replace(best.code or CodeOptions(), knob=knob))
 
 
-def _generated(retracer: Retracer, code: CodeOptions) -> Iterator[TracedGraph]:
+def _generated(again: Again, code: CodeOptions) -> Iterator[TracedGraph]:
     """Yield the step with other code, unless the compiler, or memplan, refuses that variant."""
     try:
-        yield retracer.retrace(code=code)
+        yield again(code=code)
     except UnsupportedGraph as refused:
         _log.info("Inductor's code (%s) is left out: %s", code, refused.summary)
 
 
-def _smaller(best: Planned, retracer: Retracer, make: Make, code: CodeOptions) -> Planned:
+def _smaller(best: Planned, again: Again, make: Make, code: CodeOptions) -> Planned:
     """Return the variant with other code if it needs fewer bytes than the best one so far, else that one."""
-    for variant in _generated(retracer, code):
+    for variant in _generated(again, code):
         plan = make(variant)
-        if plan.on_device < _WORTH * best.plan.on_device:
+        if plan.on_device < _SMALLER * best.plan.on_device:
             before, after = format_bytes(best.plan.on_device), format_bytes(plan.on_device)
             _log.info("%s: Inductor's code (%s) needs %s instead of %s", plan.model, code, after, before)
             return Planned(traced=variant, plan=plan)

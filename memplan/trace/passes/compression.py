@@ -1,11 +1,18 @@
-"""Save activations for the backward as 8-bit codes, with a bounded error: ActNN (Chen et al., ICML 2021).
+"""Compress what is saved for the backward (`compress=`): masks as bits, activations as 8-bit codes.
 
-A storage of floating point numbers is cut into groups of up to 256 elements, in the order of its bytes. For each group,
-its minimum `lo` and a step of `(hi - lo) / 255` are kept, and for each element the number of steps above `lo`, rounded
-to the nearest (half to even: nothing is random). What the backward reads instead of `x` is `lo + code * step`. With `M`
-the largest magnitude in the group,
+A boolean tensor is packed after its last use in the forward, one bit for each element, and unpacked into new memory
+before its first use in the backward. The bits are the same. Eight bytes of 0 or 1 are one 64-bit integer. One
+multiplication gathers its eight bits into a byte, and another spreads them when unpacking, in place in the mask's own
+bytes. This needs a little-endian machine, as all that torch runs on are.
 
-    |x - x'| <= (hi - lo) / 510 + 4 * eps * M + tiny
+Activations become codes with a bounded error: ActNN (Chen et al., ICML 2021).
+
+A storage of floating point numbers is cut into groups of up to 256 elements, in the order of its bytes. For each
+group, its minimum `lo` and a step of `(hi - lo) / 255` are kept, and for each element the number of steps above `lo`,
+rounded to the nearest (half to even: nothing is random). What the backward reads instead of `x` is `lo + code * step`.
+With `M` the largest magnitude in the group,
+
+|x - x'| <= (hi - lo) / 510 + 4 * eps * M + tiny
 
 where `eps` and `tiny` are those of the type that this is computed in: the tensor's own, or float32 for half precision,
 which adds its own rounding, half an ulp of `x'`. Groups of equal elements, and the minimum of every group, are exact.
@@ -20,15 +27,175 @@ would cost more than their bytes bring; attention masks; and what depends on no 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import ParamAOTInput, PlainAOTInput
 
 from memplan.core.compressed_storages import PACKED, PACKING, UNPACKED, UNPACKING
-from memplan.trace.compression.saved_for_backward import SavedStorage, saved_storages
-from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
+from memplan.torch_inside.graphs import ParamAOTInput, PlainAOTInput
+from memplan.trace.passes.own_outputs import is_backward
+from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, storage_key, value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedStorage:
+    """A storage that an op of the forward makes, whose last use there comes before its first use in the backward.
+
+    `aliases`: its tensors, the one that it was made for first. `after`, `before`: the nodes between which nothing uses
+    it. `later`: the nodes of the backward that read it. No other op writes it, and it is not returned.
+    """
+
+    aliases: list[fx.Node]
+    after: fx.Node
+    before: fx.Node
+    later: list[fx.Node]
+
+    @property
+    def base(self) -> fx.Node:
+        """The tensor that the storage was made for."""
+        return self.aliases[0]
+
+    @property
+    def following(self) -> fx.Node:
+        """The node before which a node can be inserted so that it comes after the last use in the forward."""
+        node: fx.Node = self.after.next
+        while node.op == "placeholder":
+            node = node.next
+        return node
+
+
+def saved_storages(graph: fx.Graph) -> Iterator[SavedStorage]:
+    """Yield every such storage of the graph; each may be rewritten before the next is requested."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    groups: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            groups.setdefault(storage_key(value(node)), []).append(node)
+    for key, group in list(groups.items()):
+        if group[0].op != "call_function" or is_backward(group[0]):
+            continue
+        users = [user for node in group for user in node.users if user not in group]
+        parts = {user for user in users if _is_split(user, key)}
+        if not all(_only_reads(user) for user in users):
+            continue
+        later = list(dict.fromkeys(user for user in users if user not in parts and is_backward(user)))
+        if not later:
+            continue
+        forward = [node for node in (*group, *users) if not is_backward(node)]
+        after, before = max(forward, key=place.__getitem__), min(later, key=place.__getitem__)
+        if place[after] < place[before]:
+            yield SavedStorage(aliases=group, after=after, before=before, later=later)
+
+
+def _is_split(user: fx.Node, key: int) -> bool:
+    """Return whether the results of `user` are views of the storage."""
+    parts = user.meta.get("val")
+    tensors = [p for p in parts if isinstance(p, torch.Tensor)] if isinstance(parts, (tuple, list)) else []
+    return bool(tensors) and all(storage_key(part) == key for part in tensors)
+
+
+def _only_reads(user: fx.Node) -> bool:
+    """Return whether an op writes none of its arguments."""
+    schema = getattr(user.target, "_schema", None)
+    return user.op == "call_function" and schema is not None and not schema.is_mutable
+
+
+_GATHER = 0x0102040810204080  # multiplies eight bytes of 0 or 1: byte i becomes bit 56 + i
+_REPEAT_BYTE = 0x0101010101010101  # multiplies a byte: repeats it eight times
+_PICK = 0x8040201008040201 - (1 << 64)  # bit i of byte i
+_CARRY = 0x7F7F7F7F7F7F7F7F  # added to a byte that is not 0 and has one bit: sets its bit 7
+_WORD = 8
+
+
+def pack_masks(graph: fx.Graph) -> None:
+    """Pack every mask that is only saved for the backward, in place."""
+    mode = fake_mode_of(graph)
+    for saved in saved_storages(graph):
+        if _can_pack(saved):
+            _pack(graph, mode, saved)
+
+
+def _can_pack(saved: SavedStorage) -> bool:
+    """Return whether a saved storage is a mask that whole words can hold, and whose aliases are views by rows."""
+    v = value(saved.base)
+    if v.dtype is not torch.bool or not v.is_contiguous() or v.storage_offset():
+        return False
+    return v.numel() % _WORD == 0 and v.numel() > 0 and all(view.target in VIEWS for view in saved.aliases[1:])
+
+
+def _pack(graph: fx.Graph, mode: Any, saved: SavedStorage) -> None:
+    """Pack one mask, and let the backward read the unpacked one."""
+    mask, views = saved.base, saved.aliases[1:]
+    packed = _pack_bits(Rewriter(graph, mode, mask, before=saved.following), mask)
+    rw = Rewriter(graph, mode, mask, before=saved.before)
+    rw.phase = "is_backward"
+    back = {mask: _unpack(rw, packed, value(mask))}
+    for view in views:
+        if any(user in saved.later for user in view.users) or is_backward(view):
+            rw.label = f"{view.name}_again"
+            args = (back[_source(view)], *view.args[1:]) if _source(view) in back else view.args
+            back[view] = rw.call(view.target, *args)
+    for node, new in back.items():
+        for user in list(node.users):
+            if user in saved.later:
+                user.replace_input_with(node, new)
+    for view in reversed(views):
+        if is_backward(view) and not view.users:
+            graph.erase_node(view)
+
+
+def _source(view: fx.Node) -> fx.Node:
+    """Return the tensor that a view is of."""
+    source = view.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _pack_bits(rw: Rewriter, mask: fx.Node) -> fx.Node:
+    """Return the packed bits; the mask's own bytes are overwritten."""
+    v = value(mask)
+    words = _words(rw, mask, v.numel())
+    rw.label = mask.name + PACKING
+    rw.call(aten.mul_.Tensor, words, _GATHER)
+    rw.call(aten.bitwise_right_shift_.Tensor_Scalar, words, 56)
+    with rw.mode:
+        like = torch.empty(v.numel() // _WORD, dtype=torch.uint8, device=v.device)
+    rw.label = ""
+    bits = rw.scratch(like)
+    rw.label = mask.name + PACKED + "bits"
+    rw.call(aten.copy_.default, bits, words)
+    return bits
+
+
+def _unpack(rw: Rewriter, bits: fx.Node, like: torch.Tensor) -> fx.Node:
+    """Return the unpacked mask, in memory of its own."""
+    made = rw.scratch(like)
+    words = _words(rw, made, like.numel())
+    rw.label = rw.node.name + UNPACKED + "bits"
+    rw.call(aten.copy_.default, words, bits)
+    rw.label = rw.node.name + UNPACKING
+    for target, number in _steps():
+        rw.call(target, words, number)
+    rw.label = ""
+    return made
+
+
+def _steps() -> Iterator[tuple[Any, int]]:
+    """Yield the in-place ops, with their operand, that spread each byte's bits over eight bytes."""
+    yield aten.mul_.Tensor, _REPEAT_BYTE
+    yield aten.bitwise_and_.Scalar, _PICK
+    yield aten.add_.Tensor, _CARRY
+    yield aten.bitwise_right_shift_.Tensor_Scalar, 7
+    yield aten.bitwise_and_.Scalar, _REPEAT_BYTE
+
+
+def _words(rw: Rewriter, mask: fx.Node, count: int) -> fx.Node:
+    """Return a mask viewed as 64-bit integers."""
+    return rw.call(aten.view.dtype, rw.call(aten.view.default, mask, [count]), torch.int64)
+
 
 GROUP = 256  # elements, at most
 _STEPS = 255
