@@ -18,13 +18,13 @@ from typing import IO, Any, TypeVar
 import torch
 
 from memplan.errors import MemplanError, UnsupportedDevice
-from memplan.targets.target import Target
+from memplan.targets.target import GpuTarget
 
 _T = TypeVar("_T")
 _log = logging.getLogger("memplan")
 
 
-def asked_for(target: Target, question: Callable[[], _T]) -> _T:
+def asked_for(target: GpuTarget, question: Callable[[], _T]) -> _T:
     """Return the answer to a question that is asked where the target stands in for the GPU of the process.
 
     What it logs and warns of is logged and warned of here. It ends with this process, or when Ctrl-C stops this call.
@@ -61,7 +61,7 @@ def asked_for(target: Target, question: Callable[[], _T]) -> _T:
         os.waitpid(child, 0)
 
 
-def _answer(target: Target, question: Callable[[], Any], results: IO[bytes]) -> None:
+def _answer(target: GpuTarget, question: Callable[[], Any], results: IO[bytes]) -> None:
     """Send the answer to a question, or the error that it raises, from the child."""
 
     def send(kind: str, what: Any) -> None:
