@@ -89,7 +89,7 @@ def obtain(
 
                     plan = plan_model(*asked, **how)
                 else:
-                    from memplan.targets.plan import plan_for
+                    from memplan.trace.for_target import plan_for
 
                     plan = plan_for(gpu, *asked, **how)
             except Exception as error:

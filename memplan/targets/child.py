@@ -18,6 +18,7 @@ from typing import IO, Any, TypeVar
 import torch
 
 from memplan.errors import MemplanError, UnsupportedDevice
+from memplan.targets.guard import built_guard
 from memplan.targets.target import GpuTarget
 
 _T = TypeVar("_T")
@@ -37,9 +38,7 @@ def asked_for(target: GpuTarget, question: Callable[[], _T]) -> _T:
         UnsupportedDevice: This process cannot be copied.
         MemplanError: What the question raises, and if its process ends without an answer.
     """
-    if not hasattr(os, "fork") or sys.platform == "darwin":
-        hint = "plan on Linux, or in a container of it"
-        raise UnsupportedDevice("planning for one needs a system that forks", where="target", hint=hint, see="target")
+    require_child()
     read, write = os.pipe()
     sys.stdout.flush(), sys.stderr.flush()
     with warnings.catch_warnings():
@@ -59,6 +58,14 @@ def asked_for(target: GpuTarget, question: Callable[[], _T]) -> _T:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def require_child() -> None:
+    """Raise `UnsupportedDevice` where no process can be copied, and `LibraryNotInstalled` if its guard is not built."""
+    if not hasattr(os, "fork") or sys.platform == "darwin":
+        hint = "plan on Linux, or in a container of it"
+        raise UnsupportedDevice("planning for one needs a system that forks", where="target", hint=hint, see="target")
+    built_guard()
 
 
 def _answer(target: GpuTarget, question: Callable[[], Any], results: IO[bytes]) -> None:
