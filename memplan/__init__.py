@@ -299,7 +299,7 @@ def plan(
 
             hint = "plan each shape that matters"
             raise InvalidShapes("a target has one shape", where="target with dynamic_shapes", hint=hint, see="target")
-        from memplan.targets.plan import plan_for
+        from memplan.trace.for_target import plan_for
 
         return plan_for(target, model, example_inputs, example_kwargs, train=train, options=options, ranks=ranks)
     if dynamic_shapes is not None:

@@ -1,7 +1,11 @@
 """Reads `[tool.memplan]` in pyproject.toml: which models of a repository are checked, and against which limits.
 
 [tool.memplan]
-models = ["model.py:gpt2", { target = "model.py:vit", infer = true, fail-over = ["arena:12MiB"] }]
+models = [
+    "model.py:gpt2",
+    { target = "model.py:gpt2", gpu = "h100" },          # its plan for that GPU, which need not be here
+    { target = "model.py:vit", infer = true, fail-over = ["arena:12MiB"] },
+]
 baseline = ".memplan-baseline.json"      # relative to the file's folder, like the models
 fail-over = ["arena:+2%", "outside:+0"]
 """
@@ -21,7 +25,7 @@ _HINT = (
     'as in: [tool.memplan] models = ["model.py:make"], baseline = ".memplan-baseline.json", fail-over = ["arena:+2%"]'
 )
 _PROJECT: dict[str, type] = {"models": list, "baseline": str, "fail-over": list}
-_ENTRY: dict[str, type] = {"target": str, "name": str, "infer": bool, "fail-over": list}
+_ENTRY: dict[str, type] = {"target": str, "name": str, "infer": bool, "gpu": str, "fail-over": list}
 _KINDS = {list: "a list", str: "a text", bool: "true or false"}
 
 
@@ -29,13 +33,14 @@ _KINDS = {list: "a list", str: "a text", bool: "true or false"}
 class Entry:
     """A model (or a saved plan) to check.
 
-    `name` is its key in the baseline, `target` names it from the working directory; `rules` are its own, or None for
-    the project's.
+    `name` is its key in the baseline, `target` names it from the working directory; `gpu` is one that need not be here,
+    for which it is planned; `rules` are its own, or None for the project's.
     """
 
     name: str
     target: str
     infer: bool = False
+    gpu: str | None = None
     rules: tuple[Rule, ...] | None = None
 
 
@@ -84,11 +89,13 @@ def _entry(at: str, data: Any, folder: Path, start: Path) -> Entry:
     _require(at, fields, _ENTRY)
     if "target" not in fields:
         raise InvalidPlan("there is no target", where=f"{at}.target", hint=_HINT)
-    target, name = fields["target"], fields.get("name", fields["target"])
+    gpu = fields.get("gpu")
+    target = fields["target"]
+    name = fields.get("name", target if gpu is None else f"{target} on {gpu}")
     path = target.rpartition(":")[0] if ".py:" in target else target
     if folder != start and path.endswith((".py", ".json")):  # named from the project's folder; a module is not
         target = str(folder / target)
-    return Entry(name=name, target=target, infer=fields.get("infer", False), rules=_rules(at, fields))
+    return Entry(name=name, target=target, infer=fields.get("infer", False), gpu=gpu, rules=_rules(at, fields))
 
 
 def _rules(at: str, table: dict[str, Any]) -> tuple[Rule, ...] | None:

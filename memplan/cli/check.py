@@ -34,6 +34,7 @@ def check(
     max_fragmentation: Annotated[str | None, opt("--max-fragmentation SHARE", "As --fail-over fragmentation:.")] = None,
     max_outside: Annotated[str | None, opt("--max-outside SIZE", "As --fail-over outside:SIZE.")] = None,
     max_total: Annotated[str | None, opt("--max-total SIZE", "As --fail-over total:SIZE.")] = None,
+    gpu: c.Gpu = None,
     infer: c.Infer = False,
     verify: Annotated[bool, opt("--verify", "Prove what plans claim again; exit 1 if a proof fails.")] = False,
     time_limit: c.TimeLimit = None,
@@ -59,7 +60,7 @@ def check(
     if limit is not None and not verify:
         raise InvalidSize("is for --verify", where="--time-limit", hint="add --verify, or leave it out")
     project = find_project(Path.cwd())
-    entries, listed = _entries(targets or [], infer, project)
+    entries, listed = _entries(targets or [], infer, gpu, project)
     owner, whole = project if listed else None, listed and not targets
     file = baseline or (owner.baseline if owner else None)
     if update_baseline and file is None:
@@ -90,24 +91,36 @@ def _rule(option: str, text: str) -> Rule:
         raise
 
 
-def _entries(targets: list[str], infer: bool, project: Project | None) -> tuple[tuple[Entry, ...], bool]:
+def _entries(
+    targets: list[str], infer: bool, gpu: str | None, project: Project | None
+) -> tuple[tuple[Entry, ...], bool]:
     """Return the entries to check, and whether the project lists them: only then its baseline and rules apply."""
     from memplan.check.project import Entry
     from memplan.cli.source import is_model
 
     known = {entry.name: entry for entry in project.entries} if project else {}
-    if targets and all(target in known for target in targets) and not infer:
+    if targets and all(target in known for target in targets) and not (infer or gpu):
         return tuple(known[target] for target in dict.fromkeys(targets)), True
     if targets:
-        # --infer applies to the models among the targets, not to saved plans.
-        return tuple(Entry(name=t, target=t, infer=infer and is_model(t)) for t in dict.fromkeys(targets)), False
-    if infer:
-        hint = "in pyproject.toml write infer = true for a model"
-        raise InvalidModel("--infer is for models named on the command line", hint=hint)
+        # --infer and --target apply to the models among the targets, not to saved plans.
+        models = {t: is_model(t) for t in targets}
+        found = [
+            Entry(name=_named(t, gpu if ours else None), target=t, infer=infer and ours, gpu=gpu if ours else None)
+            for t, ours in models.items()
+        ]
+        return tuple(found), False
+    if infer or gpu:
+        hint = 'in pyproject.toml write infer = true, or gpu = "h100", for a model'
+        raise InvalidModel("--infer and --target are for models named on the command line", hint=hint)
     if not known:
         hint = "name plans or models, or list them in pyproject.toml: [tool.memplan] models = [...]"
         raise InvalidModel("nothing to check", hint=hint)
     return tuple(known.values()), True
+
+
+def _named(target: str, gpu: str | None) -> str:
+    """Return the name of a model in the baseline: its plan for a GPU is another one."""
+    return target if gpu is None else f"{target} on {gpu}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +167,7 @@ class _Work:
         if any(r.needs_baseline for r in rules) and entry.name not in before:
             hint = "add them with --update-baseline, and commit the file"
             raise UnreadableFile(f"has no figures of {entry.name}", where=str(self.file), hint=hint)
-        plan = obtain(entry.target, infer=entry.infer)
+        plan = obtain(entry.target, infer=entry.infer, gpu=entry.gpu)
         proofs: tuple[Proof, ...] = ()
         if absolute_only:
             check_consistency(plan)

@@ -54,6 +54,7 @@ _LINKS = "With --html: links of source lines, such as https://.../{path}#L{line}
 
 Infer = Annotated[bool, opt("--infer", "Plan the forward alone, without gradients.")]
 Ranks = Annotated[int | None, opt("--ranks N", "Plan one of N ranks that share the parameters.")]
+Gpu = Annotated[str | None, opt("--target GPU", "Plan for a GPU that need not be here: h100, a100, sm90:80GiB, ...")]
 Costs = Annotated[str | None, opt("--costs DEVICE|FILE", "The costs of predicted times: a100, h100, h200, l4, cpu.")]
 HostBudget = Annotated[str | None, opt("--host-budget SIZE", "The most bytes of copies on the host.")]
 PinnedBudget = Annotated[str | None, opt("--pinned-budget SIZE", "The same where they are page-locked: for CUDA.")]

@@ -15,6 +15,7 @@ from memplan.cli.console import Format, opt
 def report(
     target: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help=c.TARGET)],
     *,
+    gpu: c.Gpu = None,
     infer: c.Infer = False,
     ranks: c.Ranks = None,
     form: c.Shown = Format.TABLE,
@@ -55,9 +56,9 @@ def report(
     require_source_url(source_url, html)
     known = {field.name for field in fields(PlanOptions)}
     given = {name: value for name, value in asked.items() if name in known and value is not None}
-    require_model(target, bool(given or infer or ranks is not None))  # before their values are checked
+    require_model(target, bool(given or infer or gpu or ranks is not None))  # before their values are checked
     options = PlanOptions.of(given)
-    plan = obtain(target, infer=infer, options=options, ranks=ranks)
+    plan = obtain(target, infer=infer, options=options, ranks=ranks, gpu=gpu)
     figures = plan.report()
     found = report_form(figures)
     c.stop_if_interrupted()

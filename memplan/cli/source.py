@@ -59,13 +59,21 @@ def require_model(target: str, has_options: bool) -> None:
         raise InvalidModel(what, where=target, hint="leave them out, or name the model as FILE.py:FACTORY")
 
 
-def obtain(target: str, *, infer: bool = False, options: PlanOptions = DEFAULTS, ranks: int | None = None) -> Plan:
+def obtain(
+    target: str,
+    *,
+    infer: bool = False,
+    options: PlanOptions = DEFAULTS,
+    ranks: int | None = None,
+    gpu: str | None = None,
+) -> Plan:
     """Return the plan of `target`, a plan file or a model's name. torch is imported for a model only.
 
-    `ranks`: the model's factory runs as the first of so many ranks, and may divide the model among them.
+    `ranks`: the model's factory runs as the first of so many ranks, and may divide the model among them. `gpu`: the
+    plan is for this GPU, which need not be there.
     """
     if not is_model(target):
-        require_model(target, infer or ranks is not None or options != DEFAULTS)
+        require_model(target, infer or gpu is not None or ranks is not None or options != DEFAULTS)
         return _saved(target)
     with contextlib.ExitStack() as ranked:
         if ranks is not None:
@@ -73,11 +81,17 @@ def obtain(target: str, *, infer: bool = False, options: PlanOptions = DEFAULTS,
 
             ranked.enter_context(fake_ranks(ranks))
         with traced(target, "Planning") as named:
-            from memplan.trace import plan as plan_model  # the only import here that imports torch
-
             how: dict[str, Any] = {"train": False if infer else None, "options": options, "ranks": ranks}
+            asked = named.model, named.args, dict(named.kwargs) or None
             try:
-                plan = plan_model(named.model, named.args, dict(named.kwargs) or None, **how)
+                if gpu is None:
+                    from memplan.trace import plan as plan_model  # the only imports here that import torch
+
+                    plan = plan_model(*asked, **how)
+                else:
+                    from memplan.trace.for_target import plan_for
+
+                    plan = plan_for(gpu, *asked, **how)
             except Exception as error:
                 raise blame(error, "planning failed", file=named.file) from error
     return dataclasses.replace(plan, model=target)

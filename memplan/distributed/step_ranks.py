@@ -60,9 +60,6 @@ def require_call_options(options: Any) -> None:
     if options.dynamic_shapes is not None:
         what = "a plan of several ranks is for one shape"
         _refuse(what, "dynamic_shapes", "leave it out: other shapes are planned when they come")
-    if options.gradients not in ("auto", "safe"):
-        what = "gradients of a model of several ranks are returned to autograd, as gradients='safe' does"
-        _refuse(what, f"gradients={options.gradients!r}", "leave gradients out")
 
 
 def option_lines(options: Any) -> list[str]:

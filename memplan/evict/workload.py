@@ -1,4 +1,4 @@
-"""What a policy is asked and answers: a scheduled step with its costs and its budget, and the events that it runs.
+"""Holds what a policy is asked and answers: a scheduled step with its costs and budget, and the events that it runs.
 
 A policy decides for each storage whether it keeps its bytes, is recomputed, or is offloaded and reloaded, and says so
 as the sequence of ops and copies that run (`Events`); `apply` builds a graph from them. Host-resident storages belong

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
-from memplan.core.choices import OnMismatch, Prefer, Sanitize
+from memplan.core.choices import Gradients, OnMismatch, Prefer, Sanitize
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
 from memplan.devices.kinds import alignment_of
@@ -245,6 +245,11 @@ def device_for(device: Device | None, given: Plan | None) -> Device | None:
     if device is None and given is not None and given.eviction is not None:
         return given.eviction.device.split(", ") if given.eviction.device else None
     return device
+
+
+def gradients_for(gradients: Gradients, given: Plan | None) -> Gradients:
+    """Return where gradients are: where the user asked for, or where the given plan has them."""
+    return gradients if given is None or given.graph.gradients_in_arena else "outside"
 
 
 def given_plan(keywords: Mapping[str, Any]) -> Plan | None:

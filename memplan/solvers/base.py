@@ -1,4 +1,4 @@
-"""What all solvers share: the protocol, the limits in time and work, and how an answer is made and checked.
+"""Has what all solvers share: the protocol, the limits in time and work, and how an answer is made and checked.
 
 Work is counted in *units* that do not depend on the machine: a unit is one node of the search on up to 200 buffers, and
 a node on more buffers counts in proportion. A run that is limited by work alone is exactly reproducible. The portfolio

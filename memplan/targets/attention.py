@@ -1,4 +1,4 @@
-"""Which kernel `scaled_dot_product_attention` takes on a GPU of NVIDIA, which torch asks the device in C++.
+"""Chooses the kernel of `scaled_dot_product_attention` on a GPU of NVIDIA, as torch does in C++.
 
 The rules are those of `select_sdp_backend` in torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, for
 torch 2.11 to 2.14 and cuDNN 9.

@@ -6,6 +6,7 @@ The child is a fork: it has the model as it is, without a copy, and what the sta
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import pickle
@@ -18,13 +19,15 @@ from typing import IO, Any, TypeVar
 import torch
 
 from memplan.errors import MemplanError, UnsupportedDevice
-from memplan.targets.target import Target
+from memplan.targets.guard import built_guard
+from memplan.targets.target import GpuTarget
 
 _T = TypeVar("_T")
 _log = logging.getLogger("memplan")
+_PR_SET_PDEATHSIG = 1  # of Linux
 
 
-def asked_for(target: Target, question: Callable[[], _T]) -> _T:
+def asked_for(target: GpuTarget, question: Callable[[], _T]) -> _T:
     """Return the answer to a question that is asked where the target stands in for the GPU of the process.
 
     What it logs and warns of is logged and warned of here. It ends with this process, or when Ctrl-C stops this call.
@@ -37,52 +40,86 @@ def asked_for(target: Target, question: Callable[[], _T]) -> _T:
         UnsupportedDevice: This process cannot be copied.
         MemplanError: What the question raises, and if its process ends without an answer.
     """
-    if not hasattr(os, "fork") or sys.platform == "darwin":
-        hint = "plan on Linux, or in a container of it"
-        raise UnsupportedDevice("planning for one needs a system that forks", where="target", hint=hint, see="target")
+    require_child()
+    from torch._dynamo.convert_frame import compile_lock
+
     read, write = os.pipe()
-    sys.stdout.flush(), sys.stderr.flush()
-    with warnings.catch_warnings():
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    with compile_lock, warnings.catch_warnings():  # no other thread traces: the child would have its lock for ever
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of a fork beside threads
         child = os.fork()
-    if child == 0:
-        os.close(read)
-        with os.fdopen(write, "wb") as results:
-            _answer(target, question, results)
-        os._exit(0)
+        if child == 0:
+            try:
+                os.close(read)
+                with os.fdopen(write, "wb") as results:
+                    _answer(target, question, results)
+            finally:  # whatever happens, it never goes on with what called this
+                os._exit(0)
     os.close(write)
     try:
         with os.fdopen(read, "rb") as results:
             found: _T = _received(results, child)
             return found
     finally:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # somebody else may have waited for it
             os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+            os.waitpid(child, 0)
 
 
-def _answer(target: Target, question: Callable[[], Any], results: IO[bytes]) -> None:
+def require_child() -> None:
+    """Raise `UnsupportedDevice` where no process can be copied, and `LibraryNotInstalled` if its guard is not built."""
+    if not hasattr(os, "fork") or sys.platform == "darwin":
+        hint = "plan on Linux, or in a container of it"
+        raise UnsupportedDevice("planning for one needs a system that forks", where="target", hint=hint, see="target")
+    built_guard()
+
+
+def _answer(target: GpuTarget, question: Callable[[], Any], results: IO[bytes]) -> None:
     """Send the answer to a question, or the error that it raises, from the child."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent says that it was stopped
+        signal.signal(number, signal.SIG_DFL)
+    _end_with_parent()
 
     def send(kind: str, what: Any) -> None:
-        """Send a message whole, or say why it cannot be."""
+        """Send a message whole; of what cannot be sent, the words."""
         try:
             content = pickle.dumps((kind, what))
-        except Exception as error:  # an error of the model's own, with what cannot be pickled
-            content = pickle.dumps(("error", RuntimeError(f"{type(what).__name__}: {what} ({error})")))
+            pickle.loads(content)
+        except Exception as error:  # an object of the model's own
+            content = pickle.dumps(_in_words(kind, what, error))
         results.write(content)
         results.flush()
 
     try:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent says that it was stopped
         with _forwarded(send), torch.autograd.set_multithreading_enabled(False):
             torch.set_num_threads(1)  # the threads of the parent are not in a copy of it
             from memplan.targets.stand_in import stand_in
 
             stand_in(target)
-            send("answer", question())
+            answer = question()
+        send("answer", answer)
     except BaseException as error:
         send("error", error)
+
+
+def _in_words(kind: str, what: Any, error: Exception) -> tuple[str, Any]:
+    """Return a message in the place of one that cannot be sent."""
+    if kind == "log":
+        return kind, logging.LogRecord(what.name, what.levelno, what.pathname, what.lineno, what.msg, (), None)
+    if kind == "warning":
+        return kind, (what[0], UserWarning, *what[2:])
+    try:
+        words = f"{type(what).__name__}: {what} ({error})"
+    except Exception:  # its own text fails
+        words = type(what).__name__
+    return "error", RuntimeError(words)
+
+
+def _end_with_parent() -> None:
+    """Have the system end this process when its parent ends, where it can."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -113,15 +150,16 @@ def _received(results: IO[bytes], child: int) -> Any:
     while True:
         try:
             kind, what = pickle.load(results)
-        except EOFError:
+        except (EOFError, pickle.UnpicklingError):  # it has ended, perhaps within a message
             break
         if kind == "log":
             _log.handle(what)
         elif kind == "warning":
             message, category, filename, lineno = what
             warnings.warn_explicit(message, category, filename, lineno)
-        else:
+        else:  # the last message: whoever else has the pipe open is not waited for
             found = kind, what
+            break
     if found is None:
         hint = "see what it printed; it may have had too little memory"
         raise MemplanError(
@@ -134,6 +172,10 @@ def _received(results: IO[bytes], child: int) -> Any:
 
 def _ended(child: int) -> str:
     """Return how the child ended."""
-    info = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert info is not None
+    try:
+        info = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        info = None
+    if info is None:
+        return "how is not known"
     return f"signal {info.si_status}" if info.si_code != os.CLD_EXITED else f"exit status {info.si_status}"

@@ -15,13 +15,13 @@ import torch
 
 from memplan.targets.attention import choose_attention
 from memplan.targets.guard import install_guard
-from memplan.targets.target import Target
+from memplan.targets.target import GpuTarget
 
 DEVICE = torch.device("cuda", 0)
 _kept: list[torch.library.Library] = []  # kernels that are registered as long as these live
 
 
-def stand_in(target: Target) -> None:
+def stand_in(target: GpuTarget) -> None:
     """Have this process trace as on a machine with one GPU of this kind.
 
     Raises `LibraryNotInstalled` if `guard.cpp` cannot be built.
@@ -35,7 +35,7 @@ def stand_in(target: Target) -> None:
     _inductor(target)
 
 
-def _properties(target: Target) -> SimpleNamespace:
+def _properties(target: GpuTarget) -> SimpleNamespace:
     """Return what `torch.cuda.get_device_properties` would."""
     major, minor = target.capability
     return SimpleNamespace(
@@ -78,7 +78,7 @@ class _Here:
         pass
 
 
-def _cuda(target: Target) -> None:
+def _cuda(target: GpuTarget) -> None:
     """Answer what is asked of `torch.cuda` and `torch.accelerator`, by torch and by dynamo's interface of devices."""
     from torch._dynamo.device_interface import CudaInterface
 
@@ -173,7 +173,7 @@ def _constants_on_the_host() -> torch.library.Library:
     return library
 
 
-def _triton(target: Target) -> None:
+def _triton(target: GpuTarget) -> None:
     """Have Triton, where it is installed, generate code for the device."""
     if importlib.util.find_spec("triton") is None:
         return
@@ -201,7 +201,7 @@ def _triton(target: Target) -> None:
     triton.runtime.driver.set_active(driver)
 
 
-def _inductor(target: Target) -> None:
+def _inductor(target: GpuTarget) -> None:
     """Answer what Inductor would measure: the bandwidth of memory, and which matrix products are faster if padded.
 
     No product is padded: a copy of its operand is what padding costs, and a run alone can tell what it brings.

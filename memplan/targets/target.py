@@ -1,4 +1,4 @@
-"""`Target`: what planning has to know of a GPU that need not be there. Never imports torch."""
+"""`GpuTarget`: what planning has to know of a GPU that need not be there. Never imports torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class GpuTarget:
     """A kind of GPU: what torch, Inductor and Triton ask of it before they choose a kernel.
 
     Args:
@@ -78,7 +78,7 @@ _MODEL_OF = {(8, 0): "a100", (8, 6): "rtx4090", (8, 9): "rtx4090", (9, 0): "h100
 _HINT = "name one of {names}, or a capability and its memory, as 'sm90:80GiB'"
 
 
-def find_target(name: str) -> Target:
+def find_target(name: str) -> GpuTarget:
     """Return the target of a name ("h100", "a100-40gb"), or of a capability and its memory ("sm90:80GiB").
 
     Args:
@@ -98,7 +98,7 @@ def find_target(name: str) -> Target:
     asked = _ALIASES.get(asked, asked)
     if asked in _KNOWN:
         full, capability, gib, multiprocessors, bandwidth, cache, costs = _KNOWN[asked]
-        return Target(
+        return GpuTarget(
             name=asked,
             full_name=full,
             capability=capability,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,11 @@ from memplan.planning.eager_total import eager_total
 from memplan.planning.measured import with_temporaries
 from memplan.planning.memory_answer import Fits, Need, need_of
 from memplan.planning.options import DEFAULTS, Costs, PlanOptions
+from memplan.targets.child import asked_for, require_child
+from memplan.targets.stand_in import DEVICE
+from memplan.targets.target import GpuTarget, find_target
 from memplan.trace.batches import largest_within
+from memplan.trace.capture.effects import with_fake_tensors
 from memplan.trace.kernel_scratch import KernelScratch
 from memplan.trace.optimizer.update_bytes import NONE, MakeOptimizer, UpdateBytes, update_bytes
 from memplan.trace.planning import plan_step
@@ -29,6 +34,7 @@ from memplan.trace.traced import TracedGraph, number_bytes
 from memplan.trace.tracing import trace
 
 Make = Callable[[int], tuple[Any, ...]]
+_log = logging.getLogger("memplan")
 
 
 def fits(
@@ -51,7 +57,8 @@ def fits(
     """Return whether a training step of `model` fits a device, what it needs by parts, and which plan would fit.
 
     The step is forward and backward in one arena, as `memplan.compile` runs them, and `optimizer.step()`. Nothing runs
-    and no memory of the model's size is allocated. Kernels are traced as the CPU's: what an accelerator's kernels
+    and no memory of the model's size is allocated. For a GPU that is named, its own kernels are traced, in a process
+    where it stands in (as with `target=` of `memplan.plan`); for a size, the CPU's. What an accelerator's kernels
     allocate for themselves is not known, and belongs to the slack.
 
     Args:
@@ -101,14 +108,40 @@ def fits(
         ranks=ranks,
         tell=on_progress or (lambda stage: None),
     )
-    with fake_ranks(ranks):
-        made = step.answer(batch, search=search)
+
+    def answer() -> Fits:
+        """Return the answer, as one of the ranks."""
+        with fake_ranks(ranks):
+            return step.answer(batch, search=search)
+
+    target = _target_of(capacity)
+    if target is None:
+        made = answer()
+    else:
+        step.tell(f"tracing and planning for {target.full_name}")
+        step.there, step.tell = DEVICE, lambda stage: None  # the child has no terminal of its own
+        made = asked_for(target, answer)
     return made if costs or capacity.costs else replace(made, seconds=None)  # the speed of a size is not known
+
+
+def _target_of(capacity: Capacity) -> GpuTarget | None:
+    """Return the GPU whose kernels are traced; None for a size and for the host, and where no GPU can stand in here."""
+    if capacity.is_host or not capacity.costs:
+        return None
+    try:
+        require_child()
+    except MemplanError as why:
+        _log.warning("the kernels are traced as the CPU's, which need more than a GPU's: %s", why.summary)
+        return None
+    return find_target(capacity.device)
 
 
 @dataclass(slots=True, kw_only=True)
 class _StepPlans:
-    """Plans a step for sizes of its batch, and remembers what they need on a device."""
+    """Plans a step for sizes of its batch, and remembers what they need on a device.
+
+    `there`: where the tensors are traced, if the device stands in here.
+    """
 
     example: StepExample
     optimizer: str | MakeOptimizer
@@ -117,6 +150,7 @@ class _StepPlans:
     train: bool | None
     ranks: int | None
     tell: Callable[[str], object]
+    there: torch.device | None = None
     _update: UpdateBytes | None = None
     _needs: dict[int, int] = field(default_factory=dict)
     _scratch: KernelScratch = field(default_factory=KernelScratch)
@@ -153,6 +187,8 @@ class _StepPlans:
         model, args, kwargs = self.example.made(batch)
         model = model if self.ranks is None else divided(model)
         shown = 1 if batch is None and self.example.is_function else batch_of((args, kwargs))
+        if self.there is not None:
+            model, (args, kwargs) = with_fake_tensors(model, (args, kwargs), device=str(self.there))
         with self._stage(f"tracing {type(model).__name__}" + (f" with a batch of {shown}" if shown else "")):
             traced = trace(model, args, kwargs, train=self.train, gradients_in_arena=self.options.gradients_in_arena)
         if self._update is None:

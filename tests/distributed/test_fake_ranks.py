@@ -515,7 +515,6 @@ def test_a_divided_model_can_be_planned_and_compiled(ranks: None) -> None:
     ("options", "words"),
     [
         ({"kernels": "inductor"}, "runs the kernels of eager"),
-        ({"gradients": "outside"}, "are returned to autograd"),
         ({"on_mismatch": "eager"}, "a step by torch alone runs other collectives"),
         ({"dynamic_shapes": ({0: torch.export.Dim("rows", max=8)},)}, "a plan of several ranks is for one shape"),
     ],

@@ -48,7 +48,8 @@ def test_other_modes_use_the_room_that_is_there(budget: Any) -> None:
 
 def test_other_modes_keep_the_budget_of_a_given_plan() -> None:
     model, x = _net()
-    plan = plan_traced(trace(model, x), PlanOptions(arena_budget="min", policy=QUICK, costs=FAST_LINK))
+    traced = trace(model, x, gradients_in_arena=True)
+    plan = plan_traced(traced, PlanOptions(arena_budget="min", policy=QUICK, costs=FAST_LINK))
     compiled = memplan_compile(model, x, plan=plan)
     model.eval()
     compiled(x).sum().backward()

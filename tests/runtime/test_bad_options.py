@@ -58,7 +58,7 @@ def test_by_compile_step(options: dict[str, Any]) -> None:
         {"device": "cpu"},
         {"divide": 4},
         {"compress": "bits"},
-        {"gradients": "arena", "budget": 0.5},
+        {"gradients": "owned"},
     ],
     ids=str,
 )

@@ -350,7 +350,7 @@ def test_copies_and_pickles_train_on_their_own() -> None:
 
 def test_options_that_need_one_graph_refuse() -> None:
     x = _batch()
-    for options in ({"gradients": "arena"}, {"device": "cpu"}, {"compress": "bits"}, {"divide": True}):
+    for options in ({"device": "cpu"}, {"compress": "bits"}, {"divide": True}):
         with pytest.raises(UnsupportedGraph):
             memplan.compile(_made("label check"), x, **options)
     with pytest.raises(UnsupportedGraph):

@@ -75,16 +75,6 @@ def test_no_two_gradients_share_bytes() -> None:
     assert model.b.grad.tolist() == [1, 1, 1]
 
 
-def test_gradients_that_must_be_in_the_arena_let_no_second_forward_begin(model: TwoLayers, x: torch.Tensor) -> None:
-    compiled = memplan_compile(model, (x,), sanitize="poison", gradients="arena")
-    first = compiled(x)
-    with pytest.raises(StaleActivationsError, match=r"forward 2 .* forward 1"):
-        compiled(x)
-    first.sum().backward()  # the step in flight is unharmed
-    assert _grads(model)[0].abs().sum() > 0
-    compiled(x).sum().backward()
-
-
 def test_a_forward_whose_graph_was_dropped_blocks_nothing(
     model: TwoLayers, compiled: CompiledModule, x: torch.Tensor
 ) -> None:

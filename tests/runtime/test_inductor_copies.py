@@ -88,7 +88,7 @@ def _offloads(plan: Plan) -> int:
 @pytest.mark.parametrize("name", [slow(name) if "attention" in name else name for name in KINDS])
 def test_everything_goes_to_the_host_and_comes_back(name: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin, x = _made(name)
-    traced = capture_call(model, x, kernels="inductor").first()
+    traced = capture_call(model, x, kernels="inductor", copy_gradients=True).first()
     plan = replace(plan_of_everything(traced), code=traced.code)
     assert _offloads(plan) > 4
     if late:  # a copy runs at its wait, and what it overwrites is poisoned when it starts

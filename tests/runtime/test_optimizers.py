@@ -629,3 +629,34 @@ def test_a_larger_arena_takes_the_place_of_the_first(*, fails: bool, monkeypatch
         assert torch.equal(step(*_batch(seed)), _eager(nets[1], theirs, _batch(seed)))
     _require_same(*nets)
     _require_same_state(ours, theirs)
+
+
+def test_a_step_that_raises_ends_its_batches() -> None:
+    """The next update has the gradients of all its batches, and none of an update that failed."""
+
+    class Fails(torch.optim.Adagrad):
+        """An optimizer whose first `step()` raises."""
+
+        failed = False
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            if not self.failed:
+                self.failed = True
+                raise ValueError("once")
+            super().step()
+
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(4, 1), torch.randn(8, 4)
+    twin = copy.deepcopy(model)
+    step = compile_step(model, Fails(model.parameters()), torch.mean, x, accumulate=2)
+    step(x)
+    with pytest.raises(ValueError, match="once"):
+        step(x)
+    assert step.pending == 0
+    for _ in range(2):
+        step(x)
+    eager = torch.optim.Adagrad(twin.parameters())
+    for _ in range(2):
+        (twin(x).mean() / 2).backward()
+    eager.step()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))

@@ -236,6 +236,37 @@ def test_the_arena_of_another_thread_stays() -> None:
     assert all(one._calls.arena.held for one in two.called)
 
 
+def test_nothing_moves_while_another_thread_may_change_it() -> None:
+    """A thread of the program may clip gradients of one model while another model runs."""
+    two, ends = Two(), threading.Event()
+    thread = threading.Thread(target=ends.wait)
+    thread.start()
+    try:
+        two.called[0](two.x).sum().backward()
+        before = [p.grad.data_ptr() for p in two.models[0].parameters() if p.grad is not None]
+        two.called[1](two.x).sum().backward()
+        assert before == [p.grad.data_ptr() for p in two.models[0].parameters() if p.grad is not None]
+        assert all(one._calls.arena.held for one in two.called)
+    finally:
+        ends.set()
+        thread.join()
+    two.called[1](two.x).sum().backward()
+    assert before != [p.grad.data_ptr() for p in two.models[0].parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("change", ["none", "gone"])
+def test_a_parameter_that_a_model_has_no_more_is_no_matter_of_another_model(change: str) -> None:
+    two = Two()
+    two.called[0](two.x).sum().backward()
+    name, _ = next(iter(two.models[0].named_parameters()))
+    path, _, own = name.rpartition(".")
+    if change == "none":
+        setattr(two.models[0].get_submodule(path), own, None)
+    else:
+        delattr(two.models[0].get_submodule(path), own)
+    two.called[1](two.x).sum().backward()
+
+
 def test_a_frozen_model_runs_without_a_backward_where_nothing_requires_a_gradient() -> None:
     frozen = _layers(WIDTH, WIDTH, nn.ReLU()).requires_grad_(False)
     compiled = memplan.compile(frozen, torch.rand(ROWS, WIDTH, requires_grad=True))

@@ -70,3 +70,20 @@ def resnet() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     with torch.device("meta"):
         model = Images(ResNetForImageClassification(ResNetConfig(num_labels=1000))).train()
         return model, (torch.empty(32, 3, 224, 224), torch.zeros(32, dtype=torch.long))
+
+
+def bert() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """BERT-large, 8 x 512 tokens."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    class Masked(LanguageModel):
+        """An encoder with its loss."""
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cuda", torch.bfloat16):
+                logits = self.model(input_ids=ids).logits
+            return cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+
+    config = BertConfig(num_hidden_layers=24, hidden_size=1024, intermediate_size=4096, num_attention_heads=16)
+    with torch.device("meta"):
+        return Masked(BertForMaskedLM(config), autocast=True).train(), (torch.zeros(8, 512, dtype=torch.long),)

@@ -87,7 +87,7 @@ def test_what_a_target_cannot_be_planned_with_is_refused(
 
 def test_without_triton_generated_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr("memplan.targets.plan.find_spec", lambda name: None if name == "triton" else find(name))
+    monkeypatch.setattr("memplan.trace.for_target.find_spec", lambda name: None if name == "triton" else find(name))
     model, inputs = ZOO["mlp"]()
     with pytest.raises(LibraryNotInstalled, match="pip install triton"):
         memplan.plan(model, inputs, target="h100", kernels="inductor")
@@ -132,3 +132,25 @@ def test_totals_are_those_that_an_h200_had(name: str, kernels: str) -> None:
     known = MEASURED[name][kernels]
     plan = memplan.plan(model, inputs, target="h200", **how)
     assert (plan.total - plan.reserve) / 1e9 == pytest.approx(known["total"], rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["resnet", slow("gpt2"), slow("bert"), slow("llama1b")])
+def test_eagers_peak_is_that_of_an_h200(name: str) -> None:
+    """Within 5 %, with the workspaces of cuBLAS, which are in the allowance of a device."""
+    make: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]] = getattr(real_sizes, name)
+    model, inputs = make()
+    answer = memplan.fits(model, inputs, device="h200", search=False, allowance=find_target("h200").workspace)
+    assert answer.eager / 1e9 == pytest.approx(MEASURED["eager"][name], rel=0.05)
+
+
+def test_what_cannot_stand_in_is_traced_as_the_cpu_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused() -> None:
+        """Refuse, as a system without fork does."""
+        raise UnsupportedDevice("needs a system that forks", where="target")
+
+    monkeypatch.setattr("memplan.trace.fits.require_child", refused)
+    model, inputs = ZOO["mlp"]()
+    assert memplan.fits(model, inputs, device="h100", search=False)
+    assert "traced as the CPU's" in caplog.text

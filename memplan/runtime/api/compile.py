@@ -20,7 +20,7 @@ from memplan.runtime.api.compiled_graphs import several_graphs
 from memplan.runtime.api.compiled_module import CompiledModule
 from memplan.runtime.api.divided_module import DividedModule
 from memplan.runtime.api.kernel_choice import with_chosen_kernels
-from memplan.runtime.options import CompileOptions, device_for, given_plan
+from memplan.runtime.options import CompileOptions, device_for, given_plan, gradients_for
 from memplan.schedule import Policy as SchedulePolicy
 from memplan.solvers import Solver
 from memplan.trace.capture.refusals import require_module
@@ -152,7 +152,8 @@ def compile(
     keywords = dict(locals())
     args, kwargs = arguments_of(example_inputs, example_kwargs)
     given = given_plan(keywords)
-    options = CompileOptions.of({**keywords, "device": device_for(device, given)})
+    follows = {"device": device_for(device, given), "gradients": gradients_for(gradients, given)}
+    options = CompileOptions.of({**keywords, **follows})
     return compiled_by(options, model, args, kwargs, train=train, given=given)
 
 

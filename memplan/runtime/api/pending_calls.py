@@ -123,10 +123,10 @@ class PendingCalls:
         arena = self._before
         if arena is None or arena.ownership.pending is not None:
             return
-        self._before = None
         with arena.ownership as ownership:
             ownership.require_free("another call")
             arena.release()
+        self._before = None
 
 
 def require_room(options: CompileOptions, plan: Plan, held: int) -> None:

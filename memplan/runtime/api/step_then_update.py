@@ -153,12 +153,12 @@ class StepThenUpdate(CompiledStep):
                 _require_number(loss)
                 loss.backward(torch.full_like(loss, 1 / self.accumulate))
             self._sums = {p: p.grad for p in everyone}
-            if self.pending + 1 >= self.accumulate:
+            self.pending += 1
+            if self.pending >= self.accumulate:
                 self._update(own)
         finally:
             for p, gradient in before.items():
                 p.grad = gradient
-        self.pending = (self.pending + 1) % self.accumulate
         result: torch.Tensor = loss.detach()
         return result
 
@@ -166,7 +166,7 @@ class StepThenUpdate(CompiledStep):
         """Run the optimizer's step on the gradients, which end with it."""
         if self._clip is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self._clip)
-        self._sums = {}
+        self._sums, self.pending = {}, 0  # a step() that raises has had these gradients
         self._optimizer.step()
 
 

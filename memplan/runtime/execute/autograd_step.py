@@ -37,9 +37,9 @@ class PlannedStep(torch.autograd.Function):
     ) -> Any:
         with runner.arena.ownership as ownership:
             step = ownership.begin(keep=True)
-            runner.take_arena()
-            ctx.repeatable = Repeatable(runner, inputs)
             try:
+                runner.take_arena()
+                ctx.repeatable = Repeatable(runner, inputs)
                 fresh, saved = runner.forward(*inputs)
             except BaseException:
                 step.done = True  # no backward can follow; a kept exception must not block the arena

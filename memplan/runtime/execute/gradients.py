@@ -128,8 +128,10 @@ class ArenaGradients:
         return tuple(g.clone() if g.untyped_storage()._cdata in here else g for g in gradients)
 
 
-def _move(parameter: torch.Tensor, here: set[int]) -> None:
+def _move(parameter: torch.Tensor | None, here: set[int]) -> None:
     """Move `.grad` out of the arena; it stays the same tensor object, unless it is a view."""
+    if parameter is None:  # the model has none there any more
+        return
     gradient = parameter.grad
     if gradient is None or gradient.untyped_storage()._cdata not in here:
         return

@@ -259,10 +259,10 @@ class Runner:
         begin_step(self.arena, self._need)
         address = self.arena.address
         if address != self._address:
-            self._address = address
-            self.rebound += 1
             self.program.move()
             self._find_arena_gradients()
+            self.rebound += 1
+            self._address = address  # last: what is interrupted before is done again
 
     # -- a call ------------------------------------------------------------------------------------------
 

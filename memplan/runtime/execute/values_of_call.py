@@ -1,4 +1,4 @@
-"""What a call of a program returns to its caller (`ResultsOfCall`), and what its backward takes (`Tangents`)."""
+"""Knows what a call of a program returns to its caller (`ResultsOfCall`), and what its backward takes (`Tangents`)."""
 
 from __future__ import annotations
 

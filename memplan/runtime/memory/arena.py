@@ -59,12 +59,14 @@ class Memory:
     @property
     def address(self) -> int:
         """The address of its bytes, which are allocated again if they were given back."""
-        found = self.memory.data_ptr()
-        if not found and self.nbytes:
+        self.take()
+        return self.memory.data_ptr()
+
+    def take(self) -> None:
+        """Allocate its bytes again, if they were given back."""
+        if self.nbytes and not self.memory.data_ptr():
             self.memory.untyped_storage().resize_(self.nbytes)
-            found = self.memory.data_ptr()
             self._taken_again()
-        return found
 
     def _taken_again(self) -> None:
         """Note that its bytes were allocated again."""

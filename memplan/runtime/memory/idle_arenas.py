@@ -4,7 +4,9 @@ An arena is idle while none of its steps runs or waits for its backward. On an a
 has left nothing in it, and taking it again is a hit in the caching allocator of torch. On the CPU, where new memory
 costs page faults, it is given back when a step begins in another arena and the idle bytes are more than 5 % of what
 that step needs, or when the original model runs in the place of a compiled one. Gradients in an arena keep it, until
-other steps begin: then they move out. An arena stays where recorded steps know its address.
+other steps begin: then they move out. An arena stays where recorded steps know its address, and, when a step begins in
+another one, while other threads of the program run (daemons apart): these may be about to call what idles, or be
+changing gradients in it.
 
 The next step takes the bytes again. Where they are at another address, all views of them are bound again, which
 `Runner.rebound` counts.
@@ -16,7 +18,6 @@ import threading
 import weakref
 
 from memplan.devices.kinds import is_accelerator
-from memplan.errors import MemplanError
 from memplan.runtime.memory.arena import Arena
 
 _SHARE = 0.05  # of the bytes that a step on the CPU needs: an idle arena beside it may have no more
@@ -27,12 +28,14 @@ def begin_step(arena: Arena, need: int) -> None:
     """Give back what idles beside a step of this thread that is about to run in an arena, and needs so many bytes."""
     arena.thread = threading.get_ident()
     _USED[id(arena.allocated)] = arena
-    if len(_USED) == 1:
-        return
+    if len(_USED) == 1 or sum(not thread.daemon for thread in threading.enumerate()) > 1:
+        return  # another thread may be about to call what idles, or be changing gradients that would move
     least = 0 if is_accelerator(arena.device) else need * _SHARE
-    for other in tuple(_USED.values()):
-        apart = other.allocated is not arena.allocated and other.device == arena.device
-        if apart and other.thread == arena.thread and other.held > least:
+    for reference in list(_USED.valuerefs()):  # at once: another thread may add one
+        other = reference()
+        if other is None or other.allocated is arena.allocated or other.device != arena.device:
+            continue
+        if other.thread == arena.thread and other.held > least:
             give_back(other)
 
 
@@ -53,7 +56,7 @@ def give_back(arena: Arena) -> bool:
                 return False
             ownership.clear_left()
             return _give_back(arena)
-    except MemplanError:  # another thread runs a step, or a budget has no room for gradients beside the arena
+    except Exception:  # another thread runs a step, there is no room for gradients beside it: nothing has to be given
         return False
 
 

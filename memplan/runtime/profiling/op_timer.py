@@ -151,6 +151,7 @@ class OpTimer:
 def probe(arena: Arena, direction: Direction) -> list[tuple[int, float]]:
     """Return (bytes, seconds) of copies between the arena, which must be free, and the host."""
     found = []
+    arena.take()
     arena.copies.time(True)
     for nbytes in sorted({min(n, arena.nbytes) for n in _PROBES}):
         found += [(nbytes, seconds) for seconds in _seconds_of_copies(arena, direction, nbytes)]

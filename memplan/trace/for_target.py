@@ -17,7 +17,7 @@ from memplan.errors import LibraryNotInstalled, UnsupportedDevice
 from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.targets.child import asked_for
 from memplan.targets.stand_in import DEVICE
-from memplan.targets.target import Target, find_target
+from memplan.targets.target import GpuTarget, find_target
 
 if TYPE_CHECKING:
     from memplan.core.plan import Plan
@@ -69,7 +69,11 @@ def plan_for(
 
 
 def asked_of(
-    target: Target, model: nn.Module, example_inputs: Any, example_kwargs: dict[str, Any] | None, question: Question[_T]
+    target: GpuTarget,
+    model: nn.Module,
+    example_inputs: Any,
+    example_kwargs: dict[str, Any] | None,
+    question: Question[_T],
 ) -> _T:
     """Return the answer to a question about a model and its inputs as if they were on the target.
 
