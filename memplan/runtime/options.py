@@ -248,8 +248,12 @@ def device_for(device: Device | None, given: Plan | None) -> Device | None:
 
 
 def gradients_for(gradients: Gradients, given: Plan | None) -> Gradients:
-    """Return where gradients are: where the user asked for, or where the given plan has them."""
-    return gradients if given is None or given.graph.gradients_in_arena else "outside"
+    """Return where gradients are: where the user asked for, or outside where the given plan copies them out."""
+    if given is None:
+        return gradients
+    made = set(given.graph.gradients)
+    copies = any(op.target == "aten.copy_.default" and made.intersection(op.writes) for op in given.graph.ops)
+    return "outside" if copies else gradients
 
 
 def given_plan(keywords: Mapping[str, Any]) -> Plan | None:

