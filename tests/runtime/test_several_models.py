@@ -24,6 +24,14 @@ Compile = Callable[[nn.Module, torch.Tensor], Any]
 Loop = Callable[[Compile], tuple[Callable[[], None], Sequence[nn.Module]]]
 
 
+@pytest.fixture(autouse=True)
+def _without_threads_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that earlier tests have left (compilers have pools of them) are none of these programs'."""
+    known, own = idle_arenas._threads, threading.current_thread()
+    before = {thread for thread in known() if thread is not own}
+    monkeypatch.setattr(idle_arenas, "_threads", lambda: [thread for thread in known() if thread not in before])
+
+
 def _layers(first: int, last: int, end: nn.Module) -> nn.Sequential:
     inner = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     return nn.Sequential(nn.Linear(first, WIDTH), nn.ReLU(), *inner, nn.Linear(WIDTH, last), end)

@@ -4,9 +4,8 @@ An arena is idle while none of its steps runs or waits for its backward. On an a
 has left nothing in it, and taking it again is a hit in the caching allocator of torch. On the CPU, where new memory
 costs page faults, it is given back when a step begins in another arena and the idle bytes are more than 5 % of what
 that step needs, or when the original model runs in the place of a compiled one. Gradients in an arena keep it, until
-other steps begin: then they move out. An arena stays where recorded steps know its address, and, when a step begins in
-another one, while other threads of the program run (daemons apart): these may be about to call what idles, or be
-changing gradients in it.
+other steps begin: then they move out, unless other threads of the program run (daemons apart), which may be changing
+them. An arena stays where recorded steps know its address.
 
 The next step takes the bytes again. Where they are at another address, all views of them are bound again, which
 `Runner.rebound` counts.
@@ -28,15 +27,21 @@ def begin_step(arena: Arena, need: int) -> None:
     """Give back what idles beside a step of this thread that is about to run in an arena, and needs so many bytes."""
     arena.thread = threading.get_ident()
     _USED[id(arena.allocated)] = arena
-    if len(_USED) == 1 or sum(not thread.daemon for thread in threading.enumerate()) > 1:
-        return  # another thread may be about to call what idles, or be changing gradients that would move
+    if len(_USED) == 1:
+        return
     least = 0 if is_accelerator(arena.device) else need * _SHARE
+    alone = len(_threads()) == 1  # otherwise another thread may be changing gradients that would move
     for reference in list(_USED.valuerefs()):  # at once: another thread may add one
         other = reference()
         if other is None or other.allocated is arena.allocated or other.device != arena.device:
             continue
-        if other.thread == arena.thread and other.held > least:
+        if other.thread == arena.thread and other.held > least and (alone or not other.ownership.has_left):
             give_back(other)
+
+
+def _threads() -> list[threading.Thread]:
+    """Return the threads of the program, daemons apart."""
+    return [thread for thread in threading.enumerate() if not thread.daemon]
 
 
 def end_step(arena: Arena) -> None:
