@@ -1,4 +1,4 @@
-"""What torch keeps to itself is named in one room, so that a new release of torch is met there."""
+"""Torch's internals are named in one room, so that a new release of torch is met there."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ COMPLEX_PRODUCTS = frozenset(
         *("silu_backward.default", "tanh_backward.default", "sigmoid_backward.default"),
     )
 )
-_COPY = "aten.copy_.default"
-_IN_PLACE = frozenset((_COPY, ALL_REDUCE))  # ops of one read and one result that may be the same bytes
+COPY = "aten.copy_.default"
+_IN_PLACE = frozenset((COPY, ALL_REDUCE))  # ops of one read and one result that may be the same bytes
 
 
 def with_inplace_candidates(graph: Graph) -> Graph:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from memplan.core.choices import Gradients, OnMismatch, Prefer, Sanitize
+from memplan.core.in_place import COPY
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
 from memplan.devices.kinds import alignment_of
@@ -252,7 +253,7 @@ def gradients_for(gradients: Gradients, given: Plan | None) -> Gradients:
     if given is None:
         return gradients
     made = set(given.graph.gradients)
-    copies = any(op.target == "aten.copy_.default" and made.intersection(op.writes) for op in given.graph.ops)
+    copies = any(op.target == COPY and made.intersection(op.writes) for op in given.graph.ops)
     return "outside" if copies else gradients
 
 

@@ -14,12 +14,11 @@ _HALF = (torch.float16, torch.bfloat16)
 _DIMENSIONS = 4
 
 
-def kernel_of(  # noqa: PLR0917
+def attention_kernel(  # noqa: PLR0917
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    dropout: float,
     grouped: bool,
     capability: tuple[int, int],
 ) -> str:
@@ -68,7 +67,7 @@ def choose_attention(capability: tuple[int, int]) -> torch.library.Library:
         enable_gqa: bool = False,
     ) -> Any:
         """Call the kernel."""
-        name = kernel_of(query, key, value, attn_mask, dropout_p, enable_gqa, capability)
+        name = attention_kernel(query, key, value, attn_mask, enable_gqa, capability)
         if name == "math":
             return aten._scaled_dot_product_attention_math(
                 *(query, key, value, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa

@@ -41,7 +41,7 @@ def asked_for(target: GpuTarget, question: Callable[[], _T]) -> _T:
         MemplanError: What the question raises, and if its process ends without an answer.
     """
     require_child()
-    from torch._dynamo.convert_frame import compile_lock
+    from memplan.torch_inside.dynamo import compile_lock
 
     read, write = os.pipe()
     for stream in (sys.stdout, sys.stderr):

@@ -7,7 +7,6 @@ guards from Python for its PrivateUse1 kind alone; fake tensors of that kind are
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import os
 import shutil
@@ -23,7 +22,6 @@ _COMPILERS = ("g++", "clang++", "c++")
 _HOOKS = "_ZN2at6detail12getCUDAHooksEv"  # at::detail::getCUDAHooks()
 
 
-@functools.cache
 def install_guard() -> None:
     """Register the guard in this process; nothing that runs on a device can run in it from now on.
 

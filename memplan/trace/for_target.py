@@ -1,11 +1,10 @@
-"""`plan_for`: the plan of a step on a GPU that need not be there; `asked_of` asks any other question of such a step."""
+"""`plan_for`: makes the plan of a step on a GPU that need not be there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -17,13 +16,12 @@ from memplan.errors import LibraryNotInstalled, UnsupportedDevice
 from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.targets.child import asked_for
 from memplan.targets.stand_in import DEVICE
-from memplan.targets.target import GpuTarget, find_target
+from memplan.targets.target import find_target
+from memplan.trace.capture.effects import with_fake_tensors
+from memplan.trace.planning import plan
 
 if TYPE_CHECKING:
     from memplan.core.plan import Plan
-
-_T = TypeVar("_T")
-Question = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], _T]
 
 
 def plan_for(
@@ -54,44 +52,21 @@ def plan_for(
         raise LibraryNotInstalled(what, where="kernels='inductor'", hint=hint, see="target")
     options = replace(options, reserve=options.reserved + target.workspace, costs=options.costs or target.costs)
 
-    def plan(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        """Return the plan of a model that is there."""
-        from memplan.trace.planning import plan as plan_here
-
-        made = plan_here(model, args, kwargs, train=train, options=options, ranks=ranks)
-        why = (
-            f"those of {target.full_name}, planned without one: no matrix product is padded, kernels' temporaries are "
-        )
-        why += f"not measured, and {format_bytes(target.workspace)} of the reserve are for workspaces of cuBLAS"
-        return replace(made, kernels=why, versions={**made.versions, "target": target.name})
-
-    return asked_of(target, model, example_inputs, example_kwargs, plan)
-
-
-def asked_of(
-    target: GpuTarget,
-    model: nn.Module,
-    example_inputs: Any,
-    example_kwargs: dict[str, Any] | None,
-    question: Question[_T],
-) -> _T:
-    """Return the answer to a question about a model and its inputs as if they were on the target.
-
-    Raises what `asked_for` raises, and `UnsupportedDevice` for a model that is on a GPU.
-    """
     args, kwargs = arguments_of(example_inputs, example_kwargs)
-    flat, spec = pytree.tree_flatten((args, kwargs))
-    given = [(f"input {i}", x) for i, x in enumerate(flat)]
+    given = [(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves((args, kwargs)))]
     for place, tensor in (*model.named_parameters(), *model.named_buffers(), *given):
         if isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", "meta"):
             hint = "plan without target, or move the model and its inputs to the CPU or the meta device"
             raise UnsupportedDevice(f"is on {tensor.device} already", where=place, hint=hint, see="target")
 
-    def ask() -> _T:
-        """Ask it of fake tensors on the device."""
-        from memplan.trace.capture.effects import with_fake_tensors
+    def made() -> Plan:
+        """Return the plan, as if model and inputs were on the target."""
+        there, (there_args, there_kwargs) = with_fake_tensors(model, (args, kwargs), device=str(DEVICE))
+        return plan(there, there_args, there_kwargs, train=train, options=options, ranks=ranks)
 
-        there, leaves = with_fake_tensors(model, flat, device=str(DEVICE))
-        return question(there, *pytree.tree_unflatten(leaves, spec))
-
-    return asked_for(target, ask)
+    why = (
+        f"those of {target.full_name}, planned without one: no matrix product is padded, kernels' temporaries are "
+        f"not measured, and {format_bytes(target.workspace)} of the reserve are for workspaces of cuBLAS"
+    )
+    found = asked_for(target, made)
+    return replace(found, kernels=why, versions={**found.versions, "target": target.name})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memplan.targets.attention import kernel_of
+from memplan.targets.attention import attention_kernel
 
 HOPPER, AMPERE = (9, 0), (8, 0)
 
@@ -45,12 +45,12 @@ def test_the_kernel_follows_the_rules(
     given = _tensors(**tensors)
     masked = None if mask is None else _mask(stride=mask)
     for capability, expected in ((HOPPER, hopper), (AMPERE, ampere)):
-        assert kernel_of(*given, masked, 0.0, grouped, capability) == expected
+        assert attention_kernel(*given, masked, grouped, capability) == expected
 
 
 def test_a_last_stride_other_than_1_rules_all_fused_kernels_out() -> None:
     query, key, value = (x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in _tensors())
-    assert kernel_of(query, key, value, None, 0.0, False, HOPPER) == "math"
+    assert attention_kernel(query, key, value, None, False, HOPPER) == "math"
 
 
 @pytest.mark.parametrize(
@@ -64,4 +64,4 @@ def test_a_last_stride_other_than_1_rules_all_fused_kernels_out() -> None:
 )
 def test_the_flags_of_torch_are_followed(allowed: SDPBackend, expected: str) -> None:
     with sdpa_kernel(allowed):
-        assert kernel_of(*_tensors(), None, 0.0, False, HOPPER) == expected
+        assert attention_kernel(*_tensors(), None, False, HOPPER) == expected

@@ -1,4 +1,4 @@
-"""What is known of GPUs, and how they are named."""
+"""Targets: the GPUs that are known, and their names."""
 
 from __future__ import annotations
 

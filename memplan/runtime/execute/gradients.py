@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from memplan.core.graph import Value
+from memplan.core.in_place import COPY
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, StaleActivationsError
 from memplan.runtime.execute.program import Program
@@ -30,7 +31,6 @@ from memplan.runtime.memory.arena import dtype_of
 
 _log = logging.getLogger("memplan")
 _grad, _wants = attrgetter("grad"), attrgetter("requires_grad")
-_COPY = "aten.copy_.default"
 _ALONE = 2  # references to the tensor of a `.grad` if only its parameter and its Python object refer to it
 _OWN_REFERENCES = 2  # to a node of autograd: the edge from the step's own node, and the Python object
 _KEPT = (
@@ -158,7 +158,7 @@ class AddedGradients:
         self._values = [graph.values[v] for v in values]
         bound, wanted = list(program.bound), set(values)
         for i, op in enumerate(graph.ops):
-            if op.target == _COPY and wanted.issuperset(op.writes):
+            if op.target == COPY and wanted.issuperset(op.writes):
                 bound[i] = replace(
                     bound[i],
                     function=torch.Tensor.add_,

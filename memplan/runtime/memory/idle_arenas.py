@@ -30,12 +30,13 @@ def begin_step(arena: Arena, need: int) -> None:
     if len(_USED) == 1:
         return
     least = 0 if is_accelerator(arena.device) else need * _SHARE
-    alone = len(_threads()) == 1  # otherwise another thread may be changing gradients that would move
     for reference in list(_USED.valuerefs()):  # at once: another thread may add one
         other = reference()
         if other is None or other.allocated is arena.allocated or other.device != arena.device:
             continue
-        if other.thread == arena.thread and other.held > least and (alone or not other.ownership.has_left):
+        if other.thread != arena.thread or other.held <= least:
+            continue
+        if not other.ownership.has_left or len(_threads()) == 1:  # another thread may be changing what would move
             give_back(other)
 
 
