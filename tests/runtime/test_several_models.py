@@ -163,7 +163,7 @@ MOST = 1.055  # of eager's peak: an idle arena of less than 5 % stays, and what 
 @pytest.mark.parametrize("way", ["compile", "backend"])
 @pytest.mark.parametrize("loop", [gan, slow(perceptual), slow(local), slow(by_closure), by_hand])
 def test_loops_train_as_eager(loop: Loop, way: str) -> None:
-    """Training has eager's bits; peaks beside an arena in use, or with gradients (a loss, LBFGS, by hand), are not bounded."""
+    """Training has eager's bits. Peaks beside an arena in use, or with gradients (LBFGS), are not bounded."""
     expected, parameters = _trained(loop, "eager")
     peak, found = _trained(loop, way)
     assert all(map(torch.equal, found, parameters))
