@@ -208,7 +208,7 @@ def plan(
     policy: str | EvictionPolicy = "auto",
     costs: Costs | None = None,
     checkpoint: Checkpoint = "follow",
-    kernels: Kernels = "aten",
+    kernels: Kernels | None = None,
     divide: Divide = None,
     compress: Compression | None = None,
     gradients: Gradients = "arena",
@@ -249,7 +249,8 @@ def plan(
             "follow", what they drop is computed again where eager does; "plan" takes the bytes of that step as the
             budget of its arena, and lets `policy` decide what is computed again or offloaded, in at most the time.
         kernels: What computes the ops: "aten", the kernels of eager, or "inductor", the fused kernels that
-            `torch.compile` generates, with its partition of forward and backward. The code is generated; nothing runs.
+            `torch.compile` generates, with its partition of forward and backward. None: Inductor's on accelerators,
+            eager's on the CPU and where Inductor's cannot be had. Code is generated; nothing runs.
         divide: True allows ops with independent rows (a softmax and its cross-entropy, forward and backward) to run in
             blocks of rows, with the same bits, where evictions alone do not keep the budget; a number always runs them
             in that many blocks; a `Division` sets more.

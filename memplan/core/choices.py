@@ -20,7 +20,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "checkpoint": get_args(Checkpoint),
         "gradients": get_args(Gradients),
-        "kernels": get_args(Kernels),
+        "kernels": (None, *get_args(Kernels)),
         "prefer": get_args(Prefer),
         "sanitize": (None, *get_args(Sanitize)),
         "on_mismatch": get_args(OnMismatch),

@@ -1,27 +1,20 @@
-"""Decides what a plan leaves outside the arena once it is known what kernels allocate by themselves.
-
-`memplan.compile` knows it from a trial run, and `memplan.fits` from kernels that it ran alone; both decide here.
-"""
+"""Decides what a plan leaves outside the arena once a trial run has shown what kernels allocate by themselves."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from memplan.core.graph import Graph, StorageKind
 from memplan.core.plan import Plan
 from memplan.core.totals import beside_results
 from memplan.core.units import format_bytes
-from memplan.errors import BudgetInfeasible
-from memplan.evict.workload import Policy
 from memplan.planning.eager_total import eager_total
 from memplan.planning.options import PlanOptions
 from memplan.planning.outside_arena import plan_partly_outside
 
 _PRECISION = 1000  # the prediction of eager's peak is exact to about one part in so many
-_MOST_OVERHEAD = 0.1  # the predicted share of the step's time that needing no more than eager may cost
 _log = logging.getLogger("memplan")
 
 
@@ -33,70 +26,38 @@ def with_temporaries(plan: Plan, transient: Sequence[int]) -> Plan:
     return replace(plan, temporaries=tuple(0 if s < 0 else transient[s] for s in kept.sources))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AsEager:
-    """Finds a plan of a step that needs no more than eager is predicted to need, where the first one needs more.
+def no_more_than_eager(
+    plan: Plan, graph: Graph, transient: Sequence[int], options: PlanOptions, *, saved: bool
+) -> Plan | None:
+    """Return a plan of the same order that needs fewer bytes, for one that needs more than eager; None if it stays.
 
     Where kernels return new memory, as convolutions do, the arena and what is beside it may have their peaks at
-    different steps, and eager's peak is below their sum.
+    different steps, and eager's peak is below their sum. Results then leave the arena. Nothing is evicted: nobody asked
+    for a budget.
 
-    Attributes:
+    Args:
+        plan: The plan, with its temporaries and without a budget.
         graph: The step as it was traced.
         transient: The bytes that each op of `graph` allocates outside the arena.
-        options: Those that the plan was made with; they have no budget.
-        replan: Makes a plan of the step within a total by a policy, with what is known of its kernels.
-        saved: Activations that the backward needs may leave the arena.
-        copies: Results may be copied to the host.
+        options: Those that the plan was made with.
+        saved: Activations that the backward needs may leave the arena, too. Each call allocates them, so they do only
+            where nothing else helps.
     """
-
-    graph: Graph
-    transient: Sequence[int]
-    options: PlanOptions
-    replan: Callable[[int, str | Policy], Plan]
-    saved: bool
-    copies: bool
-
-    def instead_of(self, plan: Plan) -> Plan | None:
-        """Return the plan that takes the place of `plan`, which has its temporaries; None if `plan` stays."""
-        away, need = _is_away(plan), _one_by_one(plan).on_device
-        beside = beside_results(_placed(self.graph) if away else self.graph, self.transient)
-        eager = eager_total(self.graph, beside)
-        most = eager + plan.padding + self.options.reserved  # what eager needs, and what alignment adds
-        limit = most - eager // _PRECISION
-        if need <= limit or plan.redzone:
-            return None
-        found = self._outside(plan, limit, saved=need > most)
-        if found is not None and found.on_device <= limit:
-            return found
-        cheaper = self._evicted(plan, limit, away=away)
-        if cheaper is None:
-            needed = format_bytes((found or plan).on_device)
-            _log.info("%s: needs %s, and eager %s", plan.model, needed, format_bytes(limit))
-        return cheaper or found
-
-    def _outside(self, plan: Plan, limit: int, *, saved: bool) -> Plan | None:
-        """Return a smaller plan of the same order with results outside the arena; None if there is none."""
-        if plan.eviction is not None and plan.eviction.policy != "checkpoint":
-            return None
-        found = plan_partly_outside(plan, limit, self.options)
-        # Each call allocates what is left to the backward: only where nothing else helps.
-        if saved and self.saved and plan.eviction is None and (found is None or found.on_device > limit):
-            found = plan_partly_outside(plan, limit, self.options, saved=True)
-        return found
-
-    def _evicted(self, plan: Plan, limit: int, *, away: bool) -> Plan | None:
-        """Return a plan whose total is at most `limit` because results are evicted, in little more time than that of
-        `plan`; None if there is none."""
-        policy = self.options.policy if away else "auto" if self.copies else "recompute"
-        with contextlib.suppress(BudgetInfeasible):
-            cheaper = self.replan(limit, policy)
-            kept = cheaper.eviction
-            if kept is None:
-                return cheaper
-            before = kept.base_seconds if plan.eviction is None else plan.eviction.seconds
-            if kept.seconds <= (1 + _MOST_OVERHEAD) * before:  # nobody asked for this budget
-                return replace(cheaper, eviction=replace(kept, budget=None, arena_budget=cheaper.arena_size))
+    away, need = _is_away(plan), _one_by_one(plan).on_device
+    beside = beside_results(_placed(graph) if away else graph, transient)
+    eager = eager_total(graph, beside)
+    most = eager + plan.padding + options.reserved  # what eager needs, and what alignment adds
+    limit = most - eager // _PRECISION
+    evicts = plan.eviction is not None and plan.eviction.policy != "checkpoint"
+    if need <= limit or plan.redzone or evicts:
         return None
+    found = plan_partly_outside(plan, limit, options)
+    if saved and need > most and plan.eviction is None and (found is None or found.on_device > limit):
+        found = plan_partly_outside(plan, limit, options, saved=True)
+    least = found or plan
+    if least.on_device > limit:
+        _log.info("%s: needs %s, and eager %s", plan.model, *map(format_bytes, (least.on_device, limit)))
+    return found
 
 
 def _is_away(plan: Plan) -> bool:

@@ -50,7 +50,7 @@ class PlanKeywords(TypedDict, total=False):
     policy: str | EvictionPolicy
     costs: Costs | None
     checkpoint: Checkpoint
-    kernels: Kernels
+    kernels: Kernels | None
     divide: Divide
     compress: Compression | None
     schedule: str | SchedulePolicy
@@ -82,7 +82,7 @@ class PlanOptions:
     policy: str | EvictionPolicy = "auto"
     costs: Costs | None = None
     checkpoint: Checkpoint = "follow"
-    kernels: Kernels = "aten"
+    kernels: Kernels | None = None
     divide: Divide = None
     compress: Compression | None = None
     gradients: Gradients = "arena"
@@ -93,6 +93,7 @@ class PlanOptions:
     device: Device | None = None
     in_flight: int | str | None = None
     dynamic_shapes: DynamicShapes | None = None
+    falls_back: bool = False  # nobody asked for `kernels`: where they cannot be had, eager's are taken
     tries_kernels: ClassVar[bool] = False  # whether `kernels` may be "auto"
 
     def __post_init__(self) -> None:
@@ -234,7 +235,7 @@ class PlanOptions:
                 raise UnsupportedCall(
                     f"is not supported with kernels={self.kernels!r} yet",
                     where=name if default is None else f"{name}={getattr(self, name)!r}",
-                    hint=f'leave out {name}=, or take kernels="aten", the default',
+                    hint=f'leave out {name}=, or take kernels="aten"',
                     see="inductor-options",
                 )
 

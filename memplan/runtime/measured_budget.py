@@ -12,9 +12,8 @@ from memplan.core.plan import Plan
 from memplan.core.timed import timed
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
-from memplan.evict.workload import Policy
 from memplan.planning.fit import plan_again
-from memplan.planning.measured import AsEager
+from memplan.planning.measured import no_more_than_eager
 from memplan.planning.outside_arena import plan_partly_outside
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.kernels.callables import bytes_of_numbers, scalars_as_tensors
@@ -207,21 +206,8 @@ def _as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGraph, 
     """Return a plan that needs at most what eager is predicted to need on its device, for a program without a budget
     that needs more; None if it needs no more, or if no such plan is found."""
     traced, known = built.traced, measured(built, None)
-    on_host = not traced.runs_on and traced.device.type == "cpu"  # its host copies are in its own memory
-
-    def within(total: int, policy: str | Policy) -> Plan:
-        """Return a plan within a total by a policy."""
-        return known.settle(replace(options, budget=total, policy=policy, divide=None))[1]
-
-    step = AsEager(
-        graph=traced.graph,
-        transient=known.transient,
-        options=options,
-        replan=within,
-        saved=not (options.cuda_graph or options.sanitize),  # no sanitizer sees what each call allocates
-        copies=not (on_host or options.cuda_graph),  # recorded steps have none
-    )
-    found = step.instead_of(built.runner.plan)
+    saved = not (options.cuda_graph or options.sanitize)  # no sanitizer sees what each call allocates
+    found = no_more_than_eager(built.runner.plan, traced.graph, known.transient, options, saved=saved)
     return None if found is None else (outside_as_in(traced, found, gradients=True), found)
 
 

@@ -25,6 +25,7 @@ from memplan.planning.measured import with_temporaries
 from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.schedule import order as order_of
 from memplan.schedule.group_updates import gather
+from memplan.trace.default_kernels import captured_by_default, with_kernels
 from memplan.trace.optimizer.updates import small_updates
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import CapturedCall, capture_call, retraced
@@ -45,18 +46,26 @@ def plan(
 ) -> Plan:
     """Return the plan of one step of `model`; see `memplan.plan`."""
     with fake_ranks(ranks):
-        captured = capture_call(
-            model if ranks is None else divided(model),
-            example_inputs,
-            example_kwargs,
-            train=train,
-            device=options.device,
-            gradients_in_arena=options.gradients_in_arena,
-            copy_gradients=options.gradients_copied,
-            kernels=options.kernels,
-        )
+        planned = model if ranks is None else divided(model)
+
+        def capture(options: PlanOptions) -> tuple[TracedGraph, CapturedCall]:
+            """Return the step, traced and captured."""
+            captured = capture_call(
+                planned,
+                example_inputs,
+                example_kwargs,
+                train=train,
+                device=options.device,
+                gradients_in_arena=options.gradients_in_arena,
+                copy_gradients=options.gradients_copied,
+                kernels=options.kernels,
+            )
+            return captured.first(), captured
+
+        options = with_kernels(options, planned, (example_inputs, example_kwargs))
+        options, (traced, captured) = captured_by_default(options, type(model).__name__, capture)
     captured.warn()
-    return plan_step(captured.first(), captured, options)[1]
+    return plan_step(traced, captured, options)[1]
 
 
 def plan_traced(traced: TracedGraph, options: PlanOptions = DEFAULTS, *, redzone: int = 0, room: int = 0) -> Plan:

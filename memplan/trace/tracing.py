@@ -61,7 +61,7 @@ class CaptureOptions:
     """
 
     train: bool | None = None
-    kernels: Kernels = "aten"
+    kernels: Kernels | None = None
     device: Device | None = None
     in_place: bool = True
     gradients_in_arena: bool = False

@@ -70,7 +70,7 @@ def capture_loss(
     example_kwargs: dict[str, Any] | None = None,
     *,
     device: Device | None = None,
-    kernels: Kernels = "aten",
+    kernels: Kernels | None = None,
 ) -> CapturedLoss:
     """Return forward and backward of a model that returns its loss, one number, captured.
 
@@ -91,7 +91,7 @@ def capture_loss(
         raise UnsupportedCall(
             "kernels='inductor' does not run a model that is divided among ranks yet",
             where="kernels",
-            hint='take kernels="aten", the default',
+            hint='take kernels="aten"',
             see="inductor-options",
         )
     call = capture_call(model, example_inputs, example_kwargs, train=True, device=device, kernels=kernels)

@@ -14,11 +14,11 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 import memplan
+from benchmarks import real_sizes
 from benchmarks.zoo import ZOO
 from memplan.errors import InvalidShapes, LibraryNotInstalled, UnsupportedDevice
 from memplan.targets.target import find_target
 from tests.slow import slow
-from tests.targets import real_sizes
 
 MEASURED: dict[str, Any] = json.loads(Path(__file__).with_name("h200.json").read_text(encoding="utf-8"))
 HAS_TRITON = importlib.util.find_spec("triton") is not None

@@ -36,6 +36,7 @@ from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
 from memplan.trace import CapturedCall, capture_call
 from memplan.trace.capture.refusals import require_traceable
+from memplan.trace.default_kernels import captured_by_default
 from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
@@ -202,23 +203,27 @@ class Builder:
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> tuple[TracedGraph, CapturedCall]:
         """Return the step of a call as it is traced first, and what traces its other variants."""
         require_real(self.model, args, kwargs)
-        options = self.options
-        captured = capture_call(
-            self.model,
-            args,
-            kwargs,
-            train=train,
-            in_place=options.in_place,
-            device=options.device,
-            gradients_in_arena=options.gradients_in_arena,
-            copy_gradients=self._copies_gradients,
-            kernels=options.kernels,
-            after=options.after if train else 0,
-        )
+
+        def capture(options: CompileOptions) -> tuple[TracedGraph, CapturedCall]:
+            """Return the step, traced and captured."""
+            captured = capture_call(
+                self.model,
+                args,
+                kwargs,
+                train=train,
+                in_place=options.in_place,
+                device=options.device,
+                gradients_in_arena=options.gradients_in_arena,
+                copy_gradients=self._copies_gradients,
+                kernels=options.kernels,
+                after=options.after if train else 0,
+            )
+            return captured.first(), captured
+
+        self.options, (traced, captured) = captured_by_default(self.options, type(self.model).__name__, capture)
         if not self._warned:  # once, and not for every shape and mode
             self._warned = bool(captured.captured.warnings)
             captured.warn()
-        traced = captured.first()
         prepare_host(self.model, traced)
         return traced, captured
 

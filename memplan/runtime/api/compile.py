@@ -24,6 +24,7 @@ from memplan.runtime.options import CompileOptions, device_for, given_plan, grad
 from memplan.schedule import Policy as SchedulePolicy
 from memplan.solvers import Solver
 from memplan.trace.capture.refusals import require_module
+from memplan.trace.default_kernels import with_kernels
 
 
 def compile(
@@ -41,7 +42,7 @@ def compile(
     policy: str | EvictionPolicy = "auto",
     costs: Costs | None = None,
     checkpoint: Checkpoint = "follow",
-    kernels: Kernels = "aten",
+    kernels: Kernels | None = None,
     divide: Divide = None,
     compress: Compression | None = None,
     schedule: str | SchedulePolicy = "auto",
@@ -85,9 +86,11 @@ def compile(
         policy: The policy that decides what is evicted.
         costs: The cost model of the policy. "measure" measures the first steps and plans again from the measured
             times, until no better plan is found (`CompiledModule.measurements`).
-        kernels: "aten" runs the kernels of eager, with the bits of eager. "inductor" runs the fused kernels that
-            `torch.compile` generates, with its bits, and takes the time of its compilation. "auto" tries both on the
-            example and keeps the better one: the report says which and why. Numbers then depend on that choice.
+        kernels: None takes Inductor's kernels on accelerators, and eager's on the CPU and where Inductor's cannot be
+            had, which the log then says. "inductor": the fused kernels that `torch.compile` generates, with its bits
+            and the time of its compilation. "aten": the kernels of eager, with the bits of eager; on a GPU they take
+            up to twice the memory and the time. "auto" tries both on the example and keeps the better one: the report
+            says which and why. Numbers then depend on that choice.
         divide: As in `memplan.plan`.
         compress: As in `memplan.plan`.
         checkpoint: As in `memplan.plan`.
@@ -168,6 +171,7 @@ def compiled_by(
 ) -> CompiledModule:
     """Return what `compile` does, for checked options."""
     require_module(model)
+    options = with_kernels(options, model, (args, kwargs), given=given)
     parallelism = parallelism_of(model)
     if parallelism is not None:
         return DividedModule(model, args, kwargs, parallelism=parallelism, options=options, train=train, given=given)

@@ -28,6 +28,7 @@ from memplan.runtime.on_demand.eager_step import eager_step
 from memplan.runtime.options import StepOptions, device_for, given_plan
 from memplan.schedule import Policy as SchedulePolicy
 from memplan.solvers import Solver
+from memplan.trace.default_kernels import with_kernels
 
 
 def compile_step(
@@ -49,7 +50,7 @@ def compile_step(
     policy: str | EvictionPolicy = "auto",
     costs: Costs | None = None,
     checkpoint: Checkpoint = "follow",
-    kernels: Kernels = "aten",
+    kernels: Kernels | None = None,
     divide: Divide = None,
     compress: Compression | None = None,
     schedule: str | SchedulePolicy = "auto",
@@ -89,8 +90,10 @@ def compile_step(
             does after k times `(loss_fn(...) / k).backward()`; each call returns its loss undivided. The sums of
             gradients persist between calls; they are outside the arena and count as optimizer state.
         plan: A saved plan, or its path, of this very step, to run instead of making one; without `accumulate`.
-        kernels: "aten" runs the kernels of eager. "inductor" runs the fused kernels that Inductor generates for forward
-            and backward, with the bits of `torch.compile`; the update is computed by the same kernels as with "aten".
+        kernels: None takes Inductor's kernels on accelerators, and eager's on the CPU and where Inductor's cannot be
+            had, which the log then says. "inductor": the fused kernels that Inductor generates for forward and
+            backward, with the bits of `torch.compile`. "aten": the kernels of eager. The update is computed by torch's
+            own kernels in either case.
         on_mismatch: What happens if a batch, the model's mode or the optimizer's groups differ from what was planned:
             "replan" makes another plan (up to 8, in one arena; calls beyond run eagerly, with a warning), "error"
             raises, "eager" runs the step eagerly, and "passive" also offloads saved activations on demand to keep
@@ -137,6 +140,7 @@ def compile_step(
         loss = LossModule(model, loss_fn)
         batch, kwargs = arguments_of(example_batch, example_kwargs)
         batch = loss.parts_of(batch)
+        options = with_kernels(options, loss, (batch, kwargs), given=given)
         if not allow_unsynchronized:
             require_no_reducer(model)
         builder = StepBuilder(loss, optimizer, options)

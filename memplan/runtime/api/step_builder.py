@@ -40,6 +40,7 @@ from memplan.runtime.memory.idle_arenas import give_back
 from memplan.runtime.options import StepOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
 from memplan.trace import CapturedCall, capture_loss
+from memplan.trace.default_kernels import captured_by_default
 from memplan.trace.optimizer.optimizers import is_fused
 from memplan.trace.optimizer.updates import COUNTERS, Accumulate
 from memplan.trace.traced import Source, TracedGraph
@@ -134,21 +135,27 @@ class StepBuilder:
         _require_no_gradients((batch, kwargs))
         require_real(self._loss, batch, kwargs)
         first = not self.plans
-        options = self.options
-        loss = capture_loss(self._loss, self._optimizer, batch, kwargs, device=options.device, kernels=options.kernels)
-        adding = options.accumulate > 1
-        steps: list[CapturedCall] = [
-            loss.step(
-                kind,
-                clip_grad_norm=options.clip_grad_norm,
-                rates_in_memory=options.cuda_graph,
-                in_place=options.in_place,
-            )
-            for kind in ((Accumulate.ADD, Accumulate.UPDATE) if adding else (None,))
-        ]
+        adding = self.options.accumulate > 1
+
+        def capture(options: StepOptions) -> tuple[list[TracedGraph], list[CapturedCall]]:
+            """Return the steps, traced and captured."""
+            asked = {"device": options.device, "kernels": options.kernels}
+            loss = capture_loss(self._loss, self._optimizer, batch, kwargs, **asked)
+            steps = [
+                loss.step(
+                    kind,
+                    clip_grad_norm=options.clip_grad_norm,
+                    rates_in_memory=options.cuda_graph,
+                    in_place=options.in_place,
+                )
+                for kind in ((Accumulate.ADD, Accumulate.UPDATE) if adding else (None,))
+            ]
+            return [step.first() for step in steps], steps
+
+        found = captured_by_default(self.options, type(self._loss).__name__, capture)
+        self.options, (traced, steps) = found
         if first:
             steps[0].warn()
-        traced = [step.first() for step in steps]
         if first:
             self.guards = StepGuards(self._loss, self._optimizer)
         self.guards.look_again()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from memplan.runtime.memory.arena_parts import ObservedOwnership, part_of
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
 from memplan.runtime.options import RunOptions
 from memplan.trace import capture_call
+from memplan.trace.default_kernels import captured_by_default, with_kernels
 from memplan.trace.traced import TracedGraph
 
 
@@ -36,7 +38,8 @@ def first_program_of(
     """
     guards = ModuleGuards(module)
     rest = module.set_kept(inputs)
-    traced = _trace(module, rest, options)
+    options = with_kernels(options, module, rest)
+    options, traced = captured_by_default(options, type(module).__name__, partial(_trace, module, rest))
 
     with torch.inference_mode(False), NewArenas() as made:
 

@@ -311,6 +311,8 @@ def _device_of(values: Sequence[Any]) -> str:
 def _compiling(mode: Any, code: CodeOptions) -> Iterator[None]:
     """The contexts in which AOTAutograd calls Inductor."""
     settings = _SETTINGS if code.layouts else {**_SETTINGS, "layout_optimization": False}
+    if not config.force_shape_pad:  # a padded matrix product takes a copy of its operand: as large as the logits
+        settings = {**settings, "shape_padding": False}
     knob = {} if code.knob == 1.0 else {"activation_memory_budget": code.knob}
     with (
         config.patch(settings),

@@ -9,6 +9,7 @@ that schedulers and checkpoints work as usual.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from memplan.core.graph import Graph, Op, StorageKind
+from memplan.devices.kinds import HOST
 from memplan.distributed.local import local_tensor
 from memplan.errors import UnsupportedGraph
 from memplan.torch_inside.graphs import GradAOTOutput, ParamAOTInput
@@ -32,7 +34,7 @@ LEARNING_RATE = "learning rate"  # key of a tensor that belongs to a group inste
 GROUP = "group "  # and its number: the name of the holder of an option
 COUNTERS = "step counters"  # key of the tensor that holds the counters of many parameters
 _UPDATES = (aten._fused_sgd_, aten._fused_adam_, aten._fused_adamw_)
-_SMALL = (16 << 10, 1 << 20)  # bytes of a parameter, on the CPU and elsewhere, where a call is a launch
+_SMALL = 16 << 10  # bytes of a parameter on the CPU
 
 
 class Accumulate(enum.Enum):
@@ -317,13 +319,14 @@ def _like(graph: Graph, ref: Ref) -> tuple[str, str]:
 
 
 def small_updates(traced: TracedGraph) -> dict[int, Hashable]:
-    """Return the kinds of the updates (by op) that take longer to call than to compute: they gain from running
-    together.
+    """Return the kinds of the updates (by op) that gain from running together: those that take longer to call than to
+    compute. On an accelerator, where a call is a launch and the host has to keep up, these are all.
     """
+    most = _SMALL if traced.device.type == HOST else math.inf
     graph, kinds = traced.graph, dict[int, Hashable]()
     for index, kernel in enumerate(traced.kernels):
         kind = kind_of(kernel, graph) if isinstance(kernel, KernelCall) else None
-        if kind is not None and _parameter_bytes(graph, graph.ops[index]) <= _SMALL[traced.device.type != "cpu"]:
+        if kind is not None and _parameter_bytes(graph, graph.ops[index]) <= most:
             kinds[index] = kind
     return kinds
 
