@@ -54,7 +54,7 @@ def stepper(contender: str, model: Any, inputs: Sequence[Any], optimizer: Any) -
     Args:
         contender: "eager", "compile" (torch.compile), "memplan" (`memplan.compile`) or "step"
             (`memplan.compile_step`), and options after "+": "ckpt" (activation checkpoints per block), "knob0.5"
-            (torch's `activation_memory_budget`), "pad" (matrix products are padded wherever torch may), "b0.7" (a
+            (torch's `activation_memory_budget`), "inductor.force_shape_pad=1" (a setting of Inductor's), "b0.7" (a
             budget as a share), "G7.4" (one in GiB), and any option of memplan's as `name=value`; "aten" and "inductor"
             are kernels.
         model: The model with its loss.
@@ -105,10 +105,10 @@ def _keyword(option: str, model: Any) -> tuple[str, Any] | None:
 
         functorch.activation_memory_budget = float(option[4:])
         return None
-    if option == "pad":
+    if name.startswith("inductor."):
         import torch._inductor.config as inductor
 
-        inductor.force_shape_pad = True
+        setattr(inductor, name.removeprefix("inductor."), bool(int(given)))
         return None
     if option in ("aten", "inductor"):
         return "kernels", option

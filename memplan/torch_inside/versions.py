@@ -6,12 +6,11 @@ Inductor is imported when one of its functions is called.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -134,24 +133,6 @@ def compiler_config(graph: fx.GraphModule) -> Any:
     make: Any = compile_fx.create_compiler_config_extra
     given = next(iter(inspect.signature(make).parameters))
     return make(config if given == "config" else graph)
-
-
-@contextlib.contextmanager
-def donating(inputs: Sequence[int]) -> Iterator[None]:
-    """Let Inductor's kernels write over these inputs (by position) of the backward that is compiled inside.
-
-    AOTAutograd says so in its metadata, of which nothing else is read for a backward.
-    """
-    from torch._guards import TracingContext
-
-    context: Any = TracingContext.get()
-    before = context.fw_metadata
-    if inputs:
-        context.fw_metadata = SimpleNamespace(bw_donated_idxs=list(inputs), static_input_indices=[])
-    try:
-        yield
-    finally:
-        context.fw_metadata = before
 
 
 def loaded_code(compiled: Any) -> ModuleType | None:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,7 +25,7 @@ from memplan.core.code_options import CodeOptions
 from memplan.devices.kinds import HOST, is_accelerator
 from memplan.errors import UnsupportedGraph
 from memplan.torch_inside.graphs import one_of_each
-from memplan.torch_inside.versions import compiler_config, donating, loaded_code, partition
+from memplan.torch_inside.versions import compiler_config, loaded_code, partition
 from memplan.trace.fused.early_gradients import EARLY
 from memplan.trace.fused.environment import inductors_errors, refused
 from memplan.trace.fused.kept_code import keep, key_of, known_code
@@ -38,7 +37,6 @@ from memplan.trace.fused.kernel_runs import (
     Replay,
     WrittenCode,
     extent,
-    fills,
     piece_of,
 )
 from memplan.trace.fused.sums import with_sums_in_place
@@ -139,8 +137,7 @@ def generate(
         for name, view in found.items():
             if isinstance(view, BlockView):
                 view.block.node = name
-        donated = _donated(found, forward.outputs[:returned])
-        backward = _backward(second, model, {**given, **found}, donated, how)
+        backward = _backward(second, model, {**given, **found}, how)
     return Halves(forward=forward, backward=backward, given=given, returned=returned)
 
 
@@ -214,32 +211,13 @@ def _forward(
     return _half(code, [given.get(name) for name in names], label="")
 
 
-def _donated(saved: Mapping[str, BlockView | RandomState], returned: Sequence[Any]) -> frozenset[str]:
-    """Return the saved tensors, by name, that the backward's kernels may overwrite: nothing else has their bytes.
-
-    On the CPU these are in-place candidates of the plan instead (`overwriting.py`), which an eviction can do without.
-    """
-    views = [view for view in saved.values() if isinstance(view, BlockView)]
-    uses = Counter(view.block for view in (*views, *returned) if isinstance(view, BlockView))
-    own = {view.block for view in views if uses[view.block] == 1 and not view.block.given and fills(view)}
-    return frozenset(
-        name
-        for name, view in saved.items()
-        if isinstance(view, BlockView) and view.block in own and is_accelerator(view.block.device)
-    )
-
-
 def _backward(
     graph: fx.GraphModule,
     model: str,
     known: Mapping[str, BlockView | RandomState],
-    donated: Collection[str],
     how: _How,
 ) -> Half:
-    """Generate the backward for the strides that the saved tensors have in the generated forward.
-
-    Kernels may write over those that are `donated`.
-    """
+    """Generate the backward for the strides that the saved tensors have in the generated forward."""
     names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
     values = _values_of(graph)
     for i, (name, value) in enumerate(zip(names, values, strict=True)):
@@ -251,9 +229,8 @@ def _backward(
             values[i] = value.as_strided(value.size(), view.strides, given)
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         graph = copy.deepcopy(graph)
-    taken = [i for i, name in enumerate(names) if name in donated]
     placed = [v for name, v in zip(names, values, strict=True) if not isinstance(known.get(name), RandomState)]
-    with inductors_errors(model), donating(taken), _recorded(placed, how) as (code, inner):
+    with inductors_errors(model), _recorded(placed, how) as (code, inner):
         extra = compiler_config(graph)
         compile_fx.compile_fx_backward(graph, values, compiler_config_extra=extra, inner_compile=inner)
     return _half(code, [known.get(name) for name in names], label="backward_")

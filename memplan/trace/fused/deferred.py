@@ -73,6 +73,7 @@ class DeferredTritonKernel:
 
     def __init__(self, name: str, source: str, device: str) -> None:
         self._name, self._source, self._device = name, source, device
+        self.is_tuned = False  # set by `TunedKernel`
         self._begun: Any = None
         self._compiled: Callable[..., Any] | None = None
 
@@ -100,6 +101,47 @@ class DeferredTritonKernel:
         return self._compiled
 
 
+class TunedKernel:
+    """A Triton kernel whose launch configuration is chosen with results of its own.
+
+    Inductor times several configurations at the first call, on the tensors that it is given. Where a result lies over
+    what the kernel reads, the second run would read what the first one wrote.
+
+    Example:
+        >>> TunedKernel(kernel, written=[1]).compiled()(x, x, 4096)
+    """
+
+    def __init__(self, kernel: DeferredTritonKernel, written: Sequence[int]) -> None:
+        """Prepare the kernel. `written`: the arguments that may lie over others."""
+        self._kernel, self._written = kernel, tuple(written)
+
+    def start(self) -> None:
+        """Begin to compile it, as `DeferredTritonKernel.start`."""
+        self._kernel.start()
+
+    def compiled(self) -> Callable[..., Any]:
+        """Return the function that runs it, when it is compiled."""
+        run, kernel, written = self._kernel.compiled(), self._kernel, self._written
+
+        def tuned(*args: Any) -> None:
+            """Run the kernel; for the first time, with results of its own before."""
+            if not kernel.is_tuned:
+                kernel.is_tuned = True
+                apart = [_with_own_bytes(args, i) if i in written else x for i, x in enumerate(args)]
+                if any(x is not y for x, y in zip(args, apart, strict=True)):
+                    run(*apart)
+            run(*args)
+
+        return tuned
+
+
+def _with_own_bytes(args: Sequence[Any], position: int) -> torch.Tensor:
+    """Return an argument, or a tensor like it where it begins at the address of another one."""
+    x: torch.Tensor = args[position]
+    others = (y for i, y in enumerate(args) if i != position and isinstance(y, torch.Tensor))
+    return torch.empty_like(x) if any(y.data_ptr() == x.data_ptr() for y in others) else x
+
+
 class AligningKernel:
     """A Triton kernel that is given copies of those arguments that are not aligned as its code assumes.
 
@@ -110,7 +152,9 @@ class AligningKernel:
         >>> AligningKernel(kernel, positions=[0]).compiled()(x[1:], out, 4096)
     """
 
-    def __init__(self, kernel: DeferredTritonKernel, positions: Sequence[int], written: Collection[int] = ()) -> None:
+    def __init__(
+        self, kernel: DeferredTritonKernel | TunedKernel, positions: Sequence[int], written: Collection[int] = ()
+    ) -> None:
         """Prepare the kernel. `positions`: the arguments that may be anywhere; of these it writes `written`."""
         self._kernel, self._positions, self._written = kernel, tuple(positions), frozenset(written)
 
@@ -159,7 +203,7 @@ def _on_present_stream(run: Callable[..., Any], device: str) -> Callable[..., An
     return launch
 
 
-Deferred = DeferredKernel | DeferredTritonKernel | AligningKernel
+Deferred = DeferredKernel | DeferredTritonKernel | TunedKernel | AligningKernel
 
 
 class DeferringCompile(AsyncCompile):

@@ -24,7 +24,7 @@ from memplan.devices.kinds import HOST
 from memplan.torch_inside.graphs import GradAOTOutput, ParamAOTInput
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.fused.code_generation import Half, Halves
-from memplan.trace.fused.deferred import ALIGNMENT, AligningKernel, Deferred, DeferredTritonKernel
+from memplan.trace.fused.deferred import ALIGNMENT, AligningKernel, Deferred, DeferredTritonKernel, TunedKernel
 from memplan.trace.fused.environment import refused
 from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, RandomState, extent
 from memplan.trace.graph.build import KIND_OF, binding_of
@@ -319,14 +319,14 @@ class _Builder:
         args, kwargs = self._refs((run.args, run.kwargs))
         short = run.name.rsplit(".", 1)[-1]
         short = run.name.split(".")[-2] if run.name.startswith("torch.ops.") else short
-        return GeneratedCall(kernel=_generated(self._aligning(run)), args=args, kwargs=kwargs), short
+        return GeneratedCall(kernel=_generated(self._aligning(_tuned(run))), args=args, kwargs=kwargs), short
 
     def _aligning(self, run: KernelRun) -> KernelRun:
         """Return a run whose kernel takes the caller's tensors from any address."""
         given = ((i, x) for i, x in enumerate(run.args) if isinstance(x, BlockView) and x.block in self.callers)
         positions = [i for i, x in given if x.offset * x.dtype.itemsize % ALIGNMENT == 0]  # others: it assumes nothing
         function: Any = run.function
-        if not positions or not isinstance(function, DeferredTritonKernel):
+        if not positions or not isinstance(function, (DeferredTritonKernel, TunedKernel)):
             return run
         aligning: Any = AligningKernel(function, positions, [i for i in positions if run.args[i] in run.writes])
         return replace(run, function=aligning)
@@ -429,6 +429,17 @@ class _Builder:
                 results.append(piece)
         graph.output(tuple(results)).meta.update({**output.meta, "desc": descs})
         return graph, value_of
+
+
+def _tuned(run: KernelRun) -> KernelRun:
+    """Return a run whose Triton kernel is tuned with results of its own, if they may lie over what it reads."""
+    over = {made.block for made, _ in run.overwritable}
+    written = [i for i, x in enumerate(run.args) if isinstance(x, BlockView) and x.block in over]
+    function: Any = run.function
+    if not written or not isinstance(function, DeferredTritonKernel):
+        return run
+    tuned: Any = TunedKernel(function, written)
+    return replace(run, function=tuned)
 
 
 def _generated(run: KernelRun) -> GeneratedKernel:

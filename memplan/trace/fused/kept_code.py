@@ -22,7 +22,6 @@ from torch import fx
 from torch._inductor import config
 from torch._inductor.codecache import BypassFxGraphCache, PyCodeCache, compiled_fx_graph_hash
 from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch._inductor.utils import get_donated_idxs
 from torch._ops import OpOverload
 
 from memplan.core.code_options import CodeOptions
@@ -64,10 +63,7 @@ def key_of(
     except BypassFxGraphCache:
         return None
     origins = [origin_of(node) for node in graph.graph.nodes]
-    said = (
-        *(__version__, _recorder(), torch.__version__, found, options.group_bytes, in_blocks, origins),
-        get_donated_idxs() or [],
-    )
+    said = (__version__, _recorder(), torch.__version__, found, options.group_bytes, in_blocks, origins)
     return hashlib.sha256(repr(said).encode()).hexdigest()
 
 

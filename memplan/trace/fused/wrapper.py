@@ -4,7 +4,7 @@ Inductor makes one wrapper for each graph, from a class that is registered for t
 `RecordingWrapper` under the lock that every compilation of torch takes, and restores the registration afterwards.
 Meanwhile, compilations of other threads still get Inductor's own class.
 
-On the CPU it also decides which loops one generated kernel runs, and notes what they may overwrite. Inductor writes
+It also decides which loops one generated kernel runs, and notes what they may overwrite. On the CPU, Inductor writes
 loops that have nothing to do with each other into one kernel, as long as no other kernel has to run between them. All
 that they touch is then alive at once. The same holds for loops over several blocks of rows. Inductor lets a kernel
 write over a buffer that has its last use there, and over what the forward has saved where AOTAutograd donates it to
@@ -30,7 +30,6 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._inductor import config, ir
 from torch._inductor.codegen import common
 from torch._inductor.codegen import wrapper as lines
-from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.utils import DeferredLineBase
@@ -110,66 +109,81 @@ def followed(
 ) -> Any:
     """Return what makes the scheduling of a graph: as `make`, but `overwriting` follows the loops of its kernels.
 
-    Each loop stays as it is, and so do its results. Where Inductor does not write C++, `make` is returned: a Triton
-    kernel is one loop, whose launch configuration Inductor chooses by running it several times on the same tensors, so
-    that its results may not lie over what it reads.
+    Each loop stays as it is, and so do its results.
 
     Args:
         make: Inductor's own.
         device_type: The kind of the device.
         overwriting: Is told of each loop.
-        most: The bytes that kernels of several loops touch at most; None: there is no limit.
+        most: The bytes that a C++ kernel of several loops touches at most; None: there is no limit.
         in_blocks: The graph was divided by rows: no kernel computes parts of two blocks.
     """
-    if device_type != HOST or config.cpu_backend != "cpp":
-        return make
-    return lambda scheduler: _FollowedGroups(scheduler, overwriting, most, in_blocks=in_blocks)
+    follows = _FollowedGroups if device_type == HOST and config.cpu_backend == "cpp" else _Followed
+
+    def made(scheduler: Any) -> Any:
+        """Return the scheduling of a graph, which is of the class that Inductor has for the device."""
+        own = make(scheduler)
+        own.__class__ = type(type(own).__name__, (follows, type(own)), {})
+        own.overwriting, own.in_blocks, own.most, own.touched, own.blocks = overwriting, in_blocks, most, 0, set()
+        return own
+
+    return made
 
 
-class _FollowedGroups(CppScheduling):
-    """Inductor's scheduling, which begins a new kernel where a loop would make the present one touch too much, or
-    another block of rows.
-    """
+class _Followed:
+    """Scheduling of which each kernel is one loop, as Triton's: no kernel computes parts of two blocks of rows."""
 
-    def __init__(self, scheduler: Any, overwriting: Overwriting, most: int | None, *, in_blocks: bool) -> None:
-        super().__init__(scheduler)  # type: ignore[no-untyped-call]
-        self._overwriting, self._in_blocks = overwriting, in_blocks
-        self._most, self._touched = most, 0
-        self._blocks: set[int] = set()
+    overwriting: Overwriting
+    in_blocks: bool
+    most: int | None
+    touched: int
+    blocks: set[int]
 
     def codegen_node(self, node: Any) -> None:
-        """Write the loop of one node, into a new kernel if need be."""
-        nbytes = 0 if self._most is None else int(node.get_read_write_buffers_sizes())
-        blocks = _blocks_of(node) if self._in_blocks else set()
-        too_much = self._most is not None and self._touched and self._touched + nbytes > self._most
-        if too_much or (self._blocks and blocks and blocks != self._blocks):
-            self.flush()
-        self._touched += nbytes
-        self._blocks |= blocks
-        self._overwriting.add(node.get_nodes())
-        super().codegen_node(node)
+        """Write the kernel of one node."""
+        self.overwriting.add(node.get_nodes())
+        super().codegen_node(node)  # type: ignore[misc]
+        self.overwriting.end()
 
     def can_fuse_horizontal(self, node1: Any, node2: Any) -> bool:
         """Return whether two loops may become one."""
-        return not self._apart(node1, node2) and bool(super().can_fuse_horizontal(node1, node2))  # type: ignore[no-untyped-call]
+        return not self._apart(node1, node2) and bool(super().can_fuse_horizontal(node1, node2))  # type: ignore[misc]
 
     def can_fuse_vertical(self, node1: Any, node2: Any) -> bool:
         """Return whether a loop and one that reads its result may become one."""
-        return not self._apart(node1, node2) and bool(super().can_fuse_vertical(node1, node2))  # type: ignore[no-untyped-call]
-
-    def flush(self) -> None:
-        """End the present kernel."""
-        super().flush()  # type: ignore[no-untyped-call]
-        self._overwriting.end()
-        self._touched = 0
-        self._blocks = set()
+        return not self._apart(node1, node2) and bool(super().can_fuse_vertical(node1, node2))  # type: ignore[misc]
 
     def _apart(self, one: Any, other: Any) -> bool:
         """Return whether two loops compute different blocks of rows."""
-        if not self._in_blocks:
+        if not self.in_blocks:
             return False
         mine, theirs = _blocks_of(one), _blocks_of(other)
         return bool(mine and theirs and mine != theirs)
+
+
+class _FollowedGroups(_Followed):
+    """Scheduling of C++, where one kernel may run several loops: it begins a new one where a loop would make the
+    present one touch too much, or compute another block of rows.
+    """
+
+    def codegen_node(self, node: Any) -> None:
+        """Write the loop of one node, into a new kernel if need be."""
+        nbytes = 0 if self.most is None else int(node.get_read_write_buffers_sizes())
+        blocks = _blocks_of(node) if self.in_blocks else set()
+        too_much = self.most is not None and self.touched and self.touched + nbytes > self.most
+        if too_much or (self.blocks and blocks and blocks != self.blocks):
+            self.flush()
+        self.touched += nbytes
+        self.blocks |= blocks
+        self.overwriting.add(node.get_nodes())
+        super(_Followed, self).codegen_node(node)  # type: ignore[misc]
+
+    def flush(self) -> None:
+        """End the present kernel."""
+        super().flush()  # type: ignore[misc]
+        self.overwriting.end()
+        self.touched = 0
+        self.blocks = set()
 
 
 def _blocks_of(node: Any) -> set[int]:

@@ -14,18 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch._guards import TracingContext, tracing
 from torch._inductor import compile_fx, config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import LambdaFuture
 from torch._inductor.codegen import wrapper as lines
-from torch._inductor.utils import get_donated_idxs
 
 from memplan.errors import InputMismatch, UnsupportedGraph
-from memplan.torch_inside.versions import KNOWN, donating, partition
+from memplan.torch_inside.versions import KNOWN, partition
 from memplan.trace.fused import wrapper
-from memplan.trace.fused.code_generation import _device_of, _donated
-from memplan.trace.fused.deferred import AligningKernel, DeferredTritonKernel, DeferringCompile
+from memplan.trace.fused.code_generation import _device_of
+from memplan.trace.fused.deferred import AligningKernel, DeferredTritonKernel, DeferringCompile, TunedKernel
 from memplan.trace.fused.kernel_runs import (
     Allocation,
     Block,
@@ -37,7 +35,7 @@ from memplan.trace.fused.kernel_runs import (
     TensorSpec,
     WrittenCode,
 )
-from memplan.trace.fused.wrapper import Overwriting, followed, read_line
+from memplan.trace.fused.wrapper import followed, read_line
 
 ROOT = Path(__file__).resolve().parents[3]
 FLOAT, COUNT = torch.float32, int
@@ -223,37 +221,73 @@ def test_an_input_that_is_changed_must_begin_where_triton_kernels_need_it(monkey
     assert not made.launches
 
 
-def test_kernels_of_other_devices_are_grouped_as_inductor_does() -> None:
-    def make(scheduler: Any) -> Any:
-        return scheduler
+class _Tuner:
+    """A kernel `out = x + 1` that is run several times when it is first called, as Inductor's tuning does."""
 
-    assert followed(make, "cuda", Overwriting({})) is make
-    assert followed(make, "cpu", Overwriting({})) is not make
-    with config.patch(cpu_backend="triton"):
-        assert followed(make, "cpu", Overwriting({})) is make
+    def __init__(self) -> None:
+        self.calls: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-
-def test_what_is_saved_alone_may_be_overwritten_on_a_device() -> None:
-    def saved(device: torch.device, nbytes: int = 32) -> BlockView:
-        block = Block(name="buf", device=device, nbytes=nbytes)
-        return BlockView(block=block, dtype=FLOAT, shape=(8,), strides=(1,), offset=0)
-
-    alone, shared, returned, part = saved(CUDA), saved(CUDA), saved(CUDA), saved(CUDA, 64)
-    found: dict[str, BlockView | RandomState] = {
-        **{"alone": alone, "one": shared, "two": shared, "returned": returned, "part": part},
-        **{"state": RandomState(), "host": saved(torch.device("cpu")), "given": _given("primals_1")},
-    }
-    assert _donated(found, [returned, 1, None]) == {"alone"}
+    def run(self, x: torch.Tensor, out: torch.Tensor, stream: Any) -> None:
+        for _ in range(1 if self.calls else 5):
+            torch.add(x, 1, out=out)
+        self.calls.append((x, out))
 
 
-def test_donations_hold_for_one_compilation() -> None:
-    with tracing(TracingContext(None)):
-        assert get_donated_idxs() is None
-        with donating([1, 3]):
-            assert get_donated_idxs() == [1, 3]
-        assert get_donated_idxs() is None
-        with donating([]):
-            assert get_donated_idxs() is None
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_kernel_that_writes_over_what_it_reads_is_tuned_apart(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    made = _Tuner()
+    monkeypatch.setattr(AsyncCompile, "triton", lambda *_, **__: made)
+    kernel = DeferredTritonKernel("triton_0", "source", "cpu")
+    runs = [TunedKernel(kernel, written=[1]).compiled() for _ in range(calls)]  # a kernel may be called at many places
+    x = torch.zeros(8)
+    for number, run in enumerate(runs, 1):
+        run(x, x)
+        assert torch.equal(x, torch.full((8,), float(number)))
+    assert len(made.calls) == 1 + calls
+    tuned, *others = made.calls
+    assert tuned[1].data_ptr() != x.data_ptr()
+    assert all(out is x for _, out in others)
+
+
+def test_a_kernel_with_results_of_its_own_is_tuned_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _Tuner()
+    monkeypatch.setattr(AsyncCompile, "triton", lambda *_, **__: made)
+    x, out = torch.zeros(8), torch.zeros(8)
+    TunedKernel(DeferredTritonKernel("triton_0", "source", "cpu"), written=[1]).compiled()(x, out)
+    assert len(made.calls) == 1
+    assert torch.equal(out, torch.ones(8))
+
+
+class _Scheduling:
+    """A scheduling of Inductor's that writes one kernel for each node."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.written: list[Any] = []
+
+    def codegen_node(self, node: Any) -> None:
+        self.written.append(node)
+
+    def can_fuse_vertical(self, node1: Any, node2: Any) -> bool:
+        return True
+
+    can_fuse_horizontal = can_fuse_vertical
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+def test_each_kernel_of_a_device_is_followed_and_blocks_of_rows_stay_apart(
+    monkeypatch: pytest.MonkeyPatch, in_blocks: bool
+) -> None:
+    told: list[Any] = []
+    overwriting: Any = SimpleNamespace(add=told.append, end=lambda: told.append("end"))
+    made = followed(_Scheduling, "cuda", overwriting, in_blocks=in_blocks)(None)
+    assert isinstance(made, _Scheduling)
+    one, two = (SimpleNamespace(get_nodes=lambda i=i: [i]) for i in range(2))
+    monkeypatch.setattr(wrapper, "_blocks_of", lambda node: set(node.get_nodes()))
+    made.codegen_node(one)
+    assert told == [[0], "end"]
+    assert made.written == [one]
+    assert made.can_fuse_vertical(one, two) is made.can_fuse_horizontal(one, two) is not in_blocks
+    assert made.can_fuse_vertical(one, one)
 
 
 def test_tensors_of_two_devices_are_refused() -> None:
