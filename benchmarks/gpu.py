@@ -224,7 +224,7 @@ class Contender:
         """Return whether it is prepared, or has failed, within some seconds."""
         if self.result is None:
             with contextlib.suppress(queue.Empty):
-                self.result = self._lines.get(timeout=max(seconds, 0.01))
+                self.result = self._lines.get(timeout=seconds)
         return self.result is not None
 
     @property
@@ -249,9 +249,10 @@ class Contender:
 
     def end(self) -> None:
         """End the process."""
-        self._process.kill()
-        self._reader.join()
-        self._log.close()
+        if not self._log.closed:
+            self._process.kill()
+            self._reader.join()
+            self._log.close()
 
 
 def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -263,12 +264,17 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     running: list[Contender] = []
     waiting = list(asked)
     try:
-        while waiting or not all(one.ready(0.1) for one in running):
-            if time.monotonic() - began > options.ready:
+        while time.monotonic() - began < options.ready:
+            preparing = sum(not one.ready(0.01) for one in running)
+            if not waiting and not preparing:
                 break
-            while waiting and sum(not one.ready(0) for one in running) < options.parallel:
-                running.append(Contender(*waiting.pop(0), options, folder))
+            free = max(options.parallel - preparing, 0)
+            running += [Contender(*pair, options, folder) for pair in waiting[:free]]
+            del waiting[:free]
         there = [one for one in running if not one.failed]
+        for one in running:  # what is not ready would disturb the others
+            if one.failed:
+                one.end()
         for turn in range(options.rounds):
             for one in there[turn % max(len(there), 1) :] + there[: turn % max(len(there), 1)]:
                 if not one.failed:

@@ -56,6 +56,13 @@ def alignment_of(device: torch.device) -> int:
     return _ALLOCATION if is_accelerator(device) else _CACHE_LINE
 
 
+def give_back_unused(device: torch.device) -> None:
+    """Give the memory of an accelerator back that torch's allocator keeps for later, and nothing uses."""
+    empty = getattr(torch.get_device_module(device), "empty_cache", None) if is_accelerator(device) else None
+    if empty is not None:
+        empty()
+
+
 def allocations_of(device: torch.device) -> torch.profiler.DeviceType:
     """Return the kind under which torch's profiler records the allocations on a device."""
     kinds = torch.profiler.DeviceType

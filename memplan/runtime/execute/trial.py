@@ -20,6 +20,7 @@ from memplan.core.collectives import is_collective
 from memplan.core.graph import Graph, Op, StorageKind, Value
 from memplan.core.plan import Plan
 from memplan.devices.generators import forked
+from memplan.devices.kinds import give_back_unused
 from memplan.devices.measure import can_measure, peak_bytes
 from memplan.distributed.ops import bytes_beside
 from memplan.errors import UnsupportedGraph
@@ -62,9 +63,11 @@ def run_trial(
         bound = _select_kernels(
             traced, plan, layout, env, memory=memory, selector=selector, transfers=transfers, copied=copied
         )
+        give_back_unused(traced.device)
         temporaries = None
         if can_measure(traced.device):
             temporaries = _measure(traced, plan, layout, bound, env, memory=memory, copied=copied)
+            give_back_unused(traced.device)  # the arena is not made of what was freed here
     ops = zip(plan.graph.ops, bound, strict=True)
     measured = tuple(replace(op, direct=b.form is not CallForm.FUNCTIONAL) for op, b in ops)
     return replace(plan, graph=replace(plan.graph, ops=measured), temporaries=temporaries), bound

@@ -26,6 +26,7 @@ from memplan.devices.kinds import HOST, is_accelerator
 from memplan.errors import UnsupportedGraph
 from memplan.torch_inside.graphs import one_of_each
 from memplan.torch_inside.versions import compiler_config, loaded_code, partition
+from memplan.trace.fused.aligned_products import align_products
 from memplan.trace.fused.early_gradients import EARLY
 from memplan.trace.fused.environment import inductors_errors, refused
 from memplan.trace.fused.kept_code import keep, key_of, known_code
@@ -52,6 +53,7 @@ _SETTINGS: dict[str, Any] = {
     "graph_partition": False,
     "memory_planning": False,
     "profile_bandwidth": False,
+    "shape_padding": False,  # `align_products` pads what is worth it, without copies
     "triton.cooperative_reductions": False,  # their kernels have workspaces
     "triton.cudagraphs": False,
     "triton.mix_order_reduction": False,  # its kernels have workspaces
@@ -125,11 +127,14 @@ def generate(
     mode = fake_mode_of(joint.graph)
     given = _given(placeholders)
     how = _How(code=code, in_blocks=in_blocks)
+    values = (node.meta.get("val") for node in placeholders)
+    on_device = any(isinstance(x, torch.Tensor) and is_accelerator(x.device) for x in values)
+    aligns = on_device and config.shape_padding
     with _compiling(mode, code):
         if not training:
             forward = _forward(joint, model, given, returned, how, inference=True)
             return Halves(forward=forward, backward=None, given=given, returned=returned)
-        first, second = _partition(joint, model, returned, static, code)
+        first, second = _partition(joint, model, returned, static, code, aligns=aligns)
         saved = _names_of_outputs(first)[returned:]
         forward = _forward(first, model, given, returned, how, inference=False)
         pairs = zip(saved, forward.outputs[returned:], strict=True)
@@ -142,11 +147,18 @@ def generate(
 
 
 def _partition(
-    joint: fx.GraphModule, model: str, returned: int, static: Sequence[int], code: CodeOptions
+    joint: fx.GraphModule,
+    model: str,
+    returned: int,
+    static: Sequence[int],
+    code: CodeOptions,
+    *,
+    aligns: bool,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return the graphs of forward and backward.
 
-    Without options they are partitioned as by Inductor, but for what is read too late.
+    Without options they are partitioned as by Inductor, but for what is read too late. `aligns`: matrix products are
+    padded before.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
     primals = [n.meta.get("val") for n in placeholders if not _is_tangent(n)]
@@ -157,6 +169,8 @@ def _partition(
     def keeping_old_values(gm: fx.GraphModule, inputs: Sequence[object], **options: Any) -> Any:
         """Partition a graph, on which Inductor's own passes have run, so that no value is read that has changed."""
         own = users or min_cut_rematerialization_partition
+        if aligns:
+            align_products(gm.graph)
         if code.saved is None:
             save_old_values(gm.graph)
         else:
@@ -288,8 +302,6 @@ def _device_of(values: Sequence[Any]) -> str:
 def _compiling(mode: Any, code: CodeOptions) -> Iterator[None]:
     """The contexts in which AOTAutograd calls Inductor."""
     settings = _SETTINGS if code.layouts else {**_SETTINGS, "layout_optimization": False}
-    if not config.force_shape_pad:  # a padded matrix product takes a copy of its operand: as large as the logits
-        settings = {**settings, "shape_padding": False}
     knob = {} if code.knob == 1.0 else {"activation_memory_budget": code.knob}
     with (
         config.patch(settings),

@@ -102,10 +102,11 @@ class DeferredTritonKernel:
 
 
 class TunedKernel:
-    """A Triton kernel whose launch configuration is chosen with results of its own.
+    """A Triton kernel that may write over what it reads, and still runs right where its launch configuration is chosen.
 
     Inductor times several configurations at the first call, on the tensors that it is given. Where a result lies over
-    what the kernel reads, the second run would read what the first one wrote.
+    what the kernel reads, each run would read what the one before wrote. So the bytes are kept on the host meanwhile,
+    which takes none of the device's.
 
     Example:
         >>> TunedKernel(kernel, written=[1]).compiled()(x, x, 4096)
@@ -124,22 +125,25 @@ class TunedKernel:
         run, kernel, written = self._kernel.compiled(), self._kernel, self._written
 
         def tuned(*args: Any) -> None:
-            """Run the kernel; for the first time, with results of its own before."""
+            """Run the kernel; for the first time twice, with the bytes of before."""
             if not kernel.is_tuned:
                 kernel.is_tuned = True
-                apart = [_with_own_bytes(args, i) if i in written else x for i, x in enumerate(args)]
-                if any(x is not y for x, y in zip(args, apart, strict=True)):
-                    run(*apart)
+                over = [args[i] for i in written if _lies_over(args, i)]
+                kept = [x.to("cpu", copy=True) for x in over]
+                run(*args)
+                if not kept:
+                    return
+                for x, before in zip(over, kept, strict=True):
+                    x.copy_(before)
             run(*args)
 
         return tuned
 
 
-def _with_own_bytes(args: Sequence[Any], position: int) -> torch.Tensor:
-    """Return an argument, or a tensor like it where it begins at the address of another one."""
-    x: torch.Tensor = args[position]
-    others = (y for i, y in enumerate(args) if i != position and isinstance(y, torch.Tensor))
-    return torch.empty_like(x) if any(y.data_ptr() == x.data_ptr() for y in others) else x
+def _lies_over(args: Sequence[Any], position: int) -> bool:
+    """Return whether an argument begins at the address of another one."""
+    at = args[position].data_ptr()
+    return any(y.data_ptr() == at for i, y in enumerate(args) if i != position and isinstance(y, torch.Tensor))
 
 
 class AligningKernel:

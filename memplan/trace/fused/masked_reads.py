@@ -52,10 +52,10 @@ class _Unknown:
 
 
 class _Below:
-    """The condition that a variable of the loop is below a number."""
+    """The condition that some variables of the loop are below numbers."""
 
-    def __init__(self, variable: sympy.Symbol, limit: sympy.Integer) -> None:
-        self.variable, self.limit = variable, limit
+    def __init__(self, limits: Ranges) -> None:
+        self.limits = limits
 
 
 class _Followed(DefaultHandler):
@@ -84,7 +84,17 @@ class _Followed(DefaultHandler):
     def lt(self, x0: Any, x1: Any) -> Any:
         """Return the condition on a variable of the loop; others are unknown."""
         limits = isinstance(x0, sympy.Symbol) and x0 in self._ranges and isinstance(x1, sympy.Integer)
-        return _Below(x0, x1) if limits else _Unknown()
+        return _Below({x0: x1}) if limits else _Unknown()
+
+    def and_(self, x0: Any, x1: Any) -> Any:
+        """Return the condition that both hold; of one that is unknown, nothing follows."""
+        known = [x.limits for x in (x0, x1) if isinstance(x, _Below)]
+        if not known:
+            return _Unknown()
+        both = dict(known[0])
+        for limits in known[1:]:
+            both |= {v: sympy.Min(both.get(v, limit), limit) for v, limit in limits.items()}
+        return _Below(both)
 
     def masked(self, mask: Any, body: Callable[[], Any], other: Any) -> Any:
         """Run what is computed where a mask holds."""
@@ -96,8 +106,7 @@ class _Followed(DefaultHandler):
         """Have the ranges in which a mask holds."""
         before = self._ranges
         if isinstance(mask, _Below):
-            limit = sympy.Min(before[mask.variable], mask.limit)
-            self._ranges = {**before, mask.variable: limit}
+            self._ranges = before | {v: sympy.Min(before[v], limit) for v, limit in mask.limits.items()}
         try:
             yield
         finally:

@@ -225,16 +225,18 @@ class _Tuner:
     """A kernel `out = x + 1` that is run several times when it is first called, as Inductor's tuning does."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.calls = 0
 
     def run(self, x: torch.Tensor, out: torch.Tensor, stream: Any) -> None:
         for _ in range(1 if self.calls else 5):
             torch.add(x, 1, out=out)
-        self.calls.append((x, out))
+        self.calls += 1
 
 
 @pytest.mark.parametrize("calls", [1, 3])
-def test_a_kernel_that_writes_over_what_it_reads_is_tuned_apart(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+def test_a_kernel_that_writes_over_what_it_reads_is_right_while_it_is_tuned(
+    monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
     made = _Tuner()
     monkeypatch.setattr(AsyncCompile, "triton", lambda *_, **__: made)
     kernel = DeferredTritonKernel("triton_0", "source", "cpu")
@@ -243,10 +245,7 @@ def test_a_kernel_that_writes_over_what_it_reads_is_tuned_apart(monkeypatch: pyt
     for number, run in enumerate(runs, 1):
         run(x, x)
         assert torch.equal(x, torch.full((8,), float(number)))
-    assert len(made.calls) == 1 + calls
-    tuned, *others = made.calls
-    assert tuned[1].data_ptr() != x.data_ptr()
-    assert all(out is x for _, out in others)
+    assert made.calls == 1 + calls
 
 
 def test_a_kernel_with_results_of_its_own_is_tuned_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +253,7 @@ def test_a_kernel_with_results_of_its_own_is_tuned_on_them(monkeypatch: pytest.M
     monkeypatch.setattr(AsyncCompile, "triton", lambda *_, **__: made)
     x, out = torch.zeros(8), torch.zeros(8)
     TunedKernel(DeferredTritonKernel("triton_0", "source", "cpu"), written=[1]).compiled()(x, out)
-    assert len(made.calls) == 1
+    assert made.calls == 1
     assert torch.equal(out, torch.ones(8))
 
 
