@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
+from memplan.trace.fused.early_gradients import EARLY
 from memplan.trace.fused.row_parts import BLOCK, FULL, NAMED, PERMUTE, PRODUCTS
+from memplan.trace.passes.partitions import TAG
 from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, value
 
 _ROW = 16  # bytes: what rows have to be multiples of
@@ -87,9 +90,11 @@ class _Padder:
         added = [self._added(x, (rows_to, columns_to), made) for x in node.args[: PRODUCTS[node.target]]]
         writer = Rewriter(self._graph, self._mode, node)
         result = self._named(writer.call(node.target, *added, left, right, **node.kwargs), node)
+        result.meta.update({key: node.meta[key] for key in (TAG, EARLY) if key in node.meta})
         for dim, (before, after) in enumerate(((rows, rows_to), (columns, columns_to))):
             if before != after:
-                result = self._named(writer.call(_SLICE, result, dim, 0, before), node)
+                whole, result = result, self._named(writer.call(_SLICE, result, dim, 0, before), node)
+                self._padded[result, dim] = whole  # by zeros: so are its operands
         node.replace_all_uses_with(result)
         self._graph.erase_node(node)
         return True
@@ -145,8 +150,11 @@ class _Padder:
         return made
 
     def _named(self, made: fx.Node, node: fx.Node) -> fx.Node:
-        """Return a new node, which Inductor names like another one, and which is of its block of rows."""
+        """Return a new node, which Inductor names like another one, and which is of its block of rows; where the
+        backward computes that one again, it does so with this one."""
         made.meta.update({key: node.meta[key] for key in (*NAMED, BLOCK) if key in node.meta})
+        if node.meta.get(TAG) is CheckpointPolicy.MUST_RECOMPUTE:
+            made.meta[TAG] = node.meta[TAG]
         return made
 
 

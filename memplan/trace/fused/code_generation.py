@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -42,7 +43,7 @@ from memplan.trace.fused.kernel_runs import (
 )
 from memplan.trace.fused.sums import with_sums_in_place
 from memplan.trace.fused.wrapper import recording
-from memplan.trace.passes.partitions import require_new_values, save_old_values, tag_saved
+from memplan.trace.passes.partitions import made_in_the_forward, require_new_values, save_old_values, tag_saved
 from memplan.trace.passes.rewrite import fake_mode_of, storage_key
 
 # What a user may have set and the recorded code cannot have.
@@ -177,7 +178,8 @@ def _partition(
             own = min_cut_rematerialization_partition
             one_of_each(gm)
             tag_saved(gm.graph, frozenset(code.saved), never_again=lambda node: EARLY in node.meta)
-        return own(gm, inputs, compiler="inductor", **options)
+        early = [node for node in gm.graph.nodes if EARLY in node.meta]
+        return made_in_the_forward(gm, early, functools.partial(own, gm, inputs, compiler="inductor"), **options)
 
     with inductors_errors(model):
         first, second = partition(

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from memplan.trace.fused.row_parts import BLOCK, FULL, NAMED, PERMUTE, PRODUCTS, SUM
 from memplan.trace.passes.nodes import keys_of, tensors_of
+from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.partitions import TAG
 from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, storage_key, value
 
@@ -106,7 +107,10 @@ def _ends_the_forward(graph: fx.Graph, chain: Sequence[fx.Node], place: Mapping[
     numbers = {node.meta[BLOCK][0] for node in chain if BLOCK in node.meta}
     start = min(place[node] for node in graph.nodes if BLOCK in node.meta and node.meta[BLOCK][0] in numbers)
     needed = _with_sources_behind(chain, start, place)
-    behind = [n for n in graph.nodes if place[n] > start and n not in late and n not in needed and BLOCK not in n.meta]
+    others = late | needed
+    behind = [
+        n for n in graph.nodes if place[n] > start and n not in others and BLOCK not in n.meta and not is_backward(n)
+    ]
     known = keys_of([node for node in graph.nodes if place[node] <= start or node in needed])
     made = {storage_key(one): one.numel() * one.itemsize for one in tensors_of(behind)}
     waiting = [value(node) for node in chain if any(user not in members for user in node.users)]

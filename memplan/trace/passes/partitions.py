@@ -8,7 +8,8 @@ input is written at the end of the forward. What reads the old value may therefo
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,7 +17,7 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memplan.errors import UnsupportedGraph
-from memplan.torch_inside.graphs import InputMutationAOTOutput, view_ops
+from memplan.torch_inside.graphs import InputMutationAOTOutput, PlainAOTOutput, view_ops
 from memplan.trace.passes.nodes import is_view, keys_of, written_in
 
 
@@ -101,6 +102,48 @@ def tag_saved(
     for node in {**kept, **dict.fromkeys(node for node in graph.nodes if node in unsafe and node not in backward)}:
         node.meta[TAG] = CheckpointPolicy.MUST_SAVE
     return tuple(node.name for node in graph.nodes if node in kept)
+
+
+def made_in_the_forward(
+    graph_module: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    *,
+    num_fwd_outputs: int,
+    **options: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Partition a joint graph so that the forward computes these nodes.
+
+    torch's partitioner may leave what no output of the forward needs to the backward, whatever its tags say. So they
+    are outputs of the forward while it decides.
+
+    Args:
+        graph_module: The joint graph; it is as before afterwards.
+        nodes: Nodes that depend on no gradient, and are tagged to be saved.
+        partition: Partitions the graph; it takes the number of the forward's outputs, and `options`.
+        num_fwd_outputs: The number of the forward's own outputs.
+
+    Returns:
+        The forward, with its own outputs and what is saved, and the backward.
+    """
+    if not nodes:
+        return partition(num_fwd_outputs=num_fwd_outputs, **options)
+    (output,) = graph_module.graph.find_nodes(op="output")
+    results, descs = list(output.args[0]), list(output.meta["desc"])
+    at, end = num_fwd_outputs, num_fwd_outputs + len(nodes)
+    added = [PlainAOTOutput(idx=len(results) + i) for i in range(len(nodes))]
+    output.args = ((*results[:at], *nodes, *results[at:]),)
+    output.meta["desc"] = [*descs[:at], *added, *descs[at:]]
+    forward, backward = partition(num_fwd_outputs=end, **options)
+    for graph, inside in ((graph_module.graph, True), (forward.graph, False)):
+        (returned,) = graph.find_nodes(op="output")
+        both, said = list(returned.args[0]), list(returned.meta.get("desc") or ())
+        del both[at:end], said[at:end]
+        returned.args = (tuple(both),)
+        if inside or said:
+            returned.meta["desc"] = said
+    forward.recompile()
+    return forward, backward
 
 
 def clear_tags(graph: fx.Graph) -> None:
