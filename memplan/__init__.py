@@ -253,7 +253,9 @@ def plan(
             eager's on the CPU and where Inductor's cannot be had. Code is generated; nothing runs.
         divide: True allows ops with independent rows (a softmax and its cross-entropy, forward and backward) to run in
             blocks of rows, with the same bits, where evictions alone do not keep the budget; a number always runs them
-            in that many blocks; a `Division` sets more.
+            in that many blocks; a `Division` sets more. None: Inductor's kernels of an accelerator run the loss head in
+            blocks where a budget would evict something otherwise, with gradients that are equal up to rounding. False:
+            nothing is divided.
         compress: "bits" saves masks for the backward with one bit per element; "int8" also saves activations as 8-bit
             codes, so that gradients are no longer exact.
         gradients: Where the parameters' gradients are, as in `memplan.compile`: planned in the "arena", or "outside",

@@ -9,6 +9,7 @@ from memplan.errors import InvalidSize
 
 WITHOUT_SUMS = "Inductor's kernels hold no tensor between the matrix products of a chain: only with these it is divided"
 SUMS_HINT = "pass divide=memplan.Division(sums=True), with which results are equal up to rounding"
+NOTHING = -1  # `Division.over` where there was nothing to divide
 _HINT = "pass True, a number of blocks (2 or more), or memplan.Division(...)"
 
 

@@ -8,6 +8,7 @@ backward computes each again, so that the chain's wide tensors exist one block a
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from typing import Any
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memplan.core.division import Division
+from memplan.core.division import NOTHING, Division
 from memplan.errors import InvalidSize
 from memplan.trace.fused.early_gradients import compute_gradients_early
 from memplan.trace.fused.row_parts import BLOCK, FULL, NAMED, PRODUCTS, Part, is_transpose, part_of
@@ -27,7 +28,9 @@ from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.partitions import TAG
 from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, storage_key, value
 
+_log = logging.getLogger("memplan")
 _SLICE, _CAT = aten.slice.Tensor, aten.cat.default
+_FEWEST = 2  # rows of a chain
 _PART = 2  # a tensor is wide if it has at least one in so many of the elements of the first product of its chain
 Box = tuple[int, int]  # rows from, to
 
@@ -35,19 +38,22 @@ Box = tuple[int, int]  # rows from, to
 def divide_rows(graph: fx.Graph, division: Division) -> Division:
     """Divide the chains of a joint graph, in place, and return the division with `over` settled, to repeat it.
 
-    With one block, only sums are rewritten. Raises `InvalidSize` without a number of blocks.
+    A chain of fewer rows is divided into as many blocks as it has rows. With one block, only sums are rewritten.
+    `over` is `NOTHING` if there was nothing to divide. Raises `InvalidSize` without a number of blocks.
     """
     if division.blocks is None:
         raise InvalidSize("no number of blocks was chosen", where="divide", hint="pass one")
     over = division.over
     divided = division.blocks == 1
     if division.blocks > 1:
-        found = list(_chains(graph, division.blocks))
+        found = list(_chains(graph))
+        if not found:
+            _log.info("there is nothing to divide into blocks of rows")
         if over is None:
-            over = max((chain.need for chain in found), default=0) - 1
+            over = max((chain.need for chain in found), default=NOTHING + 1) - 1
         for i, chain in enumerate(found):
             if chain.need > over:
-                _BlockRewriter(graph, chain, i, division.blocks).run()
+                _BlockRewriter(graph, chain, i, min(division.blocks, chain.n)).run()
                 divided = True
         compute_gradients_early(graph)
     if divided and division.sums:
@@ -75,8 +81,8 @@ class _Chain:
         return found
 
 
-def _chains(graph: fx.Graph, blocks: int) -> Iterator[_Chain]:
-    """Yield chains that can be divided into so many blocks, disjoint, those with the widest products first."""
+def _chains(graph: fx.Graph) -> Iterator[_Chain]:
+    """Yield chains that can be divided, disjoint, those with the widest products first."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     written = written_in(graph)
     seeds = [node for node in graph.nodes if node.target in PRODUCTS and not is_backward(node)]
@@ -86,7 +92,7 @@ def _chains(graph: fx.Graph, blocks: int) -> Iterator[_Chain]:
             continue
         nodes, n = _reach(seed, value(seed).shape[0] if value(seed).dim() else 1)
         changed = any(written & keys_of([node, *node.all_input_nodes]) for node in nodes)
-        if n < blocks or nodes & taken or changed or not any(map(is_backward, nodes)):
+        if n < _FEWEST or nodes & taken or changed or not any(map(is_backward, nodes)):
             continue
         taken |= nodes
         ordered = tuple(sorted(nodes, key=place.__getitem__))
