@@ -229,8 +229,8 @@ def plan(
             argument: real, fake or meta tensors of the shapes that the step will see.
         example_kwargs: The keyword arguments.
         target: Plan for this GPU, which need not be there: "h100", "h200", "a100", "a100-40gb", "l4", "l40s",
-            "rtx4090", "b200", or a capability and its memory ("sm90:80GiB"). Kernels, layouts, alignment and costs are
-            its own. The model and its inputs are on the CPU, or on the meta device.
+            "rtx3090", "rtx4090", "b200", or a capability and its memory ("sm90:80GiB"). Kernels, layouts, alignment and
+            costs are its own. The model and its inputs are on the CPU, or on the meta device.
         train: Plan forward and backward (True) or the forward alone (False); None follows `model.training`.
         budget: The most bytes on the device, everything together (`Plan.total`): a number of bytes, a text ("8GiB"), a
             share of what eager is predicted to need (0.5, "50%"), or "min". Storages that do not fit are evicted. With

@@ -206,7 +206,9 @@ def _lines(answer: Fits) -> Iterator[str]:
         what = "forward and backward" if answer.train else "the forward"
         time = f"{answer.seconds:,.2f} s" if answer.seconds >= 1 else f"{answer.seconds * 1e3:.3g} ms"
         yield f"{what} by the roofline of {answer.capacity.costs or 'the costs given'}: {time}"
-    if not answer.capacity.is_host:
+    if any(s.device.startswith("cuda") for s in answer.plan.graph.storages):
+        yield f"kernels are those of {answer.capacity.device}; what they allocate for themselves is not known"
+    elif not answer.capacity.is_host:
         yield "kernels were traced as the CPU's; what an accelerator's allocate is not known"
     elif answer.unmeasured:
         yield f"kernels are this machine's; what {answer.unmeasured} of them allocate for themselves is not known"

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from memplan.core.gpus import GpuTarget
 from memplan.targets.attention import choose_attention
 from memplan.targets.guard import install_guard
-from memplan.targets.target import GpuTarget
 
 DEVICE = torch.device("cuda", 0)
 _kept: list[torch.library.Library] = []  # kernels that are registered as long as these live

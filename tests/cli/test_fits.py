@@ -50,7 +50,7 @@ def test_a_model_fits_or_not(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (("net.py:net", "--device", "tpu-v9"), "choose one of"),
+        (("net.py:net", "--device", "tpu-v9"), "name one of h200"),
         (("net.py:net", "--device", "h100", "--slack", "most"), "slack"),
         (("net.py:breaks", "--device", "h100"), "no batch of 4"),
         (("net.py", "--device", "h100"), "FACTORY"),
