@@ -143,8 +143,8 @@ def find_gpu(name: str, where: str = "target") -> GpuTarget:
             memory = parse_size(found[3]) if found[3] else like.memory
         except InvalidSize as error:
             raise UnsupportedDevice(error.what, where=where, hint=error.hint, see="target") from error
-        _log.warning("%s is planned with the multiprocessors, cache and speed of %s", asked, like.full_name)
-        return replace(like, name=asked, memory=memory)
+        _log.warning("%s is planned with the multiprocessors, cache and speed of %s", name.strip(), like.full_name)
+        return replace(like, name=name.strip(), memory=memory)
     near = difflib.get_close_matches(asked, (*GPUS, *ALIASES), n=1)
     meant = f"did you mean {near[0]!r}? " if near else ""
     hint = f"{meant}name one of {', '.join(GPUS)}, or a capability and its memory, as 'sm90:80GiB'"

@@ -47,7 +47,7 @@ def test_what_is_taken_from_a_like_gpu_is_said(caplog: pytest.LogCaptureFixture)
     for capability, like in ((86, "RTX 3090"), (90, "H100")):
         with caplog.at_level("WARNING"):
             find_gpu(f"sm{capability}:24GiB")
-        assert f"sm{capability}:24gib is planned with the multiprocessors, cache and speed of NVIDIA" in caplog.text
+        assert f"sm{capability}:24GiB is planned with the multiprocessors, cache and speed of NVIDIA" in caplog.text
         assert like in caplog.text
 
 
