@@ -27,7 +27,7 @@ from memplan.core.evictions import OFFLOAD, RELOAD, SAVE_RNG, SEND, TRANSFERS
 from memplan.core.files import write_atomic
 from memplan.core.gpus import GPUS, GpuTarget
 from memplan.core.graph import Graph, Op, Value
-from memplan.core.jsonio import from_json, to_json
+from memplan.core.jsonio import from_json, read_json, to_json
 from memplan.errors import InvalidCosts, MemplanError, UnreadableFile
 
 VERSION = 1
@@ -183,12 +183,7 @@ def load_costs(path: str | os.PathLike[str]) -> CostModel:
     """
     where = os.fspath(path)
     hint = "make it anew: memplan.profile(model, example_inputs).save(path)"
-    try:
-        data = json.loads(Path(where).read_bytes())
-    except OSError as error:
-        raise UnreadableFile(f"cannot be read: {error.strerror or error}", where=where) from error
-    except (ValueError, RecursionError) as error:
-        raise UnreadableFile(f"is not JSON: {error}", where=where, hint=hint) from error
+    data = read_json(where, hint)
     if not isinstance(data, dict) or data.pop("cost_model", None) != VERSION:
         raise UnreadableFile(f"is not a cost model of version {VERSION}", where=where, hint=hint)
     try:

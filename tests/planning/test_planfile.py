@@ -336,7 +336,7 @@ _HINT = "make the plan anew: memplan.plan(model, example_inputs).save(path)"
             "is not JSON: key 'ops' stands twice in one object",
         ),
         (b"{", "is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
-        (b"[" * 200_000, "is not a plan: nested too deeply"),
+        (b"[" * 200_000, "is not JSON: nested too deeply"),
     ],
 )
 def test_what_is_no_json_is_unreadable_and_no_invalid_plan(path: Path, content: bytes, what: str) -> None:
