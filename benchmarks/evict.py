@@ -30,10 +30,10 @@ import torch
 from torch import nn
 
 import memplan
-from benchmarks.baselines.torch_budget import TorchPoint, partitions, points_of
 from benchmarks.full_size import FULL_SIZE, example
 from benchmarks.results import Cell, Row, Table, collect, names, parser_of, to_markdown, write
 from benchmarks.runtime import interleaved
+from benchmarks.torch_budget import TorchPoint, partitions, points_of
 from benchmarks.zoo import ZOO
 from memplan.core.graph import Graph
 from memplan.core.in_place import with_inplace_candidates

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.baselines.tlsf import class_of_request, size_class
 from benchmarks.instances import network, planted, scattered
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.core.validate import validate
@@ -115,15 +114,6 @@ def test_the_allocator_gives_back_and_joins() -> None:
     for best in (False, True):
         assert (next(online(arrays, best)) * arrays.unit).tolist() == [0, 4, 0, 8]
     assert pairs_alive_together(arrays) == 2
-
-
-@given(size=st.integers(1, 1 << 40))
-def test_a_tlsf_class_holds_every_request_that_is_sent_there(size: int) -> None:
-    number = class_of_request(size)
-    assert number >= size_class(size)
-    assert size_class(size - 1) <= size_class(size)
-    if size > 1:  # the smallest block of the class below could be too small, or the class is the request's own
-        assert number - size_class(size) <= 1
 
 
 def test_budgets_count_inner_work_too() -> None:
