@@ -10,14 +10,7 @@ from typing import Any, get_type_hints
 import pytest
 
 import memplan
-from memplan.errors import (
-    InvalidCosts,
-    InvalidProblem,
-    InvalidShapes,
-    InvalidSize,
-    MemplanError,
-    UnsupportedProblem,
-)
+from memplan.errors import InvalidCosts, InvalidProblem, InvalidShapes, InvalidSize, MemplanError, UnsupportedProblem
 from memplan.planning.options import DEFAULTS, PlanOptions, read_budget
 
 VARYING = {"x": {0: "batch"}}

@@ -13,14 +13,7 @@ from memplan.solvers import SolverLimits, cpsat_model, heuristics, thresholds
 from memplan.solvers import heuristics as squeaky_wheel
 from memplan.solvers.arrays import Ints, PieceOutcome, ProblemArrays, make_problem_arrays
 from memplan.solvers.base import WorkBudget
-from memplan.solvers.heuristics import (
-    fill,
-    first_answers,
-    first_fit,
-    first_fit_work,
-    pairs_alive_together,
-    unplaced,
-)
+from memplan.solvers.heuristics import fill, first_answers, first_fit, first_fit_work, pairs_alive_together, unplaced
 from tests.solvers.small import small_cores
 from tests.strategies import problems
 

@@ -203,11 +203,7 @@ def test_the_simplest_placements_come_smallest_first(monkeypatch: pytest.MonkeyP
         assert len(list(answers.simple())) == sources
 
 
-_RING = (
-    _buffer("a", 20, 0, 5, gaps=(Interval(1, 4),)),
-    _buffer("b", 20, 0, 3),
-    _buffer("c", 20, 2, 5),
-)
+_RING = (_buffer("a", 20, 0, 5, gaps=(Interval(1, 4),)), _buffer("b", 20, 0, 3), _buffer("c", 20, 2, 5))
 
 
 @pytest.mark.parametrize(
