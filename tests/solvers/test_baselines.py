@@ -7,17 +7,7 @@ import pytest
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import solve
 from memplan.solvers.baselines import in_order, partitions
-from tests.solvers.small import small_problem
-
-
-def _problem(*rows: tuple[int, int, int], alignment: int = 1) -> Problem:
-    """Buffers (size, start, end), named by their place."""
-    return Problem(
-        buffers=tuple(
-            Buffer(id=str(i), size=size, live=Interval(a, b), alignment=alignment)
-            for i, (size, a, b) in enumerate(rows)
-        )
-    )
+from tests.solvers.small import problem_of, small_problem
 
 
 def _offsets(solver: str, problem: Problem) -> list[int]:
@@ -57,7 +47,7 @@ def test_compiled_code_is_selected_by_the_number_of_buffers(monkeypatch: pytest.
     from memplan.solvers import thresholds
 
     monkeypatch.setattr(sequence, "_compiled", lambda *_, best: {"compiled": best})
-    problem = _problem((1, 0, 1), (1, 0, 1))
+    problem = problem_of((1, 0, 1), (1, 0, 1))
     for threshold, compiled in ((1, True), (2, False)):
         monkeypatch.setattr(thresholds, "COMPILED", threshold)
         assert ("compiled" in in_order(problem, problem.buffers)) == compiled
@@ -79,11 +69,11 @@ def test_weightless_buffers_lie_at_zero_or_at_their_pin() -> None:
 
 def test_orders_of_the_greedy_solvers() -> None:
     rows = ((2, 3, 6), (5, 0, 4), (5, 1, 9), (2, 2, 9))
-    assert _offsets("greedy", _problem(*rows)) == [12, 0, 5, 10]
-    assert _offsets("tstack", _problem(*rows)) == [7, 9, 0, 5]
+    assert _offsets("greedy", problem_of(*rows)) == [12, 0, 5, 10]
+    assert _offsets("tstack", problem_of(*rows)) == [7, 9, 0, 5]
     ties = ((2, 1, 9), (2, 0, 9), (2, 0, 9))
-    assert _offsets("tstack", _problem(*ties)) == [4, 0, 2]
-    assert _offsets("greedy", _problem(*ties)) == [4, 0, 2]
+    assert _offsets("tstack", problem_of(*ties)) == [4, 0, 2]
+    assert _offsets("greedy", problem_of(*ties)) == [4, 0, 2]
 
 
 def test_naive_stacks_everything_above_what_is_pinned() -> None:
@@ -97,7 +87,7 @@ def test_naive_stacks_everything_above_what_is_pinned() -> None:
 
 
 def test_a_buffer_goes_into_the_fullest_partition_that_takes_it() -> None:
-    problem = _problem((9, 0, 2), (8, 0, 3), (7, 3, 4), (6, 2, 3), (5, 3, 5), (1, 4, 5), (1, 0, 9))
+    problem = problem_of((9, 0, 2), (8, 0, 3), (7, 3, 4), (6, 2, 3), (5, 3, 5), (1, 4, 5), (1, 0, 9))
     found = [[b.id for b in members] for members in partitions(problem)]
     assert found == [["0", "2", "3", "5"], ["1", "4"], ["6"]]
     assert _offsets("partition", problem) == [0, 9, 0, 0, 9, 0, 17]
