@@ -121,11 +121,6 @@ def _cuda(target: GpuTarget) -> None:
     )
 
 
-def _current_accelerator(check_available: bool = False) -> torch.device | None:
-    """Return the kind of accelerator that torch is for; none is available."""
-    return None if check_available else DEVICE
-
-
 def _answering(answer: Any) -> Callable[..., Any]:
     """Return a function that has this answer to everything."""
     return lambda *_, **__: answer
