@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +63,7 @@ class _Fault:
 
     module: Any
     name: str
-    wrong: Callable[..., Any]
+    wrong: Any
     source: str  # as the warning names it
     lowered: dict[str, int] = field(default_factory=dict)
 
