@@ -243,8 +243,8 @@ def plan(
         policy: What decides the evictions: "auto" (recompute or offload, whichever costs less), "recompute"
             (no copies), another name of `memplan.evict.select.POLICIES`, or a function
             (`memplan.evict.workload.Policy`).
-        costs: The seconds of ops and copies, for `policy`: a `CostModel`, or the name of a device: "a100", "h100",
-            "h200", "cpu".
+        costs: The seconds of ops and copies, for `policy`: a `CostModel`, or the name of a device: "cpu", or a GPU's,
+            as for `target`.
         checkpoint: What activation checkpoints of the model (`torch.utils.checkpoint`) mean without a budget: with
             "follow", what they drop is computed again where eager does; "plan" takes the bytes of that step as the
             budget of its arena, and lets `policy` decide what is computed again or offloaded, in at most the time.

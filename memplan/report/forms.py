@@ -197,8 +197,9 @@ def _lines(answer: Fits) -> Iterator[str]:
         yield f"largest batch that fits: {answer.largest_batch}" if answer.largest_batch else none
     if answer.within is not None and answer.within.eviction is not None:
         options = ", ".join(f"{name}={option!r}" for name, option in _budget(answer).items())
-        slower = format_share(answer.within.eviction.overhead)
-        yield f"fits with memplan.compile(model, inputs, {options}): predicted +{slower} of a step's time"
+        kept = answer.within.eviction
+        slower = f"predicted +{format_share(kept.overhead)} of a step's time by the costs of {kept.costs}"
+        yield f"fits with memplan.compile(model, inputs, {options}): {slower}"
     if answer.smallest is not None:
         yield f"no plan was found that fits: the smallest needs {format_bytes(answer.smallest)}"
     yield f"eager is predicted to need {format_bytes(answer.eager)}"

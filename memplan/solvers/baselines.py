@@ -30,7 +30,7 @@ Offsets = dict[str, int]  # id -> bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class RuleSolver:
     """A solver that is one function from a problem to offsets; `unpinned` says why it cannot pin a buffer."""
 
     name: str
@@ -176,13 +176,13 @@ def partitions(problem: Problem) -> tuple[tuple[Buffer, ...], ...]:
 
 
 _ALLOCATOR = "an allocator chooses addresses itself"
-GREEDY, NAIVE = Rule(name="greedy", place=_greedy), Rule(name="naive", place=_naive)
+GREEDY, NAIVE = RuleSolver(name="greedy", place=_greedy), RuleSolver(name="naive", place=_naive)
 RULES = (
     GREEDY,
-    Rule(name="greedy-best", place=partial(_greedy, best=True)),
-    Rule(name="tstack", place=_tstack),
-    Rule(name="partition", place=_partition, unpinned="a partition has no fixed address"),
-    Rule(name="online-first", place=partial(_online, best=False), unpinned=_ALLOCATOR),
-    Rule(name="online-best", place=partial(_online, best=True), unpinned=_ALLOCATOR),
+    RuleSolver(name="greedy-best", place=partial(_greedy, best=True)),
+    RuleSolver(name="tstack", place=_tstack),
+    RuleSolver(name="partition", place=_partition, unpinned="a partition has no fixed address"),
+    RuleSolver(name="online-first", place=partial(_online, best=False), unpinned=_ALLOCATOR),
+    RuleSolver(name="online-best", place=partial(_online, best=True), unpinned=_ALLOCATOR),
     NAIVE,
 )
