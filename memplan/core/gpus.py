@@ -35,7 +35,7 @@ class GpuTarget:
             whose figures it has.
 
     Example:
-        >>> find_target("h100").capability
+        >>> find_gpu("h100").capability
         (9, 0)
     """
 
