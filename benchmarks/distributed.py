@@ -5,6 +5,12 @@
 Each contender runs on all ranks over gloo, on the CPU with one thread, in processes of its own. What a rank needs is
 taken from outside on rank 0: the bytes of all live tensors before a step, and by how much a step exceeds them by the
 profiler's memory events. The gathers are those of the plan, and of torch's hooks one for each unit.
+
+    python -m benchmarks.distributed --overlap
+
+predicts the time of one rank's step with and without overlap of its collectives, at several sizes of its arena. A Llama
+is planned as rank 0 of 64, without a weight. The time is what the cost model of an H100 with a link between ranks
+predicts: collectives of a rank share the link and take it in turn. Nothing has measured it.
 """
 
 from __future__ import annotations
@@ -16,10 +22,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import RESULTS, Cell, Row, Table, collect
+from benchmarks.results import RESULTS, Cell, Row, Table, collect, parser_of
 
 COLUMNS = {
     "contender": "contender",
@@ -41,7 +49,7 @@ NOTES = (
     " not seen. Equal losses are equal bits of the whole training so far.",
     "FSDPMemTracker: the peak that torch's own estimator says of the same eager step, which runs for it. Its"
     " counterpart is the plan's total, which nothing has to run for.",
-    "No times: gloo on one machine says nothing of a network. benchmarks/overlap.py has predicted ones.",
+    "No times: gloo on one machine says nothing of a network. --overlap predicts them.",
 )
 # name -> (how torch divides the model, options of compile_step; None: torch alone)
 CONTENDERS: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -221,5 +229,114 @@ def _divided(how: str) -> Any:
     return fully_shard(model, mesh=mesh, reshard_after_forward=again)
 
 
+RANKS, LENGTH = 64, 2048
+BATCHES = (8, 1)  # sequences of each rank: the fewer, the more of the arena are parameters
+MODELS: dict[str, dict[str, int]] = {
+    "nano": {"layers": 2, "width": 64, "mlp": 172, "heads": 4, "kv": 2, "vocab": 256},
+    "500m": {"layers": 6, "width": 2048, "mlp": 8192, "heads": 32, "kv": 8, "vocab": 32000},
+}
+LINKS = ("nvlink", "400gb", "100gb")
+# what the user gives -> options of the plan
+OVERLAP_CASES: dict[str, dict[str, Any]] = {
+    "one after the other": {"in_flight": 0},
+    "no limit of the arena": {"arena_budget": "1TiB"},
+    "arena without a budget": {},
+    "70 % of the arena, one after the other": {"arena_budget": 0.7, "policy": "recompute", "in_flight": 0},
+    "70 % of the arena": {"arena_budget": 0.7, "policy": "recompute"},
+    "70 %, 256 MiB in flight": {"arena_budget": 0.7, "policy": "recompute", "in_flight": "256MiB"},
+    "30 % of the arena": {"arena_budget": 0.3, "policy": "recompute"},
+}
+OVERLAP_COLUMNS = {
+    "model": "model",
+    "batch": "sequences",
+    "link": "link",
+    "case": "case",
+    "arena": "arena, GiB",
+    "gathers": "gathers",
+    "again": "of them again",
+    "others": "other collectives",
+    "early": "collectives that overlap",
+    "milliseconds": "predicted, ms",
+    "ratio": "to no limit of the arena",
+    "apart": "reductions on a link of their own, ms",
+}
+OVERLAP_NOTES = (
+    "Predicted by a roofline of the ops and a bandwidth of the link: no GPU has run this.",
+    "Reductions on a link of their own: the same plan if a process group for them (torch's"
+    " set_separate_reduce_scatter_group) doubled what the network carries: the most that such a group could bring.",
+)
+
+
+def overlap(arguments: list[str] | None = None) -> int:
+    parser = parser_of("overlap", "Predicted overlap of collectives.", list(MODELS), ["500m"])
+    asked = parser.parse_args(arguments)
+
+    def table(rows: Sequence[Row]) -> Table:
+        return Table(
+            name=asked.output,
+            title="Predicted overlap of collectives",
+            columns=OVERLAP_COLUMNS,
+            rows=_with_ratios(rows),
+            settings={"ranks": RANKS, "tokens of a sequence": LENGTH, "costs": "h100"},
+            notes=OVERLAP_NOTES,
+        )
+
+    return collect(_batches(asked.models), table, asked.directory)
+
+
+def _batches(models: Sequence[str]) -> Iterator[list[Row]]:
+    """Yield the rows of each model, batch and link."""
+    for model, batch, link in product(models, BATCHES, LINKS):
+        yield [_overlap_row(model, batch, link, case) for case in OVERLAP_CASES]
+
+
+def _with_ratios(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with their predicted times as shares of those without a limit of the arena."""
+    free = {_step_of(r): r["milliseconds"] for r in rows if r["case"] == "no limit of the arena"}
+    return [{**r, "ratio": r["milliseconds"] / free[_step_of(r)]} for r in rows]  # type: ignore[operator]
+
+
+def _step_of(row: Row) -> tuple[Any, ...]:
+    return row["model"], row["batch"], row["link"]
+
+
+def _overlap_row(model: str, batch: int, link: str, case: str) -> Row:
+    import torch
+
+    import memplan
+    from benchmarks import zoo
+    from memplan.evict.costs import cost_model, simulate
+    from memplan.evict.workload import in_order
+
+    module, inputs = zoo.llama_of(MODELS[model], batch=batch, length=LENGTH)
+    costs = cost_model(f"h100/{link}")
+    plan = memplan.plan(module.to(torch.bfloat16), inputs, ranks=RANKS, costs=costs, **OVERLAP_CASES[case])
+    gathers = [c for c in plan.collectives if c.gathers]
+    graph = in_order(plan.graph, plan.schedule.order)
+    apart = replace(graph, ops=tuple(_in_group_of_its_kind(op) for op in graph.ops))
+    (seconds, _), (least, _) = simulate(graph, costs), simulate(apart, costs, one_link=False)
+    return {
+        "model": model,
+        "batch": batch,
+        "link": link,
+        "case": case,
+        "arena": plan.arena_size / 2**30,
+        "gathers": len(gathers),
+        "again": sum(c.again for c in gathers),
+        "others": len(plan.collectives) - len(gathers),
+        "early": sum(c.early for c in plan.collectives),
+        "milliseconds": 1e3 * seconds,
+        "apart": 1e3 * least,
+    }
+
+
+def _in_group_of_its_kind(op: Any) -> Any:
+    """Return an op in a process group of its own if it is a reduction."""
+    from memplan.core.collectives import is_collective, may_run_again
+
+    reduces = is_collective(op.target) and not may_run_again(op.target)
+    return replace(op, group="reductions") if reduces else op
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(overlap(sys.argv[2:]) if sys.argv[1:2] == ["--overlap"] else main())

@@ -4,6 +4,12 @@
 
 Models are full-size, traced on fake tensors in bfloat16; nothing is run. Every contender is judged by the same rules
 (`memplan.evict.measure.measure`) and the same roofline.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.evict --measured --models gpt2,vit --rounds 20
+
+Recompute plans on the CPU: the step's real time against what the plan predicts. Ops are timed by `memplan.profile`;
+then the compiled step without a budget and with one run in turns, and the median of the rounds' own ratios is held
+against the predicted one.
 """
 
 from __future__ import annotations
@@ -11,16 +17,24 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from time import process_time
+from typing import Any
 
 import torch
+from torch import nn
 
-from benchmarks.baselines.torch_budget import TorchPoint, partitions, points_of
+import memplan
 from benchmarks.full_size import FULL_SIZE, example
-from benchmarks.results import Cell, Row, Table, names, parser_of, to_markdown, write
+from benchmarks.results import Cell, Row, Table, collect, names, parser_of, to_markdown, write
+from benchmarks.runtime import interleaved
+from benchmarks.torch_budget import TorchPoint, partitions, points_of
+from benchmarks.zoo import ZOO
 from memplan.core.graph import Graph
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import BudgetInfeasible
@@ -228,5 +242,107 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+MEASURED_COLUMNS = {
+    "model": "model",
+    "budget": "budget, %",
+    "arena": "arena / arena without, %",
+    "recomputed": "ops run again",
+    "plain_ms": "without, ms",
+    "kept_ms": "with, ms",
+    "predicted": "predicted overhead, %",
+    "measured": "measured, %",
+    "low": "lower quartile",
+    "high": "upper quartile",
+    "difference": "measured - predicted, points",
+}
+MEASURED_NOTES = (
+    "Overhead of the compiled step with a budget over the compiled step without one, forward and backward, one thread,"
+    " in processor time; measured: median of per-round ratios. Predicted by the plan from op times that"
+    " `memplan.profile` measured.",
+)
+
+
+def measured_main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and write the table; returns the exit status."""
+    options = _parse_measured(arguments)
+    torch.set_num_threads(1)
+    found = (measured_rows(name, [int(share) for share in options.budgets], options.rounds) for name in options.models)
+    return collect(found, partial(measured_table, options=options), options.directory)
+
+
+def measured_table(rows: Sequence[Row], options: argparse.Namespace) -> Table:
+    """The rows so far."""
+    return Table(
+        name=options.output,
+        title="Recompute plans: measured against predicted step time, medium models, CPU",
+        columns=MEASURED_COLUMNS,
+        rows=rows,
+        settings={"rounds": options.rounds, "threads": 1},
+        notes=MEASURED_NOTES,
+    )
+
+
+def measured_rows(name: str, shares: Sequence[int], rounds: int) -> list[dict[str, Cell]]:
+    """A row for each budget of one model."""
+    model, inputs = ZOO[name]("medium")
+    costs = memplan.profile(model, inputs, rounds=9)
+    plain = memplan.compile(model, inputs)
+    kept = {
+        share: memplan.compile(model, inputs, arena_budget=share / 100, policy="recompute", costs=costs)
+        for share in shares
+    }
+    steps = {"plain": _step(model, plain, inputs)}
+    steps |= {str(share): _step(model, compiled, inputs) for share, compiled in kept.items()}
+    for step in steps.values():
+        step()
+    times = interleaved(steps, rounds)
+    rows: list[dict[str, Cell]] = []
+    for share, compiled in kept.items():
+        ratios = [with_ / without for without, with_ in zip(times["plain"], times[str(share)], strict=True)]
+        low, middle, high = ((ratio - 1) * 100 for ratio in statistics.quantiles(ratios, n=4))
+        eviction = compiled.plan.eviction
+        assert eviction is not None
+        predicted = eviction.overhead * 100
+        rows.append(
+            {
+                "model": name,
+                "budget": share,
+                "arena": compiled.plan.arena_size / plain.plan.arena_size * 100,
+                "recomputed": len(eviction.sources) - len(set(eviction.sources)),
+                "plain_ms": statistics.median(times["plain"]) * 1e3,
+                "kept_ms": statistics.median(times[str(share)]) * 1e3,
+                "predicted": predicted,
+                "measured": middle,
+                "low": low,
+                "high": high,
+                "difference": middle - predicted,
+            }
+        )
+        print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def _step(model: nn.Module, call: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[[], float]:
+    """One forward and backward, from empty gradients: seconds of the processor, whatever else runs on the machine."""
+
+    def run() -> float:
+        for parameter in model.parameters():
+            parameter.grad = None
+        start = process_time()
+        call(*inputs).backward()
+        return process_time() - start
+
+    return run
+
+
+def _parse_measured(arguments: Sequence[str] | None) -> argparse.Namespace:
+    models = ["gpt2", "vit", "resnet", "llama"]
+    parser = parser_of("evict_measured", "Predicted against real step time.", list(ZOO), models)
+    parser.add_argument("--budgets", type=names(SHARES), default=["80", "60", "50"], help="percent of the need")
+    parser.add_argument("--rounds", type=int, default=30, help="samples of each")
+    return parser.parse_args(arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    measured = sys.argv[1:2] == ["--measured"]
+    sys.exit(measured_main(sys.argv[2:]) if measured else main())

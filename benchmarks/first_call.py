@@ -4,20 +4,34 @@
 
 Each measurement has a process of its own, in which the contender has compiled another model before: imports, and what
 memplan keeps on disk of its own kernels, are not counted. CPU seconds of all threads, the fastest of `--repeats`.
+
+    python -m benchmarks.first_call --fused --models gpt2,resnet
+
+With Inductor's kernels, by torch.compile and by memplan: two processes for each contender, one after the other, that
+share a cache which begins empty. Seconds of CPU are those of the process and of the compilers that it started.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
+import resource
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
 
 import torch
 
-from benchmarks.contenders import CONTENDERS
+from benchmarks.fused import CONTENDERS as FUSED
+from benchmarks.fused import MODELS
 from benchmarks.results import Cell, Row, Table, collect, names, parser_of
+from benchmarks.runtime import CONTENDERS
 from benchmarks.zoo import ZOO, Size
 
 BEFORE = "mlp"  # the model that is compiled before
@@ -95,5 +109,91 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+COMPARED = ("inductor", "memplan-inductor")
+FUSED_COLUMNS = {
+    "model": "model",
+    "contender": "contender",
+    "process": "process",
+    "wall": "wall s",
+    "cpu": "CPU s",
+    "wall_ratio": "wall / inductor's",
+    "cpu_ratio": "CPU / inductor's",
+}
+
+
+def _run(model: str, size: Any, contender: str, results: Any) -> None:
+    """Send the seconds that the first step of a new process takes: by the clock, and of CPU."""
+    torch.set_num_threads(1)
+    module, inputs = MODELS[model](size)
+    import_module("torch._inductor.compile_fx")  # what both need
+    before, started = _cpu(), time.perf_counter()
+    FUSED[contender].compile(module, inputs, None)(*inputs).backward()
+    results.send((time.perf_counter() - started, _cpu() - before))
+    results.close()
+
+
+def _cpu() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def _measured(model: str, size: str, contender: str) -> tuple[float, float]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(model, size, contender, theirs))
+    process.start()
+    theirs.close()
+    found: tuple[float, float] = ours.recv()
+    process.join()
+    return found
+
+
+def rows_of(model: str, size: str) -> list[Row]:
+    """Return the rows of one model."""
+    rows: list[Row] = []
+    first: dict[str, tuple[float, float]] = {}
+    for contender in COMPARED:
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+            for process in ("first", "second"):
+                print(f"{model} {contender} {process} ...", file=sys.stderr, flush=True)
+                wall, cpu = _measured(model, size, contender)
+                first.setdefault(process, (wall, cpu))
+                ratios = {"wall_ratio": wall / first[process][0], "cpu_ratio": cpu / first[process][1]}
+                rows.append(
+                    {"model": model, "contender": contender, "process": process, "wall": wall, "cpu": cpu, **ratios}
+                )
+    return rows
+
+
+def _fused_table(rows: Sequence[Row], options: argparse.Namespace) -> Table:
+    return Table(
+        name=options.output,
+        title=f"First step with Inductor's kernels, {options.size} models, cpu",
+        columns=FUSED_COLUMNS,
+        rows=rows,
+        settings={"size": options.size, "threads": 1},
+        notes=(
+            "Ratios are to the same process of inductor. The modules of torch are imported before the clock starts.",
+            f"Command: python -m benchmarks.first_call --fused --models {','.join(options.models)} --size"
+            f" {options.size}",
+        ),
+    )
+
+
+def _batches(options: argparse.Namespace) -> Iterator[list[Row]]:
+    for model in options.models:
+        yield rows_of(model, options.size)
+
+
+def fused_main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and write the table; returns the exit status."""
+    parser = parser_of("fused-first-call", "The first step with Inductor's kernels.", list(MODELS), ["gpt2", "resnet"])
+    parser.add_argument("--size", choices=["nano", "medium"], default="medium")
+    options = parser.parse_args(arguments)
+    return collect(_batches(options), partial(_fused_table, options=options), options.directory)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    fused = sys.argv[1:2] == ["--fused"]
+    sys.exit(fused_main(sys.argv[2:]) if fused else main())

@@ -20,8 +20,7 @@ from pathlib import Path
 import torch
 
 import memplan
-from benchmarks.peak_contenders import Step
-from benchmarks.peak_measure import live_bytes, peak_growth
+from benchmarks.peak_measure import Step, live_bytes, peak_growth
 from benchmarks.results import Row, Table, collect, parser_of
 from benchmarks.zoo import ZOO
 

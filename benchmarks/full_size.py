@@ -2,11 +2,19 @@
 
 Each entry gives the inference model and inputs, and the training model (`model(*inputs)` is a loss) and inputs, at
 batch 1 and at a usual batch, in float32 (which changes no ratio between two orders' needs).
+
+    python -m benchmarks.full_size --models gpt2,bert,resnet
+
+measures what a whole training step of a model needs beside parameters and optimizer state, eager against memplan: on
+the CPU at batch 1, with fused AdamW; torch's profiler says what is allocated and not yet freed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,9 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (torch's own convention)
 
+import memplan
 from benchmarks import zoo
-from benchmarks.branching import BRANCHING, CLASSES, Images, images
+from benchmarks.results import Cell, Row, Table, collect, parser_of
+from benchmarks.runtime import WARM_UP, Step, eager_step, step_peak
 
+CLASSES = 1000
 Example = tuple[nn.Module, tuple[Any, ...]]
 
 
@@ -138,12 +149,9 @@ def ddpm(batch: int) -> tuple[Example, Example]:
     return (Result(model), (noisy, steps)), (Denoised(model), (noisy, steps, noisy.clone()))
 
 
-def _branching(name: str) -> Callable[[int], tuple[Example, Example]]:
-    def make(batch: int) -> tuple[Example, Example]:
-        model = BRANCHING[name]()
-        return (model, (images(batch),)), (Images(model), (images(batch), _labels(batch)))
-
-    return make
+def images(batch: int) -> Tensor:
+    """What image classifiers take."""
+    return torch.randn(batch, 3, 224, 224)
 
 
 def _labels(batch: int) -> Tensor:
@@ -159,7 +167,6 @@ FULL_SIZE: Mapping[str, tuple[Callable[[int], tuple[Example, Example]], int]] = 
         "resnet": (resnet, 64),
         "unet": (unet, 16),
         "ddpm": (ddpm, 16),
-        **{name: (_branching(name), 32) for name in BRANCHING},
     }
 )  # name -> factory, usual batch
 
@@ -171,3 +178,74 @@ def example(name: str, *, training: bool, real_batch: bool) -> Example:
         inference, train = make(usual if real_batch else 1)
         model, inputs = train if training else inference
         return model.train(training), inputs
+
+
+COLUMNS = {
+    "model": "model",
+    "parameters_mb": "parameters, MB",
+    "eager_mb": "eager's peak, MB",
+    "peak_mb": "memplan's peak, MB",
+    "ratio": "memplan's / eager's",
+    "max_live_mb": "max live, MB",
+    "max_live_ratio": "max live / eager's peak",
+    "bound_ratio": "proven bound of any order / eager's peak",
+}
+NOTES = (
+    "Peaks: the arena, and the highest sum of the profiler's memory events within a step that begins without gradients."
+    " Parameters, inputs and optimizer state are in none of them. MB = 10^6 bytes.",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and write the table; returns the exit status."""
+    options = _parse(arguments)
+    torch.set_num_threads(options.threads)
+
+    def table(rows: Sequence[Row]) -> Table:
+        title = "Memory of a whole step, full-size models, batch 1, cpu"
+        settings: dict[str, Cell] = {"threads": options.threads}
+        return Table(name=options.output, title=title, columns=COLUMNS, rows=rows, settings=settings, notes=NOTES)
+
+    return collect((_rows(name) for name in options.models), table, options.directory)
+
+
+def _rows(name: str) -> list[dict[str, Cell]]:
+    print(f"{name} ...", file=sys.stderr, flush=True)
+    return [row(name, FULL_SIZE[name][0](1)[1])]
+
+
+def row(name: str, example: Example) -> dict[str, Cell]:
+    """One model's figures; `example` is the model, which returns a loss, and its inputs."""
+    model, inputs = example
+    model.train()
+    eager = _peak(eager_step(model, inputs))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = memplan.compile_step(model, optimizer, nn.Identity(), inputs)
+    plan = step.plan
+    peak = _peak(Step(run=partial(step, *inputs), clear=optimizer.zero_grad, standing=plan.arena_size))
+    return {
+        "model": name,
+        "parameters_mb": sum(p.nbytes for p in model.parameters()) / 1e6,
+        "eager_mb": eager / 1e6,
+        "peak_mb": peak / 1e6,
+        "ratio": peak / eager,
+        "max_live_mb": plan.max_live / 1e6,
+        "max_live_ratio": plan.max_live / eager,
+        "bound_ratio": plan.schedule.bound / eager,
+    }
+
+
+def _peak(step: Step) -> int:
+    for _ in range(WARM_UP):
+        step.run()
+    return step.standing + step_peak(step)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = parser_of("step_memory", __doc__ or "", list(FULL_SIZE), ["gpt2", "bert", "resnet"])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

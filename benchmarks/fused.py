@@ -35,11 +35,10 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
 import memplan
-from benchmarks.fused_models import OUTSIDE
-from benchmarks.peak_contenders import Step
 from benchmarks.peak_measure import MODELS as ZOO
-from benchmarks.peak_measure import WARM_UP, library_bytes, live_bytes, peak_growth
+from benchmarks.peak_measure import WARM_UP, Step, library_bytes, live_bytes, peak_growth
 from benchmarks.results import Row, Table, collect, kept_rows, names, parser_of
+from benchmarks.zoo import OUTSIDE
 
 MODELS = MappingProxyType({**ZOO, **OUTSIDE})
 KNOB = 0.5

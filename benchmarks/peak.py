@@ -24,8 +24,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from types import MappingProxyType
 
-from benchmarks.peak_contenders import CONTENDERS
-from benchmarks.peak_measure import METHODS, MODELS, RETURN_MEMORY
+from benchmarks.peak_measure import CONTENDERS, METHODS, MODELS, RETURN_MEMORY
 from benchmarks.preloaded import ONE_THREAD
 from benchmarks.results import Cell, Row, Table, collect, names, parser_of
 

@@ -22,15 +22,19 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
+from torch._functorch import config as functorch_config
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
-from benchmarks.peak_contenders import CONTENDERS, Step, limit_of
+import memplan
 from benchmarks.results import Cell
 from benchmarks.zoo import EXTRAS, ZOO
+from memplan.core.plan import Plan
 
 MODELS = MappingProxyType({**ZOO, **EXTRAS})
 WARM_UP = 3  # steps: the first ones compile, fill caches and settle allocators
@@ -283,6 +287,181 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setup = time.perf_counter() - started
     print(json.dumps(METHODS[options.method](step, options.rounds, apart) | {"setup_s": setup, "pid": os.getpid()}))
     return 0
+
+
+Mode = Literal["training", "inference"]
+BUDGETS = ("80", "60", "50", "40", "30", "min")  # percent of eager's predicted total
+POLICIES = ("recompute", "auto")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step that is ready to run, and what its contender predicts.
+
+    `run` does one step from empty gradients: forward and backward, or the forward alone for inference. `clear` empties
+    the gradients. `plan` is memplan's plan. `how` says how blocks were checkpointed.
+    """
+
+    run: Callable[[], object]
+    clear: Callable[[], None]
+    plan: Plan | None = None
+    how: str | None = None
+
+
+Call = Callable[..., Any]
+Compile = Callable[[nn.Module, tuple[Any, ...], Mode], tuple[Call, Plan | None]]
+
+
+def eager(model: nn.Module, inputs: tuple[Any, ...], mode: Mode) -> tuple[Call, None]:
+    """PyTorch as it is."""
+    return model, None
+
+
+def inductor(
+    model: nn.Module, inputs: tuple[Any, ...], mode: Mode, *, activation_memory_budget: float | None = None
+) -> tuple[Call, None]:
+    """`torch.compile` with its default backend. The memory budget is set for the whole process, which is its own."""
+    if activation_memory_budget is not None:
+        functorch_config.activation_memory_budget = activation_memory_budget
+    return torch.compile(model, fullgraph=True), None
+
+
+def planned(model: nn.Module, inputs: tuple[Any, ...], mode: Mode, **options: Any) -> tuple[Call, Plan]:
+    """`memplan.compile`."""
+    compiled = memplan.compile(model, inputs, train=mode == "training", **options)
+    return compiled, compiled.plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """A way to run a step: how the model is compiled, and whether its blocks are checkpointed before.
+
+    `modes` are those in which it differs from the other contenders.
+    """
+
+    compile: Compile
+    checkpointed: bool = False
+    modes: tuple[Mode, ...] = ("training",)
+
+    def step(self, model: nn.Module, inputs: tuple[Any, ...], mode: Mode) -> Step:
+        """Return the step of `model`, which is put into training or evaluation mode, ready to run."""
+        model.train(model.training and mode == "training")
+        how = checkpoint_blocks(model) if self.checkpointed else None
+        call, plan = self.compile(model, inputs, mode)
+        parameters = list(model.parameters())
+
+        def clear() -> None:
+            for parameter in parameters:
+                parameter.grad = None
+
+        def train() -> object:
+            clear()
+            loss = call(*inputs)
+            loss.backward()
+            return loss
+
+        def infer() -> object:
+            with torch.no_grad():
+                return call(*inputs)
+
+        return Step(run=train if mode == "training" else infer, clear=clear, plan=plan, how=how)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeStep:
+    """A whole training step with fused AdamW: forward, backward and update, by eager or by one program of memplan."""
+
+    planned: bool
+    modes: tuple[Mode, ...] = ("training",)
+
+    def step(self, model: nn.Module, inputs: tuple[Any, ...], mode: Mode) -> Step:
+        """Return the step of `model`, which is in training mode, ready to run."""
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+        def clear() -> None:
+            optimizer.zero_grad(set_to_none=True)
+
+        if self.planned:
+            compiled = memplan.compile_step(model, optimizer, lambda loss: loss, inputs)
+            return Step(run=lambda: compiled(*inputs), clear=clear, plan=compiled.plan)
+
+        def train() -> object:
+            clear()
+            loss = model(*inputs)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return Step(run=train, clear=clear)
+
+
+def limit_of(plan: Plan) -> int | None:
+    """Return the bytes that a plan's total may have; None without such a limit."""
+    return None if plan.eviction is None else plan.eviction.budget
+
+
+def _budgeted(budget: str, policy: str) -> Contender:
+    asked = budget if budget == "min" else f"{budget}%"
+    return Contender(compile=partial(planned, budget=asked, policy=policy))
+
+
+_BOTH: tuple[Mode, ...] = ("training", "inference")
+CONTENDERS: Mapping[str, Contender | WholeStep] = MappingProxyType(
+    {
+        "eager": Contender(compile=eager, modes=_BOTH),
+        "eager+checkpoint": Contender(compile=eager, checkpointed=True),
+        "inductor": Contender(compile=inductor, modes=_BOTH),
+        "inductor+checkpoint": Contender(compile=inductor, checkpointed=True),
+        **{
+            f"inductor-{share}": Contender(compile=partial(inductor, activation_memory_budget=share))
+            for share in (0.5, 0.25, 0.1)
+        },
+        "memplan": Contender(compile=planned, modes=_BOTH),
+        "memplan-outside": Contender(compile=partial(planned, gradients="outside")),
+        "memplan-arena": Contender(compile=partial(planned, gradients="arena")),
+        "memplan+checkpoint": Contender(compile=planned, checkpointed=True),
+        "eager-step": WholeStep(planned=False),
+        "memplan-step": WholeStep(planned=True),
+        **{f"memplan-{budget}-{policy}": _budgeted(budget, policy) for policy in POLICIES for budget in BUDGETS},
+    }
+)
+
+
+class Checkpointed(nn.Module):
+    """A module whose calls keep only their arguments for the backward, which runs the call a second time."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns for the same arguments."""
+        return checkpoint(self.module, *args, use_reentrant=False, **kwargs)
+
+
+def checkpoint_blocks(model: nn.Module) -> str:
+    """Checkpoint each block of `model`, in place; returns how, for people to read.
+
+    Models of transformers and diffusers have a method for it. In other models, the blocks are the members of the
+    longest `nn.ModuleList` or `nn.Sequential`, the first one of several.
+
+    Raises:
+        ValueError: The model has neither such a method nor such a container.
+    """
+    for part in model.modules():
+        if getattr(part, "supports_gradient_checkpointing", False) is True:  # a model of transformers
+            part.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            return "gradient_checkpointing_enable()"
+        if getattr(part, "_supports_gradient_checkpointing", False) is True:  # a model of diffusers
+            part.enable_gradient_checkpointing()  # type: ignore[operator]
+            return "enable_gradient_checkpointing()"
+    named = [(name, part) for name, part in model.named_modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
+    if not named:
+        raise ValueError(f"{type(model).__name__} has no blocks: no ModuleList and no Sequential")
+    name, blocks = max(named, key=lambda pair: len(pair[1]))
+    for index, block in enumerate(blocks):
+        blocks[index] = Checkpointed(block)
+    return f"checkpoint of each of {len(blocks)} members of {name or 'the model'}"
 
 
 if __name__ == "__main__":

@@ -9,22 +9,27 @@ contender once, in turning order, and the ratio is the median over the rounds' o
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
-from benchmarks.contenders import CONTENDERS, Step
-from benchmarks.cuda_memory import cuda_memory
+import memplan
 from benchmarks.results import Cell, Row, Table, collect, kept_rows, names, parser_of
 from benchmarks.zoo import ZOO, Example, Size
+from memplan.core.units import parse_size
 
 WARM_UP = 3  # steps: the first ones compile, fill caches and settle allocators
 SAMPLE_S = 0.02  # seconds that one sample lasts at least, above the clock's and the scheduler's grain
@@ -40,8 +45,6 @@ COLUMNS = {
     "peak_mb": "peak of all tensors, MB",
     "planned_mb": "planned peak, MB",
     "memory_ratio": "peak / eager's",
-    "overhead_us": "overhead per step, us",
-    "kernels_speedup": "speed-up of the kernels alone",
     "setup_s": "set-up, s",
 }
 CUDA_COLUMNS = {
@@ -58,9 +61,7 @@ NOTES = (
     "Speed-up: eager's time divided by the contender's, median of per-round ratios. MB = 10^6 bytes.",
     "Peak: model and inputs, what was allocated before the step (arena), and the highest sum of the profiler's"
     " memory events within one step, gradients included.",
-    "Overhead: the step's time less that of the same kernel calls with nothing around them, median of per-round"
-    " differences; the speed-up of the kernels alone is what would be left if there were none. Set-up: until the third"
-    " step is done.",
+    "Set-up: until the third step is done.",
 )
 
 
@@ -126,8 +127,7 @@ def measure(name: str, size: Size, contenders: Sequence[str], *, rounds: int, de
     if not steps:
         return []
     runs = {key: _timed(step.run, device) for key, step in steps.items()}
-    bare = {f"{key} kernels": _timed(step.kernels, device) for key, step in steps.items() if step.kernels is not None}
-    times = interleaved(runs | bare, rounds)
+    times = interleaved(runs, rounds)
     reference = next(iter(steps))
     peaks = {key: static[key] + step.standing + step_peak(step) for key, step in steps.items()}
     return [
@@ -141,8 +141,6 @@ def measure(name: str, size: Size, contenders: Sequence[str], *, rounds: int, de
             "peak_mb": peaks[key] / 1e6,
             "planned_mb": None if (planned := step.planned) is None else planned / 1e6,
             "memory_ratio": peaks[key] / peaks[reference],
-            "overhead_us": _overhead(times[key], times.get(f"{key} kernels")),
-            "kernels_speedup": _kernels_speedup(times[reference], times.get(f"{key} kernels")),
             "setup_s": setup[key],
         }
         for key, step in steps.items()
@@ -188,16 +186,6 @@ def _timed(run: Callable[[], object], device: str) -> Callable[[], float]:
     return lambda: sample(repeats)
 
 
-def _overhead(times: Sequence[float], kernels: Sequence[float] | None) -> Cell:
-    if kernels is None:
-        return None
-    return statistics.median(one - other for one, other in zip(times, kernels, strict=True)) * 1e6
-
-
-def _kernels_speedup(reference: Sequence[float], kernels: Sequence[float] | None) -> Cell:
-    return None if kernels is None else _speedup(reference, kernels)["speedup"]
-
-
 def _nothing() -> None:
     """The CPU has nothing to wait for."""
 
@@ -239,6 +227,195 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--keep", type=Path, help="a file that keeps each model's rows: a run that was ended goes on")
     return parser.parse_args(arguments)
+
+
+MOST = 4096  # copies of the example; the search goes no further
+
+
+def cuda_memory(name: str, size: Size, contender: str, capacity: str | None) -> dict[str, Cell]:
+    """Peaks of a step of the plain example, and how many examples fit `capacity` ("8GiB"), if one is given.
+
+    The search for the largest batch prepares the contender a dozen times: for compilers that takes minutes.
+    """
+    step = _fresh(name, size, contender, 1)
+    torch.cuda.reset_peak_memory_stats()
+    step.clear()
+    step.run()
+    torch.cuda.synchronize()
+    found: dict[str, Cell] = {
+        "allocated_mb": torch.cuda.max_memory_allocated() / 1e6,
+        "reserved_mb": torch.cuda.max_memory_reserved() / 1e6,
+        "pool_mb": None if step.pool is None else step.pool() / 1e6,
+    }
+    del step
+    if capacity is None:
+        return found
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(parse_size(capacity) / total, 1.0))
+    try:
+        found["max_batch"] = largest(lambda copies: _runs(name, size, contender, copies))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        _release()
+    return found
+
+
+def largest(fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, 0 if none does, `MOST` at most; what fits a larger one fits a smaller one."""
+    if not fits(1):
+        return 0
+    low = 1
+    while low < MOST and fits(2 * low):
+        low *= 2
+    if low >= MOST:
+        return MOST
+    high = 2 * low  # does not fit
+    while high - low > max(1, low // 32):  # to 3 %
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _runs(name: str, size: Size, contender: str, copies: int) -> bool:
+    try:
+        step = _fresh(name, size, contender, copies)
+        step.run()
+        torch.cuda.synchronize()
+    except torch.cuda.OutOfMemoryError:
+        return False
+    return True
+
+
+def _fresh(name: str, size: Size, contender: str, copies: int) -> Step:
+    """The contender's step after it has settled, alone on the device."""
+    _release()
+    model, inputs = ZOO[name](size)
+    inputs = pytree.tree_map_only(torch.Tensor, lambda t: torch.cat([t] * copies).to("cuda"), inputs)
+    step = CONTENDERS[contender](model.to("cuda"), inputs)
+    for _ in range(3):
+        step.run()
+    torch.cuda.synchronize()
+    return step
+
+
+def _release() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # one for each stream that anybody used
+    torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step that is ready to run.
+
+    `run` does one forward and backward from empty gradients; `clear` empties them. `standing` is
+    what it allocated beforehand for its intermediates, in bytes (an arena); `planned` is the predicted peak of
+    everything, in bytes, where there is one. `pool` tells the bytes that CUDA graphs keep beside the arena.
+    """
+
+    run: Callable[[], object]
+    clear: Callable[[], None]
+    standing: int = 0
+    planned: int | None = None
+    pool: Callable[[], int] | None = None
+
+
+Contender = Callable[[nn.Module, tuple[Any, ...]], Step]
+
+
+def _step(
+    model: nn.Module,
+    call: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    **more: Any,
+) -> Step:
+    parameters = list(model.parameters())
+
+    def clear() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    def run() -> object:
+        clear()
+        loss = call(*inputs)
+        loss.backward()
+        return loss
+
+    return Step(run=run, clear=clear, **more)
+
+
+def eager(model: nn.Module, inputs: tuple[Any, ...]) -> Step:
+    """PyTorch as it is."""
+    return _step(model, model, inputs)
+
+
+def torch_compile(backend: Any, model: nn.Module, inputs: tuple[Any, ...], **options: Any) -> Step:
+    """`torch.compile` with a backend, one full graph."""
+    return _step(model, torch.compile(model, backend=backend, fullgraph=True, **options), inputs)
+
+
+def planned(model: nn.Module, inputs: tuple[Any, ...], **options: Any) -> Step:
+    """`memplan.compile`: every intermediate at its planned address."""
+    compiled = memplan.compile(model, inputs, **options)
+    return _step(
+        model,
+        compiled,
+        inputs,
+        standing=compiled.plan.arena_size,
+        planned=compiled.plan.total,
+        pool=lambda: compiled.pool_bytes,
+    )
+
+
+def eager_step(model: nn.Module, inputs: tuple[Any, ...]) -> Step:
+    """PyTorch as it is, with the fused optimizer: forward, backward, update."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def run() -> object:
+        optimizer.zero_grad()
+        loss = model(*inputs)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Step(run=run, clear=optimizer.zero_grad)
+
+
+def planned_step(model: nn.Module, inputs: tuple[Any, ...], **options: Any) -> Step:
+    """`memplan.compile_step` with the same optimizer: forward, backward and updates in one arena."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = memplan.compile_step(model, optimizer, _loss_itself, inputs, **options)
+    planned = step.plan.total - step.plan.outside["optimizer state"]  # which no contender counts
+    return Step(
+        run=partial(step, *inputs),
+        clear=optimizer.zero_grad,
+        standing=step.plan.arena_size,
+        planned=planned,
+        pool=lambda: step.pool_bytes,
+    )
+
+
+def _loss_itself(loss: torch.Tensor) -> torch.Tensor:
+    return loss
+
+
+CONTENDERS: Mapping[str, Contender] = MappingProxyType(
+    {
+        "eager": eager,
+        "memplan": planned,
+        "memplan-outside": partial(planned, gradients="outside"),
+        "memplan-arena": partial(planned, gradients="arena"),
+        "memplan-graph": partial(planned, cuda_graph=True),
+        "memplan-backend": partial(torch_compile, memplan.Backend()),
+        "eager-step": eager_step,
+        "memplan-step": planned_step,
+        "memplan-step-graph": partial(planned_step, cuda_graph=True),
+        "aot_eager": partial(torch_compile, "aot_eager"),
+        "inductor": partial(torch_compile, "inductor"),
+        "inductor-graph": partial(torch_compile, "inductor", mode="reduce-overhead"),
+    }
+)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.baselines import BASELINES
 from benchmarks.instances import network, planted, scattered, tiled
 from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
 from memplan.core.csvio import read_problem, write_solution
@@ -32,8 +31,8 @@ from memplan.core.problem import Problem, Status
 from memplan.solvers import SOLVERS, solve
 from memplan.solvers.base import Progress
 
-HEURISTICS = {name: s for name, s in {**SOLVERS, **BASELINES}.items() if name not in ("portfolio", "cpsat", "naive")}
-_QUADRATIC = {"partition", "shared", "hill-climb"}  # pure Python: only up to 2,000 buffers
+HEURISTICS = {name: s for name, s in SOLVERS.items() if name not in ("portfolio", "cpsat", "naive")}
+_QUADRATIC = {"partition"}  # pure Python: only up to 2,000 buffers
 _FIT_WORK = 3_000_000  # units: up to about 15 CPU seconds
 _MINIMIZE_WORK = 10_000_000  # units: up to about 60 CPU seconds
 _FIT_SECONDS, _EXTERNAL_SECONDS = 15.0, 30.0  # of external binaries

@@ -12,6 +12,7 @@ of its own.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import subprocess
@@ -20,13 +21,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.instances import LIVES, mixed_lives
-from benchmarks.iopddl import USAGES, graphs, read
 from benchmarks.results import RESULTS, Cell, Row, Table, collect
 from benchmarks.solver import idealloc_row
 from memplan.core.csvio import read_problem, write_solution
-from memplan.core.problem import Problem
+from memplan.core.problem import Buffer, Interval, Problem
 from memplan.core.validate import validate
 from memplan.solvers import solve
 
@@ -147,6 +148,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.cache = str(Path(folder) / "numba")
         rows = ([measure(name, problem, args)] for name, problem in problems(args))
         return collect(rows, table, args.out or Path(folder))
+
+
+USAGES = {"biggest": max, "smallest": min}
+
+
+def read(path: Path, *, usage: str = "biggest") -> Problem:
+    """The problem of one graph, a `.json` file or a `.json.gz` one. `usage` is a key of `USAGES`."""
+    content = path.read_bytes()
+    text = gzip.decompress(content) if path.suffix == ".gz" else content
+    return of_nodes(json.loads(text)["problem"]["nodes"], usage=usage)
+
+
+def of_nodes(nodes: dict[str, Any], *, usage: str = "biggest") -> Problem:
+    """The problem of `nodes`, an object with the lists `intervals` and `usages`."""
+    chosen = USAGES[usage]
+    return Problem(
+        buffers=tuple(
+            Buffer(id=str(i), size=chosen(usages) + 1, live=Interval(first, last + 1))
+            for i, ((first, last), usages) in enumerate(zip(nodes["intervals"], nodes["usages"], strict=True))
+        )
+    )
+
+
+def graphs(folder: Path) -> Iterator[tuple[str, Path]]:
+    """The graphs of a folder, by name: `asplos-2025-iopddl-A.json.gz` is `A`."""
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")]):
+        yield path.name.partition(".")[0].rpartition("-")[2], path
 
 
 if __name__ == "__main__":

@@ -229,8 +229,8 @@ def plan(
             argument: real, fake or meta tensors of the shapes that the step will see.
         example_kwargs: The keyword arguments.
         target: Plan for this GPU, which need not be there: "h100", "h200", "a100", "a100-40gb", "l4", "l40s",
-            "rtx4090", "b200", or a capability and its memory ("sm90:80GiB"). Kernels, layouts, alignment and costs are
-            its own. The model and its inputs are on the CPU, or on the meta device.
+            "rtx3090", "rtx4090", "b200", or a capability and its memory ("sm90:80GiB"). Kernels, layouts, alignment and
+            costs are its own. The model and its inputs are on the CPU, or on the meta device.
         train: Plan forward and backward (True) or the forward alone (False); None follows `model.training`.
         budget: The most bytes on the device, everything together (`Plan.total`): a number of bytes, a text ("8GiB"), a
             share of what eager is predicted to need (0.5, "50%"), or "min". Storages that do not fit are evicted. With
@@ -243,8 +243,8 @@ def plan(
         policy: What decides the evictions: "auto" (recompute or offload, whichever costs less), "recompute"
             (no copies), another name of `memplan.evict.select.POLICIES`, or a function
             (`memplan.evict.workload.Policy`).
-        costs: The seconds of ops and copies, for `policy`: a `CostModel`, or the name of a device: "a100", "h100",
-            "h200", "cpu".
+        costs: The seconds of ops and copies, for `policy`: a `CostModel`, or the name of a device: "cpu", or a GPU's,
+            as for `target`.
         checkpoint: What activation checkpoints of the model (`torch.utils.checkpoint`) mean without a budget: with
             "follow", what they drop is computed again where eager does; "plan" takes the bytes of that step as the
             budget of its arena, and lets `policy` decide what is computed again or offloaded, in at most the time.

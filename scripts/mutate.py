@@ -53,6 +53,8 @@ JUDGES: Mapping[str, tuple[str, ...]] = {
         "tests/check/test_baseline.py",
         "tests/check/test_rules.py",
     ),
+    "memplan/planning/planfile.py": ("tests/planning/test_planfile.py", "tests/behaviours/test_tensorref_devices.py"),
+    "memplan/evict/equivalent.py": ("tests/evict/test_equivalent.py", "tests/evict/test_rng_states.py"),
     "memplan/core/files.py": ("tests/core/test_csvio.py", "tests/cli/test_outputs.py", "tests/cli/test_interrupts.py"),
     "memplan/runtime/memory/arena_ownership.py": ("tests/runtime/test_calls.py", "tests/runtime/test_loops.py"),
     "memplan/runtime/execute/runner.py": ("tests/runtime/test_calls.py", "tests/runtime/test_hazards.py"),

@@ -16,10 +16,19 @@ import torch
 from torch import nn
 
 from benchmarks import peak
-from benchmarks.checkpointing import checkpoint_blocks
 from benchmarks.peak import main, row_of, summary
-from benchmarks.peak_contenders import CONTENDERS, Step
-from benchmarks.peak_measure import MODELS, RETURN_MEMORY, by_events, covered, library_bytes, live_bytes, peak_growth
+from benchmarks.peak_measure import (
+    CONTENDERS,
+    MODELS,
+    RETURN_MEMORY,
+    Step,
+    by_events,
+    checkpoint_blocks,
+    covered,
+    library_bytes,
+    live_bytes,
+    peak_growth,
+)
 from benchmarks.results import Row
 from benchmarks.zoo import EXTRAS
 from memplan.runtime.memory.arena import Arena
@@ -31,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # to
 # a caller measures with memory that an earlier step has held and given back.
 RESIDENT = """
 import torch
-from benchmarks.peak_contenders import Step
+from benchmarks.peak_measure import Step
 from benchmarks.peak_measure import live_bytes, resident_growth
 
 MIB = 1 << 20

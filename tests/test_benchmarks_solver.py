@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import solver_traces
 from benchmarks.instances import LIVES, mixed_lives
-from benchmarks.iopddl import graphs, of_nodes, read
+from benchmarks.solver_traces import graphs, of_nodes, read
 
 pytestmark = pytest.mark.slow
 

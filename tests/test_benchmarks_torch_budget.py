@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks import zoo
-from benchmarks.baselines.torch_budget import TorchPartition, events_of, partitions, points_of, torch_points
+from benchmarks.torch_budget import TorchPartition, events_of, partitions, points_of, torch_points
 from memplan.errors import InvalidEviction
 from memplan.evict.apply import apply
 from memplan.evict.costs import DEVICES

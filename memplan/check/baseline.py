@@ -14,8 +14,8 @@ from typing import Any
 
 from memplan.analysis.rows import Figures
 from memplan.core.files import locked, write_atomic
-from memplan.core.jsonio import clip, from_json, show, to_json
-from memplan.errors import InvalidPlan, UnreadableFile
+from memplan.core.jsonio import clip, from_json, read_json, show, to_json
+from memplan.errors import InvalidPlan
 
 FORMAT = "memplan-baseline-1"
 _HINT = "write it anew: memplan check ... --baseline FILE --update-baseline"
@@ -26,13 +26,7 @@ def read_baseline(path: str | os.PathLike[str]) -> Mapping[str, Figures]:
 
     Raises `UnreadableFile` for a file that is missing or no JSON, `InvalidPlan`, which names the first fault.
     """
-    where = os.fspath(path)
-    try:
-        data = json.loads(Path(where).read_bytes())
-    except OSError as error:
-        raise UnreadableFile(f"cannot be read: {error.strerror or error}", where=where, hint=_HINT) from error
-    except (ValueError, RecursionError) as error:
-        raise UnreadableFile("is not JSON", where=where, hint=_HINT) from error
+    where, data = os.fspath(path), read_json(path, _HINT)
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("models"), dict):
         said = show(data.get("format")) if isinstance(data, dict) else "none"
         raise InvalidPlan(f"is not a baseline of format {FORMAT!r}: it says {said}", where=where, hint=_HINT)

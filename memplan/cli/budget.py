@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def budget(
     target: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help=c.TARGET)],
     *,
+    gpu: c.Gpu = None,
     costs: c.Costs = None,
     policy: Annotated[str, opt("--policy NAME", "The policy that decides what is evicted.")] = "auto",
     host_budget: c.HostBudget = None,
@@ -39,6 +40,7 @@ def budget(
     from memplan.cli.outputs import require_outputs, require_source_url
     from memplan.cli.source import obtain, size_option
     from memplan.core.files import write_atomic
+    from memplan.core.gpus import find_gpu
     from memplan.errors import InvalidModel, InvalidPlan
     from memplan.planning.base_graph import without_evictions
     from memplan.planning.frontier import frontier
@@ -47,14 +49,16 @@ def budget(
 
     require_outputs({"--html": html}, target, costs)
     require_source_url(source_url, html)
-    plan = obtain(target, infer=infer, ranks=ranks)
+    plan = obtain(target, infer=infer, ranks=ranks, gpu=gpu)
     try:
         step = without_evictions(plan)
     except InvalidPlan as error:
         what = f"was planned for another device than its model is on: {error.what}"
         raise InvalidModel(what, where=target, hint="give the model, or a plan without device=") from error
-    costs = costs or _own_costs(step.graph)
-    nbytes = plan.reserve if reserve is None else size_option("--reserve", reserve) or 0
+    there = find_gpu(plan.versions["target"]) if "target" in plan.versions else None
+    costs = costs or (there.costs if there else _own_costs(step.graph))
+    asked = size_option("--reserve", reserve)
+    nbytes = plan.reserve if asked is None else asked + (there.workspace if there else 0)
     options = PlanOptions(policy=policy, reserve=nbytes, host_budget=host_budget, pinned_budget=pinned_budget)
     found = frontier(replace(step, reserve=nbytes), options, costs=costs)
     page = None if html is None else _page(plan.model, found, target, source_url)

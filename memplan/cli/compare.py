@@ -17,6 +17,7 @@ def diff(
     before: Annotated[str, typer.Argument(metavar="BEFORE", help=_BEFORE)],
     after: Annotated[str, typer.Argument(metavar="AFTER", help=TARGET)],
     *,
+    gpu: c.Gpu = None,
     html: c.Html = None,
     source_url: c.SourceUrl = None,
     form: c.Shown = Format.TABLE,
@@ -27,26 +28,30 @@ def diff(
 
     Buffers are matched by module, op and kind, so that plans of two versions of a model can be compared.
 
+    --target is for what is a model of the two.
+
     A snapshot.pickle of torch.cuda.memory._dump_snapshot in place of BEFORE shows what was really allocated.
     """
     from memplan.cli.outputs import links_of, require_outputs, require_source_url
-    from memplan.cli.source import obtain
+    from memplan.cli.source import is_model, obtain, require_model
     from memplan.report.forms import allocated_form, diff_form
 
     require_outputs({"--html": html}, before, after)
     require_source_url(source_url, html)
+    require_model(after, gpu is not None and not is_model(before))
+    of_before, of_after = (gpu if is_model(target) else None for target in (before, after))
     if before.endswith((".pickle", ".pkl")):
         from memplan.analysis.allocated import read_snapshot
 
         if html is not None:
             what = "a recording has no plan that could be drawn"
             raise InvalidOutput(what, where="--html", hint="compare two plans, or give --format markdown")
-        c.show(allocated_form(read_snapshot(before), obtain(after)), form)
+        c.show(allocated_form(read_snapshot(before), obtain(after, gpu=of_after)), form)
         return
     from memplan.analysis.buffers import largest
     from memplan.analysis.diff import diff as compare
 
-    plans = obtain(before), obtain(after)
+    plans = obtain(before, gpu=of_before), obtain(after, gpu=of_after)
     found = compare(*plans)
     if html is not None:
         from memplan.core.files import write_atomic
@@ -63,6 +68,7 @@ def diff(
 def explain(
     target: Annotated[str, typer.Argument(metavar="PLAN|MODEL", help=TARGET)],
     *,
+    gpu: c.Gpu = None,
     at: Annotated[str, opt("--at STEP|peak", "Which step to explain.")] = "peak",
     form: c.Shown = Format.TABLE,
 ) -> None:
@@ -76,4 +82,5 @@ def explain(
 
     if at != "peak" and not (at.isascii() and at.isdigit() and len(at) < 10):
         raise InvalidSize(f"{at!r} is not a step of the plan", where="--at", hint="write a number, or peak")
-    c.show(explain_form(explain_plan(obtain(target), None if at == "peak" else int(at))), form)
+    plan = obtain(target, gpu=gpu)
+    c.show(explain_form(explain_plan(plan, None if at == "peak" else int(at))), form)

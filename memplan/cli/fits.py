@@ -16,7 +16,7 @@ from memplan.cli.console import Format, opt
 def fits(
     target: Annotated[str, typer.Argument(metavar="MODEL", help="FILE.py:FACTORY or package.module:FACTORY.")],
     *,
-    device: Annotated[str, opt("--device NAME|SIZE", "h100, h200, a100, a100-40gb, l4, cpu, or 24GiB.")],
+    device: Annotated[str, opt("--device,--target NAME|SIZE", "A GPU (h100, sm90:80GiB), cpu, or 24GiB.")],
     batch: Annotated[int | None, opt("--batch N", "Samples of a step; default: the example's.", min=1)] = None,
     optimizer: Annotated[str, opt("--optimizer NAME", "A class of torch.optim, or none.")] = "AdamW",
     dtype: Annotated[str | None, opt("--dtype TYPE", "The type of all floating-point tensors: bfloat16.")] = None,

@@ -173,10 +173,11 @@ def _fits(graph: Graph, op: Op, out: int, storage: int) -> bool:
     if not op.direct:
         return True
     rounds = op.target in COMPLEX_PRODUCTS and result.dtype.startswith("complex")
-    return not rounds and all(_same_place(r, result) for r in reads)
+    return not rounds and all(same_layout(r, result) for r in reads)
 
 
-def _same_place(one: Value, two: Value) -> bool:
+def same_layout(one: Value, two: Value) -> bool:
+    """Return whether two values have the same dtype, shape, strides and offset in their storages."""
     return (one.dtype, one.shape, one.strides, one.offset) == (two.dtype, two.shape, two.strides, two.offset)
 
 

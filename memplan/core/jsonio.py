@@ -10,13 +10,16 @@ import dataclasses
 import enum
 import functools
 import inspect
+import json
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
-from memplan.errors import InvalidPlan, InvalidProblem
+from memplan.errors import InvalidPlan, InvalidProblem, UnreadableFile
 
 _HIGHEST = 2**63 - 1  # the largest number of bytes or steps that is read; sums of them stay cheap and printable
 _SCALARS: Mapping[type, dict[str, Any]] = types.MappingProxyType(
@@ -199,3 +202,31 @@ def show(data: object) -> str:
 def clip(text: str) -> str:
     """Return `text` shortened to at most 60 characters."""
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def read_json(path: str | os.PathLike[str], hint: str) -> Any:
+    """Return the contents of a JSON file. Raises `UnreadableFile`, with `hint`, if there are none."""
+    where = os.fspath(path)
+    try:
+        return json.loads(
+            Path(where).read_bytes(), parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates
+        )
+    except OSError as error:
+        raise UnreadableFile(f"cannot be read: {error.strerror or error}", where=where, hint=hint) from error
+    except RecursionError as error:
+        raise UnreadableFile("is not JSON: nested too deeply", where=where, hint=hint) from error
+    except ValueError as error:
+        raise UnreadableFile(f"is not JSON: {error}", where=where, hint=hint) from error
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number")
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(key for key in names if names.count(key) > 1)
+        raise ValueError(f"key {clip(ascii(twice))} stands twice in one object")
+    return found

@@ -37,9 +37,9 @@ def peak_bytes(thunks: Sequence[Callable[[], None]], device: torch.device) -> li
     if not can_measure(device):
         raise RuntimeError("another profiler records on the device")
     if torch.autograd.profiler._is_profiler_enabled:
-        with _garbage_kept():
+        with garbage_kept():
             return _peaks_apart(thunks)
-    with quiet_kineto(), _garbage_kept(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
+    with quiet_kineto(), garbage_kept(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
         for i, thunk in enumerate(thunks):
             with record_function(f"{_THUNK}{i}"):
                 thunk()
@@ -119,7 +119,7 @@ def _read_peaks(events: Iterable[Any], found: list[int]) -> None:
 
 
 @contextmanager
-def _garbage_kept() -> Iterator[None]:
+def garbage_kept() -> Iterator[None]:
     """Pause Python's garbage collector."""
     collects = gc.isenabled()
     gc.disable()

@@ -25,8 +25,9 @@ from typing import Any
 from memplan.core.collectives import ALL_REDUCE, is_collective
 from memplan.core.evictions import OFFLOAD, RELOAD, SAVE_RNG, SEND, TRANSFERS
 from memplan.core.files import write_atomic
+from memplan.core.gpus import GPUS, GpuTarget
 from memplan.core.graph import Graph, Op, Value
-from memplan.core.jsonio import from_json, to_json
+from memplan.core.jsonio import from_json, read_json, to_json
 from memplan.errors import InvalidCosts, MemplanError, UnreadableFile
 
 VERSION = 1
@@ -182,12 +183,7 @@ def load_costs(path: str | os.PathLike[str]) -> CostModel:
     """
     where = os.fspath(path)
     hint = "make it anew: memplan.profile(model, example_inputs).save(path)"
-    try:
-        data = json.loads(Path(where).read_bytes())
-    except OSError as error:
-        raise UnreadableFile(f"cannot be read: {error.strerror or error}", where=where) from error
-    except (ValueError, RecursionError) as error:
-        raise UnreadableFile(f"is not JSON: {error}", where=where, hint=hint) from error
+    data = read_json(where, hint)
     if not isinstance(data, dict) or data.pop("cost_model", None) != VERSION:
         raise UnreadableFile(f"is not a cost model of version {VERSION}", where=where, hint=hint)
     try:
@@ -318,35 +314,31 @@ _ITEMSIZE: Mapping[str, int] = MappingProxyType(
 )
 
 
-def _pcie(gigabytes: float) -> Link:
-    return Link(bytes_per_second=gigabytes * 1e9, latency=10e-6)
-
-
-def _device(  # noqa: PLR0917
-    name: str, matrix: float, narrow: float, memory: float, launch: float, link: float, draw: float = 0.0
-) -> CostModel:
+def _roofline(gpu: GpuTarget) -> CostModel:
+    link = Link(bytes_per_second=gpu.link, latency=10e-6)
     return CostModel(
-        name=name,
-        draw=draw,
-        matrix_flops=matrix * 1e12,
-        narrow_flops=narrow * 1e12,
-        bytes_per_second=memory * 1e12,
-        launch=launch,
-        to_host=_pcie(link),
-        to_device=_pcie(link),
+        name=gpu.name,
+        matrix_flops=gpu.tf32,
+        narrow_flops=gpu.bf16,
+        bytes_per_second=gpu.bandwidth,
+        launch=2e-6,
+        to_host=link,
+        to_device=link,
     )
 
 
-# Data sheets: TFLOP/s of dense matrix products (TF32, BF16), TB/s of memory; GB/s that PCIe 4 and 5 reach in practice.
-DEVICES: Mapping[str, CostModel] = MappingProxyType(
-    {
-        "a100": _device("a100", 156, 312, 2.0, 2e-6, 25),
-        "h100": _device("h100", 495, 989, 3.35, 2e-6, 50),
-        "h200": _device("h200", 495, 989, 4.8, 2e-6, 50),
-        "l4": _device("l4", 60, 121, 0.3, 2e-6, 25),
-        "cpu": _device("cpu", 0.1, 0.1, 0.02, 3e-6, 8, draw=12e-9),
-    }
+_HOST_COPY = Link(bytes_per_second=8e9, latency=10e-6)
+_CPU = CostModel(
+    name="cpu",
+    matrix_flops=0.1e12,
+    narrow_flops=0.1e12,
+    bytes_per_second=0.02e12,
+    launch=3e-6,
+    to_host=_HOST_COPY,
+    to_device=_HOST_COPY,
+    draw=12e-9,
 )
+DEVICES: Mapping[str, CostModel] = MappingProxyType({**{g.name: _roofline(g) for g in GPUS.values()}, "cpu": _CPU})
 
 # Data sheets, one direction of each rank's link, and what collectives reach of it in practice (about 80 % and 90 %).
 LINKS: Mapping[str, Link] = MappingProxyType(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from types import MappingProxyType
 
-from memplan.errors import MemplanError
+from memplan.core.later import policy_in
 from memplan.evict.workload import Policy
 
 # name -> module and function
@@ -30,10 +29,5 @@ def policy_name(policy: str | Policy) -> str:
 
 def fit_policy(policy: str | Policy = "auto") -> Policy:
     """Return the policy of that name, or the given function itself. Raises `MemplanError` for an unknown name."""
-    if callable(policy):
-        return policy
-    if policy not in POLICIES:
-        raise MemplanError(f"policy={policy!r}", hint=f"choose one of: {', '.join(map(repr, POLICIES))}")
-    module, name = POLICIES[policy]
-    found: Policy = getattr(import_module(f"memplan.evict.{module}"), name)
+    found: Policy = policy_in(POLICIES, "policy", policy, "memplan.evict")
     return found

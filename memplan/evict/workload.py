@@ -12,14 +12,14 @@ which it can be recomputed; no storage is assumed to be kept beyond its own last
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 from memplan.core.collectives import is_collective, may_run_again
-from memplan.core.graph import Graph, Phase, StorageKind
+from memplan.core.graph import Graph, Op, Phase, StorageKind
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import CostModel
 
@@ -96,18 +96,17 @@ class Workload:
     @cached_property
     def writers(self) -> tuple[tuple[int, ...], ...]:
         """The ops that write each storage, in order."""
-        found: list[list[int]] = [[] for _ in self.graph.storages]
-        for i, op in enumerate(self.graph.ops):
-            for s in self.graph.written(op):
-                found[s].append(i)
-        return tuple(map(tuple, found))
+        return self._by_storage(self.graph.written)
 
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
         """The ops that read or write each storage, in order."""
+        return self._by_storage(self.graph.touched)
+
+    def _by_storage(self, of: Callable[[Op], Iterable[int]]) -> tuple[tuple[int, ...], ...]:
         found: list[list[int]] = [[] for _ in self.graph.storages]
         for i, op in enumerate(self.graph.ops):
-            for s in self.graph.touched(op):
+            for s in of(op):
                 found[s].append(i)
         return tuple(map(tuple, found))
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
+from memplan.core.gpus import ALIASES, GpuTarget, find_gpu
 from memplan.core.units import format_bytes, parse_share
 from memplan.errors import InvalidSize, UnsupportedDevice
 from memplan.planning.options import read_size
@@ -15,27 +14,14 @@ HOST = "cpu"
 SLACK = 0.05  # share of the device that is left free unless the user says otherwise
 ALLOWANCE = 1 << 30  # bytes: a context, its kernels, and the workspaces of cuBLAS and cuDNN
 
-# Bytes as torch shows them (`get_device_properties().total_memory`), the least in public logs, rounded down; and the
-# cost model of the device. As torch shows them: H100 79.11 GiB (vllm-project/vllm#27508) to 81090 MB; A100 with 40 GB
-# 42298834944 bytes (bottlerocket-os/bottlerocket#3873); H200 139.72 to 139.81 GiB, 143156 MB. For the A100 of 80 GB and
-# the L4, nvidia-smi's 81920 and 23034 MiB (modal-labs/modal-client#2797), less what torch shows less of like cards.
-DEVICE_MEMORY: Mapping[str, tuple[int, str]] = MappingProxyType(
-    {
-        "h200": (int(139.5 * 2**30), "h200"),
-        "h100": (79 << 30, "h100"),
-        "a100": (79 << 30, "a100"),
-        "a100-40gb": (39 << 30, "a100"),
-        "l4": (int(21.9 * 2**30), "l4"),
-    }
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
     """The memory of a device. All sizes are bytes.
 
     `allowance` is what the device's context and libraries take (assumed, not measured), `slack` what is left free on
-    purpose. `costs` names the cost model of the device; "" where only its size is known (an accelerator's).
+    purpose. `costs` names the cost model of the device; "" where only its size is known (an accelerator's). `gpu`: what
+    was named, if it is one.
     """
 
     device: str
@@ -43,6 +29,7 @@ class Capacity:
     allowance: int
     slack: int
     costs: str = ""
+    gpu: GpuTarget | None = None
 
     @property
     def is_host(self) -> bool:
@@ -61,8 +48,8 @@ def capacity_of(
     """Return the memory of a device.
 
     Args:
-        device: A name of `DEVICE_MEMORY`; "cpu", the memory of this machine; or a size: a number of bytes, or a text
-            such as "24GiB".
+        device: A GPU, as `find_gpu` takes it; "cpu", the memory of this machine; or a size: a number of bytes, or a
+            text such as "24GiB".
         allowance: Bytes for the context and libraries; None: `ALLOWANCE` for a device, and none for a size.
         slack: What stays free: bytes, or a share of the device (0.05, "5%"); None: `SLACK`.
 
@@ -70,14 +57,16 @@ def capacity_of(
         UnsupportedDevice: The device is unknown.
         InvalidSize: A size or a share has no valid value, or nothing is left for the step.
     """
-    if isinstance(device, str) and not device.strip()[:1].isdigit():
-        name = device.strip().lower()
-        known = (_physical(), HOST) if name == HOST else DEVICE_MEMORY.get(name)
-        if known is None:
-            hint = f"choose one of: {', '.join(DEVICE_MEMORY)}, {HOST}, or give its memory: 24GiB"
-            what = f"{device!r} is not a device whose memory is known"
-            raise UnsupportedDevice(what, where="device", hint=hint, see="unknown-memory")
-        total, costs, usual = *known, ALLOWANCE
+    text, gpu = device.strip().lower() if isinstance(device, str) else "0", None
+    if text == HOST:
+        total, costs, usual = _physical(), HOST, ALLOWANCE
+    elif text in ALIASES or not text[:1].isdigit():
+        try:
+            gpu = find_gpu(str(device), "device")
+        except UnsupportedDevice as error:
+            error.hint = f"{error.hint}; {HOST}; or a memory alone, as 24GiB"
+            raise
+        total, costs, usual = gpu.memory, gpu.costs, ALLOWANCE
     else:
         total, costs, usual = read_size("device", device), "", 0
     taken = usual if allowance is None else read_size("allowance", allowance)
@@ -85,7 +74,7 @@ def capacity_of(
     if total <= taken + free:
         what = f"of {format_bytes(total)}, {format_bytes(taken)} are the context's and {format_bytes(free)} stay free"
         raise InvalidSize(f"{what}: nothing is left", where="device", hint="give less slack or allowance")
-    return Capacity(device=str(device), total=total, allowance=taken, slack=free, costs=costs)
+    return Capacity(device=str(device), total=total, allowance=taken, slack=free, costs=costs, gpu=gpu)
 
 
 def _physical() -> int:

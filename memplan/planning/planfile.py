@@ -20,7 +20,7 @@ from memplan.core.evictions import DeviceArena, check_record
 from memplan.core.files import write_atomic
 from memplan.core.graph import Graph, check_graph
 from memplan.core.happens_before import require_no_races
-from memplan.core.jsonio import clip, from_json, json_schema, show, to_json
+from memplan.core.jsonio import from_json, json_schema, read_json, show, to_json
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import SCHEMA_VERSION, Plan, as_loaded
 from memplan.core.problem import Solution, Status
@@ -28,7 +28,7 @@ from memplan.core.schedule import Schedule, live_bytes, working_set_bound
 from memplan.core.totals import page_locked
 from memplan.core.validate import validate
 from memplan.core.written_first import require_written_first
-from memplan.errors import InvalidPlan, MemplanError, UnreadableFile
+from memplan.errors import InvalidPlan, MemplanError
 from memplan.schedule.select import require_evidence
 
 
@@ -171,10 +171,16 @@ class FileFormat(Generic[_Held]):
         head = {self.key: self.version, "fingerprint": held.fingerprint, "checksum": checksum(body)}
         return json.dumps({**head, **body}, separators=(",", ":"), allow_nan=False) + "\n"
 
+    def write(self, held: _Held, path: str | os.PathLike[str]) -> None:
+        """Write the file in one step. Raises `UnreadableFile` if it cannot be written."""
+        write_atomic(Path(path), self.text(held))
+
     def read(self, path: str | os.PathLike[str]) -> _Held:
         """Read the contents of a file. Errors name the file and the next step; they are those of `load`."""
         where = os.fspath(path)
-        data = _parse(where, self.hint)
+        data = read_json(where, self.hint)
+        if not isinstance(data, dict):
+            raise InvalidPlan("is not a plan: the top level is not an object", where=where, hint=self.hint)
         try:
             return self._made(data)
         except MemplanError as error:
@@ -212,11 +218,8 @@ _PLAN = FileFormat(
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write `plan` to `path` as JSON in one step. Raises `UnreadableFile` if the file cannot be written.
-
-    Equal plans give equal bytes.
-    """
-    write_atomic(Path(path), to_text(plan))
+    """Write `plan` to `path` as JSON in one step. Raises `UnreadableFile` if the file cannot be written."""
+    _PLAN.write(plan, path)
 
 
 def to_text(plan: Plan) -> str:
@@ -273,36 +276,3 @@ def load(path: str | os.PathLike[str]) -> Plan:
         >>> module = memplan.compile(model, example_inputs, plan=plan)
     """
     return _PLAN.read(path)
-
-
-def _parse(where: str, hint: str) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises `UnreadableFile` or `InvalidPlan`, with `hint`, if the file holds none.
-    """
-    try:
-        data = json.loads(
-            Path(where).read_bytes(), parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates
-        )
-    except OSError as error:
-        raise UnreadableFile(f"cannot be read: {error.strerror or error}", where=where) from error
-    except RecursionError as error:
-        raise UnreadableFile("is not a plan: nested too deeply", where=where, hint=hint) from error
-    except ValueError as error:
-        raise UnreadableFile(f"is not JSON: {error}", where=where, hint=hint) from error
-    if not isinstance(data, dict):
-        raise InvalidPlan("is not a plan: the top level is not an object", where=where, hint=hint)
-    return data
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number")
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [key for key, _ in pairs]
-        twice = next(key for key in names if names.count(key) > 1)
-        raise ValueError(f"key {clip(ascii(twice))} stands twice in one object")
-    return found

@@ -197,8 +197,9 @@ def _lines(answer: Fits) -> Iterator[str]:
         yield f"largest batch that fits: {answer.largest_batch}" if answer.largest_batch else none
     if answer.within is not None and answer.within.eviction is not None:
         options = ", ".join(f"{name}={option!r}" for name, option in _budget(answer).items())
-        slower = format_share(answer.within.eviction.overhead)
-        yield f"fits with memplan.compile(model, inputs, {options}): predicted +{slower} of a step's time"
+        kept = answer.within.eviction
+        slower = f"predicted +{format_share(kept.overhead)} of a step's time by the costs of {kept.costs}"
+        yield f"fits with memplan.compile(model, inputs, {options}): {slower}"
     if answer.smallest is not None:
         yield f"no plan was found that fits: the smallest needs {format_bytes(answer.smallest)}"
     yield f"eager is predicted to need {format_bytes(answer.eager)}"
@@ -206,7 +207,9 @@ def _lines(answer: Fits) -> Iterator[str]:
         what = "forward and backward" if answer.train else "the forward"
         time = f"{answer.seconds:,.2f} s" if answer.seconds >= 1 else f"{answer.seconds * 1e3:.3g} ms"
         yield f"{what} by the roofline of {answer.capacity.costs or 'the costs given'}: {time}"
-    if not answer.capacity.is_host:
+    if any(s.device.startswith("cuda") for s in answer.plan.graph.storages):
+        yield f"kernels are those of {answer.capacity.device}; what they allocate for themselves is not known"
+    elif not answer.capacity.is_host:
         yield "kernels were traced as the CPU's; what an accelerator's allocate is not known"
     elif answer.unmeasured:
         yield f"kernels are this machine's; what {answer.unmeasured} of them allocate for themselves is not known"

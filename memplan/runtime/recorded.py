@@ -20,7 +20,7 @@ import torch
 from memplan.core.problem import Buffer, Problem, Solution
 from memplan.core.units import format_bytes
 from memplan.devices.kinds import alignment_of
-from memplan.devices.measure import quiet_kineto
+from memplan.devices.measure import garbage_kept, quiet_kineto
 from memplan.errors import MemplanError, UnsupportedCall
 from memplan.recording.allocator import Allocator, cuda_backing
 from memplan.recording.tape import Tape, TapeEvent, lives, make_tape, solve_lanes
@@ -227,7 +227,9 @@ def record(
     for _ in range(warm_up):
         step_fn()
     watch = _profiled if allocator is None else _hooked(allocator)
-    events = _without_garbage_collection(lambda: watch(step_fn, device))
+    gc.collect()
+    with garbage_kept():
+        events = watch(step_fn, device)
     return recording_of(events, alignment_of(device), allocator, solver=solver, time_limit=time_limit)
 
 
@@ -252,18 +254,6 @@ def recording_of(
         tape=make_tape(events, problem, solution.offsets, solution.arena_size),
         allocator=allocator,
     )
-
-
-def _without_garbage_collection(function: Callable[[], list[TapeEvent]]) -> list[TapeEvent]:
-    """Return `function()`, called with garbage collection disabled."""
-    gc.collect()
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        return function()
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _profiled(step_fn: Callable[[], Any], device: torch.device) -> list[TapeEvent]:

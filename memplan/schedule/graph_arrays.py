@@ -106,13 +106,6 @@ class GraphArrays:
         real = order[order != self.barrier]
         return tuple((real - (real > self.barrier)).tolist())
 
-    def core_order(self, order: Sequence[int]) -> Ints:
-        """Return the order `order` of the graph's ops in the numbers of these arrays, with the barrier after the
-        forward.
-        """
-        numbers = np.asarray(order, np.int64)
-        return np.insert(numbers + (numbers >= self.barrier), self.barrier, self.barrier)
-
     def graph_op(self, op: int) -> int:
         """Return the graph's index of an op other than the barrier."""
         return op - (op > self.barrier)

@@ -7,12 +7,12 @@ again from its evidence, or is only claimed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from types import MappingProxyType
 
 from memplan.core.graph import Graph
+from memplan.core.later import policy_in
 from memplan.core.schedule import Evidence, Schedule, is_proven_again, make_schedule, working_set
-from memplan.errors import InvalidPlan, MemplanError
+from memplan.errors import InvalidPlan
 from memplan.schedule.cut import cut_bound
 
 Policy = Callable[[Graph], Schedule]
@@ -45,12 +45,7 @@ def order(graph: Graph, schedule: str | Policy = "auto") -> Schedule:
 
 def policy_of(schedule: str | Policy) -> Policy:
     """Return the policy of that name, or the given function itself. Raises `MemplanError` for an unknown name."""
-    if callable(schedule):
-        return schedule
-    if schedule not in POLICIES:
-        raise MemplanError(f"schedule={schedule!r}", hint=f"choose one of: {', '.join(map(repr, POLICIES))}")
-    module, name = POLICIES[schedule]
-    found: Policy = getattr(import_module(f"memplan.schedule.{module}"), name)
+    found: Policy = policy_in(POLICIES, "schedule", schedule, "memplan.schedule")
     return found
 
 

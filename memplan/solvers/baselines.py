@@ -1,15 +1,16 @@
 """Solvers of one rule each. The portfolio starts from `greedy` and falls back to `naive`; users may select any.
 
 - `greedy` and `greedy-best` place buffers by descending size, first-fit or best-fit (Pisarchyk and Lee, "Efficient
-Memory Management for Deep Neural Net Inference", 2020). It is within 1 % of max live on most graphs. - `naive` gives
-every buffer bytes of its own, which is the largest arena that a planner is compared with. - `online-first` and
-`online-best` simulate an allocator, which does not know the future: memory is allocated at birth and freed at death, in
-order of time, from a list of coalesced holes. - `partition` is the greedy partitioning of tract (sonos/tract,
-gpu/src/memory/schema.rs). By descending size, each buffer goes into the compatible partition (no live intervals
-overlap) with the largest total bytes, or else into a new one. The table of steps x partitions is readable, and the
-method also works for symbolic sizes. - `tstack` is the layout of the ext-tstack note: first-fit by descending release
-step. A buffer is above the result that is computed from it, so its release leaves one contiguous hole at the top, which
-the next load or result takes.
+  Memory Management for Deep Neural Net Inference", 2020). It is within 1 % of max live on most graphs.
+- `naive` gives every buffer bytes of its own, which is the largest arena that a planner is compared with.
+- `online-first` and `online-best` simulate an allocator, which does not know the future: memory is allocated at birth
+  and freed at death, in order of time, from a list of coalesced holes.
+- `partition` is the greedy partitioning of tract (sonos/tract, gpu/src/memory/schema.rs). By descending size, each
+  buffer goes into the compatible partition (no live intervals overlap) with the largest total bytes, or else into a new
+  one. The table of steps x partitions is readable, and the method also works for symbolic sizes.
+- `tstack` is the layout of the ext-tstack note: first-fit by descending release step; ties go by start, then by
+  definition order. A buffer is above the result that is computed from it, so its release leaves one contiguous hole at
+  the top, which the next load or result takes.
 """
 
 from __future__ import annotations
@@ -17,17 +18,38 @@ from __future__ import annotations
 import sys
 import time
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from memplan.core.problem import Buffer, Problem, Solution
 from memplan.solvers import thresholds
 from memplan.solvers.base import NO_LIMITS, SolverLimits, align_up, finish
 
+Offsets = dict[str, int]  # id -> bytes
 
-def in_order(
-    problem: Problem, order: Sequence[Buffer], *, best: bool = False, compiled: bool | None = None
-) -> dict[str, int]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleSolver:
+    """A solver that is one function from a problem to offsets; `unpinned` says why it cannot pin a buffer."""
+
+    name: str
+    place: Callable[[Problem], Offsets]
+    unpinned: str = ""
+
+    def refuses(self, problem: Problem) -> str | None:
+        """Return why the problem cannot be solved by the rule, or None."""
+        pinned = self.unpinned and any(b.pinned_offset is not None for b in problem.buffers)
+        return f"{self.unpinned}, so a buffer cannot be pinned to one" if pinned else None
+
+    def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
+        """Place every buffer; limits and seed change nothing."""
+        began = time.perf_counter()
+        offsets = self.place(problem)
+        return finish(problem, offsets, solver=self.name, seconds=time.perf_counter() - began)
+
+
+def in_order(problem: Problem, order: Sequence[Buffer], *, best: bool = False, compiled: bool | None = None) -> Offsets:
     """Offsets (bytes) if each buffer of `order` takes the first (with `best`: tightest) free offset.
 
     An offset is free if the buffer overlaps no pinned buffer and no buffer before it in `order` during its whole live
@@ -37,7 +59,7 @@ def in_order(
     if len(problem.buffers) > thresholds.COMPILED if compiled is None else compiled:
         return _compiled(problem, order, best=best)
     placed: list[tuple[int, int, Buffer]] = []  # (offset, rank, buffer), by offset
-    offsets: dict[str, int] = {}
+    offsets: Offsets = {}
     pinned = [b for b in problem.buffers if b.pinned_offset is not None]
     for rank, buffer in enumerate([*pinned, *(b for b in order if b.pinned_offset is None)]):
         offset = buffer.pinned_offset
@@ -73,7 +95,7 @@ def _alive_together(one: Buffer, two: Buffer) -> bool:
     return any(not a.is_disjoint(b) for a in one.segments for b in two.segments)
 
 
-def _compiled(problem: Problem, order: Sequence[Buffer], *, best: bool) -> dict[str, int]:
+def _compiled(problem: Problem, order: Sequence[Buffer], *, best: bool) -> Offsets:
     import numpy as np
 
     from memplan.solvers.arrays import make_problem_arrays
@@ -89,104 +111,60 @@ def _compiled(problem: Problem, order: Sequence[Buffer], *, best: bool) -> dict[
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Greedy:
-    """Places buffers by descending size; ties go by start, then by definition order. Pinned buffers come first."""
-
-    best_fit: bool = False
-
-    @property
-    def name(self) -> str:
-        return "greedy-best" if self.best_fit else "greedy"
-
-    def refuses(self, problem: Problem) -> str | None:
-        return None
-
-    def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
-        began = time.perf_counter()
-        offsets = in_order(problem, by_size(problem), best=self.best_fit)
-        return finish(problem, offsets, solver=self.name, seconds=time.perf_counter() - began)
-
-
 def by_size(problem: Problem) -> list[Buffer]:
     """The buffers of `problem`, largest first; ties go by start, then by definition order."""
     return sorted(problem.buffers, key=lambda b: (-b.size, b.live.start))
 
 
-class Naive:
-    """Places buffers one after another without sharing bytes; pinned buffers come first, the others above them."""
-
-    name = "naive"
-
-    def refuses(self, problem: Problem) -> str | None:
-        return None
-
-    def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
-        began = time.perf_counter()
-        offsets = {b.id: b.pinned_offset for b in problem.buffers if b.pinned_offset is not None}
-        top = max((b.pinned_offset + b.size for b in problem.buffers if b.pinned_offset is not None), default=0)
-        for b in problem.buffers:
-            if b.pinned_offset is None:
-                offsets[b.id] = align_up(top, b.alignment)
-                top = offsets[b.id] + b.size
-        return finish(problem, offsets, solver=self.name, seconds=time.perf_counter() - began)
+def _greedy(problem: Problem, *, best: bool = False) -> Offsets:
+    return in_order(problem, by_size(problem), best=best)
 
 
-@dataclass(frozen=True, slots=True)
-class Online:
-    """Allocates first-fit or best-fit. Buffers that start together go by descending size. Gaps are not freed."""
-
-    best_fit: bool
-
-    @property
-    def name(self) -> str:
-        return "online-best" if self.best_fit else "online-first"
-
-    def refuses(self, problem: Problem) -> str | None:
-        if any(b.pinned_offset is not None for b in problem.buffers):
-            return "an allocator chooses addresses itself, so a buffer cannot be pinned to one"
-        return None
-
-    def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
-        from memplan.solvers.arrays import make_problem_arrays
-        from memplan.solvers.heuristics import online
-
-        began = time.perf_counter()
-        arrays = make_problem_arrays(problem)
-        offsets = {b.id: 0 for b in problem.buffers}
-        if arrays.n:
-            values = (next(online(arrays, self.best_fit)) * arrays.unit).tolist()
-            offsets.update(zip((problem.buffers[i].id for i in arrays.source.tolist()), values, strict=True))
-        return finish(problem, offsets, solver=self.name, seconds=time.perf_counter() - began)
+def _tstack(problem: Problem) -> Offsets:
+    return in_order(problem, sorted(problem.buffers, key=lambda b: (-b.live.end, b.live.start)))
 
 
-class Partition:
-    """Places buffers with disjoint live intervals in a common partition; the arena is the sum of all partitions."""
+def _naive(problem: Problem) -> Offsets:
+    """Place buffers one after another without sharing bytes; pinned buffers come first, the others above them."""
+    offsets = {b.id: b.pinned_offset for b in problem.buffers if b.pinned_offset is not None}
+    top = max((b.pinned_offset + b.size for b in problem.buffers if b.pinned_offset is not None), default=0)
+    for b in problem.buffers:
+        if b.pinned_offset is None:
+            offsets[b.id] = align_up(top, b.alignment)
+            top = offsets[b.id] + b.size
+    return offsets
 
-    name = "partition"
 
-    def refuses(self, problem: Problem) -> str | None:
-        if any(b.pinned_offset is not None for b in problem.buffers):
-            return "a partition has no fixed address, so a buffer cannot be pinned to one"
-        return None
+def _online(problem: Problem, *, best: bool) -> Offsets:
+    """Allocate first-fit or best-fit. Buffers that start together go by descending size. Gaps are not freed."""
+    from memplan.solvers.arrays import make_problem_arrays
+    from memplan.solvers.heuristics import online
 
-    def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
-        began = time.perf_counter()
-        offsets: dict[str, int] = {}
-        top = 0
-        for partition in partitions(problem):
-            top = align_up(top, max(b.alignment for b in partition))
-            offsets.update((b.id, top) for b in partition)
-            top += max(b.size for b in partition)
-        return finish(problem, offsets, solver=self.name, seconds=time.perf_counter() - began)
+    arrays = make_problem_arrays(problem)
+    offsets = {b.id: 0 for b in problem.buffers}
+    if arrays.n:
+        values = (next(online(arrays, best)) * arrays.unit).tolist()
+        offsets.update(zip((problem.buffers[i].id for i in arrays.source.tolist()), values, strict=True))
+    return offsets
+
+
+def _partition(problem: Problem) -> Offsets:
+    """Place buffers with disjoint live intervals in a common partition; the arena is the sum of all partitions."""
+    offsets: Offsets = {}
+    top = 0
+    for partition in partitions(problem):
+        top = align_up(top, max(b.alignment for b in partition))
+        offsets.update((b.id, top) for b in partition)
+        top += max(b.size for b in partition)
+    return offsets
 
 
 def partitions(problem: Problem) -> tuple[tuple[Buffer, ...], ...]:
     """The partitions, in the order in which they were opened; each holds buffers with disjoint live intervals."""
     found: list[list[Buffer]] = []
     totals: list[int] = []
-    for buffer in sorted(problem.buffers, key=lambda b: (-b.size, b.live.start)):
-        fits = [i for i, members in enumerate(found) if all(_disjoint(buffer, m) for m in members)]
+    for buffer in by_size(problem):
+        fits = [i for i, members in enumerate(found) if not any(_alive_together(buffer, m) for m in members)]
         if fits:
             best = max(fits, key=lambda i: (totals[i], -i))
             found[best].append(buffer)
@@ -197,20 +175,14 @@ def partitions(problem: Problem) -> tuple[tuple[Buffer, ...], ...]:
     return tuple(tuple(members) for members in found)
 
 
-def _disjoint(one: Buffer, two: Buffer) -> bool:
-    return all(a.is_disjoint(b) for a in one.segments for b in two.segments)
-
-
-class TStack:
-    """Places buffers by descending end; ties go by start, then by definition order. Pinned buffers come first."""
-
-    name = "tstack"
-
-    def refuses(self, problem: Problem) -> str | None:
-        return None
-
-    def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
-        began = time.perf_counter()
-        order = sorted(problem.buffers, key=lambda b: (-b.live.end, b.live.start))
-        offsets = in_order(problem, order)
-        return finish(problem, offsets, solver=self.name, seconds=time.perf_counter() - began)
+_ALLOCATOR = "an allocator chooses addresses itself"
+GREEDY, NAIVE = RuleSolver(name="greedy", place=_greedy), RuleSolver(name="naive", place=_naive)
+RULES = (
+    GREEDY,
+    RuleSolver(name="greedy-best", place=partial(_greedy, best=True)),
+    RuleSolver(name="tstack", place=_tstack),
+    RuleSolver(name="partition", place=_partition, unpinned="a partition has no fixed address"),
+    RuleSolver(name="online-first", place=partial(_online, best=False), unpinned=_ALLOCATOR),
+    RuleSolver(name="online-best", place=partial(_online, best=True), unpinned=_ALLOCATOR),
+    NAIVE,
+)

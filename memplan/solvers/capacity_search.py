@@ -11,7 +11,7 @@ from memplan.solvers import heuristics as squeaky_wheel
 from memplan.solvers import thresholds
 from memplan.solvers.arrays import Ints, PieceOutcome, ProblemArrays, lower_bound
 from memplan.solvers.base import Progress, SolverLimits, WorkBudget, refusal, warn_of_fault
-from memplan.solvers.baselines import Naive, by_size, in_order
+from memplan.solvers.baselines import NAIVE, by_size, in_order
 from memplan.solvers.heuristics import first_answers, first_fit_work
 from memplan.solvers.solve_at_capacity import attempt
 
@@ -48,7 +48,7 @@ class Answers:
         yield "greedy", self._in_units(in_order(problem, by_size(problem)))
         if len(problem.buffers) <= thresholds.PLAIN:
             yield "greedy in plain Python", self._in_units(in_order(problem, by_size(problem), compiled=False))
-        yield "naive", self._in_units(Naive().solve(problem).offsets)
+        yield "naive", self._in_units(NAIVE.solve(problem).offsets)
 
     def _in_units(self, offsets: Mapping[str, int]) -> Ints:
         buffers = self._problem.buffers

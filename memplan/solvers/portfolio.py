@@ -13,7 +13,7 @@ import time
 from memplan.core.problem import Problem, Solution
 from memplan.solvers import thresholds
 from memplan.solvers.base import NO_LIMITS, Progress, SolverLimits, WorkBudget, finish, refusal, warn_of_fault
-from memplan.solvers.baselines import Greedy
+from memplan.solvers.baselines import GREEDY
 
 
 class Portfolio:
@@ -27,7 +27,7 @@ class Portfolio:
     def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
         budget = WorkBudget(limits)
         if len(problem.buffers) <= thresholds.SMALL:
-            quick = Greedy().solve(problem)
+            quick = GREEDY.solve(problem)
             enough = quick.arena_size <= problem.max_live or _is_enough(problem, quick.arena_size, limits)
             reason = refusal(problem, quick.offsets) if enough else None
             if reason is not None:
@@ -68,7 +68,7 @@ class CPSAT:
         from memplan.solvers.cpsat_model import minimise
 
         began = time.perf_counter()
-        start = Greedy().solve(problem)
+        start = GREEDY.solve(problem)
         arrays = make_problem_arrays(problem)
         if not arrays.n:
             return finish(problem, start.offsets, solver=self.name, seconds=time.perf_counter() - began)

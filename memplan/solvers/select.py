@@ -9,20 +9,10 @@ from memplan.core.problem import Buffer, Problem, Solution
 from memplan.core.validate import validate
 from memplan.errors import InvalidProblem, UnsupportedProblem
 from memplan.solvers.base import Progress, Solver, SolverLimits
-from memplan.solvers.baselines import Greedy, Naive, Online, Partition, TStack
+from memplan.solvers.baselines import RULES
 from memplan.solvers.portfolio import CPSAT, Portfolio
 
-_ALL: tuple[Solver, ...] = (
-    Portfolio(),
-    CPSAT(),
-    Greedy(),
-    Greedy(best_fit=True),
-    TStack(),
-    Partition(),
-    Online(best_fit=False),
-    Online(best_fit=True),
-    Naive(),
-)
+_ALL: tuple[Solver, ...] = (Portfolio(), CPSAT(), *RULES)
 SOLVERS: Mapping[str, Solver] = {solver.name: solver for solver in _ALL}
 DEFAULT = "portfolio"
 _MOST = 1 << 60  # bytes, steps: sums of a few of them must stay within 64 bits

@@ -11,10 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from memplan.core.files import write_atomic
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan, as_loaded
 from memplan.core.schedule import Evidence, Schedule, make_schedule
@@ -232,8 +230,7 @@ class SymbolicPlan:
         Example:
             >>> symbolic.save("model.plan.json")
         """
-
-        save_symbolic(self, path)
+        _FORM.write(self, path)
 
 
 def _remake(own: dict[str, Any]) -> SymbolicPlan:
@@ -330,14 +327,6 @@ _FORM = FileFormat(
     mark=whole_as_loaded,
     hint="make the plan anew: memplan.plan(model, example_inputs, dynamic_shapes=...).save(path)",
 )
-
-
-def save_symbolic(plan: SymbolicPlan, path: str | os.PathLike[str]) -> None:
-    """Write `plan` to `path` as JSON in one step. Raises `UnreadableFile` if the file cannot be written.
-
-    Equal plans give equal bytes.
-    """
-    write_atomic(Path(path), _FORM.text(plan))
 
 
 def load_symbolic(path: str | os.PathLike[str]) -> SymbolicPlan:

@@ -18,9 +18,9 @@ from typing import IO, Any, TypeVar
 
 import torch
 
+from memplan.core.gpus import GpuTarget
 from memplan.errors import MemplanError, UnsupportedDevice
 from memplan.targets.guard import built_guard
-from memplan.targets.target import GpuTarget
 
 _T = TypeVar("_T")
 _log = logging.getLogger("memplan")

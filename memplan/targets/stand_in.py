@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from memplan.core.gpus import GpuTarget
 from memplan.targets.attention import choose_attention
 from memplan.targets.guard import install_guard
-from memplan.targets.target import GpuTarget
 
 DEVICE = torch.device("cuda", 0)
 _kept: list[torch.library.Library] = []  # kernels that are registered as long as these live
@@ -119,11 +119,6 @@ def _cuda(target: GpuTarget) -> None:
     _set(
         torch.accelerator, **available, current_accelerator=lambda known=False, **how: None if known or how else DEVICE
     )
-
-
-def _current_accelerator(check_available: bool = False) -> torch.device | None:
-    """Return the kind of accelerator that torch is for; none is available."""
-    return None if check_available else DEVICE
 
 
 def _answering(answer: Any) -> Callable[..., Any]:

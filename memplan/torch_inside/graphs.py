@@ -6,10 +6,9 @@ Others take torch's names for these, and for fake tensors, from here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch._functorch import config as _config
 from torch._functorch._aot_autograd.descriptors import (
@@ -43,7 +42,6 @@ __all__ = [
     "backward_outside_autocast",
     "joint_graph",
     "one_of_each",
-    "partitioned_by_torch",
     "unset_fake_temporarily",
     "view_ops",
 ]
@@ -91,19 +89,3 @@ def view_ops() -> Any:
     from torch._functorch.partitioners import get_default_op_list
 
     return get_default_op_list().view_ops
-
-
-def partitioned_by_torch(
-    joint: fx.GraphModule, *, budget: float, results: int, static: Sequence[int]
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return forward and backward as torch.compile would make them of a joint graph, which is cleaned on the way.
-
-    `budget`: torch's `activation_memory_budget`. `results`: the number of outputs of the forward. `static`: the inputs
-    that stay from step to step.
-    """
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    with _config.patch(activation_memory_budget=budget), torch.no_grad():
-        return min_cut_rematerialization_partition(
-            joint, None, num_fwd_outputs=results, static_lifetime_input_indices=list(static)
-        )

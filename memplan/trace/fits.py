@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan.core.gpus import GpuTarget
 from memplan.core.plan import Plan
 from memplan.core.timed import timed
 from memplan.distributed.fake_ranks import divided, fake_ranks
@@ -23,7 +24,6 @@ from memplan.planning.memory_answer import Fits, Need, need_of
 from memplan.planning.options import DEFAULTS, Costs, PlanOptions
 from memplan.targets.child import asked_for, require_child
 from memplan.targets.stand_in import DEVICE
-from memplan.targets.target import GpuTarget, find_target
 from memplan.trace.batches import largest_within
 from memplan.trace.capture.effects import with_fake_tensors
 from memplan.trace.kernel_scratch import KernelScratch
@@ -66,8 +66,8 @@ def fits(
             `(model, example_inputs)` or `(model, example_inputs, example_kwargs)`.
         example_inputs: As in `memplan.plan`; none for a function.
         example_kwargs: The keyword arguments; none for a function.
-        device: "h100", "h200", "a100", "a100-40gb", "l4"; "cpu", which is this machine; or the memory of an
-            accelerator: bytes, or a text such as "24GiB".
+        device: A GPU, as `target` of `memplan.plan` names it ("h100", "sm90:80GiB"); "cpu", which is this machine; or
+            the memory of an accelerator: bytes, or a text such as "24GiB".
         batch: The samples of a step: the first dimension of every tensor in the example; None takes the example's. A
             function is called with it (1 if None).
         optimizer: The name of a class of `torch.optim`, "none", or a function from parameters to an optimizer.
@@ -126,14 +126,14 @@ def fits(
 
 def _target_of(capacity: Capacity) -> GpuTarget | None:
     """Return the GPU whose kernels are traced; None for a size and for the host, and where no GPU can stand in here."""
-    if capacity.is_host or not capacity.costs:
+    if capacity.gpu is None:
         return None
     try:
         require_child()
     except MemplanError as why:
         _log.warning("the kernels are traced as the CPU's, which need more than a GPU's: %s", why.summary)
         return None
-    return find_target(capacity.device)
+    return capacity.gpu
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,12 +11,12 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.arguments import arguments_of
+from memplan.core.gpus import find_gpu
 from memplan.core.units import format_bytes
 from memplan.errors import LibraryNotInstalled, UnsupportedDevice
 from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.targets.child import asked_for
 from memplan.targets.stand_in import DEVICE
-from memplan.targets.target import find_target
 from memplan.trace.capture.effects import with_fake_tensors
 from memplan.trace.planning import plan
 
@@ -42,7 +42,7 @@ def plan_for(
         UnsupportedDevice: The target is unknown, or the model or an input is on a GPU.
         LibraryNotInstalled: What generates the code, or builds the stand-in, is missing.
     """
-    target = find_target(name)
+    target = find_gpu(name)
     if options.device is not None:
         what, hint = "a target is where the whole step is", "leave one of them out"
         raise UnsupportedDevice(what, where="target with device", hint=hint, see="target")

@@ -6,13 +6,14 @@ import logging
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from memplan.core.collectives import is_collective
+from memplan.core.gpus import gpu_called
 from memplan.core.plan import Plan
 from memplan.core.timed import timed
 from memplan.devices.kinds import HOST, alignment_of, is_accelerator, name_of
@@ -249,12 +250,19 @@ def _plan_with_grouped_updates(traced: TracedGraph, scheduled: ScheduledGraph, o
 
 
 def device_costs(device: torch.device | str) -> str:
-    """Return the name of the cost model that is nearest to a device."""
+    """Return the name of the cost model of a device; "a100", which the log says, for one without."""
     device = torch.device(device)
     if not is_accelerator(device):
         return HOST
-    name = name_of(device).lower()
-    return next((known for known in ("h200", "h100") if known in name), "a100")
+    return _costs_called(name_of(device) or device.type)
+
+
+@cache  # a line of the log once
+def _costs_called(name: str) -> str:
+    if (gpu := gpu_called(name)) is not None:
+        return gpu.costs
+    _log.info("no cost model of %s is known: times are predicted with those of an A100; costs= names another", name)
+    return "a100"
 
 
 def versions() -> dict[str, str]:

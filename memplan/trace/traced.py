@@ -252,10 +252,6 @@ class TracedGraph:
         """Return the graph with tensors on the meta device in place of the example's."""
         return replace(self, example_inputs=without_data(self.example_inputs))
 
-    def with_example(self, leaves: Iterable[Any]) -> TracedGraph:
-        """Return the graph with other inputs of the same kind in place of the example's."""
-        return replace(self, example_inputs=tuple(leaves))
-
     def sharing_constants(self, others: Iterable[TracedGraph] = ()) -> TracedGraph:
         """Return the graph with one tensor for all of its constants, and those of `others`, that are the same bits.
 

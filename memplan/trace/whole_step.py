@@ -6,12 +6,12 @@ copy of that graph.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.choices import Kernels
@@ -95,21 +95,21 @@ def capture_loss(
             see="inductor-options",
         )
     call = capture_call(model, example_inputs, example_kwargs, train=True, device=device, kernels=kernels)
-    _require_one_number(call.captured)
+    nodes, leaves = call.captured.graph_module.graph.find_nodes(op="placeholder"), call.captured.out_spec.num_leaves
+    tangents = [value(n) for n in nodes if n.meta["desc"].is_tangent()]  # of the shapes of what is returned
+    require_number(tangents[0] if leaves == 1 else [None] * leaves)
     updated_parameters(call.captured.graph_module.graph, model, optimizer)  # or an error
     return CapturedLoss(call=call, model=model, optimizer=optimizer)
 
 
-def _require_one_number(captured: Captured) -> None:
+def require_number(loss: object) -> None:
     """Raise `UnsupportedGraph` unless the loss is one number: `backward()` has no initial gradient for another loss."""
-    nodes = captured.graph_module.graph.find_nodes(op="placeholder")
-    shapes = [tuple(value(n).shape) for n in nodes if n.meta["desc"].is_tangent()]
-    leaves = captured.out_spec.num_leaves
-    if leaves != 1 or math.prod(shapes[0]) != 1:
-        what = f"returns {leaves} values" if leaves != 1 else f"returns a tensor of shape {shapes[0]}"
-        raise UnsupportedGraph(
-            "loss_fn",
-            f"{what}, but a training step minimises one number",
-            "return the mean or the sum alone",
-            see="loss-number",
-        )
+    if isinstance(loss, torch.Tensor):
+        if loss.numel() == 1:
+            return
+        what = f"a tensor of shape {tuple(loss.shape)}"
+    else:
+        count = len(pytree.tree_leaves(loss))
+        what = f"a {type(loss).__name__}" if count == 1 else f"{count} values"
+    what, hint = f"returns {what}, but a training step minimises one number", "return the mean or the sum alone"
+    raise UnsupportedGraph("loss_fn", what, hint, see="loss-number")

@@ -198,22 +198,13 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.dtype]] = {
     ),
     "shifted": (lambda y, t: F.cross_entropy(y[:, :-1].flatten(0, 1), t[:, 1:].flatten()), torch.float32),
     "bfloat16": (lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()), torch.bfloat16),
-    "bfloat16 in float32": (
-        lambda y, t: F.cross_entropy(y.flatten(0, 1).float() / 0.7, t.flatten()),
-        torch.bfloat16,
-    ),
-    "smoothed": (
-        lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten(), label_smoothing=0.1),
-        torch.float32,
-    ),
+    "bfloat16 in float32": (lambda y, t: F.cross_entropy(y.flatten(0, 1).float() / 0.7, t.flatten()), torch.bfloat16),
+    "smoothed": (lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten(), label_smoothing=0.1), torch.float32),
     "classes cut": (lambda y, t: F.cross_entropy(y[..., :33].flatten(0, 1), t.flatten()), torch.float32),
     "weighted": (lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten(), weight=y.new_ones(40)), torch.float32),
     "softmax": (lambda y, t: (torch.softmax(y * 0.5, -1)[..., 0] * t).sum(), torch.float32),
     "masked": (lambda y, t: torch.softmax(y.masked_fill(y > 1, -1e4), -1).square().sum() + t.sum(), torch.float32),
-    "kept": (
-        lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()) + y.square().mean(),
-        torch.float32,
-    ),
+    "kept": (lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()) + y.square().mean(), torch.float32),
 }
 
 

@@ -169,7 +169,10 @@ def test_T4_a_plan_whose_arenas_do_not_hold_its_buffers_is_refused() -> None:  #
         (replace(one, size=one.size - 64), replace(two, start=two.start - 64, size=two.size + 64)),
         (one, replace(two, arena_budget=two.size - 1)),
         (one, replace(two, device="cpu:2")),
+        (one, replace(two, budget=plan.on_section(two) - 1)),
     ):
         with pytest.raises(MemplanError) as caught:
             check_consistency(replace(plan, eviction=replace(plan.eviction, sections=sections)))
         assert isinstance(caught.value, (InvalidPlan, ValueError))
+    exact = (one, replace(two, budget=plan.on_section(two), arena_budget=two.size))
+    check_consistency(replace(plan, eviction=replace(plan.eviction, sections=exact)))

@@ -32,10 +32,7 @@ def test_everything_is_read(tmp_path: Path) -> None:
     assert project.baseline == tmp_path / "base.json"
     assert [
         [r.text for r in rules] for rules in (project.rules or (), project.entries[3].rules or ()) for rules in [rules]
-    ] == [
-        ["arena:+2%"],
-        ["arena:1MiB"],
-    ]
+    ] == [["arena:+2%"], ["arena:1MiB"]]
 
 
 def test_it_is_found_from_below_and_files_are_named_from_there(tmp_path: Path) -> None:

@@ -52,26 +52,6 @@ def test_diff_draws_both_plans_on_one_page(run: Run, plan_file: Path, tmp_path: 
     assert ["arena", "320 B", "1.50 KiB", "+1.19 KiB (+1,216 B, +380.00 %)"] in data["totals"]
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--html", "plan.json"], "--html: plan.json is what the command reads"),
-        (["--html", "no/folder.html"], "cannot be written"),
-        (["--source-url", "https://x/{path}"], "give --html FILE too"),
-        (["--html", "d.html", "--source-url", "https://x/y"], "has neither {path} nor {file}"),
-    ],
-)
-def test_a_page_that_cannot_be_written_is_bad_input(
-    run: Run, plan_file: Path, tmp_path: Path, args: list[str], message: str
-) -> None:
-    before = plan_file.read_text()
-    code, out, err = run("diff", "plan.json", "plan.json", *args)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert plan_file.read_text() == before
-    assert not (tmp_path / "d.html").exists()
-
-
 def test_a_recording_has_no_plan_to_draw(run: Run, plan_file: Path, tmp_path: Path) -> None:
     code, out, err = run("diff", "snapshot.pickle", plan_file, "--html", "d.html")
     assert (code, out) == (2, "")

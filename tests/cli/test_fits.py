@@ -43,14 +43,16 @@ def test_a_model_fits_or_not(run: Run) -> None:
     beside = max(need["arena"] + need["during"], need["gradients"] + need["kept"] + need["temporaries"])
     assert found["total"] == beside + sum(need[part] for part in ("parameters", "state", "inputs"))
     assert found["smallest"] > 100 << 10
-    out = run("fits", "net.py:net", "--device", "h100", "--infer", "--no-search", "--format", "markdown")[1]
-    assert "| context, libraries | 1.00 GiB |" in out
+    for named in (("--device", "h100"), ("--target", "sm90:79.1GiB")):
+        out = run("fits", "net.py:net", *named, "--infer", "--no-search", "--format", "markdown")[1]
+        assert "| context, libraries | 1.00 GiB |" in out
+        assert f"kernels are those of {named[1]}" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (("net.py:net", "--device", "tpu-v9"), "choose one of"),
+        (("net.py:net", "--device", "tpu-v9"), "name one of h200"),
         (("net.py:net", "--device", "h100", "--slack", "most"), "slack"),
         (("net.py:breaks", "--device", "h100"), "no batch of 4"),
         (("net.py", "--device", "h100"), "FACTORY"),

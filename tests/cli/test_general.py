@@ -23,13 +23,6 @@ def test_help_names_the_commands_and_the_exit_codes(run: Run) -> None:
             assert word in out
 
 
-@pytest.mark.parametrize("command", ["report", "check", "solve"])
-def test_every_command_has_help(run: Run, command: str) -> None:
-    code, out, _ = run(command, "--help")
-    assert code == 0
-    assert command in out
-
-
 def test_the_version(run: Run) -> None:
     from memplan import __version__
 

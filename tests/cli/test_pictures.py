@@ -7,8 +7,6 @@ import pickle
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-import pytest
-
 from tests.cli.helpers import Run
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -27,13 +25,6 @@ def test_the_command_line_writes_them_all(run: Run, plan_file: Path, tmp_path: P
     assert ET.parse(tmp_path / "r.svg").getroot().tag == f"{SVG}svg"
     assert json.loads((tmp_path / "r.json").read_text())["traceEvents"]
     assert pickle.loads((tmp_path / "r.pickle").read_bytes())["segments"]
-
-
-@pytest.mark.parametrize("option", ["--html", "--svg", "--trace", "--snapshot"])
-def test_a_picture_into_nowhere_is_bad_input(run: Run, plan_file: Path, option: str) -> None:
-    code, out, err = run("report", plan_file, option, "no/folder/x")
-    assert (code, out) == (2, "")
-    assert "cannot be written" in err
 
 
 def test_solve_plots(run: Run, csv_file: Path, tmp_path: Path) -> None:

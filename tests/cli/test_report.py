@@ -42,13 +42,6 @@ def test_report_for_github(run: Run, plan_file: Path, tmp_path: Path, monkeypatc
     assert (tmp_path / "summary.md").read_text().startswith("## sample")
 
 
-@pytest.mark.parametrize("option", ["--save", "--trace"])
-def test_report_into_nowhere_is_bad_input(run: Run, plan_file: Path, option: str) -> None:
-    code, out, err = run("report", plan_file, option, "no/folder/x.json")
-    assert (code, out) == (2, "")
-    assert "cannot be written" in err
-
-
 @pytest.mark.parametrize(
     "args",
     [["--infer"], ["--solver", "naive"], ["--time-limit", "3"], ["--gradients", "arena"], ["--checkpoint", "plan"]],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from memplan.core.gpus import GPUS
 from tests.cli.helpers import Run
 
 MODEL = """
@@ -34,13 +35,35 @@ def test_a_report_is_of_the_gpu(run: Run, model: str) -> None:
     assert "NVIDIA H100" in out
 
 
-def test_an_unknown_gpu_and_one_for_a_saved_plan_are_refused(run: Run, model: str, plan_file: Path) -> None:
-    code, _, err = run("report", model, "--target", "h1000")
+@pytest.mark.parametrize("command", [("report",), ("budget",), ("explain",), ("diff", "plan.json")])
+def test_an_unknown_gpu_and_one_for_a_saved_plan_are_refused(
+    run: Run, model: str, plan_file: Path, command: tuple[str, ...]
+) -> None:
+    code, _, err = run(*command, model, "--target", "h1000")
     assert code == 2
     assert "did you mean 'h100'" in err
-    code, _, err = run("report", plan_file, "--target", "h100")
+    code, _, err = run(*command, plan_file, "--target", "h100")
     assert code == 2
     assert "is a saved plan" in err
+
+
+def test_budgets_steps_and_differences_are_of_the_gpu(run: Run, model: str, tmp_path: Path) -> None:
+    assert run("report", model, "--target", "l40s", "--save", "there.json")[0] == 0
+    workspace, explained = GPUS["l40s"].workspace, list[str]()
+    for target in ((model, "--target", "l40s"), ("there.json",)):
+        found = json.loads(run("budget", *target, "--format", "json")[1])
+        assert found["costs"] == "l40s"
+        more = json.loads(run("budget", *target, "--reserve", "1MiB", "--format", "json")[1])
+        assert more["most"] - found["most"] == 1 << 20
+        assert found["most"] > workspace
+        explained.append(run("explain", *target, "--at", "8")[1])
+    assert explained[0] == explained[1]
+    assert " 512 B " in explained[0]  # a sum of eight numbers, by the alignment of the GPU
+    assert " 512 B " not in run("explain", model, "--at", "8")[1]
+    assert "16.21 MiB" in run("diff", model, "there.json")[1]
+    for pair in ((model, "there.json"), ("there.json", model), (model, model)):
+        code, out, _ = run("diff", *pair, "--target", "l40s")
+        assert (code, "the plans are the same" in out) == (0, True), out
 
 
 def test_a_check_of_a_gpus_plan_has_a_baseline_of_its_own(run: Run, model: str, tmp_path: Path) -> None:

@@ -30,34 +30,6 @@ def test_reads_the_capacity_from_the_name_and_the_columns_in_any_order(tmp_path:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("", "1"),
-        ("id,lower,size\na,0,1\n", "1"),
-        ("id,lower,upper,size\na,0,1\n", "2"),
-        ("id,lower,upper,size\na,0,1,ten\n", "2"),
-        ("id,lower,upper,size\na,0,1,10\nb,5,5,10\n", "3"),
-        ("id,lower,upper,size\na,0,1,-10\n", "2"),
-    ],
-)
-def test_errors_name_the_line(tmp_path: Path, text: str, line: str) -> None:
-    path = tmp_path / "bad.csv"
-    path.write_text(text)
-    with pytest.raises(UnreadableFile) as caught:
-        read_problem(path)
-    assert caught.value.where == f"{path}:{line}"
-
-
-def test_duplicate_ids_and_missing_files(tmp_path: Path) -> None:
-    path = tmp_path / "twice.csv"
-    path.write_text("id,lower,upper,size\na,0,1,1\na,0,1,1\n")
-    with pytest.raises(UnreadableFile, match="not unique"):
-        read_problem(path)
-    with pytest.raises(UnreadableFile, match="cannot be read"):
-        read_problem(tmp_path / "absent.csv")
-
-
 @given(problem=problems())
 @settings(max_examples=30)
 def test_what_is_written_reads_back_with_its_offsets(tmp_path: Path, problem: Problem) -> None:

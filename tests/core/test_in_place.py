@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memplan.core.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value, check_graph
-from memplan.core.in_place import COMPLEX_PRODUCTS, POINTWISE, ROWWISE, placed, with_inplace_candidates
+from memplan.core.in_place import COMPLEX_PRODUCTS, POINTWISE, ROWWISE, placed, with_candidates, with_inplace_candidates
 from memplan.errors import InvalidPlan
 
 _MORE = {  # what an op takes beside its tensors
@@ -221,6 +221,30 @@ def test_both_storages_are_planned_of_one_size_and_on_one_device(
     graph = _usual(direct=direct)
     assert _inplace_candidates(graph) == ((1, 0),)
     assert _inplace_candidates(_storage(graph, index, **changes)) == ()
+
+
+@pytest.mark.parametrize(
+    ("index", "changes"),
+    [
+        (0, {"planned": False}),
+        (1, {"planned": False}),
+        (0, {"nbytes": 32}),
+        (0, {"nbytes": 128}),
+        (0, {"device": "a"}),
+        (0, {"device": "z"}),
+    ],
+)
+def test_what_a_kernel_is_known_to_allow_is_of_one_size_on_one_device_too(
+    index: int, changes: dict[str, object]
+) -> None:
+    graph = _usual("aten.mm.default")
+    assert with_candidates(graph, [(1, 0), (2, 0)]).ops[1].inplace_candidates == ((1, 0),)
+    assert with_candidates(_storage(graph, index, **changes), [(1, 0)]) == _storage(graph, index, **changes)
+    assert with_candidates(replace(graph, outputs=(index,)), [(1, 0)]).ops == graph.ops
+    overwritten = replace(graph.ops[1], writes=(1, 0))
+    assert with_candidates(replace(graph, ops=(graph.ops[0], overwritten)), [(1, 0)]).ops[1] == overwritten
+    born = replace(graph.ops[0], writes=(0, 1))
+    assert with_candidates(replace(graph, ops=(born, graph.ops[1])), [(1, 0)]).ops == (born, graph.ops[1])
 
 
 def test_storages_without_bytes_take_no_part() -> None:

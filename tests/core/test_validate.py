@@ -249,3 +249,10 @@ def test_a_proof_adds_up_at_its_step(
         validate(*claim)
     else:
         assert _violation(*claim)[0] == violation
+
+
+def test_a_proof_of_many_bytes_is_believed() -> None:
+    buffers = tuple(Buffer(id=name, size=300_000, live=Interval(0, 2)) for name in "ab")
+    proof = Infeasibility(step=1, ids=("a", "b"), needed=600_000)
+    claim = Solution(offsets={}, arena_size=0, status=Status.INFEASIBLE, bound=600_000, solver="hand", proof=proof)
+    validate(Problem(buffers=buffers, capacity=500_000), claim)

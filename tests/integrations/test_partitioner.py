@@ -23,8 +23,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import fresh_cache
 
 import memplan
-from benchmarks.peak_contenders import Step
-from benchmarks.peak_measure import live_bytes, peak_growth
+from benchmarks.peak_measure import Step, live_bytes, peak_growth
 from benchmarks.zoo import ZOO
 from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedGraph
 from memplan.integrations.inductor.partitioner import COMPILATIONS, BudgetPartitioner, SavedNodes, search_partitions

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memplan.core.gpus import GPUS
 from memplan.errors import InvalidSize, UnsupportedDevice
 from memplan.evict.costs import DEVICES
-from memplan.planning.capacity import ALLOWANCE, DEVICE_MEMORY, capacity_of
+from memplan.planning.capacity import ALLOWANCE, capacity_of
 from memplan.trace.batches import largest_within
 
 
 def test_devices_have_memory_costs_and_an_allowance() -> None:
-    for name, (total, costs) in DEVICE_MEMORY.items():
-        found = capacity_of(name.upper())
+    for name, total in {**{gpu.name: gpu.memory for gpu in GPUS.values()}, "sm90:40GiB": 40 << 30}.items():
+        found = capacity_of(name)
         assert (found.total, found.allowance, found.slack) == (total, ALLOWANCE, int(total * 0.05))
         assert found.usable == total - ALLOWANCE - found.slack
-        assert costs in DEVICES
+        assert found.costs in DEVICES
         assert not found.is_host
+    assert capacity_of("4090") == replace(capacity_of("rtx4090"), device="4090")
     own = capacity_of("cpu", allowance=0, slack=0)
     assert own.is_host
     assert own.usable == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -39,7 +42,7 @@ def test_a_size_is_the_steps_but_for_the_slack(slack: float | str, free: int | N
 @pytest.mark.parametrize(
     ("arguments", "error", "what"),
     [
-        ({"device": "h1000"}, UnsupportedDevice, "choose one of: h200, h100"),
+        ({"device": "h1000"}, UnsupportedDevice, "did you mean 'h100'.*24GiB"),
         ({"device": ""}, UnsupportedDevice, "24GiB"),
         ({"device": "24GB of"}, InvalidSize, "device"),
         ({"device": -1}, InvalidSize, "device"),

@@ -10,14 +10,7 @@ from typing import Any, get_type_hints
 import pytest
 
 import memplan
-from memplan.errors import (
-    InvalidCosts,
-    InvalidProblem,
-    InvalidShapes,
-    InvalidSize,
-    MemplanError,
-    UnsupportedProblem,
-)
+from memplan.errors import InvalidCosts, InvalidProblem, InvalidShapes, InvalidSize, MemplanError, UnsupportedProblem
 from memplan.planning.options import DEFAULTS, PlanOptions, read_budget
 
 VARYING = {"x": {0: "batch"}}
@@ -44,6 +37,13 @@ VARYING = {"x": {0: "batch"}}
         ({"budget": {"a": 1}}, InvalidSize, "is not a budget"),
         ({"budget": b"1MiB"}, InvalidSize, "is not a budget"),
         ({"budget": [1, 2]}, InvalidSize, "there is one device"),
+        *(({"budget": budget}, InvalidSize, "budget") for budget in (1.5, -1, 0.0, True)),
+        ({"arena_budget": "150%"}, InvalidSize, "arena_budget"),
+        ({"arena_budget": [1, 2]}, InvalidSize, "arena_budget"),
+        ({"host_budget": 0.5}, InvalidSize, "host_budget"),
+        ({"host_budget": "min"}, InvalidSize, "host_budget"),
+        ({"pinned_budget": -1}, InvalidSize, "pinned_budget"),
+        ({"reserve": True}, InvalidSize, "reserve"),
         ({"dynamic_shapes": VARYING, "device": "cpu"}, InvalidShapes, "device with dynamic_shapes"),
         ({"dynamic_shapes": VARYING, "divide": 4}, InvalidShapes, "divide with dynamic_shapes"),
         ({"dynamic_shapes": VARYING, "compress": "bits"}, InvalidShapes, "compress with dynamic_shapes"),

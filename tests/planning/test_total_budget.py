@@ -13,7 +13,7 @@ from memplan.core.graph import Graph, Phase, Storage, StorageKind
 from memplan.core.plan import Plan
 from memplan.core.schedule import make_schedule
 from memplan.core.totals import most_within, page_locked, page_locked_bytes
-from memplan.errors import BudgetInfeasible, InvalidPlan, InvalidSize
+from memplan.errors import BudgetInfeasible, InvalidPlan
 from memplan.evict.apply import apply
 from memplan.evict.costs import DEVICES, CostModel
 from memplan.evict.measure import measure
@@ -212,20 +212,3 @@ def test_what_torch_locks_of_parameters_and_results_is_counted_in_powers_of_two(
     graph = Graph(ops=(), values=(), storages=tuple(storages), outputs=(), gradients=())
     assert page_locked_bytes(graph, 5000, away=False) == 8192
     assert page_locked_bytes(graph, 5000, away=True) == 8192 + 4096 + 8192 + 4096 + 4
-
-
-@pytest.mark.parametrize(
-    ("options", "where"),
-    [
-        ({"arena_budget": "150%"}, "arena_budget"),
-        ({"host_budget": 0.5}, "host_budget"),
-        ({"host_budget": "min"}, "host_budget"),
-        ({"pinned_budget": -1}, "pinned_budget"),
-        ({"reserve": True}, "reserve"),
-        ({"arena_budget": [1, 2]}, "arena_budget"),
-    ],
-)
-def test_what_is_no_budget_is_said_by_name(options: dict[str, Any], where: str | None) -> None:
-    with pytest.raises(InvalidSize) as caught:
-        PlanOptions(**options)
-    assert caught.value.where == where

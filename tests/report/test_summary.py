@@ -5,7 +5,7 @@ import dataclasses
 from hypothesis import given
 
 from memplan.core.plan import Plan
-from memplan.report.lines import memory_lines, verdict
+from memplan.report.lines import verdict
 from memplan.report.summary import LARGEST, make_report
 from tests.graph_strategies import plans
 from tests.samples import sample_plan
@@ -37,15 +37,6 @@ def test_measured_temporaries_have_their_own_line() -> None:
     report = sample_plan(temporaries=(0, 100, 0, 0, 7)).report()
     assert report.outside.temporaries == 40  # 100 during the norm, 60 of which are its results
     assert report.outside.during == 8 + 100 + 7
-
-
-def test_what_libraries_keep_on_a_device_is_said_not_to_be_known() -> None:
-    plan = sample_plan()
-    storages = tuple(dataclasses.replace(s, device="cuda:0") for s in plan.graph.storages)
-    there = dataclasses.replace(plan, graph=dataclasses.replace(plan.graph, storages=storages))
-    lines = [[name for part in memory_lines(one.report()) for name, *_ in part] for one in (plan, there)]
-    assert [line for line in lines[1] if line not in lines[0]] == ["libraries' workspaces"]
-    assert there.total == plan.total, "it is in no total"
 
 
 @given(plans())

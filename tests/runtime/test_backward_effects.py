@@ -13,7 +13,7 @@ from torch import nn
 from torch.export import Dim
 
 import memplan
-from benchmarks.baselines.torch_budget import torch_points
+from benchmarks.torch_budget import torch_points
 from memplan.core.graph import Phase, StorageKind
 from memplan.core.written_first import require_written_first
 from memplan.errors import InvalidPlan, StaleActivationsError, UnsupportedGraph

@@ -101,7 +101,7 @@ def test_what_needs_one_graph_refuses() -> None:
     with pytest.raises(UnsupportedGraph, match=rf"returns a tensor of shape \(1024, {WIDTH}\), but a training step"):
         memplan.compile_step(model, _adam(model), lambda out: out, _batch())(_batch())
     pair: Any = lambda out: (out.sum(), out)  # noqa: E731
-    with pytest.raises(UnsupportedGraph, match="returns a tuple, but a training step"):
+    with pytest.raises(UnsupportedGraph, match="returns 2 values, but a training step"):
         memplan.compile_step(model, _adam(model), pair, _batch())(_batch())
     with pytest.raises(UnsupportedGraph, match="depends on none of its parameters"):
         memplan.compile_step(model, _adam(model), lambda out: out.detach().sum(), _batch())(_batch())

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
-from benchmarks.checkpointing import checkpoint_blocks
+from benchmarks.peak_measure import checkpoint_blocks
 from benchmarks.zoo import ZOO
 from memplan.core.graph import Phase, StorageKind
 from memplan.devices.measure import peak_bytes

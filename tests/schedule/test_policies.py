@@ -18,7 +18,7 @@ from memplan.schedule.ideals import SearchOutcome, search
 from memplan.schedule.prover import repair
 from tests.graph_strategies import GraphBuilder, graphs, schedules
 from tests.samples import sample_graph
-from tests.schedule.brute import optimum
+from tests.schedule.brute import core_order, optimum
 from tests.schedule.test_bound import diamonds
 
 
@@ -141,6 +141,6 @@ def test_without_small_storages_no_step_needs_more(data: st.DataObject) -> None:
     arrays = make_graph_arrays(graph)
     for least in (50, 100, 1000):
         rough = make_graph_arrays(graph, least=least)
-        left_out = step_bytes(arrays, arrays.core_order(order_)) - step_bytes(rough, rough.core_order(order_))
+        left_out = step_bytes(arrays, core_order(arrays, order_)) - step_bytes(rough, core_order(rough, order_))
         assert (left_out >= 0).all()
         assert left_out.max(initial=0) <= sum(s.nbytes for s in graph.storages if s.nbytes < least)

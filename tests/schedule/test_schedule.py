@@ -8,15 +8,7 @@ from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import InvalidPlan
-from memplan.schedule import (
-    Schedule,
-    live_bytes,
-    make_schedule,
-    predecessors,
-    require_legal,
-    traced,
-    working_set_bound,
-)
+from memplan.schedule import Schedule, live_bytes, make_schedule, predecessors, require_legal, traced, working_set_bound
 from tests.graph_strategies import GraphBuilder, graphs, schedules
 from tests.samples import sample_graph
 

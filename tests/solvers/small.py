@@ -33,6 +33,17 @@ def small_problem(seed: int, *, most: int = 9, aligned: bool = True, gaps: bool 
     return Problem(buffers=tuple(made))
 
 
+def arrays_of(*rows: tuple[int, int, int], alignment: int = 1) -> ProblemArrays:
+    """The arrays of buffers (size, start, end), named by their place."""
+    return make_problem_arrays(problem_of(*rows, alignment=alignment))
+
+
+def problem_of(*rows: tuple[int, int, int], alignment: int = 1) -> Problem:
+    """Buffers (size, start, end), named by their place."""
+    made = (Buffer(id=str(i), size=n, live=Interval(a, b), alignment=alignment) for i, (n, a, b) in enumerate(rows))
+    return Problem(buffers=tuple(made))
+
+
 def small_cores(count: int, **options: bool | int) -> Iterator[tuple[int, ProblemArrays]]:
     """(seed, arrays) of `count` small problems."""
     for seed in range(count):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,9 @@ from benchmarks.instances import planted
 from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
 from memplan.core.validate import validate
 from memplan.errors import SolverFault
-from memplan.solvers import capacity_search, heuristics, solve, solve_at_capacity, thresholds
+from memplan.solvers import capacity_search, heuristics, portfolio, solve, solve_at_capacity, thresholds
 from memplan.solvers import heuristics as squeaky_wheel
 from memplan.solvers.arrays import PieceOutcome
-from memplan.solvers.baselines import Greedy
 from tests.strategies import knotted
 
 
@@ -50,7 +50,7 @@ def _fitted(arrays: Any, order: np.ndarray, offsets: np.ndarray, **_: object) ->
     offsets[order] = 0
 
 
-def _greedy(_: object, problem: Problem) -> Solution:
+def _greedy(problem: Problem) -> Solution:
     size = max(b.size for b in problem.buffers)
     return Solution(
         offsets={b.id: 0 for b in problem.buffers}, arena_size=size, status=Status.FEASIBLE, bound=0, solver="greedy"
@@ -63,7 +63,7 @@ class _Fault:
 
     module: Any
     name: str
-    wrong: Callable[..., Any]
+    wrong: Any
     source: str  # as the warning names it
     lowered: dict[str, int] = field(default_factory=dict)
 
@@ -74,7 +74,9 @@ class _Fault:
 
 
 _FAULTS = [
-    _Fault(module=Greedy, name="solve", wrong=_greedy, source="greedy", lowered={"SMALL": 400}),
+    _Fault(
+        module=portfolio, name="GREEDY", wrong=SimpleNamespace(solve=_greedy), source="greedy", lowered={"SMALL": 400}
+    ),
     _Fault(module=capacity_search, name="first_answers", wrong=_zeros, source="heuristics.first_answers"),
     _Fault(module=heuristics, name="first_fit", wrong=_fitted, source="heuristics.first_answers"),
     _Fault(module=heuristics, name="online", wrong=_zeros, source="heuristics.first_answers", lowered={"PAIRS": 0}),

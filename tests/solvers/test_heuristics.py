@@ -13,28 +13,9 @@ from memplan.solvers import SolverLimits, cpsat_model, heuristics, thresholds
 from memplan.solvers import heuristics as squeaky_wheel
 from memplan.solvers.arrays import Ints, PieceOutcome, ProblemArrays, make_problem_arrays
 from memplan.solvers.base import WorkBudget
-from memplan.solvers.heuristics import (
-    fill,
-    first_answers,
-    first_fit,
-    first_fit_work,
-    pairs_alive_together,
-    unplaced,
-)
-from tests.solvers.small import small_cores
+from memplan.solvers.heuristics import fill, first_answers, first_fit, first_fit_work, pairs_alive_together, unplaced
+from tests.solvers.small import arrays_of, small_cores
 from tests.strategies import problems
-
-
-def _arrays(*rows: tuple[int, int, int], alignment: int = 1) -> ProblemArrays:
-    """Buffers (size, start, end)."""
-    return make_problem_arrays(
-        Problem(
-            buffers=tuple(
-                Buffer(id=str(i), size=size, live=Interval(a, b), alignment=alignment)
-                for i, (size, a, b) in enumerate(rows)
-            )
-        )
-    )
 
 
 def test_pairs_are_those_whose_hulls_overlap() -> None:
@@ -59,7 +40,7 @@ def test_first_answers_go_by_size_then_by_area_then_by_life() -> None:
 
 
 def test_with_too_many_pairs_an_allocator_answers_unless_a_buffer_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays = _arrays((4, 0, 3), (2, 1, 4), (3, 2, 5))
+    arrays = arrays_of((4, 0, 3), (2, 1, 4), (3, 2, 5))
     assert pairs_alive_together(arrays) == 3
     for most, count in ((3, 6), (2, 2)):
         monkeypatch.setattr(thresholds, "PAIRS", most)
@@ -82,7 +63,7 @@ def _filled(
 
 
 def test_fill_stacks_where_that_fits_and_uses_holes_for_the_rest() -> None:
-    arrays = _arrays((4, 0, 2), (3, 0, 2), (2, 0, 2), (1, 0, 9))
+    arrays = arrays_of((4, 0, 2), (3, 0, 2), (2, 0, 2), (1, 0, 9))
     assert _filled(arrays, 10, {0: 0}, [1, 2, 3]) == ([0, 4, 7, 9], [])
     assert _filled(arrays, 10, {0: 3}, [1, 2, 3]) == ([3, 7, 0, 2], [])  # on top fits only the first
     assert _filled(arrays, 10, {0: 5}, [1, 2, 3]) == ([5, 0, 3, 9], [])
@@ -92,13 +73,13 @@ def test_fill_stacks_where_that_fits_and_uses_holes_for_the_rest() -> None:
 
 def test_fill_starts_again_with_first_fit_where_the_skyline_wasted_a_hole() -> None:
     """On the skyline the first goes above the placed one, and then nothing is left for the second."""
-    arrays = _arrays((4, 0, 2), (2, 0, 2), (3, 0, 2))
+    arrays = arrays_of((4, 0, 2), (2, 0, 2), (3, 0, 2))
     assert _filled(arrays, 9, {0: 2}, [1, 2]) == ([2, 0, 6], [])
 
 
 def test_fill_gives_up_early_where_first_fit_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what the skyline refused is then fitted, and that alone may not do."""
-    arrays = _arrays((4, 0, 2), (2, 0, 2), (3, 0, 2))
+    arrays = arrays_of((4, 0, 2), (2, 0, 2), (3, 0, 2))
     monkeypatch.setattr(heuristics, "first_fit_work", lambda arrays: 5)
     monkeypatch.setattr(thresholds, "ROUND", 4)
     assert _filled(arrays, 9, {0: 2}, [1, 2]) == ([2, 6, 8], [2])
@@ -107,7 +88,7 @@ def test_fill_gives_up_early_where_first_fit_takes_too_long(monkeypatch: pytest.
 
 
 def test_fill_spends_work_on_what_the_skyline_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays = _arrays(*((2, 0, 2) for _ in range(33)), (3, 0, 2))
+    arrays = arrays_of(*((2, 0, 2) for _ in range(33)), (3, 0, 2))
     budget = WorkBudget(SolverLimits(work=10_000))
     offsets = np.full(arrays.n, -1, np.int64)
     monkeypatch.setattr(heuristics, "first_fit_work", lambda arrays: 340)
@@ -124,7 +105,7 @@ def test_first_fit_selects_the_kernel_by_what_it_visits(monkeypatch: pytest.Monk
     used: list[str] = []
     monkeypatch.setattr(fit_kernel, "fit", lambda *_: used.append("fit"))
     monkeypatch.setattr(fit_kernel, "fit_few", lambda *_: used.append("few"))
-    arrays = _arrays(*((1, k, k + 2) for k in range(6)))  # 36 pairs of buffers in either order, 5 alive together
+    arrays = arrays_of(*((1, k, k + 2) for k in range(6)))  # 36 pairs of buffers in either order, 5 alive together
     for few, scanned in ((5, 7), (5, 8), (6, 7)):
         monkeypatch.setattr(thresholds, "FEW", few)
         monkeypatch.setattr(thresholds, "SCANNED", scanned)
@@ -150,7 +131,7 @@ def test_both_kernels_complete_a_placement_alike(best: bool, seed: int) -> None:
 
 
 def test_the_work_of_first_fit_is_that_of_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays = _arrays(*((1, 0, 2) for _ in range(600)))
+    arrays = arrays_of(*((1, 0, 2) for _ in range(600)))
     assert first_fit_work(arrays) == 600 * 600 // 6_000
     monkeypatch.setattr(thresholds, "FEW", 0)
     monkeypatch.setattr(thresholds, "SCANNED", 0)
@@ -173,7 +154,7 @@ def _orders(monkeypatch: pytest.MonkeyPatch, arrays: ProblemArrays, goal: Ints, 
 
 
 def test_a_buffer_above_its_goal_is_promoted_until_it_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays = _arrays((9, 0, 2), (6, 0, 2), (1, 5, 6))
+    arrays = arrays_of((9, 0, 2), (6, 0, 2), (1, 5, 6))
     goal = np.array([9, 0, 9])
     orders = _orders(monkeypatch, arrays, goal, WorkBudget(SolverLimits(work=5)))
     # Keys 9, 6 and nearly 0; times 1.3 in each round in which the second lies at 9: 6, 7.8, 10.1.
@@ -182,7 +163,7 @@ def test_a_buffer_above_its_goal_is_promoted_until_it_comes_first(monkeypatch: p
 
 def test_buffers_in_busy_sections_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is larger, but where it lives the load is half: (1/2) ** 8 of its size counts."""
-    arrays = _arrays((10, 0, 2), (7, 5, 7), (13, 5, 7))
+    arrays = arrays_of((10, 0, 2), (7, 5, 7), (13, 5, 7))
     goal = arrays.max_offset(100)
     assert _orders(monkeypatch, arrays, goal, WorkBudget(SolverLimits(work=1))) == [[2, 1, 0]]
 
@@ -197,7 +178,7 @@ def test_the_busiest_section_of_every_lifetime(problem: Problem, data: st.DataOb
 
 
 def test_a_round_that_would_not_end_in_time_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays = _arrays((9, 0, 2), (6, 0, 2), (1, 5, 6))
+    arrays = arrays_of((9, 0, 2), (6, 0, 2), (1, 5, 6))
     budget = WorkBudget(SolverLimits(seconds=100.0))
     for work, count in ((30_000_000, 0), (20_000_000, 1)):
         monkeypatch.setattr(squeaky_wheel, "first_fit_work", lambda arrays, work=work: work)
@@ -206,7 +187,7 @@ def test_a_round_that_would_not_end_in_time_is_not_started(monkeypatch: pytest.M
 
 
 def test_a_round_spends_the_work_of_first_fit() -> None:
-    arrays = _arrays(*((1 + k % 3, 0, 2) for k in range(300)))
+    arrays = arrays_of(*((1 + k % 3, 0, 2) for k in range(300)))
     budget = WorkBudget(SolverLimits(work=1_000))
     rounds = squeaky_wheel.rounds(arrays, arrays.max_offset(100), budget)
     for count in (1, 2, 3):
@@ -215,7 +196,7 @@ def test_a_round_spends_the_work_of_first_fit() -> None:
 
 
 def test_keys_stay_finite() -> None:
-    arrays = _arrays((9, 0, 2), (6, 0, 2), (1, 5, 6))
+    arrays = arrays_of((9, 0, 2), (6, 0, 2), (1, 5, 6))
     rounds = squeaky_wheel.rounds(arrays, np.array([-1, -1, -1]), WorkBudget(SolverLimits(work=4_000)))
     assert {tuple(offsets.tolist()) for offsets in rounds} == {(0, 9, 0)}
 
@@ -234,7 +215,7 @@ def test_cpsat_minimizes_and_proves() -> None:
     arrays = _ring()
     outcome, offsets, bound = cpsat_model.minimise(arrays, np.array([0, 2, 4]), WorkBudget(SolverLimits(work=10**6)))
     assert (outcome, sorted(offsets.tolist()), bound) == (PieceOutcome.SOLVED, [0, 1, 2], 60)
-    exact = _arrays((33, 0, 2), (40, 0, 2), alignment=64)
+    exact = arrays_of((33, 0, 2), (40, 0, 2), alignment=64)
     outcome, offsets, bound = cpsat_model.minimise(exact, np.array([0, 3]), WorkBudget(SolverLimits(work=10**6)))
     assert (outcome, sorted(offsets.tolist()), bound) == (PieceOutcome.SOLVED, [0, 1], 97)
 

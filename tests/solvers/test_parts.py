@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.baselines.tlsf import class_of_request, size_class
 from benchmarks.instances import network, planted, scattered
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.core.validate import validate
-from memplan.solvers import SolverLimits, cpsat_model, solve, thresholds
+from memplan.solvers import SolverLimits, cpsat_model, solve
 from memplan.solvers import heuristics as squeaky_wheel
 from memplan.solvers.arrays import (
     Instance,
@@ -22,51 +21,14 @@ from memplan.solvers.arrays import (
     PieceOutcome,
     ProblemArrays,
     instance_of,
-    load_of,
     lower_bound,
     make_problem_arrays,
-    subset,
 )
 from memplan.solvers.base import WorkBudget, finish
-from memplan.solvers.heuristics import fill, first_fit, online, pairs_alive_together, unplaced
+from memplan.solvers.heuristics import first_fit, unplaced
 from memplan.solvers.solve_at_capacity import Piece, _peel, reduce
 from memplan.solvers.tree_search import RULES, joined, search_once
 from tests.strategies import problems
-
-
-@given(problem=problems(aligned=False))
-def test_sections_keep_who_is_alive_together(problem: Problem) -> None:
-    arrays = make_problem_arrays(problem)
-    alive = [problem.buffers[i] for i in arrays.source.tolist()]
-    assert (load_of(arrays).max(initial=0)) * arrays.unit == problem.max_live
-    for section, step in enumerate(arrays.steps.tolist()):
-        inside = {
-            alive[b].id for b in range(arrays.n) if _is_in(arrays.seg_ptr, arrays.seg_lo, arrays.seg_hi, b, section)
-        }
-        assert inside == {b.id for b in problem.alive_at(step) if b.size}
-
-
-def _is_in(ptr: np.ndarray, lo: np.ndarray, hi: np.ndarray, b: int, section: int) -> bool:
-    return any(lo[k] <= section < hi[k] for k in range(ptr[b], ptr[b + 1]))
-
-
-@given(problem=problems(), best=st.booleans(), seed=st.integers(0, 9))
-def test_few_buffers_are_placed_as_many_are(problem: Problem, best: bool, seed: int) -> None:
-    arrays = make_problem_arrays(problem)
-    order = np.random.default_rng(seed).permutation(np.flatnonzero(~arrays.pinned))
-    found = []
-    for few in (0, arrays.n):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(thresholds, "FEW", few)
-            found.append(unplaced(arrays))
-            first_fit(arrays, order, found[-1], best=best)
-    assert found[0].tolist() == found[1].tolist()
-
-
-@given(problem=problems())
-def test_the_bound_is_never_above_a_placement(problem: Problem) -> None:
-    arrays = make_problem_arrays(problem)
-    assert problem.max_live <= max(lower_bound(arrays), problem.max_live) <= solve(problem, solver="greedy").arena_size
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -91,49 +53,6 @@ def test_reduce_keeps_every_buffer_once() -> None:
     reduced = reduce(arrays, arrays.max_offset(1024))
     parts = [p.ids for p in reduced.pieces]
     assert sorted(np.concatenate([*parts, reduced.bottom, reduced.fill]).tolist()) == list(range(arrays.n))
-
-
-def test_fill_reports_what_finds_no_room() -> None:
-    made = tuple(Buffer(id=str(i), size=4, live=Interval(0, 2)) for i in range(3))
-    arrays = make_problem_arrays(Problem(buffers=made))
-    offsets = np.full(3, -1, np.int64)
-    assert len(fill(arrays, np.arange(3), arrays.max_offset(8), offsets)) == 1
-
-
-def test_subsets_have_sections_of_their_own() -> None:
-    arrays = make_problem_arrays(planted(100, seed=1))
-    part = subset(arrays, np.arange(0, 100, 10), base=7)
-    assert part.n == 10
-    assert part.sections < arrays.sections
-    assert part.low.tolist() == [7] * 10
-
-
-def test_the_allocator_gives_back_and_joins() -> None:
-    made = [("a", 4, 0, 2), ("b", 4, 0, 2), ("c", 8, 2, 4), ("d", 2, 3, 5)]
-    problem = Problem(buffers=tuple(Buffer(id=n, size=s, live=Interval(x, y)) for n, s, x, y in made))
-    arrays = make_problem_arrays(problem)
-    for best in (False, True):
-        assert (next(online(arrays, best)) * arrays.unit).tolist() == [0, 4, 0, 8]
-    assert pairs_alive_together(arrays) == 2
-
-
-@given(size=st.integers(1, 1 << 40))
-def test_a_tlsf_class_holds_every_request_that_is_sent_there(size: int) -> None:
-    number = class_of_request(size)
-    assert number >= size_class(size)
-    assert size_class(size - 1) <= size_class(size)
-    if size > 1:  # the smallest block of the class below could be too small, or the class is the request's own
-        assert number - size_class(size) <= 1
-
-
-def test_budgets_count_inner_work_too() -> None:
-    outer = WorkBudget(SolverLimits(work=1000))
-    inner = outer.share(0.5)
-    inner.spend(499, 10)
-    assert inner.is_over
-    assert outer.remaining_work() == 500
-    assert outer.slice(10_000).nodes(10_000, 100) == 501
-    assert WorkBudget(SolverLimits(seconds=0.0)).is_over
 
 
 def test_promotion_stops_with_its_budget_and_improves_on_first_fit() -> None:

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.baselines import BASELINES
 from benchmarks.instances import planted
 from memplan.core.problem import Buffer, Interval, Problem, Status
 from memplan.core.validate import validate
@@ -23,24 +22,22 @@ from tests.slow import slow
 from tests.strategies import problems, random_problem
 
 _FUZZED, _PARTS = 10_000, 10
-_SOLVERS = {**SOLVERS, **BASELINES}
 
 
-@pytest.mark.parametrize("name", _SOLVERS)
+@pytest.mark.parametrize("name", SOLVERS)
 @given(problem=problems())
 def test_every_solver_places_everything_between_max_live_and_naive(name: str, problem: Problem) -> None:
-    solution = solve(problem, solver=_SOLVERS[name])  # validated on its way out
+    solution = solve(problem, solver=SOLVERS[name])  # validated on its way out
     assert problem.max_live <= solution.bound <= solution.arena_size
     padding = sum(b.alignment - 1 for b in problem.buffers)
-    if name != "hill-climb" or padding == 0:
-        assert solution.arena_size <= solve(problem, solver="naive").arena_size + padding
+    assert solution.arena_size <= solve(problem, solver="naive").arena_size + padding
 
 
 @given(problem=problems(most=16))
 def test_the_default_is_never_worse_than_any_other_solver(problem: Problem) -> None:
     arena = solve(problem).arena_size
-    for name, solver in _SOLVERS.items():
-        if name not in ("portfolio", "hill-climb", "cpsat"):
+    for name, solver in SOLVERS.items():
+        if name not in ("portfolio", "cpsat"):
             assert arena <= solve(problem, solver=solver).arena_size, name
 
 
@@ -128,12 +125,12 @@ def test_fuzz_ten_thousand_problems_against_the_validator(part: int) -> None:
     assert seen[Status.INFEASIBLE] > 0
 
 
-@pytest.mark.parametrize("name", [n for n in _SOLVERS if n not in ("cpsat", "hill-climb")])
+@pytest.mark.parametrize("name", [n for n in SOLVERS if n != "cpsat"])
 def test_fuzz_every_solver_on_larger_problems(name: str) -> None:
     for seed in range(3):
         problem = planted(450, seed=seed, density=0.9)  # above 400 buffers the heuristics run compiled
         problem = Problem(buffers=problem.buffers)
-        solution = solve(problem, solver=_SOLVERS[name], work_limit=500)
+        solution = solve(problem, solver=SOLVERS[name], work_limit=500)
         validate(problem, solution)
 
 

@@ -9,19 +9,7 @@ import numpy as np
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers.arrays import ProblemArrays, make_problem_arrays
 from memplan.solvers.solve_at_capacity import Piece, _bottom, _peel, _split, reduce
-from tests.solvers.small import small_problem
-
-
-def _arrays(*rows: tuple[int, int, int], alignment: int = 1) -> ProblemArrays:
-    """Buffers (size, start, end)."""
-    return make_problem_arrays(
-        Problem(
-            buffers=tuple(
-                Buffer(id=str(i), size=size, live=Interval(a, b), alignment=alignment)
-                for i, (size, a, b) in enumerate(rows)
-            )
-        )
-    )
+from tests.solvers.small import arrays_of, small_problem
 
 
 def _hulls_overlap(arrays: ProblemArrays, b: int, c: int) -> bool:
@@ -63,7 +51,7 @@ def test_buffers_that_always_fit_are_peeled_round_by_round() -> None:
 
 
 def test_buffers_alive_with_all_others_are_stacked_at_the_bottom() -> None:
-    arrays = _arrays((3, 0, 9), (5, 0, 4), (2, 2, 5), (7, 5, 9), (4, 2, 8))
+    arrays = arrays_of((3, 0, 9), (5, 0, 4), (2, 2, 5), (7, 5, 9), (4, 2, 8))
     bottoms: list[tuple[int, int]] = []
     kept, base, moved = _bottom(arrays, np.arange(5), 10, arrays.max_offset(40), bottoms)
     assert (kept.tolist(), base, moved) == ([1, 2, 3], 17, True)
@@ -79,9 +67,9 @@ def test_nothing_is_stacked_where_that_could_cost_room() -> None:
         return _bottom(arrays, np.arange(arrays.n), 0, highest, [])[2]
 
     rows = ((3, 0, 9), (5, 0, 4), (7, 5, 9))
-    assert moved(_arrays(*rows))
-    assert not moved(_arrays(*rows), spare=1)  # the one at the bottom may end higher than those above it
-    assert moved(_arrays(*rows), spare=-1)
+    assert moved(arrays_of(*rows))
+    assert not moved(arrays_of(*rows), spare=1)  # the one at the bottom may end higher than those above it
+    assert moved(arrays_of(*rows), spare=-1)
     changes: tuple[dict[str, Any], ...] = ({"alignment": 4}, {"pinned_offset": 4}, {"gaps": (Interval(2, 3),)})
     for change in changes:
         buffers = [Buffer(id="a", size=3, live=Interval(0, 9), **change)]
@@ -104,7 +92,7 @@ def test_with_gaps_only_buffers_that_cover_all_others_are_stacked() -> None:
 
 
 def test_parts_share_no_hull_and_are_ascending() -> None:
-    arrays = _arrays((1, 4, 6), (1, 0, 2), (1, 1, 4), (1, 5, 7), (1, 8, 9), (1, 7, 9))
+    arrays = arrays_of((1, 4, 6), (1, 0, 2), (1, 1, 4), (1, 5, 7), (1, 8, 9), (1, 7, 9))
     assert [part.tolist() for part in _split(arrays, np.arange(6))] == [[1, 2], [0, 3], [4, 5]]
     assert [part.tolist() for part in _split(arrays, np.array([0, 1]))] == [[1], [0]]
     assert _split(arrays, np.zeros(0, np.int64)) == []
@@ -112,7 +100,7 @@ def test_parts_share_no_hull_and_are_ascending() -> None:
 
 def test_reduction_by_hand() -> None:
     """Buffer 0 lies below all. Of the two parts above it, 5 lies below the second, 2 and then 3 below the first."""
-    arrays = _arrays((4, 0, 9), (6, 0, 3), (5, 1, 4), (6, 2, 5), (6, 3, 5), (8, 5, 9), (9, 5, 7), (9, 7, 9))
+    arrays = arrays_of((4, 0, 9), (6, 0, 3), (5, 1, 4), (6, 2, 5), (6, 3, 5), (8, 5, 9), (9, 5, 7), (9, 7, 9))
     reduced = reduce(arrays, arrays.max_offset(21))
     assert (reduced.bottom.tolist(), reduced.bottom_offset.tolist()) == ([0, 2, 3, 5], [0, 4, 9, 4])
     assert reduced.fill.tolist() == [7, 6, 4, 1]  # these find room wherever the others lie

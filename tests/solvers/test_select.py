@@ -12,7 +12,7 @@ from memplan.errors import InvalidProblem, InvalidSolution, UnsupportedProblem
 from memplan.solvers import Progress, SolverLimits, select_solver, solve
 from memplan.solvers.arrays import make_problem_arrays
 from memplan.solvers.base import align_up, finish, infeasible_step, refusal
-from memplan.solvers.baselines import Greedy
+from memplan.solvers.baselines import GREEDY
 from memplan.solvers.capacity_search import Answers
 from memplan.solvers.select import check_numbers, check_pins
 
@@ -38,7 +38,7 @@ class _Noted:
 
     def solve(self, problem: Problem, *, limits: SolverLimits = SolverLimits(), seed: int = 0) -> Solution:  # noqa: B008
         self.given.append((problem, limits, seed))
-        found = {b.id: 0 for b in problem.buffers} if self.wrong else Greedy().solve(problem).offsets
+        found = {b.id: 0 for b in problem.buffers} if self.wrong else GREEDY.solve(problem).offsets
         return finish(problem, found, solver="noted", seconds=0.0)
 
 
@@ -203,11 +203,7 @@ def test_the_simplest_placements_come_smallest_first(monkeypatch: pytest.MonkeyP
         assert len(list(answers.simple())) == sources
 
 
-_RING = (
-    _buffer("a", 20, 0, 5, gaps=(Interval(1, 4),)),
-    _buffer("b", 20, 0, 3),
-    _buffer("c", 20, 2, 5),
-)
+_RING = (_buffer("a", 20, 0, 5, gaps=(Interval(1, 4),)), _buffer("b", 20, 0, 3), _buffer("c", 20, 2, 5))
 
 
 @pytest.mark.parametrize(

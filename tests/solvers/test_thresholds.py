@@ -155,11 +155,7 @@ def _always(*_: object) -> bool:
     ],
 )
 def test_small_problems_go_down_every_path(
-    monkeypatch: pytest.MonkeyPatch,
-    lowered: tuple[str, ...],
-    module: Any,
-    name: str,
-    counts: Callable[..., bool],
+    monkeypatch: pytest.MonkeyPatch, lowered: tuple[str, ...], module: Any, name: str, counts: Callable[..., bool]
 ) -> None:
     """With a base above 0 where the path has one; each solution is validated."""
     _lower(monkeypatch, *lowered)

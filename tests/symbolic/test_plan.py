@@ -55,13 +55,7 @@ def test_a_resolved_plan_is_a_plan_within_a_quarter_of_planning_anew(data: st.Da
     assert (resolved.graph.values, resolved.graph.storages) == (graph.values, graph.storages)
     graph = with_inplace_candidates(graph) if any(op.inplace_candidates for op in graph.ops) else graph
     anew = make_plan(
-        ScheduledGraph(
-            model="anew",
-            graph=graph,
-            schedule=order(graph),
-            alignment=plan.plan.alignment,
-            versions={},
-        )
+        ScheduledGraph(model="anew", graph=graph, schedule=order(graph), alignment=plan.plan.alignment, versions={})
     )
     assert plan.plan.redzone or resolved.arena_size <= 1.25 * anew.arena_size
     assert plan.resolve(values) is resolved

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from memplan.errors import InvalidPlan, MemplanError, UnreadableFile
-from memplan.planning.planfile import checksum, load
+from memplan.errors import MemplanError
+from memplan.planning.planfile import checksum
 from memplan.symbolic import SymbolicPlan, load_symbolic
 from tests.symbolic.strategies import symbolic_plans
 from tests.symbolic.test_plan import _example
@@ -73,25 +73,3 @@ def test_a_file_that_was_changed_on_purpose_is_refused_by_path(tmp_path: Path, k
     path = _changed(tmp_path, lambda data: _set(data, *keys))
     with pytest.raises(MemplanError, match=where):
         load_symbolic(path)
-
-
-def test_accidents_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    _example([]).save(path)
-    path.write_text(path.read_text().replace('"max":64', '"max":65', 1))
-    with pytest.raises(InvalidPlan, match="changed or damaged"):
-        load_symbolic(path)
-    path.write_text("[]")
-    with pytest.raises(UnreadableFile, match="dynamic_shapes"):
-        load_symbolic(path)
-
-
-def test_each_kind_of_file_says_how_the_other_is_read(tmp_path: Path) -> None:
-    plan = _example([])
-    plan.save(tmp_path / "symbolic.json")
-    plan.resolve(plan.hint).save(tmp_path / "resolved.json")
-    with pytest.raises(InvalidPlan, match="load_symbolic"):
-        load(tmp_path / "symbolic.json")
-    with pytest.raises(InvalidPlan, match=r"memplan\.load"):
-        load_symbolic(tmp_path / "resolved.json")
-    assert load(tmp_path / "resolved.json").solution.solver == "symbolic"

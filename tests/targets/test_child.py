@@ -14,11 +14,11 @@ from typing import NoReturn
 import pytest
 import torch
 
+from memplan.core.gpus import find_gpu
 from memplan.errors import BudgetInfeasible, MemplanError
 from memplan.targets.child import asked_for
-from memplan.targets.target import find_target
 
-H100 = find_target("h100")
+H100 = find_gpu("h100")
 
 
 def test_the_child_has_the_gpu_and_this_process_has_not() -> None:
@@ -116,9 +116,9 @@ def test_a_large_answer_comes_whole() -> None:
 def test_the_child_ends_with_the_process_that_asks() -> None:
     """It does not go on with the program, either."""
     code = (
-        "import os, time; from memplan.targets.child import asked_for; from memplan.targets.target import find_target\n"
+        "import os, time; from memplan.targets.child import asked_for; from memplan.core.gpus import find_gpu\n"
         "def wait(): print(os.getpid(), flush=True); time.sleep(600)\n"
-        "try: asked_for(find_target('h100'), wait)\n"
+        "try: asked_for(find_gpu('h100'), wait)\n"
         "except Exception: print('went on', flush=True)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as asking:
@@ -162,9 +162,9 @@ def test_a_child_that_is_killed_is_an_error_that_says_so() -> None:
 def test_ctrl_c_ends_both() -> None:
     """The process that asks is stopped as any other, and leaves no child."""
     code = (
-        "import os, time; from memplan.targets.child import asked_for; from memplan.targets.target import find_target\n"
+        "import os, time; from memplan.targets.child import asked_for; from memplan.core.gpus import find_gpu\n"
         "def wait(): print(os.getpid(), flush=True); time.sleep(600)\n"
-        "asked_for(find_target('h100'), wait)"
+        "asked_for(find_gpu('h100'), wait)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

@@ -16,8 +16,8 @@ from torch import nn
 import memplan
 from benchmarks import real_sizes
 from benchmarks.zoo import ZOO
+from memplan.core.gpus import find_gpu
 from memplan.errors import InvalidShapes, LibraryNotInstalled, UnsupportedDevice
-from memplan.targets.target import find_target
 from tests.slow import slow
 
 MEASURED: dict[str, Any] = json.loads(Path(__file__).with_name("h200.json").read_text(encoding="utf-8"))
@@ -29,7 +29,7 @@ def test_a_plan_has_the_gpus_kernels_alignment_and_costs() -> None:
     plan = memplan.plan(model, inputs, target="h100")
     assert plan.alignment == 512
     assert plan.versions["target"] == "h100"
-    assert plan.reserve == find_target("h100").workspace
+    assert plan.reserve == find_gpu("h100").workspace
     assert "NVIDIA H100" in str(plan.report())
     assert plan.total - plan.reserve < memplan.plan(model, inputs).total * 1.2
     names = {op.target for op in plan.graph.ops}
@@ -44,7 +44,7 @@ def test_a_plan_is_saved_and_loaded_with_its_target(tmp_path: Path) -> None:
     loaded = memplan.load(tmp_path / "plan.json")
     assert loaded.versions["target"] == "a100"
     assert loaded.total == plan.total
-    assert loaded.reserve == find_target("a100").workspace + (1 << 20)
+    assert loaded.reserve == find_gpu("a100").workspace + (1 << 20)
 
 
 def test_a_model_on_the_cpu_and_one_on_meta_have_the_same_plan() -> None:
@@ -139,7 +139,7 @@ def test_eagers_peak_is_that_of_an_h200(name: str) -> None:
     """Within 5 %, with the workspaces of cuBLAS, which are in the allowance of a device."""
     make: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]] = getattr(real_sizes, name)
     model, inputs = make()
-    answer = memplan.fits(model, inputs, device="h200", search=False, allowance=find_target("h200").workspace)
+    answer = memplan.fits(model, inputs, device="h200", search=False, allowance=find_gpu("h200").workspace)
     assert answer.eager / 1e9 == pytest.approx(MEASURED["eager"][name], rel=0.05)
 
 

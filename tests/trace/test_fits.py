@@ -174,7 +174,7 @@ def test_copies_on_the_meta_device_keep_what_is_shared() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "what"),
     [
-        ({"device": "abacus"}, UnsupportedDevice, "choose one of"),
+        ({"device": "abacus"}, UnsupportedDevice, "name one of"),
         ({"batch": 0}, InvalidSize, "batch"),
         ({"batch": True}, InvalidSize, "batch"),
         ({"dtype": "int8"}, InvalidSize, "floating-point"),

@@ -61,11 +61,6 @@ def test_the_prover_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("the prover was asked")
 
-    for name in (
-        "cut.cut",
-        "cut.cut_bound",
-        "cut.min_cut",
-        "graph_arrays.make_graph_arrays",
-    ):
+    for name in ("cut.cut", "cut.cut_bound", "cut.min_cut", "graph_arrays.make_graph_arrays"):
         monkeypatch.setattr(f"memplan.schedule.{name}", refuse)
     assert least_at(ladder(3), 3) == 310

@@ -25,6 +25,7 @@ from memplan.runtime.profiling.measurement import Measurement
 from memplan.trace.capture.refusals import breaks, why_it_breaks
 from memplan.trace.optimizer.optimizers import require_no_closure
 from memplan.trace.optimizer.update_bytes import bytes_of_updates
+from memplan.trace.whole_step import require_number
 
 _log = logging.getLogger("memplan")
 
@@ -150,7 +151,10 @@ class StepThenUpdate(CompiledStep):
                 p.grad = self._sums.get(p)
             with torch.enable_grad():
                 loss = self._model(*batch, **kwargs)
-                _require_number(loss)
+                require_number(loss)
+                if not loss.requires_grad:
+                    what, hint = "the loss depends on none of its parameters", "make it depend on one that trains"
+                    raise UnsupportedGraph("loss_fn", what, hint, see="loss-parameters")
                 loss.backward(torch.full_like(loss, 1 / self.accumulate))
             self._sums = {p: p.grad for p in everyone}
             self.pending += 1
@@ -189,16 +193,3 @@ def _options(
             state += sum(largest_part(p).nbytes for p in loss.parameters() if p.requires_grad)
     divided = parallelism_of(loss) is not None
     return CompileOptions.of_step(options, state=state, temporaries=temporaries, several=several or divided)
-
-
-def _require_number(loss: object) -> None:
-    """Raise `UnsupportedGraph` unless the loss is one number that depends on a parameter."""
-    what, see = "", "loss-number"
-    if not isinstance(loss, torch.Tensor):
-        what = f"returns a {type(loss).__name__}, but a training step minimises one number"
-    elif loss.numel() != 1:
-        what = f"returns a tensor of shape {tuple(loss.shape)}, but a training step minimises one number"
-    elif not loss.requires_grad:
-        what, see = "the loss depends on none of its parameters", "loss-parameters"
-    if what:
-        raise UnsupportedGraph("loss_fn", what, "return the mean or the sum of what is to be minimised", see=see)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memplan.core.graph import Graph, Value
+from memplan.core.graph import Graph
 from memplan.runtime.kernels.kernel_selection import BoundOp
 from memplan.trace.traced import Ref
 
@@ -120,8 +120,3 @@ def refs(tree: Any) -> list[int]:
     elif not isinstance(tree, (list, tuple)):
         return []
     return [value for item in tree for value in refs(item)]
-
-
-def same_layout(one: Value, two: Value) -> bool:
-    """Return whether two values have the same dtype, shape, strides and offset in their storages."""
-    return (one.dtype, one.shape, one.strides, one.offset) == (two.dtype, two.shape, two.strides, two.offset)

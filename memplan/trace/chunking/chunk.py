@@ -38,7 +38,7 @@ from memplan.trace.chunking.rows import (
 )
 from memplan.trace.passes.nodes import has_effects, is_view, keys_of, out_names, out_variant, written_in
 from memplan.trace.passes.own_outputs import is_backward
-from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, storage_key, value
+from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, recompute_views, storage_key, value
 
 
 def overwritten(chain: Chain, sink: fx.Node, ours: set[fx.Node]) -> fx.Node | None:
@@ -338,19 +338,7 @@ class ChunkRewriter:
             new = self._writer(sink).call(aten.view.default, new, list(old.shape))
         sink.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         if storage_key(value(new)) != storage_key(old):
-            _rebase(self.graph, new, storage_key(old), self.mode)
-
-
-def _rebase(graph: fx.Graph, new: fx.Node, old: int, mode: FakeTensorMode) -> None:
-    """Compute the fake values of views of the bytes `old` again; they are now views of the bytes of `new`."""
-    todo = [new]
-    while todo:
-        for user in todo.pop().users:
-            if user.op == "call_function" and old in keys_of(user):
-                args, kwargs = fx.node.map_arg((user.args, user.kwargs), value)
-                with mode, torch.no_grad():
-                    user.meta["val"] = user.target(*args, **kwargs)  # type: ignore[operator]
-                todo.append(user)
+            recompute_views(dict.fromkeys(new.users), storage_key(old), self.mode)
 
 
 def divide(graph: fx.Graph, division: Division) -> Division:

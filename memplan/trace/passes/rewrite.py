@@ -147,7 +147,7 @@ def replace_by(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
     views = dict.fromkeys(node.users)
     node.replace_all_uses_with(other)
     graph.erase_node(node)
-    _recompute_views(views, old, mode)
+    recompute_views(views, old, mode)
 
 
 def redirect(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
@@ -156,7 +156,7 @@ def redirect(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
     """
     views = {user: None for user in node.users if user is not other}
     node.replace_all_uses_with(other, delete_user_cb=lambda user: user is not other)
-    _recompute_views(views, storage_key(value(node)), fake_mode_of(graph))
+    recompute_views(views, storage_key(value(node)), fake_mode_of(graph))
 
 
 def separate_tangents(graph: fx.Graph) -> None:
@@ -171,11 +171,11 @@ def separate_tangents(graph: fx.Graph) -> None:
         if old in seen:
             with mode:
                 node.meta["val"] = traced.new_empty_strided(traced.shape, traced.stride())
-            _recompute_views(dict.fromkeys(node.users), old, mode)
+            recompute_views(dict.fromkeys(node.users), old, mode)
         seen.add(storage_key(value(node)))
 
 
-def _recompute_views(views: dict[fx.Node, None], old: int, mode: FakeTensorMode) -> None:
+def recompute_views(views: dict[fx.Node, None], old: int, mode: FakeTensorMode) -> None:
     """Compute the fake values of those nodes that lie in the storage `old` again, and of their views."""
     while views:
         user = next(iter(views))

@@ -12,7 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx, nn
+from torch._functorch import config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from memplan.core.graph import Phase
 from memplan.core.in_place import with_inplace_candidates
@@ -21,7 +24,7 @@ from memplan.evict.costs import CostModel
 from memplan.evict.measure import measure
 from memplan.evict.workload import Event, Events, Kind, Workload
 from memplan.planning.fit import make_workload
-from memplan.torch_inside.graphs import BufferAOTInput, GradAOTOutput, ParamAOTInput, partitioned_by_torch
+from memplan.torch_inside.graphs import BufferAOTInput, GradAOTOutput, ParamAOTInput
 from memplan.trace.capture.front_ends import quiet
 from memplan.trace.capture.joint_graph import Captured, capture
 from memplan.trace.graph.build import build
@@ -140,8 +143,10 @@ def _partitioned(joint: fx.GraphModule, asked: float) -> tuple[fx.Graph, fx.Grap
     static = [i for i, desc in enumerate(descs) if isinstance(desc, (ParamAOTInput, BufferAOTInput))]
     _, _, returned = returned_by(joint.graph)
     results = sum(desc is not None and not isinstance(desc, GradAOTOutput) for desc in returned)
-    with quiet(), fake_mode_of(joint.graph):
-        forward, backward = partitioned_by_torch(joint, budget=asked, results=results, static=static)
+    with quiet(), fake_mode_of(joint.graph), config.patch(activation_memory_budget=asked), torch.no_grad():
+        forward, backward = min_cut_rematerialization_partition(
+            joint, None, num_fwd_outputs=results, static_lifetime_input_indices=static
+        )
     return forward.graph, backward.graph
 
 
