@@ -18,6 +18,7 @@ from memplan.runtime.dynamo.planned_graph import PlannedGraph
 from memplan.runtime.dynamo.split_graph import SplitGraph, as_eager, example_inputs, masked_writes, parts_of
 from memplan.runtime.memory.shared_arena import release_arenas
 from memplan.runtime.options import RunOptions
+from memplan.trace.capture.constant_masks import drop_constant_masks
 from memplan.trace.capture.origins import why_it_ends
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class Backend:
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the callable that replaces a graph; dynamo calls this with each graph that it has traced."""
+        if drop_constant_masks(graph.graph):
+            graph.recompile()
         last = why_it_ends(graph)
         why = "the shape of a gradient depends on a mask"
         return self._divided(graph, inputs, masked_writes(graph), why, last) or self._planned(

@@ -23,6 +23,7 @@ from torch._guards import detect_fake_mode
 
 from memplan.torch_inside.dynamo import read_python, traced_function
 from memplan.trace.capture.checkpoints import gradients_that_eager_lacks, refusing_checkpoints
+from memplan.trace.capture.constant_masks import drop_constant_masks
 from memplan.trace.capture.effects import exporting, refuse_random, require_same_call, settle_side_effects
 from memplan.trace.capture.python_values import options_of_layers, readings_of
 from memplan.trace.capture.recurrent import RecurrentAsEager
@@ -94,6 +95,8 @@ def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> n
     meta_of(module)[READINGS] = tuple(readings_of(read.guards, read.known, traced_function(model)))
     meta_of(module)[WARNINGS] = gradients_that_eager_lacks(module.graph)
     refuse_random(model, module.graph)
+    if drop_constant_masks(module.graph):
+        module.recompile()
     _take_real_tensors(module)
     undo = [back for message in read.messages for back in settle_side_effects(model, args, kwargs, message)]
     if not undo:

@@ -1,0 +1,97 @@
+"""Attention masks that depend on constants alone: dropped where they hide nothing, with eager's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import memplan
+from memplan.trace.tracing import capture_call
+
+Mask = Callable[[torch.Tensor], torch.Tensor | None]
+LENGTH = 12
+
+
+class Attention(nn.Module):
+    """One attention with a mask that is made while the model runs."""
+
+    def __init__(self, mask: Mask) -> None:
+        super().__init__()
+        self.project, self.mask = nn.Linear(8, 24), mask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.project(x).chunk(3, -1))
+        return scaled_dot_product_attention(query, key, value, attn_mask=self.mask(x), dropout_p=0.0)
+
+
+def _all_true(x: torch.Tensor) -> torch.Tensor:
+    kept = torch.ones(x.shape[0], LENGTH, dtype=torch.long, device=x.device)
+    return kept[:, None, None, :].expand(x.shape[0], 1, LENGTH, LENGTH).to(torch.bool)
+
+
+def _triangle(x: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(LENGTH, device=x.device)
+    return (at[None, :] <= at[:, None]).expand(x.shape[0], 1, LENGTH, LENGTH)
+
+
+def _window(x: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(LENGTH, device=x.device)
+    return (at[None, :] <= at[:, None]) & (at[None, :] > at[:, None] - 4)
+
+
+def _of_numbers(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(LENGTH, LENGTH, device=x.device)
+
+
+def _of_the_input(x: torch.Tensor) -> torch.Tensor:
+    return (x[:, None, :, 0] < 1e6)[:, :, None, :].expand(x.shape[0], 1, LENGTH, LENGTH)
+
+
+def _random(x: torch.Tensor) -> torch.Tensor:
+    return torch.rand(LENGTH, LENGTH, device=x.device) < 2.0
+
+
+def _masked(mask: Mask, x: torch.Tensor) -> bool:
+    """Return whether the captured attention takes a mask."""
+    graph = capture_call(Attention(mask), (x,)).captured.graph_module.graph
+    (attention,) = [n for n in graph.nodes if "attention" in str(n.target) and "backward" not in str(n.target)]
+    return any(
+        len(n.meta["val"].shape) and n.meta["val"].shape[-2:] == (LENGTH, LENGTH) for n in attention.all_input_nodes
+    )
+
+
+@pytest.mark.parametrize(
+    ("mask", "stays"),
+    [
+        *((mask, False) for mask in (_all_true, _triangle)),
+        *((mask, True) for mask in (_window, _of_numbers, _of_the_input)),
+    ],
+)
+def test_a_mask_stays_unless_it_is_constant_and_hides_nothing_or_the_future(mask: Mask, stays: bool) -> None:
+    assert _masked(mask, torch.randn(2, LENGTH, 8)) is stays
+
+
+def test_a_random_mask_is_no_constant() -> None:
+    assert _masked(_random, torch.randn(2, LENGTH, 8))
+
+
+@pytest.mark.parametrize("how", ["compile", "backend"])
+@pytest.mark.parametrize("mask", [_all_true, _triangle, _window, _of_numbers, _of_the_input])
+def test_attention_has_eagers_bits(mask: Mask, how: str) -> None:
+    torch.manual_seed(0)
+    model, x = Attention(mask), torch.randn(2, LENGTH, 8)
+    eager = model(x)
+    eager.square().sum().backward()
+    wanted = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    compiled = memplan.compile(model, x) if how == "compile" else torch.compile(model, backend=memplan.Backend())
+    result = compiled(x)
+    assert torch.equal(result, eager)
+    result.square().sum().backward()
+    for p, gradient in zip(model.parameters(), wanted, strict=True):
+        assert p.grad is not None
+        assert torch.equal(p.grad, gradient)
