@@ -23,6 +23,7 @@ from benchmarks.zoo import ZOO
 from memplan.core.choices import Gradients
 from memplan.errors import BudgetInfeasible, StaleActivationsError
 from memplan.runtime.dynamo.backend import Backend
+from memplan.runtime.options import RunOptions
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
 from tests.slow import slow
 
@@ -363,6 +364,21 @@ def test_other_shapes_get_plans_of_their_own() -> None:
         _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
     plans = [plan for graph in backend.graphs for plan in graph.plans]
     assert len({plan.arena_size for plan in plans}) > 1
+
+
+def test_options_are_checked_where_a_program_is_made_and_not_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    compiled = torch.compile(model, backend=Backend())
+    compiled(x).sum().backward()
+    checked: list[RunOptions] = []
+
+    def check(options: RunOptions) -> None:
+        checked.append(options)
+
+    monkeypatch.setattr(RunOptions, "__post_init__", check)
+    for _ in range(3):
+        compiled(x).sum().backward()
+    assert not checked
 
 
 def test_inference_has_no_backward_in_its_plan() -> None:

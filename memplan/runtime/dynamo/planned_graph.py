@@ -219,7 +219,6 @@ class PlannedGraph:
         gradients: Gradients,
     ) -> GraphInstance | None:
         """Return an idle instance, preferably one with the same parameters, or a new one; None beyond the limit."""
-        options = replace(self._options, gradients=gradients)
 
         def make(like: GraphInstance | None) -> GraphInstance:
             """Return a new instance; the trace, the plan and the bound ops of another one are reused."""
@@ -229,6 +228,7 @@ class PlannedGraph:
                     module.set_kept(inputs)
                     traced, runner = like.traced, like.another(coordinator, ModuleGuards(module))
                 else:
+                    options = replace(self._options, gradients=gradients)
                     traced, runner = first_program_of(module, inputs, options, coordinator, self._hooks)
                 return GraphInstance(module, traced, runner, ends=self._ends, graph=self)
 
