@@ -14,12 +14,12 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.plan import Plan
-from memplan.devices.kinds import is_accelerator
 from memplan.distributed.parallelism import parallelism_of
 from memplan.errors import UnsupportedCall, UnsupportedDevice, UnsupportedGraph
 from memplan.planning.options import PlanOptions
 
 _log = logging.getLogger("memplan")
+_GENERATED = ("cuda", "xpu")  # devices for which Inductor writes Triton kernels
 _Options = TypeVar("_Options", bound=PlanOptions)
 _Captured = TypeVar("_Captured")
 
@@ -81,6 +81,7 @@ def _say(model: str, why: str) -> None:
 
 
 def _is_on_accelerator(model: nn.Module, inputs: Any) -> bool:
-    """Return whether any tensor of a model or its inputs is on an accelerator."""
-    tensors = chain(model.parameters(), model.buffers(), pytree.tree_leaves(inputs))
-    return any(is_accelerator(x.device) for x in tensors if isinstance(x, torch.Tensor))
+    """Return whether any tensor of a model or its inputs is on an accelerator for which Inductor writes kernels."""
+    held = (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ()
+    tensors = chain(held, pytree.tree_leaves(inputs))
+    return any(x.device.type in _GENERATED for x in tensors if isinstance(x, torch.Tensor))

@@ -14,9 +14,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils.checkpoint import CheckpointPolicy
 
 import memplan
-from memplan.core.division import Division
+from memplan.core.division import NOTHING, Division
+from memplan.core.graph import Phase
 from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedCall, UnsupportedProblem
-from memplan.trace import capture_call
+from memplan.trace import capture_call, variants
 from memplan.trace.fused import row_division
 from memplan.trace.fused.row_division import divide_rows
 from memplan.trace.fused.row_parts import BLOCK
@@ -243,15 +244,71 @@ def test_chains_end_at_products_and_wide_blocks_are_not_saved() -> None:
 
 def test_how_wide_a_tensor_of_a_chain_is_depends_on_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
     def chained() -> int:
-        return len(next(row_division._chains(_joint(_made(shifted=True)), 4)).nodes)
+        return len(next(row_division._chains(_joint(_made(shifted=True)))).nodes)
 
     before = chained()
     monkeypatch.setattr(row_division, "_PART", 1)  # the shifted logits are no longer wide
     assert chained() < before
 
 
-def test_more_blocks_than_rows_divide_nothing() -> None:
+@pytest.mark.parametrize("blocks", [8, 9, 100])
+def test_a_chain_of_fewer_rows_has_a_block_for_each(blocks: int) -> None:
+    graph = _joint(_made(shifted=True))
+    divide_rows(graph, Division(blocks=blocks, sums=True))
+    assert {node.meta[BLOCK][1] for node in graph.nodes if BLOCK in node.meta} == set(range(8))  # of eight sequences
+
+
+def test_where_nothing_can_be_divided_the_division_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_division, "_FEWEST", 9)  # more than there are sequences
     graph = _joint(_made(shifted=True))
     count = len(graph.nodes)
-    divide_rows(graph, Division(blocks=9, sums=True))  # of eight sequences
+    assert divide_rows(graph, Division(blocks=4, sums=True)).over == NOTHING
     assert len(graph.nodes) == count
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+@pytest.mark.parametrize("blocks", [4, 8])
+def test_the_backward_computes_no_block_of_the_head_again(shifted: bool, blocks: int) -> None:
+    """torch's partitioner would leave the gradients of the head to the backward, since no result needs them."""
+    plan = memplan.plan(
+        _made(shifted=shifted), _tokens(), kernels="inductor", divide=Division(blocks=blocks, sums=True)
+    )
+    wide = {i for i, s in enumerate(plan.graph.storages) if s.nbytes >= 12 * WIDE and s.planned}
+    of_head = [op for op in plan.graph.ops if op.origin.module == "head" and wide & set(plan.graph.touched(op))]
+    assert of_head
+    products = [op for op in plan.graph.ops if "mm" in op.target and op.origin.module == "head"]
+    assert {op.phase for op in products} == {Phase.FORWARD}
+
+
+@pytest.mark.parametrize(
+    ("options", "blocks"),
+    [
+        ({"budget": "240KiB"}, 8),
+        ({"arena_budget": "200KiB"}, 8),
+        ({"budget": "1GiB"}, None),  # where nothing has to be evicted
+        ({}, None),
+        ({"arena_budget": 0.95, "divide": False}, None),
+    ],
+)
+def test_a_budget_divides_the_head_of_a_step_on_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], blocks: int | None
+) -> None:
+    monkeypatch.setattr(variants, "is_accelerator", lambda device: True)
+    model = _made(shifted=True)
+    plan = memplan.plan(model, _tokens(), kernels="inductor", **options)
+    assert (plan.division and plan.division.blocks) == blocks
+    if blocks is not None:
+        assert f"{blocks} blocks of rows" in str(plan.report())
+
+
+def test_eagers_kernels_keep_their_bits_under_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "is_accelerator", lambda device: True)
+    assert memplan.plan(_made(shifted=True), _tokens(), arena_budget=0.95).division is None
+
+
+def test_how_many_blocks_a_head_has_is_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(variants, "_HEAD_BLOCKS", 2)
+    plan = memplan.plan(_made(shifted=True), _tokens(), kernels="inductor", arena_budget="200KiB")
+    assert plan.division is not None
+    assert plan.division.blocks == 2
