@@ -90,7 +90,7 @@ def stepper(contender: str, model: Any, inputs: Sequence[Any], optimizer: Any) -
     if base == "step":
         whole = memplan.compile_step(model, optimizer, lambda loss: loss, tuple(inputs), **keywords)
         return lambda: whole(*inputs), whole
-    raise SystemExit(f"there is no contender {base!r}")
+    raise ValueError(f"there is no contender {base!r}")
 
 
 def _keyword(option: str, model: Any) -> tuple[str, Any] | None:
@@ -116,7 +116,7 @@ def _keyword(option: str, model: Any) -> tuple[str, Any] | None:
         return name, given
     if option[0] in "bG":
         return "budget", f"{option[1:]}GiB" if option[0] == "G" else float(option[1:])
-    raise SystemExit(f"there is no option {option!r}")
+    raise ValueError(f"there is no option {option!r}")
 
 
 def child(contender: str, name: str, device: str, *, tiny: bool, steps: int, dump: Path | None) -> None:
@@ -252,7 +252,10 @@ class Contender:
         if not self._log.closed:
             self._process.kill()
             self._reader.join()
-            self._log.close()
+            for pipe in (self._process.stdin, self._process.stdout, self._log):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):  # what was not read any more
+                        pipe.close()
 
 
 def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -80,7 +80,13 @@ def bert(device: str = "meta", *, tiny: bool = False) -> Example:
     from transformers import BertConfig, BertForMaskedLM
 
     layers, width, inner, heads = (2, 64, 128, 4) if tiny else (24, 1024, 4096, 16)
-    config = BertConfig(num_hidden_layers=layers, hidden_size=width, intermediate_size=inner, num_attention_heads=heads)
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+    }
+    config = BertConfig(**sizes, **({"vocab_size": 256} if tiny else {}))
     with torch.device(device):
         model = MaskedLanguageModel(BertForMaskedLM(config), device, autocast=True).train()
     return model, (_ids(config.vocab_size, (2, 32) if tiny else (8, 512), device),)

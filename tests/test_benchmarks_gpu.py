@@ -1,0 +1,76 @@
+"""The benchmark of real sizes on a GPU, rehearsed on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import memplan
+from benchmarks.gpu import _keyword, main, to_markdown
+from benchmarks.real_sizes import MODELS
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "gpu.json"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_real_size_is_on_the_meta_device_and_a_tiny_one_trains(name: str) -> None:
+    model, inputs = MODELS[name]()
+    assert {x.device.type for x in (*model.parameters(), *inputs)} == {"meta"}
+    assert sum(p.numel() for p in model.parameters()) > 20_000_000
+    tiny, batch = MODELS[name]("cpu", tiny=True)
+    assert sum(p.numel() for p in tiny.parameters()) < 1_000_000
+    loss = tiny(*batch)
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize(
+    ("option", "keyword"),
+    [
+        ("aten", ("kernels", "aten")),
+        ("b0.7", ("budget", 0.7)),
+        ("G7.4", ("budget", "7.4GiB")),
+        ("costs=measure", ("costs", "measure")),
+    ],
+)
+def test_an_option_of_a_contender_is_a_keyword(option: str, keyword: tuple[str, object]) -> None:
+    assert _keyword(option, None) == keyword
+
+
+def test_an_option_that_is_not_known_is_named() -> None:
+    with pytest.raises(ValueError, match="'zzz'"):
+        _keyword("zzz", None)
+
+
+def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    page = (RESULTS.parents[2] / "docs" / "guides" / "gpu.md").read_text(encoding="utf-8")
+    readme = (RESULTS.parents[2] / "README.md").read_text(encoding="utf-8")
+    rows = [row for run in results["runs"] for of in run["models"] for row in of["rows"] if row.get("ms")]
+    for row in rows:
+        if row["contender"] in ("memplan", "step"):
+            said = f"{row['alloc']:.2f} GB"
+            assert said in page
+            assert said in readme
+    for run in results["runs"]:
+        assert "| eager |" in to_markdown({**results, "models": run["models"]}) or run is not results["runs"][0]
+
+
+@pytest.mark.slow
+def test_a_rehearsal_measures_each_contender_and_names_the_one_that_fails(tmp_path: Path) -> None:
+    output, dump = tmp_path / "gpu.json", tmp_path / "plans"
+    asked = ["--models", "gpt2", "--contenders", "eager,memplan,step,memplan+zzz", "--tiny", "--device", "cpu"]
+    asked += ["--parallel", "2", "--rounds", "2", "--steps", "2", "--ready", "500"]
+    assert main([*asked, "--output", str(output), "--dump", str(dump)]) == 1
+    (of,) = json.loads(output.read_text(encoding="utf-8"))["models"]
+    rows = {row["contender"]: row for row in of["rows"]}
+    assert "no option 'zzz'" in rows.pop("memplan+zzz")["error"]
+    assert all(len(row["all_ms"]) == 2 for row in rows.values())
+    assert rows["memplan"]["kernels"] == "aten"
+    assert memplan.load(dump / "gpt2-step.json").total == pytest.approx(rows["step"]["planned"] * 1e9)
+    losses = [row["losses"] for row in rows.values()]
+    torch.testing.assert_close(torch.tensor(losses[0][:2]), torch.tensor(losses[1][:2]), rtol=1e-3, atol=1e-3)
+    assert "| eager |" in output.with_suffix(".md").read_text(encoding="utf-8")
