@@ -145,7 +145,6 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
         "memplan-inductor": Contender(compile=_fused, against="inductor", cold=True),
         "inductor-knob": Contender(compile=inductor, against="inductor", knob=True),
         "memplan": Contender(compile=planned, against="eager"),
-        "memplan-auto": Contender(compile=partial(planned, kernels="auto"), against="inductor"),
         **{
             f"memplan-inductor {share:.3g}": Contender(compile=_fused, against="inductor", share=share, of="inductor")
             for share in SHARES

@@ -186,7 +186,7 @@ def test_a_contender_that_starts_again_has_all_its_times_and_its_highest_peak() 
     [
         (["--starts", "0"], "at least 1"),
         (["--contenders", "memplan's step"], "only with --whole"),
-        (["--whole", "--contenders", "memplan-auto"], "not of whole steps"),
+        (["--whole", "--contenders", "inductor-knob"], "not of whole steps"),
     ],
 )
 def test_the_benchmark_of_fused_kernels_refuses_what_it_cannot_measure(

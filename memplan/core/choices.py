@@ -10,9 +10,8 @@ from memplan.errors import MemplanError
 
 Checkpoint = Literal["follow", "plan"]
 Gradients = Literal["arena", "outside"]
-Kernels = Literal["aten", "inductor", "auto"]
+Kernels = Literal["aten", "inductor"]
 Layout = Literal["auto", "tstack"]
-Prefer = Literal["time", "memory"]
 Sanitize = Literal["poison", "redzone"]
 OnMismatch = Literal["replan", "error", "eager", "passive"]
 
@@ -21,7 +20,6 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "checkpoint": get_args(Checkpoint),
         "gradients": get_args(Gradients),
         "kernels": (None, *get_args(Kernels)),
-        "prefer": get_args(Prefer),
         "sanitize": (None, *get_args(Sanitize)),
         "on_mismatch": get_args(OnMismatch),
         **dict.fromkeys(("in_place", "fullgraph"), (True, False)),

@@ -86,7 +86,7 @@ class Plan:
         sections: the graphs of a joint plan, in the order in which they were traced; () for a plan of one graph.
         numbers: bytes of the Python numbers that kernels take as tensors, which stay between training steps: known when
             the plan was compiled, 0 before; `total` has them.
-        kernels: which kernels `kernels="auto"` has chosen, and why; "" where there was no choice.
+        kernels: what the kernels are those of, where the plan was made for a `target`; else "".
         code: how the kernels were generated, if a compiler did and not as it does by itself; else None.
 
     Example:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, get_args
 
 from memplan.core.choices import Checkpoint, Gradients, Kernels, Layout, require_choices
 from memplan.core.division import SUMS_HINT, WITHOUT_SUMS, Compression, Divide, Division, compression_of, division_of
@@ -94,19 +94,11 @@ class PlanOptions:
     in_flight: int | str | None = None
     dynamic_shapes: DynamicShapes | None = None
     falls_back: bool = False  # nobody asked for `kernels`: where they cannot be had, eager's are taken
-    tries_kernels: ClassVar[bool] = False  # whether `kernels` may be "auto"
 
     def __post_init__(self) -> None:
         require_choices(self)
         if self.kernels == "inductor":
             self._refuse_beside_kernels()
-        elif self.kernels == "auto" and not self.tries_kernels:
-            raise UnsupportedCall(
-                "runs both kinds of kernels to choose one, and nothing is run here",
-                where="kernels='auto'",
-                hint="use memplan.compile, or name the kernels",
-                see="inductor-options",
-            )
         if self.dynamic_shapes is not None:
             self._refuse_beside_dynamic_shapes()
         division_of(self.divide)

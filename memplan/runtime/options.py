@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
-from memplan.core.choices import Gradients, OnMismatch, Prefer, Sanitize
+from memplan.core.choices import Gradients, OnMismatch, Sanitize
 from memplan.core.in_place import COPY
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
@@ -170,19 +170,11 @@ class CompileOptions(RunOptions):
     """All options of `memplan.compile`, apart from the model, its example inputs, its mode and a plan."""
 
     bucketing: Mapping[str, int] | None = None
-    prefer: Prefer = "time"
-    why_kernels: str = ""  # which kernels were chosen, and why: for the record of plans
     after: int = 0  # the bytes that an optimizer allocates beside its state, right after the backward
     measurable: ClassVar[bool] = True
-    tries_kernels: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         RunOptions.__post_init__(self)
-        if self.prefer != "time" and self.kernels != "auto":
-            hint = 'pass kernels="auto", or leave out prefer='
-            raise UnsupportedCall(
-                "there is no choice of kernels", where=f"prefer={self.prefer!r}", hint=hint, see="inductor-options"
-            )
         if self.bucketing is not None:
             _require_buckets(self.bucketing, varies=self.dynamic_shapes is not None)
         if self.dynamic_shapes is not None and self.cuda_graph:

@@ -125,7 +125,7 @@ def plan_step(
         except BudgetInfeasible as error:
             failed = error
     assert failed is not None
-    if retracer is not None and options.division is None and options.kernels != "auto":
+    if retracer is not None and options.division is None:
         gain = gain_of_dividing(traced, retracer, alignment, sums=generator is not None)
         failed.hint = "; ".join(filter(None, (failed.hint, gain)))
     raise failed

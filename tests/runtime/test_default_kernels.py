@@ -26,7 +26,8 @@ def _model() -> tuple[nn.Module, torch.Tensor]:
 
 
 def _plan(model: nn.Module, x: torch.Tensor, **options: Any) -> Plan:
-    return memplan.plan(model, x, **options)
+    plan: Plan = memplan.plan(model, x, **options)
+    return plan
 
 
 def _compile(model: nn.Module, x: torch.Tensor, **options: Any) -> Plan:

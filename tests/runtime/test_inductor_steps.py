@@ -193,9 +193,7 @@ def test_gradients_that_no_update_takes_are_not_computed() -> None:
     assert changed == [False] * (len(before) - 2) + [True, True]
 
 
-@pytest.mark.parametrize(
-    "options", [{"divide": True}, {"compress": "bits"}, {"device": "cpu"}, {"checkpoint": "plan"}, {"kernels": "auto"}]
-)
+@pytest.mark.parametrize("options", [{"divide": True}, {"compress": "bits"}, {"device": "cpu"}, {"checkpoint": "plan"}])
 def test_what_a_step_of_generated_kernels_does_not_have_is_refused(options: Any) -> None:
     model, batch = _dropping()
     with pytest.raises(UnsupportedCall) as refused:

@@ -152,7 +152,7 @@ class Builder:
             return Runner(
                 self.module_guards,
                 traced,
-                replace(plan, kernels=options.why_kernels) if options.why_kernels else plan,
+                plan,
                 self._arena_for(plan, traced.device, room),
                 sanitize=options.sanitize,
                 added=self._copies_gradients,

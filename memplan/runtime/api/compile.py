@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from memplan.core.arguments import arguments_of
-from memplan.core.choices import Checkpoint, Gradients, Kernels, Layout, OnMismatch, Prefer, Sanitize
+from memplan.core.choices import Checkpoint, Gradients, Kernels, Layout, OnMismatch, Sanitize
 from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
 from memplan.distributed.parallelism import parallelism_of
@@ -19,7 +19,6 @@ from memplan.planning.options import Budget, Costs, Device, DynamicShapes
 from memplan.runtime.api.compiled_graphs import several_graphs
 from memplan.runtime.api.compiled_module import CompiledModule
 from memplan.runtime.api.divided_module import DividedModule
-from memplan.runtime.api.kernel_choice import with_chosen_kernels
 from memplan.runtime.options import CompileOptions, device_for, given_plan, gradients_for
 from memplan.schedule import Policy as SchedulePolicy
 from memplan.solvers import Solver
@@ -58,7 +57,6 @@ def compile(
     device: Device | None = None,
     dynamic_shapes: DynamicShapes | None = None,
     bucketing: Mapping[str, int] | None = None,
-    prefer: Prefer = "time",
 ) -> CompiledModule:
     """Compile `model` to run forward and backward at planned addresses in one preallocated arena.
 
@@ -89,8 +87,7 @@ def compile(
         kernels: None takes Inductor's kernels on accelerators, and eager's on the CPU and where Inductor's cannot be
             had, which the log then says. "inductor": the fused kernels that `torch.compile` generates, with its bits
             and the time of its compilation. "aten": the kernels of eager, with the bits of eager; on a GPU they take
-            up to twice the memory and the time. "auto" tries both on the example and keeps the better one: the report
-            says which and why. Numbers then depend on that choice.
+            up to twice the memory and the time.
         divide: As in `memplan.plan`.
         compress: As in `memplan.plan`.
         checkpoint: As in `memplan.plan`.
@@ -129,8 +126,6 @@ def compile(
         bucketing: Multiples by dimension: `{"seq": 64}` plans each size of that dimension for the next multiple of 64,
             so that the arena grows less often and the shapes in between share their offsets. Nothing is padded, and
             results are the same.
-        prefer: What is better for `kernels="auto"`: "time", the faster kernels, Inductor's only if they need no more
-            memory than eager's or both keep a budget; or "memory", those that need less.
 
     Returns:
         The compiled module, called like `model`.
@@ -175,8 +170,6 @@ def compiled_by(
     parallelism = parallelism_of(model)
     if parallelism is not None:
         return DividedModule(model, args, kwargs, parallelism=parallelism, options=options, train=train, given=given)
-    if options.kernels == "auto":
-        options = with_chosen_kernels(model, args, kwargs, options=options, train=train, given=given)
     try:
         return CompiledModule(model, args, kwargs, options=options, train=train, given=given)
     except UnsupportedGraph as refused:

@@ -36,7 +36,7 @@ def several_graphs(
     """Return the model compiled as several graphs, and log why one graph could not hold it.
 
     Raises `refused`, the error of the model as one graph, where graph breaks would not help or an option needs one
-    graph: a given plan, `kernels="auto"`, `device`, `dynamic_shapes`, `cuda_graph`, `divide`, `compress`, and measured
+    graph: a given plan, `device`, `dynamic_shapes`, `cuda_graph`, `divide`, `compress`, and measured
     costs.
     """
     if given is not None or not can_be_several(refused, options):

@@ -68,4 +68,4 @@ def can_be_several(refused: UnsupportedGraph, options: RunOptions) -> bool:
         return False
     plain = {f.name: f.default for f in fields(CompileOptions) if f.name in (*_OF_ONE_GRAPH[1:], "cuda_graph")}
     held = all(getattr(options, name) == default for name, default in plain.items())
-    return held and not options.measures and options.kernels != "auto"
+    return held and not options.measures

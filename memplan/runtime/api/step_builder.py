@@ -139,8 +139,8 @@ class StepBuilder:
 
         def capture(options: StepOptions) -> tuple[list[TracedGraph], list[CapturedCall]]:
             """Return the steps, traced and captured."""
-            asked = {"device": options.device, "kernels": options.kernels}
-            loss = capture_loss(self._loss, self._optimizer, batch, kwargs, **asked)
+            how, where = options.kernels, options.device
+            loss = capture_loss(self._loss, self._optimizer, batch, kwargs, device=where, kernels=how)
             steps = [
                 loss.step(
                     kind,

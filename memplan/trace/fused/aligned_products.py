@@ -59,8 +59,14 @@ def _is_large(node: fx.Node) -> bool:
     return left.dtype in _HALF and left.dtype == right.dtype and min(*left.shape, *right.shape) >= _LEAST
 
 
+def _first(node: fx.Node) -> int:
+    """Return the position of the first factor among the arguments of a product."""
+    target: Any = node.target
+    return PRODUCTS[target]
+
+
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    left, right = node.args[PRODUCTS[node.target] :]
+    left, right = node.args[_first(node) :]
     assert isinstance(left, fx.Node)
     assert isinstance(right, fx.Node)
     return left, right
@@ -87,7 +93,7 @@ class _Padder:
             return False
         left = self._to(self._to(left, 0, rows_to), 1, inner_to)
         right = self._to(self._to(right, 0, inner_to), 1, columns_to)
-        added = [self._added(x, (rows_to, columns_to), made) for x in node.args[: PRODUCTS[node.target]]]
+        added = [self._added(x, (rows_to, columns_to), made) for x in node.args[: _first(node)]]
         writer = Rewriter(self._graph, self._mode, node)
         result = self._named(writer.call(node.target, *added, left, right, **node.kwargs), node)
         result.meta.update({key: node.meta[key] for key in (TAG, EARLY) if key in node.meta})
@@ -102,11 +108,11 @@ class _Padder:
     def _added(self, node: Any, shape: tuple[int, int], made: torch.Tensor) -> fx.Node:
         """Return what a product is added to, in its padded shape."""
         assert isinstance(node, fx.Node)
-        sizes = value(node).shape
+        found, sizes = node, value(node).shape
         for dim, (before, after) in enumerate(zip(made.shape[-len(sizes) :], shape[-len(sizes) :], strict=True)):
             if sizes[dim] == before:
-                node = self._to(node, dim, after)
-        return node
+                found = self._to(found, dim, after)
+        return found
 
     def _to(self, node: fx.Node, dim: int, size: int) -> fx.Node:
         """Return a node padded to a size in one dimension: the same one for each product."""
@@ -170,7 +176,7 @@ def _among_zeros(node: fx.Node) -> fx.Node | None:
 def _scattered(node: fx.Node) -> int:
     """Return the dimension along which a node puts something among zeros."""
     dim: Any = node.args[2] if len(node.args) > 2 else 0
-    return int(dim) % value(node).dim()
+    return int(dim) % int(value(node).dim())
 
 
 def _part(node: fx.Node) -> tuple[int, int]:
