@@ -222,7 +222,9 @@ def test_the_differences_of_a_budget_are_said_as_such() -> None:
     assert not found.same_graph
     text = markdown(diff_form(found))
     assert "no budget before, an arena budget of 5,242,880 B kept by 'recompute' with 2 evictions after" in text
-    assert {h.module for h in found.came} | {b.module for _, b in found.shrank} <= {"block_a", "block_b"}
+    module = {s.name: s.origin.module for s in plain.graph.storages}
+    evicted = {module[one.storage] for one in kept.evictions}
+    assert {h.module for h in found.came} | {b.module for _, b in found.shrank} <= evicted
     assert diff(kept, kept).same
 
 
