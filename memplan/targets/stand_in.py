@@ -1,7 +1,6 @@
 """`stand_in`: has torch, dynamo, Inductor and Triton believe that this machine has a GPU. Nothing can run on it.
 
-It cannot be undone: it belongs into a process that only plans (`child.py`). What a run alone could tell is answered by
-a rule, which is named where it is set: the padding of matrix products, which Inductor decides by a benchmark.
+It cannot be undone: it belongs into a process that only plans (`child.py`).
 """
 
 from __future__ import annotations
@@ -197,12 +196,7 @@ def _triton(target: GpuTarget) -> None:
 
 
 def _inductor(target: GpuTarget) -> None:
-    """Answer what Inductor would measure: the bandwidth of memory, and which matrix products are faster if padded.
-
-    No product is padded: a copy of its operand is what padding costs, and a run alone can tell what it brings.
-    """
+    """Answer what Inductor would measure: the bandwidth of memory."""
     from torch._inductor import utils
-    from torch._inductor.fx_passes import pad_mm
 
     _set(utils, get_gpu_dram_gbps=_answering(int(target.bandwidth / 1e9)))
-    _set(pad_mm, _should_pad=_answering(False))

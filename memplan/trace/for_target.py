@@ -65,8 +65,8 @@ def plan_for(
         return plan(there, there_args, there_kwargs, train=train, options=options, ranks=ranks)
 
     why = (
-        f"those of {target.full_name}, planned without one: no matrix product is padded, kernels' temporaries are "
-        f"not measured, and {format_bytes(target.workspace)} of the reserve are for workspaces of cuBLAS"
+        f"those of {target.full_name}, planned without one: kernels' temporaries are not measured, and "
+        f"{format_bytes(target.workspace)} of the reserve are for workspaces of cuBLAS"
     )
     found = asked_for(target, made)
     return replace(found, kernels=why, versions={**found.versions, "target": target.name})
