@@ -124,8 +124,7 @@ def test_generated_kernels_are_tritons() -> None:
     ],
 )
 def test_totals_are_those_that_an_h200_had(name: str, kernels: str) -> None:
-    """Within 3 % of the total, and for generated kernels within 1 % of the arena; libraries' workspaces were in no total
-    there."""
+    """Within 3 % of the total, in which there libraries' workspaces were not, and 1 % of a generated step's arena."""
     if kernels == "inductor" and not HAS_TRITON:
         pytest.skip("Inductor generates Triton's code")
     make: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]] = getattr(real_sizes, name)
