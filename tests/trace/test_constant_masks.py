@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -95,3 +96,84 @@ def test_attention_has_eagers_bits(mask: Mask, how: str) -> None:
     for p, gradient in zip(model.parameters(), wanted, strict=True):
         assert p.grad is not None
         assert torch.equal(p.grad, gradient)
+
+
+def _written(write: Callable[[torch.Tensor], object]) -> Mask:
+    def mask(x: torch.Tensor) -> torch.Tensor:
+        made = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=x.device)
+        write(made)
+        return made
+
+    return mask
+
+
+def _of_a_view(made: torch.Tensor) -> None:
+    made[0].view(-1)[1:] = False
+
+
+def _by_out(made: torch.Tensor) -> None:
+    torch.logical_and(made, torch.ones_like(made).tril(), out=made)
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "a method": lambda made: made.tril_(),
+    "a part": lambda made: made[:, 1:].fill_(False),
+    "setitem": lambda made: made.__setitem__((slice(None), 1), False),
+    "a view": _of_a_view,
+    "iand": lambda made: made.__iand__(torch.ones_like(made).tril()),
+    "out": _by_out,
+    "random": lambda made: made.bernoulli_(1.0),
+}
+
+
+@pytest.mark.parametrize("how", ["compile", "backend"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_mask_that_is_written_to_stays(write: str, how: str) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, x = Attention(_written(WRITES[write])), torch.randn(2, LENGTH, 8)
+    eager = model(x)
+    compiled = memplan.compile(model, x) if how == "compile" else torch.compile(model, backend=memplan.Backend())
+    torch.testing.assert_close(compiled(x), eager, rtol=0, atol=0)
+
+
+class Writing(Attention):
+    """Attention with a mask that hides nothing, in a model that writes in place."""
+
+    def __init__(self, write: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        super().__init__(_all_true)
+        self.register_buffer("steps", torch.zeros(LENGTH, 8))
+        self.write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = x * 2
+        assert isinstance(self.steps, torch.Tensor)
+        self.write(z, self.steps)
+        return super().forward(z)
+
+
+IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "a method": lambda z, steps: z.relu_(),
+    "inplace": lambda z, steps: torch.nn.functional.relu(z, inplace=True),
+    "masked": lambda z, steps: z.masked_fill_(z > 0, 0.5),
+    "a buffer": lambda z, steps: steps.add_(1),
+    "chained": lambda z, steps: steps.add_(2).mul_(3).add_(1),
+    "out": lambda z, steps: torch.add(steps, 1, out=steps),
+    "setitem": lambda z, steps: z.__setitem__((slice(None), 0), 0.0),
+}
+
+
+@pytest.mark.parametrize("how", ["compile", "backend"])
+@pytest.mark.parametrize("write", IN_PLACE)
+def test_what_a_model_writes_in_place_is_written_where_a_mask_is_dropped(write: str, how: str) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, x = Writing(IN_PLACE[write]), torch.randn(2, LENGTH, 8)
+    other = copy.deepcopy(model)
+    eager = model(x)
+    with torch.no_grad():
+        compiled = memplan.compile(other, x, train=False)
+        if how == "backend":
+            compiled = torch.compile(other, backend=memplan.Backend())
+        assert torch.equal(compiled(x), eager)
+    assert torch.equal(other.steps, model.steps)

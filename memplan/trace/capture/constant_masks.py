@@ -6,6 +6,7 @@ fused kernels take no mask that is an expanded view: attention would run in sing
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,15 +14,30 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-_MOST = 1 << 28  # elements of a mask that is computed
-_MASK, _DROPOUT, _CAUSAL = 3, 4, 5  # positions among the arguments of `scaled_dot_product_attention`
+_ATTENTION = "scaled_dot_product_attention"
+_MOST = 1 << 26  # elements of what is computed for a mask
+_MASK = 3  # the position of the mask among the arguments of an attention
 _NAMES = ("attn_mask", "dropout_p", "is_causal")
 _MATRIX = 2  # dimensions
-_RANDOM = ("rand", "dropout", "normal", "bernoulli", "multinomial", "empty")  # in names of what is not constant
+_VIEW_NAMES = """
+    getitem view reshape expand expand_as unsqueeze squeeze transpose permute flatten unflatten narrow select chunk
+    split to bool type contiguous
+"""
+_NEW_NAMES = """
+    arange ones zeros full new_ones new_zeros new_full ones_like zeros_like full_like
+    eq ne lt le gt ge add sub mul and_ or_ xor invert logical_and logical_or logical_not
+    bitwise_and bitwise_or bitwise_not diff cumsum tril triu clone repeat where
+"""
+# Functions, methods and operators, by name without underscores around it: those whose result may be a view of an
+# argument, those whose result is new, and what else may read a mask, or the positions that it is made of.
+_VIEWS, _NEW = frozenset(_VIEW_NAMES.split()), frozenset(_NEW_NAMES.split())
+_READERS = frozenset(("embedding", "float", "matmul", "size", "dim", "numel"))
 
 
 def drop_constant_masks(graph: fx.Graph) -> int:
     """Replace constant masks of attentions: all true by none, a lower triangle by `is_causal`.
+
+    A mask is constant if known functions that change nothing make it of constants, and nothing writes to it.
 
     Args:
         graph: A graph of dynamo's, which is changed.
@@ -36,7 +52,7 @@ def drop_constant_masks(graph: fx.Graph) -> int:
     known: dict[fx.Node, str] = {}
     found = 0
     for node in graph.nodes:
-        if getattr(node.target, "__name__", "") != "scaled_dot_product_attention":
+        if _name(node) != _ATTENTION:
             continue
         options = dict(zip(_NAMES, node.args[_MASK:], strict=False)) | dict(node.kwargs)
         mask = options.get("attn_mask")
@@ -47,15 +63,21 @@ def drop_constant_masks(graph: fx.Graph) -> int:
             options |= {"attn_mask": None, "is_causal": kind == "causal"}
             node.args, node.kwargs = node.args[:_MASK], options
             found += 1
-    if found:
-        graph.eliminate_dead_code()
+    for mask in known:
+        _erase_unused(mask)
     return found
 
 
 def _kind(mask: fx.Node) -> str:
     """Return "all" for a mask that hides nothing, "causal" for a lower triangle, and "other" for any other one."""
-    found = _computed(mask)
-    if found is None or found.dtype is not torch.bool or found.dim() < _MATRIX:
+    made = _made_of_constants(mask)
+    if made is None or _may_change(made):
+        return "other"
+    try:
+        found = _computed(mask, made).cpu()
+    except Exception:  # whatever cannot run here alone is no constant
+        return "other"
+    if found.dtype is not torch.bool or found.dim() < _MATRIX:
         return "other"
     if bool(found.all()):
         return "all"
@@ -63,21 +85,56 @@ def _kind(mask: fx.Node) -> str:
     return "causal" if triangle.shape[0] == triangle.shape[1] and bool((found == triangle).all()) else "other"
 
 
-def _computed(mask: fx.Node) -> torch.Tensor | None:
-    """Return the numbers of a mask, computed on the CPU; None where it depends on anything but constants."""
-    needed: dict[fx.Node, None] = {}
+def _name(node: fx.Node) -> str:
+    """Return the name of what a node calls: "eq" for a method `__eq__`, too; "" for what is no call."""
+    if node.op not in ("call_function", "call_method"):
+        return ""
+    name = str(getattr(node.target, "__name__", node.target))
+    return name.strip("_") if name.startswith("__") else name
+
+
+def _made_of_constants(mask: fx.Node) -> set[fx.Node] | None:
+    """Return the nodes that make a mask, itself too; None where it depends on anything but constants."""
+    needed: set[fx.Node] = set()
     todo = [mask]
     while todo:
         node = todo.pop()
         if node in needed:
             continue
-        name = str(getattr(node.target, "__name__", node.target))
         val = node.meta.get("example_value")
         large = isinstance(val, torch.Tensor) and val.numel() > _MOST
-        if node.op not in ("call_function", "call_method") or large or any(word in name for word in _RANDOM):
+        if large or _name(node) not in _VIEWS | _NEW or not _is_pure(node):
             return None
-        needed[node] = None
+        needed.add(node)
         todo += node.all_input_nodes
+    return needed
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Return whether a call of a known function writes to none of its arguments."""
+    return "out" not in node.kwargs and "inplace" not in node.kwargs
+
+
+def _may_change(made: Iterable[fx.Node]) -> bool:
+    """Return whether something may write to what these nodes make, or to views of it."""
+    todo, seen = list(made), set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for user in node.users:
+            name = _name(user)
+            if name == _ATTENTION or (name in _NEW | _READERS and _is_pure(user)):
+                continue
+            if name not in _VIEWS or not _is_pure(user):
+                return True
+            todo.append(user)
+    return False
+
+
+def _computed(mask: fx.Node, needed: set[fx.Node]) -> torch.Tensor:
+    """Return the numbers of a mask, computed on the CPU."""
     made: dict[fx.Node, Any] = {}
     with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
         for node in mask.graph.nodes:
@@ -86,16 +143,22 @@ def _computed(mask: fx.Node) -> torch.Tensor | None:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
             args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
             kwargs = {**kwargs, **({"device": "cpu"} if "device" in kwargs else {})}
-            try:
-                made[node] = _called(node, args, kwargs)
-            except Exception:  # whatever cannot run here alone is no constant
-                return None
-    found = made[mask]
-    return found if isinstance(found, torch.Tensor) else None
+            function: Any = node.target
+            made[node] = (
+                getattr(args[0], function)(*args[1:], **kwargs)
+                if node.op == "call_method"
+                else function(*args, **kwargs)
+            )
+    found: torch.Tensor = made[mask]
+    return found
 
 
-def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    function: Any = node.target
-    return function(*args, **kwargs)
+def _erase_unused(mask: fx.Node) -> None:
+    """Erase a mask that nothing takes any more, and what only it needed: functions that are known to change nothing."""
+    todo = [mask]
+    while todo:
+        node = todo.pop()
+        if not node.users and _name(node) in _VIEWS | _NEW and _is_pure(node):
+            sources = node.all_input_nodes
+            node.graph.erase_node(node)
+            todo += sources
