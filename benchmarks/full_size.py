@@ -242,7 +242,7 @@ def _peak(step: Step) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = parser_of("step_memory", __doc__ or "", list(FULL_SIZE), ["gpt2", "bert", "resnet"])
+    parser = parser_of("full_size", __doc__ or "", list(FULL_SIZE), ["gpt2", "bert", "resnet"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
     return parser.parse_args(arguments)
 

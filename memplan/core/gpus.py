@@ -152,7 +152,9 @@ def find_gpu(name: str, where: str = "target") -> GpuTarget:
 
 
 def gpu_called(full_name: str) -> GpuTarget | None:
-    """Return the known GPU that a driver calls so ("NVIDIA H100 PCIe"); None if there is none."""
+    """Return the known GPU that a driver calls so ("NVIDIA H100 PCIe"); None for no GPU known, and a part of one."""
     words = re.split(r"[^a-z0-9]+", full_name.lower().replace("rtx ", "rtx"))
+    if {"laptop", "mig"} & set(words):
+        return None
     found = [gpu for gpu in GPUS.values() if set(gpu.name.split("-")) <= set(words)]
     return max(found, key=lambda gpu: len(gpu.name), default=None)

@@ -81,3 +81,8 @@ def test_what_is_no_target_is_refused_with_what_is_one(name: str, said: str) -> 
 
 def test_hopper_has_larger_workspaces() -> None:
     assert find_gpu("h100").workspace == find_gpu("h200").workspace > find_gpu("a100").workspace > 0
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
+def test_a_part_of_a_gpu_is_not_that_gpu(name: str) -> None:
+    assert gpu_called(name) is None

@@ -25,7 +25,7 @@ from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, va
 _ROW = 16  # bytes: what rows have to be multiples of
 _LEAST = 128  # of each side of a product: below, its time is that of its operands' bytes
 _HALF = (torch.bfloat16, torch.float16)
-_SLICE = aten.slice.Tensor
+_SLICE, _STRIDED = aten.slice.Tensor, aten.as_strided.default
 _CONVERTING = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 _MADE_OF = VIEWS | {PERMUTE, _SLICE}
 
@@ -82,6 +82,8 @@ class _Padder:
     def align(self, node: fx.Node) -> bool:
         """Pad one product, and return whether there was something to pad."""
         left, right = _operands(node)
+        if any(map(_is_seen_by_strides, (node, left, right))):
+            return False
         rows, inner = value(left).shape
         columns = value(right).shape[1]
         made = value(node)
@@ -109,6 +111,8 @@ class _Padder:
         """Return what a product is added to, in its padded shape."""
         assert isinstance(node, fx.Node)
         found, sizes = node, value(node).shape
+        if not sizes:  # one number for all
+            return found
         for dim, (before, after) in enumerate(zip(made.shape[-len(sizes) :], shape[-len(sizes) :], strict=True)):
             if sizes[dim] == before:
                 found = self._to(found, dim, after)
@@ -151,7 +155,7 @@ class _Padder:
             writer = Rewriter(self._graph, self._mode, node, before=made.next)
             part = self._named(writer.call(_SLICE, made, dim, 0, val.shape[dim]), node)
             for user in readers:
-                if user.target not in PRODUCTS and user.op != "output":
+                if user.target not in PRODUCTS and user.target is not _STRIDED and user.op != "output":
                     user.replace_input_with(node, part)
         return made
 
@@ -205,6 +209,11 @@ def _is_last_of_both(source: fx.Node, node: fx.Node, dim: int) -> bool:
 def _is_returned(node: fx.Node) -> bool:
     """Return whether a result, or a view of it, leaves the graph: it has its own layout then."""
     return any(user.op == "output" for one in _views_of(node) for user in one.users)
+
+
+def _is_seen_by_strides(node: fx.Node) -> bool:
+    """Return whether something counts the bytes of a tensor's rows: a padded one has others."""
+    return any(user.target is _STRIDED for one in _views_of(node) for user in one.users)
 
 
 def _views_of(node: fx.Node) -> Iterator[fx.Node]:

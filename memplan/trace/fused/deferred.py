@@ -109,12 +109,12 @@ class TunedKernel:
     which takes none of the device's.
 
     Example:
-        >>> TunedKernel(kernel, written=[1]).compiled()(x, x, 4096)
+        >>> TunedKernel(kernel, over=[1], written=[1]).compiled()(x, x, 4096)
     """
 
-    def __init__(self, kernel: DeferredTritonKernel, written: Sequence[int]) -> None:
-        """Prepare the kernel. `written`: the arguments that may lie over others."""
-        self._kernel, self._written = kernel, tuple(written)
+    def __init__(self, kernel: DeferredTritonKernel, over: Sequence[int], written: Sequence[int]) -> None:
+        """Prepare the kernel. `over`: the arguments that may lie over others. `written`: all that it writes."""
+        self._kernel, self._over, self._written = kernel, tuple(over), tuple(written)
 
     def start(self) -> None:
         """Begin to compile it, as `DeferredTritonKernel.start`."""
@@ -122,19 +122,19 @@ class TunedKernel:
 
     def compiled(self) -> Callable[..., Any]:
         """Return the function that runs it, when it is compiled."""
-        run, kernel, written = self._kernel.compiled(), self._kernel, self._written
+        run, kernel = self._kernel.compiled(), self._kernel
 
         def tuned(*args: Any) -> None:
             """Run the kernel; for the first time twice, with the bytes of before."""
             if not kernel.is_tuned:
                 kernel.is_tuned = True
-                over = [args[i] for i in written if _lies_over(args, i)]
-                kept = [x.to("cpu", copy=True) for x in over]
-                run(*args)
-                if not kept:
+                if not any(_lies_over(args, i) for i in self._over):
+                    run(*args)
                     return
-                for x, before in zip(over, kept, strict=True):
-                    x.copy_(before)
+                before = {i: args[i].to("cpu", copy=True) for i in self._written}
+                run(*args)
+                for i, kept in before.items():
+                    args[i].copy_(kept)
             run(*args)
 
         return tuned
@@ -184,9 +184,7 @@ def _aligned(x: torch.Tensor, written: bool) -> torch.Tensor:
         return x
     if written:
         what = f"begins {x.data_ptr() % ALIGNMENT} bytes behind a multiple of {ALIGNMENT}, and the step changes it"
-        raise InputMismatch(
-            what, where="an input", hint='pass a tensor that owns its memory, or leave out kernels="inductor"'
-        )
+        raise InputMismatch(what, where="an input", hint='pass a tensor that owns its memory, or kernels="aten"')
     copied: torch.Tensor = clone_preserve_strides(x)
     return copied
 

@@ -18,7 +18,7 @@ from memplan.errors import MemplanError, UnsupportedDevice, UnsupportedGraph
 from memplan.torch_inside.versions import warn_if_newer
 from memplan.trace.passes.rewrite import aten
 
-_ATEN = 'or leave out kernels="inductor", which needs none of it'
+_ATEN = 'or pass kernels="aten", which needs none of it'
 
 
 def require_inductor() -> None:
@@ -47,7 +47,7 @@ def partitions_freely() -> bool:
 
 def refused(what: str) -> UnsupportedGraph:
     """Return the error for something in Inductor's code that memplan cannot plan."""
-    hint = 'leave out kernels="inductor", which plans the same model with the kernels of eager'
+    hint = 'pass kernels="aten", which plans the same model with the kernels of eager'
     return UnsupportedGraph("Inductor's code", f"has {what}", hint, see="inductor-code")
 
 
@@ -65,7 +65,7 @@ def inductors_errors(model: str) -> Iterator[None]:
             raise ours from None
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         what = f"Inductor cannot compile it: {type(error).__name__}: {lines[0] if lines else 'no message'}"
-        raise UnsupportedGraph(model, what, 'leave out kernels="inductor"', see="inductor-refuses") from error
+        raise UnsupportedGraph(model, what, 'pass kernels="aten"', see="inductor-refuses") from error
 
 
 def _ours(error: BaseException | None) -> MemplanError | None:

@@ -434,11 +434,13 @@ class _Builder:
 def _tuned(run: KernelRun) -> KernelRun:
     """Return a run whose Triton kernel is tuned with results of its own, if they may lie over what it reads."""
     over = {made.block for made, _ in run.overwritable}
-    written = [i for i, x in enumerate(run.args) if isinstance(x, BlockView) and x.block in over]
+    blocks = {made.block for made in run.writes}
+    given = [(i, x.block) for i, x in enumerate(run.args) if isinstance(x, BlockView)]
     function: Any = run.function
-    if not written or not isinstance(function, DeferredTritonKernel):
+    if not over or not isinstance(function, DeferredTritonKernel):
         return run
-    tuned: Any = TunedKernel(function, written)
+    written = [i for i, block in given if block in blocks]
+    tuned: Any = TunedKernel(function, [i for i, block in given if block in over], written)
     return replace(run, function=tuned)
 
 

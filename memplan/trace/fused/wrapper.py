@@ -61,8 +61,12 @@ class Overwriting:
         self._found = found
         self._pairs: dict[tuple[str, str], None] = {}  # of the present kernel: (result, buffer)
 
-    def add(self, loops: Sequence[Any]) -> None:
-        """Follow loops that were fused into one, in their order."""
+    def add(self, loops: Sequence[Any], elements: Any = None) -> None:
+        """Follow loops that were fused into one, in their order.
+
+        `elements`: how many a loop over all of the kernel's range has; a result of fewer gets bytes of its own. None:
+        of any.
+        """
         seen: dict[str, set[Any]] = {}
         users = Counter[str]()
         for loop in loops:
@@ -71,6 +75,8 @@ class Overwriting:
             read = {dep.name for dep in loop.read_writes.reads}
             users.update(read)
             self._pairs = {pair: None for pair in self._pairs if pair[1] not in read}
+            if elements is not None and any(dep.get_numel() != elements for dep in loop.read_writes.writes):
+                continue
             for result, dep, masked in _same_index(loop):
                 if len(seen[dep.name]) == 1 and not (masked and users[dep.name] > 1):
                     self._pairs[result, dep.name] = None
@@ -140,8 +146,12 @@ class _Followed:
     blocks: set[int]
 
     def codegen_node(self, node: Any) -> None:
-        """Write the kernel of one node."""
-        self.overwriting.add(node.get_nodes())
+        """Write the kernel of one node.
+
+        Several threads may read an element of a tensor that is smaller than the kernel's range, and one writes it:
+        Inductor puts a barrier there only where it knows that both are the same bytes.
+        """
+        self.overwriting.add(node.get_nodes(), sympy.prod(node.group[1]))
         super().codegen_node(node)  # type: ignore[misc]
         self.overwriting.end()
 

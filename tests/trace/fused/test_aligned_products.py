@@ -111,3 +111,34 @@ def test_rows_that_are_aligned_already_need_no_padding_of_their_number() -> None
 
     graph = _graph(product, torch.empty(1023, WIDTH, dtype=torch.half), torch.empty(WIDTH, 256, dtype=torch.half))
     assert align_products(graph.graph) == 0
+
+
+@pytest.mark.parametrize("of", ["product", "operand"])
+def test_what_is_seen_by_strides_is_left_alone(of: str) -> None:
+    def product(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = (left * 2) @ right
+        seen = made if of == "product" else made.tanh()
+        other = seen @ right.t()
+        return other.float(), torch.as_strided(seen, (10,), (WORDS,)).float()
+
+    inputs = torch.randn(256, WIDTH, dtype=torch.bfloat16), torch.randn(WIDTH, WORDS, dtype=torch.bfloat16)
+    graph = _graph(product, *inputs)
+    before = graph(*inputs)
+    align_products(graph.graph)
+    graph.recompile()
+    for one, other in zip(before, graph(*inputs), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (WORDS,), (256, 1), (256, WORDS)])
+def test_whatever_a_product_is_added_to_is_padded_where_it_has_rows(shape: tuple[int, ...]) -> None:
+    def product(added: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(added, left, right).float()
+
+    half = {"dtype": torch.bfloat16}
+    inputs = torch.randn(shape, **half), torch.randn(256, WIDTH, **half), torch.randn(WIDTH, WORDS, **half)
+    graph = _graph(product, *inputs)
+    before = graph(*inputs)
+    assert align_products(graph.graph) == 1
+    graph.recompile()
+    torch.testing.assert_close(before, graph(*inputs), rtol=2e-2, atol=1e-2)

@@ -50,7 +50,9 @@ class _Loop:
         self.is_template, self.get_outputs = (lambda: False), (lambda: [out])
 
 
-def _found(*kernels: list[list[_Loop]], fixed: tuple[str, ...] = (), changed: tuple[str, ...] = ()) -> Any:
+def _found(
+    *kernels: list[list[_Loop]], fixed: tuple[str, ...] = (), changed: tuple[str, ...] = (), elements: Any = None
+) -> Any:
     """The pairs of kernels, each of which runs loops that were fused into one, one after another."""
     found: dict[str, tuple[str, ...]] = {}
     overwriting = Overwriting(found)
@@ -58,7 +60,7 @@ def _found(*kernels: list[list[_Loop]], fixed: tuple[str, ...] = (), changed: tu
     with V.set_graph_handler(SimpleNamespace(never_reuse_buffers={*fixed}, scheduler=scheduler)):  # type: ignore[arg-type]
         for kernel in kernels:
             for fused in kernel:
-                overwriting.add(fused)
+                overwriting.add(fused, elements)
             overwriting.end()
     return found
 
@@ -85,6 +87,14 @@ def test_a_result_may_lie_over_each_read_at_the_same_index() -> None:
 )
 def test_no_result_lies_over_what_is_read_otherwise(kernel: list[list[_Loop]]) -> None:
     assert "a" not in _found(kernel).get("r", ())
+
+
+def test_a_result_that_is_smaller_than_the_range_of_its_kernel_has_bytes_of_its_own() -> None:
+    """Several threads read an element of it, and Inductor knows of no barrier that they would need."""
+    loop = _Loop("r", _dep("a"))
+    whole = _dep("r").get_numel()
+    assert _found([[loop]], elements=whole) == {"r": ("a",)}
+    assert not _found([[loop]], elements=4 * whole)
 
 
 def test_an_earlier_loop_and_another_kernel_may_read_it() -> None:

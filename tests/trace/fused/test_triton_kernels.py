@@ -240,7 +240,9 @@ def test_a_kernel_that_writes_over_what_it_reads_is_right_while_it_is_tuned(
     made = _Tuner()
     monkeypatch.setattr(AsyncCompile, "triton", lambda *_, **__: made)
     kernel = DeferredTritonKernel("triton_0", "source", "cpu")
-    runs = [TunedKernel(kernel, written=[1]).compiled() for _ in range(calls)]  # a kernel may be called at many places
+    runs = [
+        TunedKernel(kernel, over=[1], written=[1]).compiled() for _ in range(calls)
+    ]  # a kernel may be called at many places
     x = torch.zeros(8)
     for number, run in enumerate(runs, 1):
         run(x, x)
@@ -248,11 +250,26 @@ def test_a_kernel_that_writes_over_what_it_reads_is_right_while_it_is_tuned(
     assert made.calls == 1 + calls
 
 
+def test_what_a_kernel_changes_beside_is_changed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Adding:
+        """A kernel that adds to one argument and writes another one over a third."""
+
+        def run(self, total: torch.Tensor, x: torch.Tensor, out: torch.Tensor, stream: Any) -> None:
+            total += x
+            torch.add(x, 1, out=out)
+
+    monkeypatch.setattr(AsyncCompile, "triton", lambda *_, **__: Adding())
+    total, x = torch.ones(8), torch.zeros(8)
+    TunedKernel(DeferredTritonKernel("triton_0", "source", "cpu"), over=[2], written=[0, 2]).compiled()(total, x, x)
+    assert torch.equal(total, torch.ones(8))
+    assert torch.equal(x, torch.ones(8))
+
+
 def test_a_kernel_with_results_of_its_own_is_tuned_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
     made = _Tuner()
     monkeypatch.setattr(AsyncCompile, "triton", lambda *_, **__: made)
     x, out = torch.zeros(8), torch.zeros(8)
-    TunedKernel(DeferredTritonKernel("triton_0", "source", "cpu"), written=[1]).compiled()(x, out)
+    TunedKernel(DeferredTritonKernel("triton_0", "source", "cpu"), over=[1], written=[1]).compiled()(x, out)
     assert made.calls == 1
     assert torch.equal(out, torch.ones(8))
 
@@ -277,13 +294,13 @@ def test_each_kernel_of_a_device_is_followed_and_blocks_of_rows_stay_apart(
     monkeypatch: pytest.MonkeyPatch, in_blocks: bool
 ) -> None:
     told: list[Any] = []
-    overwriting: Any = SimpleNamespace(add=told.append, end=lambda: told.append("end"))
+    overwriting: Any = SimpleNamespace(add=lambda *said: told.append(said), end=lambda: told.append("end"))
     made = followed(_Scheduling, "cuda", overwriting, in_blocks=in_blocks)(None)
     assert isinstance(made, _Scheduling)
-    one, two = (SimpleNamespace(get_nodes=lambda i=i: [i]) for i in range(2))
+    one, two = (SimpleNamespace(get_nodes=lambda i=i: [i], group=(CUDA, (8, 4))) for i in range(2))
     monkeypatch.setattr(wrapper, "_blocks_of", lambda node: set(node.get_nodes()))
     made.codegen_node(one)
-    assert told == [[0], "end"]
+    assert told == [([0], 32), "end"]
     assert made.written == [one]
     assert made.can_fuse_vertical(one, two) is made.can_fuse_horizontal(one, two) is not in_blocks
     assert made.can_fuse_vertical(one, one)
