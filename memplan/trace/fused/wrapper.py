@@ -124,7 +124,7 @@ def followed(
         most: The bytes that a C++ kernel of several loops touches at most; None: there is no limit.
         in_blocks: The graph was divided by rows: no kernel computes parts of two blocks.
     """
-    follows = _FollowedGroups if device_type == HOST and config.cpu_backend == "cpp" else _Followed
+    follows = _FollowedGroups if device_type == HOST and config.cpu_backend == "cpp" else _FollowedKernels
 
     def made(scheduler: Any) -> Any:
         """Return the scheduling of a graph, which is of the class that Inductor has for the device."""
@@ -136,7 +136,7 @@ def followed(
     return made
 
 
-class _Followed:
+class _FollowedKernels:
     """Scheduling of which each kernel is one loop, as Triton's: no kernel computes parts of two blocks of rows."""
 
     overwriting: Overwriting
@@ -171,7 +171,7 @@ class _Followed:
         return bool(mine and theirs and mine != theirs)
 
 
-class _FollowedGroups(_Followed):
+class _FollowedGroups(_FollowedKernels):
     """Scheduling of C++, where one kernel may run several loops: it begins a new one where a loop would make the
     present one touch too much, or compute another block of rows.
     """
@@ -186,7 +186,7 @@ class _FollowedGroups(_Followed):
         self.touched += nbytes
         self.blocks |= blocks
         self.overwriting.add(node.get_nodes())
-        super(_Followed, self).codegen_node(node)  # type: ignore[misc]
+        super(_FollowedKernels, self).codegen_node(node)  # type: ignore[misc]
 
     def flush(self) -> None:
         """End the present kernel."""
