@@ -135,8 +135,7 @@ def test_whatever_a_product_is_added_to_is_padded_where_it_has_rows(shape: tuple
     def product(added: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return torch.addmm(added, left, right).float()
 
-    half = {"dtype": torch.bfloat16}
-    inputs = torch.randn(shape, **half), torch.randn(256, WIDTH, **half), torch.randn(WIDTH, WORDS, **half)
+    inputs = [torch.randn(size).to(torch.bfloat16) for size in (shape, (256, WIDTH), (WIDTH, WORDS))]
     graph = _graph(product, *inputs)
     before = graph(*inputs)
     assert align_products(graph.graph) == 1
