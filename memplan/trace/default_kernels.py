@@ -21,7 +21,7 @@ from memplan.planning.options import PlanOptions
 _log = logging.getLogger("memplan")
 _GENERATED = ("cuda", "xpu")  # devices for which Inductor writes Triton kernels
 _Options = TypeVar("_Options", bound=PlanOptions)
-_Captured = TypeVar("_Captured")
+_Made = TypeVar("_Made")
 
 
 def with_kernels(options: _Options, model: nn.Module, inputs: Any, *, given: Plan | None = None) -> _Options:
@@ -55,22 +55,20 @@ def with_kernels(options: _Options, model: nn.Module, inputs: Any, *, given: Pla
     return fused
 
 
-def captured_by_default(
-    options: _Options, model: str, capture: Callable[[_Options], _Captured]
-) -> tuple[_Options, _Captured]:
-    """Return what `capture` makes of the options, and the options: with eager's kernels where Inductor's were the
-    default and cannot be had.
+def made_by_default(options: _Options, model: str, make: Callable[[_Options], _Made]) -> tuple[_Options, _Made]:
+    """Return the options, and what `make` makes of them: with eager's kernels where Inductor's were the default and
+    cannot be had, because code cannot be generated, planned or compiled.
 
-    Raises what `capture` raises for kernels that were asked for, and for eager's.
+    Raises what `make` raises for kernels that were asked for, and for eager's.
     """
     try:
-        return options, capture(options)
+        return options, make(options)
     except (UnsupportedGraph, UnsupportedDevice) as error:
         if not options.falls_back:
             raise
         why = error.summary
     options = replace(options, kernels="aten", falls_back=False)
-    made = capture(options)
+    made = make(options)
     _say(model, why)
     return options, made
 

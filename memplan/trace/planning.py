@@ -26,7 +26,7 @@ from memplan.planning.measured import with_temporaries
 from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.schedule import order as order_of
 from memplan.schedule.group_updates import gather
-from memplan.trace.default_kernels import captured_by_default, with_kernels
+from memplan.trace.default_kernels import made_by_default, with_kernels
 from memplan.trace.optimizer.updates import small_updates
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import CapturedCall, capture_call, retraced
@@ -64,7 +64,7 @@ def plan(
             return captured.first(), captured
 
         options = with_kernels(options, planned, (example_inputs, example_kwargs))
-        options, (traced, captured) = captured_by_default(options, type(model).__name__, capture)
+        options, (traced, captured) = made_by_default(options, type(model).__name__, capture)
     captured.warn()
     return plan_step(traced, captured, options)[1]
 

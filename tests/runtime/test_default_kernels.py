@@ -16,6 +16,7 @@ from memplan.core.plan import Plan
 from memplan.errors import UnsupportedGraph
 from memplan.trace import default_kernels
 from memplan.trace.fused import step as generation
+from memplan.trace.fused.deferred import DeferredKernel
 
 Way = Callable[..., Plan]
 
@@ -101,6 +102,22 @@ def test_eagers_kernels_run_what_inductors_refuse_and_the_log_says_so(
     if way is _plan:  # others run as eager what cannot be planned
         with pytest.raises(UnsupportedGraph, match="has a template"):
             way(*_model(), kernels="inductor")
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_eagers_kernels_run_where_no_compiler_makes_inductors(
+    way: Way, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(*_: Any) -> Any:
+        raise UnsupportedGraph("a kernel", "Inductor cannot compile it: no gcc", "install it", see="inductor-refuses")
+
+    monkeypatch.setattr(DeferredKernel, "start", refusing)
+    monkeypatch.setattr(DeferredKernel, "compiled", refusing)
+    with caplog.at_level(logging.WARNING, "memplan"):
+        assert not _generated(way(*_model()))
+    assert caplog.text.count("runs eager's kernels") == 1
+    assert "no gcc" in caplog.text
 
 
 @pytest.mark.usefixtures("on_device")

@@ -36,7 +36,7 @@ from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
 from memplan.trace import CapturedCall, capture_call
 from memplan.trace.capture.refusals import require_traceable
-from memplan.trace.default_kernels import captured_by_default
+from memplan.trace.default_kernels import made_by_default
 from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
@@ -81,15 +81,17 @@ class Builder:
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None = None) -> Runner:
         """Return a program for calls like this one, with the `given` plan or a new one."""
         self._free_unused()
-        with torch.inference_mode(False):
+
+        def make(options: CompileOptions) -> Runner:
+            """Return the program, traced, planned and tried."""
+            self.options = options
             traced, captured = self._trace(args, kwargs, train)
             room = None if (arena := self._arena_now) is None else arena.nbytes
             with self._new_arenas:
-                runner = first_program(
-                    *(self.options, traced, captured, self.assemble),
-                    given=given,
-                    room=room,
-                ).runner
+                return first_program(options, traced, captured, self.assemble, given=given, room=room).runner
+
+        with torch.inference_mode(False):
+            self.options, runner = made_by_default(self.options, type(self.model).__name__, make)
             forget_example(runner)
         if given is not None and given.eviction is not None:  # other programs keep that budget too
             self.options = self.options.keeping(given)
@@ -101,7 +103,9 @@ class Builder:
         Its arena has room for every plan within the budget.
         """
         with torch.inference_mode(False):
-            first = self._trace(args, kwargs, train)
+            self.options, first = made_by_default(
+                self.options, type(self.model).__name__, lambda options: self._traced_by(options, args, kwargs, train)
+            )
             decided: list[RecordingPolicy] = []
 
             def build(known: Sequence[Measured | None]) -> Sequence[Built]:
@@ -200,27 +204,30 @@ class Builder:
     def _recorder(self, device: torch.device) -> Recorder | None:
         return make_recorder(device, self.options.sanitize) if self.options.cuda_graph else None
 
+    def _traced_by(
+        self, options: CompileOptions, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
+    ) -> tuple[TracedGraph, CapturedCall]:
+        """Return what `_trace` does, by these options."""
+        self.options = options
+        return self._trace(args, kwargs, train)
+
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> tuple[TracedGraph, CapturedCall]:
         """Return the step of a call as it is traced first, and what traces its other variants."""
         require_real(self.model, args, kwargs)
-
-        def capture(options: CompileOptions) -> tuple[TracedGraph, CapturedCall]:
-            """Return the step, traced and captured."""
-            captured = capture_call(
-                self.model,
-                args,
-                kwargs,
-                train=train,
-                in_place=options.in_place,
-                device=options.device,
-                gradients_in_arena=options.gradients_in_arena,
-                copy_gradients=self._copies_gradients,
-                kernels=options.kernels,
-                after=options.after if train else 0,
-            )
-            return captured.first(), captured
-
-        self.options, (traced, captured) = captured_by_default(self.options, type(self.model).__name__, capture)
+        options = self.options
+        captured = capture_call(
+            self.model,
+            args,
+            kwargs,
+            train=train,
+            in_place=options.in_place,
+            device=options.device,
+            gradients_in_arena=options.gradients_in_arena,
+            copy_gradients=self._copies_gradients,
+            kernels=options.kernels,
+            after=options.after if train else 0,
+        )
+        traced = captured.first()
         if not self._warned:  # once, and not for every shape and mode
             self._warned = bool(captured.captured.warnings)
             captured.warn()

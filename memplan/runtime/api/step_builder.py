@@ -40,7 +40,7 @@ from memplan.runtime.memory.idle_arenas import give_back
 from memplan.runtime.options import StepOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
 from memplan.trace import CapturedCall, capture_loss
-from memplan.trace.default_kernels import captured_by_default
+from memplan.trace.default_kernels import made_by_default
 from memplan.trace.optimizer.optimizers import is_fused
 from memplan.trace.optimizer.updates import COUNTERS, Accumulate
 from memplan.trace.traced import Source, TracedGraph
@@ -137,8 +137,9 @@ class StepBuilder:
         first = not self.plans
         adding = self.options.accumulate > 1
 
-        def capture(options: StepOptions) -> tuple[list[TracedGraph], list[CapturedCall]]:
-            """Return the steps, traced and captured."""
+        def make(options: StepOptions) -> _Made:
+            """Return the programs, traced, planned and tried."""
+            self.options = options
             how, where = options.kernels, options.device
             loss = capture_loss(self._loss, self._optimizer, batch, kwargs, device=where, kernels=how)
             steps = [
@@ -150,16 +151,14 @@ class StepBuilder:
                 )
                 for kind in ((Accumulate.ADD, Accumulate.UPDATE) if adding else (None,))
             ]
-            return [step.first() for step in steps], steps
+            traced = [step.first() for step in steps]
+            if first:
+                steps[0].warn()
+                self.guards = StepGuards(self._loss, self._optimizer)
+            self.guards.look_again()
+            return self._assemble(list(zip(traced, steps, strict=True)), given)
 
-        found = captured_by_default(self.options, type(self._loss).__name__, capture)
-        self.options, (traced, steps) = found
-        if first:
-            steps[0].warn()
-        if first:
-            self.guards = StepGuards(self._loss, self._optimizer)
-        self.guards.look_again()
-        made = self._assemble(list(zip(traced, steps, strict=True)), given)
+        self.options, made = made_by_default(self.options, type(self._loss).__name__, make)
         plan = StepPlan(
             modes=self.guards.modes(),
             update_key=self.guards.update_key,

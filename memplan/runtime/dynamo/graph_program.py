@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +14,13 @@ from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.graph_module import GraphModuleWithParams
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.module_guards import ModuleGuards
-from memplan.runtime.measured_budget import first_program
+from memplan.runtime.measured_budget import Built, first_program
 from memplan.runtime.memory.arena import Arena, NewArenas
 from memplan.runtime.memory.arena_parts import ObservedOwnership, part_of
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
 from memplan.runtime.options import RunOptions
 from memplan.trace import capture_call
-from memplan.trace.default_kernels import captured_by_default, with_kernels
+from memplan.trace.default_kernels import made_by_default, with_kernels
 from memplan.trace.traced import TracedGraph
 
 
@@ -38,18 +37,21 @@ def first_program_of(
     """
     guards = ModuleGuards(module)
     rest = module.set_kept(inputs)
-    options = with_kernels(options, module, rest)
-    options, traced = captured_by_default(options, type(module).__name__, partial(_trace, module, rest))
 
-    with torch.inference_mode(False), NewArenas() as made:
+    def make(options: RunOptions) -> Built:
+        """Return the program, traced, planned and tried."""
+        traced = _trace(module, rest, options)
+        with torch.inference_mode(False), NewArenas() as made:
 
-        def assemble(settled: TracedGraph, plan: Plan) -> Runner:
-            """Return the program of a plan in an arena of its own."""
-            arena = part_of(made.keep(Arena(plan.arena_size, traced.device)), ObservedOwnership(coordinator))
-            added = options.gradients_copied
-            return Runner(guards, settled, plan, arena, sanitize=options.sanitize, added=added, hooks=hooks)
+            def assemble(settled: TracedGraph, plan: Plan) -> Runner:
+                """Return the program of a plan in an arena of its own."""
+                arena = part_of(made.keep(Arena(plan.arena_size, traced.device)), ObservedOwnership(coordinator))
+                added = options.gradients_copied
+                return Runner(guards, settled, plan, arena, sanitize=options.sanitize, added=added, hooks=hooks)
 
-        built = first_program(options, traced, None, assemble)
+            return first_program(options, traced, None, assemble)
+
+    options, built = made_by_default(with_kernels(options, module, rest), type(module).__name__, make)
     if options.has_budget:  # a joint plan of all graphs may be tried on the example
         return built.traced, built.runner
     built.runner.forget_example()  # the first batch: nobody else may hold it
