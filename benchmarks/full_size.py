@@ -150,7 +150,7 @@ def ddpm(batch: int) -> tuple[Example, Example]:
 
 
 def images(batch: int) -> Tensor:
-    """What image classifiers take."""
+    """Return a batch of images of 224 x 224 pixels."""
     return torch.randn(batch, 3, 224, 224)
 
 

@@ -68,28 +68,27 @@ def _with_divided_head(
 ) -> tuple[tuple[TracedGraph, ...], PlanOptions]:
     """Return the variants where nobody said whether to divide: on an accelerator, a loss head that runs in blocks of
     rows, whose gradients the forward computes, comes before anything is evicted. It takes hardly more time, and its
-    gradients are equal up to rounding.
+    gradients are equal up to rounding. Budgets of generated kernels are in bytes here, or "min".
     """
     limited = options.budget is not None or options.arena_budget is not None
     if not (limited and traced.training and options.kernels == "inductor" and is_accelerator(traced.device)):
         return (traced,), options
     minimal = "min" in (options.budget, options.arena_budget)
-    asked = options if minimal else in_bytes(options, traced, alignment)
     if not minimal:
         workload = _workload(traced, tuple(range(len(traced.graph.ops))), alignment)
-        if _most_live(traced.graph) <= _arena_limit(traced.graph, workload, asked):
-            return (traced,), asked
+        if _most_live(traced.graph) <= _arena_limit(traced.graph, workload, options):
+            return (traced,), options
     wanted = Division(blocks=_HEAD_BLOCKS, sums=True)
     try:
         divided = retraced(traced, retracer, wanted, traced.compress, traced.code)
     except UnsupportedGraph as refused:
         _log.info("the loss head is not divided: %s", refused.summary)
-        return (traced,), asked
+        return (traced,), options
     if divided.division is None or divided.division.over == NOTHING:
-        return (traced,), asked
+        return (traced,), options
     if minimal:
         return (min((divided, traced), key=lambda variant: _floor(variant, alignment)),), options
-    return (divided, traced), asked
+    return (divided, traced), options
 
 
 def _whole(traced: TracedGraph, retracer: CapturedCall | None, options: PlanOptions) -> Iterator[TracedGraph]:

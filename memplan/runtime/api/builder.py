@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from memplan.runtime.kernels.kernel_selection import BoundOp
     from memplan.symbolic import SymbolicPlan
     from memplan.trace.dynamic.dims import SymbolicTrace
+
+_Made = TypeVar("_Made")
 
 
 class Builder:
@@ -82,16 +84,15 @@ class Builder:
         """Return a program for calls like this one, with the `given` plan or a new one."""
         self._free_unused()
 
-        def make(options: CompileOptions) -> Runner:
+        def make() -> Runner:
             """Return the program, traced, planned and tried."""
-            self.options = options
             traced, captured = self._trace(args, kwargs, train)
             room = None if (arena := self._arena_now) is None else arena.nbytes
             with self._new_arenas:
-                return first_program(options, traced, captured, self.assemble, given=given, room=room).runner
+                return first_program(self.options, traced, captured, self.assemble, given=given, room=room).runner
 
         with torch.inference_mode(False):
-            self.options, runner = made_by_default(self.options, type(self.model).__name__, make)
+            runner = self._by_default(make)
             forget_example(runner)
         if given is not None and given.eviction is not None:  # other programs keep that budget too
             self.options = self.options.keeping(given)
@@ -103,9 +104,7 @@ class Builder:
         Its arena has room for every plan within the budget.
         """
         with torch.inference_mode(False):
-            self.options, first = made_by_default(
-                self.options, type(self.model).__name__, lambda options: self._traced_by(options, args, kwargs, train)
-            )
+            first = self._by_default(partial(self._trace, args, kwargs, train))
             decided: list[RecordingPolicy] = []
 
             def build(known: Sequence[Measured | None]) -> Sequence[Built]:
@@ -204,12 +203,15 @@ class Builder:
     def _recorder(self, device: torch.device) -> Recorder | None:
         return make_recorder(device, self.options.sanitize) if self.options.cuda_graph else None
 
-    def _traced_by(
-        self, options: CompileOptions, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
-    ) -> tuple[TracedGraph, CapturedCall]:
-        """Return what `_trace` does, by these options."""
-        self.options = options
-        return self._trace(args, kwargs, train)
+    def _by_default(self, make: Callable[[], _Made]) -> _Made:
+        """Return what `make` makes by the options, which are eager's kernels from now on if the default's fail."""
+
+        def made(options: CompileOptions) -> _Made:
+            self.options = options
+            return make()
+
+        self.options, found = made_by_default(self.options, type(self.model).__name__, made)
+        return found
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> tuple[TracedGraph, CapturedCall]:
         """Return the step of a call as it is traced first, and what traces its other variants."""

@@ -128,8 +128,7 @@ def generate(
     mode = fake_mode_of(joint.graph)
     given = _given(placeholders)
     how = _How(code=code, in_blocks=in_blocks)
-    values = (node.meta.get("val") for node in placeholders)
-    on_device = any(isinstance(x, torch.Tensor) and is_accelerator(x.device) for x in values)
+    on_device = is_accelerator(torch.device(_device_of([node.meta.get("val") for node in placeholders])))
     aligns = on_device and config.shape_padding
     with _compiling(mode, code):
         if not training:
