@@ -90,6 +90,20 @@ def shared_or_nano(name: str) -> Example:
     return Shared(2), (torch.randint(50, (12,)),)
 
 
+class Halves(nn.Module):
+    """Two parts, one after the other, with a break of dynamo's graph between them."""
+
+    def __init__(self, one: nn.Module, two: nn.Module) -> None:
+        super().__init__()
+        self.one, self.two = one, two
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(x)
+        torch._dynamo.graph_break()
+        out: torch.Tensor = self.two(hidden)
+        return out
+
+
 class Apply(nn.Module):
     """`function(w, *inputs)`, with a parameter `w` of no dimensions."""
 

@@ -25,28 +25,6 @@ def _pending(owner: ArenaOwnership) -> InFlight | None:
     return owner.pending
 
 
-def test_a_step_waits_for_copies_and_for_the_steps_before_it() -> None:
-    calls = _Calls()
-    step = calls.owner.begin(keep=True)
-    assert calls.made == ["drain", "turn"]
-    calls.owner.end(step)
-    assert calls.made == ["drain", "turn", "turn"]
-    assert step.done
-
-
-def test_steps_are_counted_from_one() -> None:
-    owner = _Calls().owner
-    assert owner.steps == 0
-    numbers = []
-    for _ in range(3):
-        step = owner.begin(keep=True)
-        numbers.append(step.number)
-        assert not step.done
-        owner.end(step)
-    assert (numbers, owner.steps) == ([1, 2, 3], 3)
-    assert owner.begin(keep=False).number == 4
-
-
 def test_gradients_in_the_arena_move_out_once_before_its_bytes_are_used() -> None:
     calls = _Calls()
     calls.owner.left = SimpleNamespace(clear=lambda: calls.made.append("move out"))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import memplan
 from benchmarks.zoo import ZOO
 from memplan import Backend
+from tests.models import Halves
 from tests.slow import slow
 
 
@@ -93,7 +94,7 @@ def test_gradients_of_one_graph_are_in_the_arena() -> None:
 
 
 def test_the_total_is_that_of_compile() -> None:
-    model, inputs = ZOO["gpt2"]("nano")
+    model, inputs = ZOO["mlp"]("nano")
     backend = Backend()
     run = torch.compile(model, backend=backend)
     run(*inputs)
@@ -119,112 +120,11 @@ def test_gradients_that_are_still_set_are_added_to(caplog: pytest.LogCaptureFixt
     assert not [r.message for r in caplog.records if "from now on" in r.message]
 
 
-@pytest.mark.parametrize("before", [0, 1, 3])
-def test_several_calls_before_a_backward(before: int) -> None:
-    model, eager = _pair()
-    backend = Backend(sanitize="poison")
-    run = _compiled(model, backend)
-    for _ in range(before):
-        x = torch.randn(32, 16)
-        _step(model, run, x)
-        _step(eager, eager, x)
-        _same(model, eager)
-    for _ in range(3):
-        x, y = torch.randn(32, 16), torch.randn(32, 16)
-        for one, call in ((model, run), (eager, eager)):
-            for p in one.parameters():
-                p.grad = None
-            (call(x).square().mean() + call(y).abs().mean()).backward()
-        _same(model, eager)
-
-
-@pytest.mark.parametrize("held", ["tensor", "array", "grad", "view"])
-def test_a_gradient_that_something_refers_to_keeps_its_bytes(held: str) -> None:
-    model, eager = _pair()
-    backend = Backend(sanitize="poison")
-    run = _compiled(model, backend)
-    kept: list[object] = []
-    for _ in range(4):
-        x = torch.randn(32, 16)
-        for one, call in ((model, run), (eager, eager)):
-            if held == "grad":
-                kept.append(torch.autograd.grad(call(x).square().mean(), list(one.parameters()))[0])
-                continue
-            _step(one, call, x)
-            grad = next(one.parameters()).grad
-            assert grad is not None
-            kept.append({"tensor": grad, "array": grad.numpy(), "view": grad[1:]}[held])
-    for ours, theirs in zip(kept[::2], kept[1::2], strict=True):
-        assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
-
-
-def test_two_models_with_one_backend_one_after_another() -> None:
-    backend = Backend(sanitize="poison")
-    (one, eager_one), (two, eager_two) = _pair(0, 16), _pair(1, 24)
-    runs = [_compiled(one, backend), _compiled(two, backend)]
-    for _ in range(4):
-        x, y = torch.randn(32, 16), torch.randn(64, 24)
-        for models, calls in (((one, two), runs), ((eager_one, eager_two), (eager_one, eager_two))):
-            for model in models:
-                for p in model.parameters():
-                    p.grad = None
-            calls[0](x).square().mean().backward()
-            calls[1](y).square().mean().backward()
-        _same(one, eager_one)
-        _same(two, eager_two)
-
-
-@pytest.mark.parametrize("between", ["evaluate", "place", "release", "joint plan"])
-def test_gradients_stay_until_the_optimizer_has_read_them(between: str) -> None:
-    model, eager = _pair()
-    backend = Backend(sanitize="poison")
-    run = _compiled(model, backend)
-    for _ in range(4):
-        x = torch.randn(32, 16)
-        _step(model, run, x)
-        _step(eager, eager, x)
-        if between == "evaluate":
-            with torch.no_grad():
-                assert torch.equal(run(2 * x), eager(2 * x))
-        elif between == "place":
-            backend.place()
-        elif between == "release":
-            assert backend.release()
-            assert backend.arena_size == 0
-        else:
-            backend.joint_plan("Block", {})
-        _same(model, eager)
-    assert _gradients(backend)[0] == "arena"
-
-
-def test_an_arena_leaves_the_bytes_of_a_gradient_in_use() -> None:
-    model, eager = _pair()
-    backend = Backend(sanitize="poison")
-    run = _compiled(model, backend)
-    x = torch.randn(32, 16)
-    _step(model, run, x)
-    _step(eager, eager, x)
-    grad = next(model.parameters()).grad
-    assert grad is not None
-    array = grad.numpy()
-    assert backend.release()
-    assert not backend.arena_size
-    assert torch.equal(torch.as_tensor(array), grad)
-    _same(model, eager)
-
-
 def test_gradients_are_outside_within_a_budget_and_with_a_graph_break() -> None:
-    class Breaks(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.one(x).relu()
-            torch._dynamo.graph_break()
-            y: Tensor = self.two(hidden)
-            return y
-
     limited, broken = Backend(budget="95%"), Backend()
     x = torch.randn(256, 16)
     runs = []
-    for backend, model in ((limited, Block()), (broken, Breaks())):
+    for backend, model in ((limited, Block()), (broken, Halves(Block(), Block()))):
         runs.append(run := _compiled(model, backend))
         for _ in range(3):
             _step(model, run, x)
@@ -302,7 +202,7 @@ class _Loops:
         self.backend.release()
 
 
-@pytest.mark.parametrize("seed", [seed if seed < 12 else slow(seed) for seed in range(40)])
+@pytest.mark.parametrize("seed", [seed if seed < 3 else slow(seed) for seed in range(40)])
 def test_random_loops_train_like_eager(seed: int) -> None:
     """Calls, backwards, updates, evaluations and references to gradients in random orders, with poisoned bytes."""
     loops = _Loops(seed)

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.export import Dim
 
-from memplan.core.choices import Gradients
 from memplan.core.plan import SCHEMA_VERSION
-from memplan.errors import InputMismatch, InvalidPlan, MemplanError, PlanMismatch
+from memplan.errors import InputMismatch, InvalidPlan, PlanMismatch
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import compile_step
 from memplan.trace import plan as memplan_plan
@@ -100,40 +98,6 @@ def test_it_is_the_models_parameters_state_and_names() -> None:
     assert torch.equal(compiled(_inputs(), True)["h"], model(_inputs(), True)["h"])
 
 
-def test_gradients_of_inputs() -> None:
-    model = _linear()
-    x, y = torch.randn(2, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
-    compiled = memplan_compile(model, (x,))
-    compiled(x).square().sum().backward()
-    copy.deepcopy(model)(y := x.detach().clone().requires_grad_()).square().sum().backward()
-    assert x.grad is not None
-    assert y.grad is not None
-    assert torch.allclose(x.grad, y.grad, rtol=1e-6)
-
-
-def test_an_input_that_wants_an_unplanned_gradient_raises() -> None:
-    compiled = memplan_compile(_linear(), (torch.randn(2, 4),), on_mismatch="error")
-    with pytest.raises(InputMismatch, match="requires a gradient"):
-        compiled(torch.randn(2, 4, requires_grad=True))
-
-
-def test_only_some_outputs_reach_the_loss() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return x * self.a, x * self.b
-
-    model, x = Two(), torch.arange(3.0)
-    compiled = memplan_compile(model, x)
-    compiled(x)[1].sum().backward()
-    assert model.b.grad is not None
-    assert torch.equal(model.b.grad, x)
-    assert model.a.grad is None or not model.a.grad.any()
-
-
 def test_strides_and_offsets_of_inputs_may_differ() -> None:
     model = _linear()
     compiled = memplan_compile(model, torch.randn(3, 4))
@@ -145,87 +109,26 @@ def test_strides_and_offsets_of_inputs_may_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs", "what"),
+    ("args", "what"),
     [
-        ((torch.randn(3, 5),), {}, "input 0"),
-        ((torch.randn(2, 4),), {}, r"\(2, 4\)"),
-        ((torch.randn(3, 4).double(),), {}, "float64"),
-        ((torch.randn(3, 4).to("meta"),), {}, "meta"),
-        ((torch.randn(3, 4), 1), {}, "positional"),
-        ((), {}, "positional"),
-        ((), {"inputs": torch.randn(3, 4)}, "keywords inputs"),
-        (([1.0],), {}, "leaves|tensor"),
-        ((None,), {}, "leaves|tensor"),
+        ((torch.randn(2, 4),), r"input 0.*\(2, 4\)"),
+        ((torch.randn(3, 4).double(),), "float64"),
+        ((torch.randn(3, 4).to("meta"),), "meta"),
+        ((), "positional"),
+        ((None,), "leaves|tensor"),
+        ((torch.randn(3, 4, requires_grad=True),), "requires a gradient"),
     ],
 )
-def test_a_call_that_differs_names_the_first_difference(args: Any, kwargs: Any, what: str) -> None:
+def test_a_call_that_differs_names_the_first_difference(args: Any, what: str) -> None:
     compiled = memplan_compile(_linear(), torch.randn(3, 4), on_mismatch="error")
     with pytest.raises(InputMismatch, match=what) as caught:
-        compiled(*args, **kwargs)
+        compiled(*args)
     assert caught.value.hint
 
 
-class Keywords(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = _linear()
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        result: torch.Tensor = self.linear(x) * scale + y
-        return result
-
-
-class InOrder(nn.Module):
-    """What it computes depends on the order of keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 4)
-
-    def forward(self, given: dict[str, torch.Tensor] | None = None, **more: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.linear(torch.cat([*(given or more).values()], 1))
-        return result
-
-
-def test_another_order_is_another_call_where_the_model_sees_it() -> None:
-    model = InOrder()
-    x, y = torch.randn(3, 4), torch.zeros(3, 4)
-    by_dict, by_name = (
-        memplan_compile(model, ({"x": x, "y": y},), on_mismatch="error"),
-        memplan_compile(model, (), {"x": x, "y": y}, on_mismatch="error"),
-    )
-    assert torch.equal(by_dict({"x": x, "y": y}), model(x=x, y=y))
-    assert torch.equal(by_name(x=x, y=y), model(x=x, y=y))
-    with pytest.raises(InputMismatch, match="order of keys"):
-        by_dict({"y": y, "x": x})
-    with pytest.raises(InputMismatch, match="order of keys"):
-        by_name(y=y, x=x)
-
-
-@pytest.mark.parametrize("more", [{}, {"scale": 0.5}])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_keywords_come_in_any_order(more: dict[str, float], *, dynamic: bool) -> None:
-    model = Keywords()
-    x, y = torch.randn(3, 4), torch.zeros(3, 4)
-    batch = Dim("batch", min=2, max=8)
-    shapes = {"x": {0: batch}, "y": {0: batch}} if dynamic else None
-    compiled = memplan_compile(model, (), {"x": x, "y": y, **more}, dynamic_shapes=shapes, on_mismatch="error")
-    expected = model(x, y, **more)
-    assert torch.equal(compiled(x=x, y=y, **more), expected)
-    assert torch.equal(compiled(**more, y=y, x=x), expected)
-    for kwargs in ({"x": x}, {"x": x, "z": y, **more}, {"x": x, "y": y, "z": y, **more}):
-        with pytest.raises(InputMismatch, match="arguments: the call has 0 positional arguments and keywords x"):
-            compiled(**kwargs)
-
-
-def test_a_changed_constant_is_a_mismatch() -> None:
-    compiled = memplan_compile(Structured(), (_inputs(), True), on_mismatch="error")
-    with pytest.raises(InputMismatch, match="False"):
-        compiled(_inputs(), False)
-
-
 def test_on_mismatch_eager_and_replan() -> None:
-    for choice in ("eager", "replan"):
+    choices: tuple[Any, ...] = ("eager", "replan")
+    for choice in choices:
         model = _linear()
         compiled = memplan_compile(model, torch.randn(3, 4), on_mismatch=choice)
         for n in (5, 3, 5):
@@ -236,11 +139,6 @@ def test_on_mismatch_eager_and_replan() -> None:
             out.sum().backward()
             assert model.bias.grad is not None
             assert model.bias.grad.tolist() == [n] * 4
-
-
-def test_unknown_options_are_refused() -> None:
-    with pytest.raises(MemplanError, match="sanitize"):
-        memplan_compile(_linear(), torch.randn(3, 4), sanitize="poisn")  # type: ignore[arg-type]
 
 
 class Moody(nn.Module):
@@ -256,26 +154,16 @@ class Moody(nn.Module):
 def test_no_grad_and_eval_use_an_inference_plan() -> None:
     model, x = Moody(), torch.randn(6, 4)
     compiled, eager = memplan_compile(model, x, sanitize="poison"), copy.deepcopy(model)
-    for _ in range(2):
+    for without in (torch.no_grad, torch.inference_mode):
+        results = []
         for net in (compiled, eager):
-            net.train()
             torch.manual_seed(3)
-            net(x).sum().backward()
-        compiled.eval()
-        eager.eval()
-        assert not model.training, "the mode is shared with the original"
-        assert not model.drop.training
-        with torch.no_grad():
-            assert torch.allclose(compiled(x), eager(x), rtol=1e-6)
-        compiled.train()
-        eager.train()
-        with torch.no_grad():
-            torch.manual_seed(4)
-            one = compiled(x)
-            torch.manual_seed(4)
-            assert torch.equal(one, eager(x))
-    for a, b in zip(model.buffers(), eager.buffers(), strict=True):
-        assert torch.equal(a, b)
+            net.train()(x).sum().backward()
+            with without():
+                results.append((net(x), net.eval()(x)))
+        assert not model.drop.training, "the mode is shared with the original"
+        torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+    assert all(map(torch.equal, model.buffers(), eager.buffers()))
 
 
 def test_inference_while_a_step_is_in_flight_runs_elsewhere() -> None:
@@ -306,22 +194,12 @@ def test_compiling_draws_no_random_numbers() -> None:
     assert torch.equal(after, torch.rand(1))
 
 
-def test_inference_only(tmp_path: Path) -> None:
-    model, x = Moody().eval(), torch.randn(6, 4)
-    compiled = memplan_compile(model, x, sanitize="redzone")
-    with torch.no_grad():
-        out = compiled(x)
-    assert torch.allclose(out, model(x), rtol=1e-6)
-
-
 def test_a_saved_plan_runs(tmp_path: Path) -> None:
     model, x = Structured(), _inputs()
     path = tmp_path / "plan.json"
     memplan_plan(model, (x, True)).save(path)
     compiled = memplan_compile(model, (x, True), plan=path)
     assert torch.equal(compiled(_inputs(), True)["h"], copy.deepcopy(model)(_inputs(), True)["h"])
-    compiled.plan.save(path)  # with what the trial run measured
-    assert memplan_compile(model, (x, True), plan=path).plan.arena_size == compiled.plan.arena_size
 
 
 def test_a_plan_for_another_graph_names_the_first_difference(tmp_path: Path) -> None:
@@ -341,32 +219,3 @@ def test_fake_and_meta_models_cannot_be_compiled() -> None:
         memplan_compile(model, x)
     with pytest.raises(InputMismatch, match="no data"):
         compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda y: y.sum(), x)
-
-
-class Counting(nn.Module):
-    """How many elements are not zero, by a norm: its derivative is that there is none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        counted: torch.Tensor = torch.linalg.vector_norm(x * self.weight, 0, dim=1)
-        return counted
-
-
-@pytest.mark.parametrize("gradients", ["outside", "arena"])
-def test_a_result_without_gradients_requires_one_as_in_eager(gradients: Gradients) -> None:
-    model, x = Counting(), torch.eye(3)
-    compiled = memplan_compile(model, x, gradients=gradients)
-    for step in (model, compiled):
-        result = step(x)
-        assert result.requires_grad
-        (result + step.weight).sum().backward()  # as a term of a loss
-        assert model.weight.grad is not None
-        assert model.weight.grad.item() == 3
-        assert result.tolist() == [1, 1, 1]
-        model.weight.grad = None
-    result = compiled(x)
-    result.sum().backward()
-    assert model.weight.grad is None

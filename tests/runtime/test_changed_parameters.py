@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812  (torch's own convention)
 
 import memplan
 from tests.slow import slow
-from tests.steps import assert_same_step
+from tests.steps import assert_same_step, outcome_after
 
 
 class Body(nn.Module):
@@ -40,23 +40,24 @@ def _x(n: int, rows: int = 6) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, slow({"gradients": "outside"}), {"dynamic_shapes": {"x": {0: Dim("rows", min=2)}}}]
+    "options", [{}, slow({"gradients": "outside"}), slow({"dynamic_shapes": {"x": {0: Dim("rows", min=2)}}})]
 )
 def test_a_body_that_is_unfrozen_and_frozen_again(options: dict[str, Any]) -> None:
     """Its programs need arenas of several sizes, so that earlier ones are made again in the model of then."""
     model, eager = _models()
     compiled = memplan.compile(model, _x(0), **options)
-    for n, wants in enumerate((False, True, True, True, False, True, False, False)):
+    for n, wants in enumerate((False, True, True, False)):
         model.body.requires_grad_(wants)
         eager.body.requires_grad_(wants)
-        for rows in (6, 6, 40 if n > 1 else 5):
+        for rows in (6, 40 if n > 1 else 5):
             assert_same_step(model, eager, compiled, _x(n, rows))
 
 
+@pytest.mark.slow
 def test_layers_are_unfrozen_one_after_another_while_calls_wait() -> None:
     model, eager = _models()
     compiled = memplan.compile(model, _x(0))
-    for n in range(8):
+    for n in range(5):
         for part in (model, eager):
             part.body[0].requires_grad_(n in (2, 3, 6))
             part.body[2].requires_grad_(n in (1, 2, 3, 7))
@@ -67,19 +68,17 @@ def test_layers_are_unfrozen_one_after_another_while_calls_wait() -> None:
             loss.backward()
             losses.append(loss.detach())
         assert torch.equal(*losses)
-        for p, q in zip(model.parameters(), eager.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None)
-            assert p.grad is None or torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+        assert outcome_after(model, losses[0]).same_as(outcome_after(eager, losses[1]))
 
 
 def test_compile_step_with_a_body_that_is_unfrozen() -> None:
     model, eager = _models()
     ours, theirs = (torch.optim.Adam(part.parameters(), lr=0.1, foreach=False) for part in (model, eager))
     step = memplan.compile_step(model, ours, F.mse_loss, (_x(0), torch.ones(6, 4)))
-    for n, wants in enumerate((False, True, True, False, True)):
+    for n, wants in enumerate((False, True, False)):
         for part in (model, eager):
             part.body.requires_grad_(wants)
-        for rows in (6, 3, 40 if n > 1 else 5):
+        for rows in (6, 40 if n else 5):
             target = torch.ones(rows, 4)
             theirs.zero_grad()
             loss = F.mse_loss(eager(_x(n, rows)), target)
@@ -115,19 +114,6 @@ def test_a_larger_table_is_never_run_by_programs_of_the_first() -> None:
         assert_same_step(model, eager, compiled, x + n)
 
 
-def test_weights_that_are_laid_out_otherwise_are_not_read_by_programs_of_the_first_layout() -> None:
-    """As `model.to(memory_format=...)`, before a larger arena in which the first program is made again."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-    eager = copy.deepcopy(model)
-    compiled = memplan.compile(model, torch.randn(4, 6))
-    for part in (model, eager):
-        for layer in (m for m in part if isinstance(m, nn.Linear)):
-            layer.weight.data = layer.weight.data.t().contiguous().t()
-    for rows in (4, 64, 4, 4):
-        assert_same_step(model, eager, compiled, torch.randn(rows, 6))
-
-
 def test_compile_step_goes_on_after_a_model_that_could_not_be_planned() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
@@ -145,28 +131,3 @@ def test_compile_step_goes_on_after_a_model_that_could_not_be_planned() -> None:
         assert torch.equal(step(x), loss.detach()), n
         for p, q in zip(model.parameters(), eager.parameters(), strict=True):
             assert torch.equal(p, q)
-
-
-def test_the_backend_s_graphs_are_placed_although_the_model_has_another_type_by_then() -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.one(x).tanh()
-            torch._dynamo.graph_break()
-            out: torch.Tensor = self.two(y)
-            return out
-
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    model = Broken()
-    eager = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="memplan")
-    assert_same_step(model, eager, compiled, torch.randn(4, 6))
-    for part in (model, eager):
-        part.bfloat16()
-    for _ in range(3):
-        assert_same_step(model, eager, compiled, torch.randn(4, 6, dtype=torch.bfloat16))
-    torch._dynamo.reset()

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memplan
 from memplan.errors import InputMismatch, MemplanError
-from memplan.runtime.api.appearance import shown_as
+from tests.steps import assert_same_step
 
 
 class Scaled(nn.Module):
@@ -44,17 +44,8 @@ def _models() -> tuple[nn.Module, nn.Module]:
 
 def _require_same_step(called: Callable[..., Any], model: nn.Module, eager: nn.Module, *args: Any) -> None:
     """Fail unless `called` has the result and the gradients of `eager`."""
-    model.zero_grad()
-    eager.zero_grad()
-    result, expected = called(*args), eager(*args)
-    result.sum().backward()
-    expected.sum().backward()
-    assert torch.equal(result, expected)
-    pairs = list(zip(model.parameters(), eager.parameters(), strict=True))
-    assert all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
-
-
-# -- what libraries read -----------------------------------------------------------------------------------
+    names = assert_same_step(model, eager, called, *args)
+    assert len(names) == len(list(model.parameters()))
 
 
 def test_the_signature_and_the_class_name_are_the_originals() -> None:
@@ -66,12 +57,6 @@ def test_the_signature_and_the_class_name_are_the_originals() -> None:
     assert isinstance(compiled, memplan.CompiledModule)
     assert not isinstance(compiled, Scaled)
     assert repr(compiled).startswith("CompiledModule(")
-
-
-def test_a_model_without_a_signature_shows_that_of_the_compiled_module() -> None:
-    model = nn.Linear(8, 4)
-    model.forward = type  # type: ignore[assignment]
-    assert shown_as(memplan.CompiledModule, model) is memplan.CompiledModule
 
 
 def test_labels_and_columns_are_found_as_transformers_finds_them() -> None:
@@ -86,17 +71,6 @@ def test_labels_and_columns_are_found_as_transformers_finds_them() -> None:
             return super().forward(x)
 
     assert generic.can_return_loss(memplan.compile(MatchesPairs(), X).__class__)
-
-
-@pytest.mark.parametrize("example", [((X, LABELS), {}), ((X,), {"labels": LABELS}), ((), {"labels": LABELS, "x": X})])
-def test_arguments_by_position_and_by_keyword_are_the_same_call(example: Any) -> None:
-    model, eager = _models()
-    compiled = memplan.compile(model, *example)
-    for args, kwargs in (((X, LABELS), {}), ((X,), {"labels": LABELS}), ((), {"x": X, "labels": LABELS, "scale": 2.0})):
-        assert torch.equal(compiled(*args, **kwargs), eager(*args, **kwargs))
-
-
-# -- copies and wrappers -----------------------------------------------------------------------------------
 
 
 def test_an_average_of_weights_trains_and_runs_as_in_eager() -> None:
@@ -116,16 +90,6 @@ def test_an_average_of_weights_trains_and_runs_as_in_eager() -> None:
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
-def test_a_copy_has_parameters_of_its_own_and_looks_alike() -> None:
-    model, eager = _models()
-    compiled = memplan.compile(model, X)
-    other = copy.deepcopy(compiled)
-    with torch.no_grad():
-        model.get_parameter("first.weight").zero_()
-    _require_same_step(other, other, eager, X)
-    assert other.__class__.__name__ == "Scaled"
-
-
 def test_data_parallel_inside_and_outside_runs_as_eager() -> None:
     model, eager = _models()
     _require_same_step(nn.DataParallel(memplan.compile(model, X)), model, eager, X)
@@ -133,21 +97,16 @@ def test_data_parallel_inside_and_outside_runs_as_eager() -> None:
     _require_same_step(memplan.compile(nn.DataParallel(model), X), model, eager, X)
 
 
-# -- other compilers ---------------------------------------------------------------------------------------
-
-
-def test_torch_compile_of_a_compiled_module_traces_the_original() -> None:
+@pytest.mark.parametrize("how", ["in place", "torch.compile"])
+def test_what_compiles_a_compiled_module_traces_the_original(how: str) -> None:
     model, eager = _models()
-    compiled = torch.compile(memplan.compile(model, X), backend="aot_eager")
+    compiled: Any = memplan.compile(model, X)
+    if how == "in place":
+        compiled.compile(backend="aot_eager")
+    else:
+        compiled = torch.compile(compiled, backend="aot_eager")
     _require_same_step(compiled, model, eager, X)
     assert "Planned" not in type(compiled(X).grad_fn).__name__
-
-
-def test_nn_module_compile_of_a_compiled_module_traces_the_original() -> None:
-    model, eager = _models()
-    compiled = memplan.compile(model, X)
-    compiled.compile(backend="aot_eager")
-    _require_same_step(compiled, model, eager, X)
 
 
 @pytest.mark.parametrize("how", ["in place", "torch.compile", "memplan.compile"])
@@ -165,9 +124,6 @@ def test_what_another_compiler_has_compiled_is_planned(how: str) -> None:
     assert "Planned" in type(compiled(X).grad_fn).__name__
 
 
-# -- hooks -------------------------------------------------------------------------------------------------
-
-
 def test_hooks_on_the_compiled_module_itself_are_called() -> None:
     model, _ = _models()
     compiled = memplan.compile(model, X)
@@ -177,13 +133,6 @@ def test_hooks_on_the_compiled_module_itself_are_called() -> None:
     handle.remove()
     compiled(X)
     assert seen == [(4, 4)]
-
-
-def test_hooks_that_compute_are_part_of_the_plan() -> None:
-    model, eager = _models()
-    for one in (model, eager):
-        one.get_submodule("act").register_forward_hook(lambda module, args, out: out * 3)
-    _require_same_step(memplan.compile(model, X), model, eager, X)
 
 
 def test_a_summary_by_hooks_on_submodules_is_refused_in_words() -> None:
@@ -198,27 +147,6 @@ def test_a_summary_by_hooks_on_submodules_is_refused_in_words() -> None:
         handle.remove()
     _require_same_step(compiled, model, eager, X)
     assert rows == []
-
-
-def _append(rows: list[torch.Tensor], _: nn.Module, __: Any, out: torch.Tensor) -> None:
-    rows.append(out.detach().clone())
-
-
-def test_hooks_that_keep_what_they_see_run_between_graphs() -> None:
-    """One graph cannot hold such a model; several can, and the hooks see what eager's see."""
-    model, eager = _models()
-    seen: dict[str, list[torch.Tensor]] = {"ours": [], "eagers": []}
-    for one, rows in ((model, seen["ours"]), (eager, seen["eagers"])):
-        one.get_submodule("act").register_forward_hook(
-            lambda m, args, out, rows=rows: rows.append(out.detach().clone())
-        )
-    with pytest.raises(MemplanError, match="would leave unchanged"):
-        memplan.compile(model, X, fullgraph=True)
-    compiled = memplan.compile(model, X)
-    assert seen["ours"] == []
-    _require_same_step(compiled, model, eager, X)
-    assert len(seen["ours"]) == len(seen["eagers"]) > 0
-    assert all(map(torch.equal, seen["ours"], seen["eagers"]))
 
 
 def test_hooks_on_all_modules_are_called_for_the_whole_and_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -242,9 +170,6 @@ def test_a_counter_of_operations_counts_a_planned_step() -> None:
             called(X).sum().backward()
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
-
-
-# -- outputs that are still bound --------------------------------------------------------------------------
 
 
 def test_a_result_that_is_bound_does_not_hold_the_arena_after_its_backward() -> None:

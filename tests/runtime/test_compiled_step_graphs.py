@@ -39,16 +39,13 @@ def _eager(model: nn.Module, *, accumulate: int, clip: float | None, calls: int)
     return losses
 
 
-# a branch on the data, a mask kept as an attribute, a buffer by assignment, rows chosen by nonzero, pruning's hooks
-def _each_way() -> list[Any]:
-    """Each program with one batch for an update and with two, of clipped gradients; one of them is slow, in turns."""
-    names, ways = ("label check", "mask cache", "assigned buffer", "nonzero", "pruning"), ((1, None), (2, 0.1))
-    return [
-        (name, *way) if i % 2 != k else slow(name, *way) for i, name in enumerate(names) for k, way in enumerate(ways)
-    ]
-
-
-@pytest.mark.parametrize(("name", "accumulate", "clip"), _each_way())
+@pytest.mark.parametrize(
+    ("name", "accumulate", "clip"),
+    [
+        ("label check", 2, 0.1),
+        *(slow(name, 1, None) for name in ("mask cache", "assigned buffer", "nonzero", "pruning")),
+    ],
+)
 def test_losses_and_updates_are_eagers(name: str, accumulate: int, clip: float | None) -> None:
     eager, model = _made(name), _made(name)
     expected = _eager(eager, accumulate=accumulate, clip=clip, calls=4)
@@ -68,6 +65,7 @@ def test_losses_and_updates_are_eagers(name: str, accumulate: int, clip: float |
     assert step.plan.arena_size > 0
 
 
+@pytest.mark.slow
 def test_another_batch_is_planned_too_and_gradients_of_others_stay() -> None:
     eager, model = _made("label check"), _made("label check")
     mine = torch.ones(())
@@ -75,7 +73,7 @@ def test_another_batch_is_planned_too_and_gradients_of_others_stay() -> None:
     first.grad = torch.full_like(first, 7)
     optimizer, expected = _adam(eager), []
     step = memplan.compile_step(model, _adam(model), _loss, _batch())
-    for rows in (1024, 1000, 1024, 3):
+    for rows in (1024, 3):
         torch.manual_seed(rows)
         optimizer.zero_grad()
         loss: Any = _loss(eager(_batch()[:rows]))
@@ -93,18 +91,12 @@ def test_another_batch_is_planned_too_and_gradients_of_others_stay() -> None:
 
 def test_what_needs_one_graph_refuses() -> None:
     model = _made("label check")
-    for options in ({"fullgraph": True}, {"budget": 0.9}, {"device": "cpu"}, {"compress": "bits"}, {"divide": True}):
-        with pytest.raises(UnsupportedGraph, match="cannot be traced as one graph"):
-            memplan.compile_step(model, _adam(model), _loss, _batch(), **options)
+    with pytest.raises(UnsupportedGraph, match="cannot be traced as one graph"):
+        memplan.compile_step(model, _adam(model), _loss, _batch(), budget=0.9)
     with pytest.raises(UnsupportedGraph, match="needs a closure"):
         memplan.compile_step(model, torch.optim.LBFGS(model.parameters()), _loss, _batch())
     with pytest.raises(UnsupportedGraph, match=rf"returns a tensor of shape \(1024, {WIDTH}\), but a training step"):
         memplan.compile_step(model, _adam(model), lambda out: out, _batch())(_batch())
-    pair: Any = lambda out: (out.sum(), out)  # noqa: E731
-    with pytest.raises(UnsupportedGraph, match="returns 2 values, but a training step"):
-        memplan.compile_step(model, _adam(model), pair, _batch())(_batch())
-    with pytest.raises(UnsupportedGraph, match="depends on none of its parameters"):
-        memplan.compile_step(model, _adam(model), lambda out: out.detach().sum(), _batch())(_batch())
     strict = memplan.compile_step(model, _adam(model), _loss, _batch(), on_mismatch="error")
     with pytest.raises(InputMismatch, match="was made for"):
         strict(_batch()[:3])

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.errors import UnsupportedGraph
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import compile_step
+from tests.slow import slow
 
 Op = Callable[[torch.Tensor, torch.Tensor], Any]
 _COMPLEX = torch.complex64
@@ -21,16 +21,16 @@ OPS: dict[str, Op] = {
     "product": lambda x, w: (x * w).exp() * w,
     "matrices": lambda x, w: torch.tanh(x @ w) @ w.conj(),
     "conjugate": lambda x, w: (x * w).conj() * w,
-    "twice": lambda x, w: (x * w).conj().conj() * w,
     "adjoint": lambda x, w: (x * w).mH @ w,
     "imaginary": lambda x, w: (x * w).conj().imag * 2,
-    "resolved": lambda x, w: (x * w).conj().resolve_conj() * w,
-    "returned": lambda x, w: (x * w).conj(),
     "imaginary returned": lambda x, w: (x * w).conj().imag,
     "slices": lambda x, w: (x * w)[::2].conj() * w[::2],
     "expanded": lambda x, w: (x * w)[:1].conj().expand(4, 4) * w,
     "eigenvalues": lambda x, w: torch.linalg.eig(x * w)[0].abs() * w,
 }
+
+
+FAST = ("conjugate", "adjoint", "imaginary returned", "expanded")
 
 
 class _Weighted(nn.Module):
@@ -57,7 +57,7 @@ def _step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [y.detach(), parameter.grad, x.grad]
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in OPS])
 def test_values_and_gradients_are_eagers(name: str) -> None:
     net = _Weighted(OPS[name], 4, 4)
     eager = copy.deepcopy(net)
@@ -75,7 +75,7 @@ class _Filter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.weights = nn.ParameterList([torch.randn(65) for _ in range(4)])
+        self.weights = nn.ParameterList([torch.randn(65) for _ in range(2)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for weight in self.weights:
@@ -109,49 +109,9 @@ def test_what_is_conjugated_can_be_computed_again() -> None:
     assert all(p is not None and q is not None and torch.equal(p, q) for p, q in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_conjugated_views_of_inputs_are_refused_as_results(requires_grad: bool) -> None:
-    net = _Weighted(lambda x, w: (x.conj(), x * w), 4, 4)
-    with pytest.raises(UnsupportedGraph, match="conjugated view of an input"):
-        memplan_compile(net, (torch.randn(4, 4, dtype=_COMPLEX, requires_grad=requires_grad),), fullgraph=True)
-
-
-def test_a_conjugated_input_is_refused() -> None:
-    net = _Weighted(lambda x, w: x * w, 4, 4)
-    with pytest.raises(UnsupportedGraph, match="bit of the tensor"):
-        memplan_compile(net, (torch.randn(4, 4, dtype=_COMPLEX).conj(),), fullgraph=True)
-
-
 def test_a_later_call_may_pass_a_conjugated_input() -> None:
     net = _Weighted(OPS["product"], 4, 4)
     eager = copy.deepcopy(net)
     compiled = memplan_compile(net, (torch.randn(4, 4, dtype=_COMPLEX, requires_grad=True),), sanitize="poison")
     x = torch.randn(4, 4, dtype=_COMPLEX)
     assert torch.equal(compiled(x.conj()), eager(x.conj()))
-
-
-def _and_its_conjugate(x: torch.Tensor, w: torch.Tensor) -> Any:
-    y = x * w
-    return y, y.conj()
-
-
-def test_no_gradient_is_lost_of_a_conjugate_returned_beside_what_it_is_of() -> None:
-    net, x = _Weighted(_and_its_conjugate, 4, 4), torch.randn(4, 4, dtype=_COMPLEX)
-    with pytest.raises(UnsupportedGraph, match="no gradient would reach"):
-        memplan_compile(net, (x,), fullgraph=True)
-
-
-@pytest.mark.parametrize("op", [torch.add, torch.sub])
-def test_sums_with_a_complex_factor_have_eagers_bits(op: Any) -> None:
-    class Sums(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(7, 9, dtype=torch.complex64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = op(x * self.w, x.t().contiguous().t(), alpha=1.7 + 0.3j).sin()
-            return result
-
-    model, x = Sums(), torch.randn(7, 9, dtype=torch.complex64)
-    with torch.no_grad():
-        assert torch.equal(memplan_compile(model, x, train=False)(x), model(x))

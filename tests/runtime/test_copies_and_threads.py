@@ -17,6 +17,7 @@ from memplan.errors import InputMismatch, StaleActivationsError, UnsupportedCall
 from memplan.runtime import CompiledModule, compile, compile_step
 from memplan.runtime.api.builder import Builder
 from tests.slow import slow
+from tests.steps import same_tensors
 
 
 class Normed(nn.Module):
@@ -58,7 +59,7 @@ COPIES: dict[str, Callable[[CompiledModule], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("how", [slow("deepcopy"), "pickle", slow("torch.save")])
 def test_a_copy_is_compiled_and_independent(how: str) -> None:
     compiled = compile(_net(), _x(), {"scale": 2.0}, sanitize="poison", gradients="outside")
     compiled.eval()
@@ -69,10 +70,9 @@ def test_a_copy_is_compiled_and_independent(how: str) -> None:
     for module in (compiled, twin):
         module.train()
     before = [p.clone() for p in twin.parameters()]
-    ours = _gradients(compiled, _x(1), scale=2.0)
-    assert all(torch.equal(a, b) for a, b in zip(ours, _gradients(twin, _x(1), scale=2.0), strict=True))
+    assert same_tensors(_gradients(compiled, _x(1), scale=2.0), _gradients(twin, _x(1), scale=2.0))
     torch.optim.SGD(compiled.parameters(), lr=0.1).step()
-    assert all(torch.equal(a, b) for a, b in zip(before, twin.parameters(), strict=True))
+    assert same_tensors(before, list(twin.parameters()))
     assert not any(torch.equal(p, q) for p, q in zip(compiled.parameters(), twin.parameters(), strict=True))
 
 
@@ -120,10 +120,7 @@ def test_compiled_parts_of_a_model_that_is_not() -> None:
     parts = copy.deepcopy(eager)
     parts[1], parts[3] = (compile(parts[i], _x().requires_grad_(), sanitize="poison") for i in (1, 3))
     for seed in range(3):
-        assert all(
-            torch.allclose(a, b, rtol=1e-5, atol=1e-6)
-            for a, b in zip(_gradients(parts, _x(seed)), _gradients(eager, _x(seed)), strict=True)
-        )
+        torch.testing.assert_close(_gradients(parts, _x(seed)), _gradients(eager, _x(seed)), rtol=1e-5, atol=1e-6)
     assert list(parts.state_dict()) == list(eager.state_dict())
     parts.load_state_dict(eager.state_dict())
     parts.eval()
@@ -137,41 +134,7 @@ def test_a_compiled_part_of_a_compiled_model_is_traced_through() -> None:
     outer = compile(nested, _x(), sanitize="poison")
     assert outer.plan.fingerprint == compile(eager, _x(), sanitize="poison").plan.fingerprint
     for seed in range(2):
-        ours, theirs = _gradients(outer, _x(seed)), _gradients(eager, _x(seed))
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-def test_moving_to_another_type_raises_and_moving_back_works() -> None:
-    compiled = compile(_net(), _x(), on_mismatch="error")
-    before = _gradients(compiled, _x(1))
-    compiled.to(torch.float64)
-    with pytest.raises(InputMismatch, match="float64"):
-        compiled(_x(1))
-    compiled.to(torch.float32)
-    compiled.to("cpu")
-    assert all(torch.equal(a, b) for a, b in zip(before, _gradients(compiled, _x(1)), strict=True))
-    compiled.to("meta")
-    with pytest.raises(InputMismatch, match="meta"):
-        compiled(_x(1))
-
-
-def test_threads_with_a_module_each() -> None:
-    compiled = [compile(_net(), _x()) for _ in range(2)]
-    eager = _net()
-    expected = {seed: _gradients(eager, _x(seed)) for seed in range(20)}
-    outcomes: list[bool] = []
-
-    def work(module: CompiledModule) -> None:
-        for seed in range(20):
-            ours = _gradients(module, _x(seed))
-            outcomes.append(all(torch.equal(a, b) for a, b in zip(ours, expected[seed], strict=True)))
-
-    threads = [threading.Thread(target=work, args=(module,)) for module in compiled]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert outcomes == [True] * 40
+        assert same_tensors(_gradients(outer, _x(seed)), _gradients(eager, _x(seed)))
 
 
 def test_threads_compile_at_the_same_time() -> None:
@@ -184,61 +147,20 @@ def test_threads_compile_at_the_same_time() -> None:
     def work() -> None:
         net = nets.pop()
         ready.wait()
-        for _ in range(2):
-            ours = _gradients(compile(net, x), x)
-            outcomes.append(all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True)))
+        outcomes.append(same_tensors(_gradients(compile(net, x), x), expected))
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert outcomes == [True] * 4
+    assert outcomes == [True] * 2
     assert not torch.compiler.is_compiling()
     assert not torch.compiler.is_exporting()
 
 
-def test_a_step_is_planned_while_another_thread_exports(monkeypatch: pytest.MonkeyPatch) -> None:
-    eager, compiled = _net(), compile(_net(), _x())
-    other = _net()
-    step = compile_step(other, torch.optim.SGD(other.parameters(), lr=0.1), lambda out: out.square().sum(), _x())
-    for flag in ("_is_compiling_flag", "_is_exporting_flag"):  # as torch.export raises them, for all threads
-        monkeypatch.setattr(torch.compiler, flag, True)
-    steps = compiled._calls.arena.ownership.steps
-    ours, theirs = _gradients(compiled, _x(1)), _gradients(eager, _x(1))
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert compiled._calls.arena.ownership.steps == steps + 1
-    assert torch.equal(step(_x(1)), _net()(_x(1)).square().sum())
-    with pytest.raises(IndexError, match="out of range"):  # of eager's type
-        _lookups()(torch.tensor([7]))
-
-
-def _lookups() -> CompiledModule:
-    """A compiled model whose example's indices are in range."""
-    net = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
-    with pytest.MonkeyPatch.context() as flags:
-        for flag in ("_is_compiling_flag", "_is_exporting_flag"):
-            flags.setattr(torch.compiler, flag, False)
-        return compile(net, torch.tensor([1]))
-
-
-def test_a_copy_of_a_copy_that_only_evaluated_trains_by_the_plan_of_the_first() -> None:
-    compiled = compile(_net(), _x(), budget="min")
-    twin = copy.deepcopy(compiled).eval()
-    with torch.no_grad():
-        twin(_x())
-    for again in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
-        assert again.plan.fingerprint == compiled.plan.fingerprint
-        again.train()
-        assert len(_gradients(again, _x())) == len(list(again.parameters()))
-
-
 def _grown(twin: Any) -> None:
     twin._original.layers.append(nn.Linear(4, 2))
-
-
-def _shorter(twin: Any) -> None:
-    del twin._original.layers[2]
 
 
 def _double(twin: Any) -> None:
@@ -247,7 +169,7 @@ def _double(twin: Any) -> None:
 
 @pytest.mark.parametrize(
     ("change", "evaluates"),
-    [(_grown, False), (_shorter, False), (_double, False), slow(_grown, True), (_shorter, True), slow(_double, True)],
+    [(_grown, False), slow(_double, False), slow(_grown, True), slow(_double, True)],
 )
 def test_a_copy_whose_model_changed_before_its_first_use_is_compiled_for_the_call(
     change: Callable[[Any], None], evaluates: bool
@@ -261,62 +183,27 @@ def test_a_copy_whose_model_changed_before_its_first_use_is_compiled_for_the_cal
                 out = module(x)
         assert torch.equal(out, twin(x))
         twin.train(), original.train()
-    assert all(torch.equal(a, b) for a, b in zip(_gradients(twin, x), _gradients(original, x), strict=True))
+    assert same_tensors(_gradients(twin, x), _gradients(original, x))
     assert twin.plan.graph.forward_ops < len(twin.plan.graph.ops)
 
 
-def test_a_copy_that_cannot_be_compiled_for_its_example_says_so_or_runs_eagerly(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    twin = copy.deepcopy(compile(_net(), _x()))
-    twin.double()
-    with pytest.raises(InputMismatch, match="its model was changed"):
-        twin.plan  # noqa: B018
-    twin._original.forward = lambda x: twin._original.layers(x) * float(x.sum() > 1e9)  # no graph holds this
-    for _ in range(2):
-        assert not twin(_x().double()).any()
-    assert sum("runs eagerly" in record.message for record in caplog.records) == 1
-
-
-def test_a_copy_with_a_given_plan_evaluates_with_frozen_parameters() -> None:
+def test_a_second_thread_is_refused_while_a_module_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = compile(_net(), _x())
-    twin = copy.deepcopy(compile(_net(), _x(), plan=compiled.plan))
-    twin.requires_grad_(False)
-    assert torch.equal(twin(_x()), copy.deepcopy(compiled)(_x()).detach())
-
-
-def test_a_recipe_of_an_older_version_is_compiled() -> None:
-    make, (kind, model, example, settings) = compile(_net(), _x()).__reduce_ex__(2)
-    older = {key: value for key, value in settings.items() if key != "copied_in"}
-    twin = make(kind, model, example, older, [True] * len(list(model.modules())))
-    assert torch.equal(twin(_x()), copy.deepcopy(model)(_x()))
-
-
-@pytest.mark.parametrize("as_copy", [False, True])
-def test_a_second_thread_is_refused_while_a_module_is_compiled_again(
-    as_copy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled = compile(_net(), _x())
-    if as_copy:
-        compiled = copy.deepcopy(compiled)
     inside, over = threading.Event(), threading.Event()
     build = Builder.build
 
-    def slow(self: Builder, *args: Any, **kwargs: Any) -> Any:
+    def waits(self: Builder, *args: Any, **kwargs: Any) -> Any:
         inside.set()
         assert over.wait(60)
         return build(self, *args, **kwargs)
 
-    monkeypatch.setattr(Builder, "build", slow)
+    monkeypatch.setattr(Builder, "build", waits)
     first = threading.Thread(target=lambda: compiled(_x()[:4]).sum().backward())
     first.start()
     try:
         assert inside.wait(60)
         with pytest.raises(StaleActivationsError, match="another thread"):
             compiled(_x())
-        if as_copy:
-            with pytest.raises(StaleActivationsError, match="another thread"):
-                compiled.plan  # noqa: B018
     finally:
         over.set()
         first.join()

@@ -13,7 +13,6 @@ from torch import nn
 
 import memplan
 from memplan.analysis.forecast import Residence
-from memplan.core.choices import Gradients
 from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import BudgetInfeasible, InvalidEviction, MemplanError, PlanMismatch, UnsupportedDevice
@@ -23,6 +22,7 @@ from memplan.planning.fit import make_workload
 from memplan.runtime.debug.hooks import Tracker
 from memplan.trace import trace
 from tests.runtime.budgets import FAST_LINK
+from tests.slow import slow
 
 FLOW: dict[str, Any] = {"policy": "flow", "costs": FAST_LINK}
 
@@ -55,13 +55,12 @@ BY_GENOA = {"arena_budget": "min", "policy": "genoa"}
 BY_FLOW = {"arena_budget": "min", "policy": "flow"}
 
 
-@pytest.mark.parametrize("options", [{}, BY_GENOA, BY_FLOW])
-@pytest.mark.parametrize("gradients", ["outside"])
+@pytest.mark.parametrize("options", [slow({}), slow(BY_GENOA), BY_FLOW])
 def test_results_gradients_and_buffers_are_those_without_a_device(
-    options: dict[str, Any], gradients: Gradients, net: SeveralResults, x: torch.Tensor
+    options: dict[str, Any], net: SeveralResults, x: torch.Tensor
 ) -> None:
-    reference = memplan.compile(copy.deepcopy(net), x.clone().requires_grad_(), gradients=gradients)
-    options = {"sanitize": "poison", "gradients": gradients, "costs": FAST_LINK, **options}
+    reference = memplan.compile(copy.deepcopy(net), x.clone().requires_grad_(), gradients="outside")
+    options = {"sanitize": "poison", "gradients": "outside", "costs": FAST_LINK, **options}
     compiled = memplan.compile(net, x.clone().requires_grad_(), device="cpu", **options)
     for _ in range(2):
         x = torch.randn(8, 16)
@@ -109,8 +108,7 @@ def test_copies_pickles_and_plan_files_run_there_too(net: SeveralResults, x: tor
     expected = compiled(x)[0]
     compiled.plan.save(tmp_path / "plan.json")
     loaded = memplan.compile(net, x, train=False, plan=tmp_path / "plan.json")
-    twins = [copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled)), loaded]
-    for twin in twins:
+    for twin in (pickle.loads(pickle.dumps(compiled)), loaded):
         assert twin.plan.eviction.device == "cpu:1"
         assert torch.equal(twin(x)[0], expected)
     with pytest.raises(PlanMismatch, match="runs on cpu:1"):
@@ -140,15 +138,7 @@ def test_everything_is_counted(net: SeveralResults, x: torch.Tensor) -> None:
     assert report.kept.device == "cpu:0"
 
 
-def test_no_budget_copies_nothing_twice(net: SeveralResults, x: torch.Tensor) -> None:
-    plan = memplan.plan(net, x, device="cpu", **FLOW)
-    assert plan.host_size == 0
-    names = [e.storage for e in plan.evictions]
-    made = {s.name for s in plan.graph.storages if s.kind in (StorageKind.OUTPUT, StorageKind.GRADIENT)}
-    changed = {"primals_6", "primals_7", "primals_8"}  # statistics: they go home with the forward
-    assert len({*names} - made - changed) == len([n for n in names if n not in made | changed])
-
-
+@pytest.mark.slow
 def test_clipping_and_accumulation(net: SeveralResults, x: torch.Tensor) -> None:
     models = [net, copy.deepcopy(net)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, fused=True) for m in models]
@@ -163,7 +153,7 @@ def test_clipping_and_accumulation(net: SeveralResults, x: torch.Tensor) -> None
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("device", ["nowhere", "xpu", "mps:0", 17, "cuda:99", "cpu:x", object()])
+@pytest.mark.parametrize("device", ["nowhere", "xpu", 17, "cuda:99", "cpu:x"])
 def test_a_device_that_is_not_there(device: Any, net: SeveralResults, x: torch.Tensor) -> None:
     with pytest.raises(UnsupportedDevice, match="device"):
         memplan.compile(net, x, device=device)
@@ -217,14 +207,6 @@ def test_events_that_forget_it_are_refused(net: SeveralResults, x: torch.Tensor)
     forgotten: Events = tuple(e for e in workload.plain if e not in _out(due))
     with pytest.raises(InvalidEviction, match=r"not back on the host|when the backward begins"):
         apply(workload, forgotten)
-
-
-def test_tangents_cannot_come_with_the_forward(net: SeveralResults, x: torch.Tensor) -> None:
-    _, workload = _workload(net, x)
-    late = min(workload.late)
-    arrival = (Event(Kind.RELOAD, late), Event(Kind.RELOADED, late))
-    with pytest.raises(InvalidEviction, match="given when the backward begins"):
-        apply(workload, (*arrival, *(e for e in workload.plain if e not in arrival)))
 
 
 def _out(s: int) -> Events:

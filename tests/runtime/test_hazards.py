@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -43,60 +42,6 @@ def _eager_grads(model: TwoLayers, *xs: torch.Tensor) -> list[torch.Tensor]:
     return _grads(eager)
 
 
-def test_gradients_never_alias_the_arena(model: TwoLayers, compiled: CompiledModule, x: torch.Tensor) -> None:
-    compiled(x).sum().backward()
-    first = [p.grad for p in model.parameters()]
-    copies = [g.clone() for g in first if g is not None]
-    compiled(2 * x).sum().backward()  # accumulates in place into the same .grad tensors
-    assert all(p.grad is g for p, g in zip(model.parameters(), first, strict=True))
-    for one, two in zip(_grads(model), _eager_grads(model, x, 2 * x), strict=True):
-        assert torch.allclose(one, two, rtol=1e-6)
-    arena = compiled._calls.arena.memory
-    for g in first:
-        assert g is not None
-        assert not arena.data_ptr() <= g.data_ptr() < arena.data_ptr() + arena.numel()
-    assert any(not torch.equal(c, g) for c, g in zip(copies, _grads(model), strict=True))
-
-
-def test_no_two_gradients_share_bytes() -> None:
-    class Twins(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.a + self.b  # both gradients are the tangent itself
-
-    model = Twins()
-    memplan_compile(model, (torch.zeros(3),))(torch.zeros(3)).sum().backward()
-    assert model.a.grad is not None
-    assert model.b.grad is not None
-    model.a.grad.mul_(5)
-    assert model.b.grad.tolist() == [1, 1, 1]
-
-
-def test_a_forward_whose_graph_was_dropped_blocks_nothing(
-    model: TwoLayers, compiled: CompiledModule, x: torch.Tensor
-) -> None:
-    out = compiled(x)
-    del out
-    gc.collect()
-    compiled(x).sum().backward()
-    for one, two in zip(_grads(model), _eager_grads(model, x), strict=True):
-        assert torch.allclose(one, two, rtol=1e-6)
-
-
-def test_the_in_flight_state_does_not_leak(compiled: CompiledModule, x: torch.Tensor) -> None:
-    gc.disable()
-    try:
-        for _ in range(3):
-            out = compiled(x)  # would need another program if a cycle kept the earlier output's graph alive
-            del out
-        assert compiled._calls.pending is None
-    finally:
-        gc.enable()
-
-
 def test_backward_twice_raises(compiled: CompiledModule, x: torch.Tensor) -> None:
     loss = compiled(x).sum()
     loss.backward()
@@ -118,8 +63,7 @@ def test_parameters_may_move(model: TwoLayers, compiled: CompiledModule, x: torc
         out = compiled(x)
         assert torch.equal(out, copy.deepcopy(model)(x))
         out.sum().backward()
-        for one, two in zip(_grads(model), _eager_grads(model, x), strict=True):
-            assert torch.allclose(one, two, rtol=1e-6)
+        torch.testing.assert_close(_grads(model), _eager_grads(model, x), rtol=1e-6, atol=0)
 
 
 def test_parameters_that_change_their_kind_raise(model: TwoLayers, x: torch.Tensor) -> None:
@@ -163,18 +107,6 @@ def test_changing_what_the_backward_needs_raises(x: torch.Tensor, what: str) -> 
         out.sum().backward()
 
 
-def test_an_optimizer_step_between_steps_is_seen(model: TwoLayers, compiled: CompiledModule, x: torch.Tensor) -> None:
-    eager = copy.deepcopy(model)
-    for net, call in ((model, compiled), (eager, eager)):
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            call(x).square().mean().backward()
-            optimizer.step()
-    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
-        assert torch.allclose(p, q, rtol=1e-6)
-
-
 def test_infinities_survive_code_generation(x: torch.Tensor) -> None:
     class Masked(nn.Module):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -186,15 +118,3 @@ def test_infinities_survive_code_generation(x: torch.Tensor) -> None:
     model.train()
     out = memplan_compile(model, (x, y))(x, y)
     assert torch.equal(out, Masked()(x, y))
-
-
-def test_importing_memplan_patches_nothing() -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import torch; before = {k: id(v) for k, v in vars(torch.nn.Module).items()}; add = torch.add\n"
-        "import memplan, memplan.runtime\n"
-        "assert {k: id(v) for k, v in vars(torch.nn.Module).items()} == before and torch.add is add\n"
-    )
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

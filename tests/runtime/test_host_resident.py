@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from memplan.core.graph import StorageKind
 from memplan.core.plan import Plan
@@ -18,16 +16,15 @@ from memplan.evict.workload import Event, Events, Kind, Workload
 from memplan.planning.fit import fit, make_workload
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.planner import eviction_of
-from memplan.runtime.copies.copy_threads import ThreadCopies
-from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import arena_for
 from memplan.schedule import make_schedule, order
-from memplan.trace import capture_loss, trace
+from memplan.trace import trace
 from memplan.trace.traced import TracedGraph
 from tests.models import TwoLayersLoss
 from tests.runtime.budgets import FAST_LINK
+from tests.steps import gradients_of
 
 STREAMED = (StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE)
 
@@ -90,37 +87,7 @@ def test_gradients_are_those_of_eager_also_after_parameters_moved(net: TwoLayers
         loss.backward()
         expected.backward()
         assert torch.equal(loss.detach(), expected.detach())
-        for p, q in zip(net.parameters(), eager.parameters(), strict=True):
-            assert p.grad is not None
-            assert q.grad is not None
-            assert torch.equal(p.grad, q.grad)
+        torch.testing.assert_close(gradients_of(net), gradients_of(eager), rtol=0, atol=0)
         for p, q in zip(net.parameters(), eager.parameters(), strict=True):
             p.data = torch.randn(p.shape)
             q.data = p.data.clone()
-
-
-Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda p: torch.optim.SGD(p, lr=0.1, fused=True), lambda p: torch.optim.AdamW(p, lr=0.1, fused=True)],
-    ids=["sgd", "adamw"],
-)
-def test_whole_steps_write_parameters_and_state_back(make: Make, net: TwoLayersLoss, x: torch.Tensor) -> None:
-    eager = copy.deepcopy(net)
-    ours, theirs = make(net.parameters()), make(eager.parameters())
-    step = capture_loss(net, ours, (x,)).step(None, clip_grad_norm=None)
-    runner = _runner(StepGuards(net, ours), step.retrace())
-    assert isinstance(runner.arena.copies, ThreadCopies)
-    for _ in range(3):
-        loss = runner.whole_step([x], torch.ones(()))
-        theirs.zero_grad()
-        expected = eager(x)
-        expected.backward()
-        theirs.step()
-        assert torch.equal(loss, expected.detach())
-        for p, q in zip(net.parameters(), eager.parameters(), strict=True):
-            assert torch.equal(p, q)
-            for key, value in theirs.state[q].items():
-                assert torch.equal(ours.state[p][key], value), key
