@@ -56,10 +56,13 @@ JUDGES: Mapping[str, tuple[str, ...]] = {
     "memplan/planning/planfile.py": ("tests/planning/test_planfile.py", "tests/behaviours/test_tensorref_devices.py"),
     "memplan/evict/equivalent.py": ("tests/evict/test_equivalent.py", "tests/evict/test_rng_states.py"),
     "memplan/core/files.py": ("tests/core/test_csvio.py", "tests/cli/test_outputs.py", "tests/cli/test_interrupts.py"),
-    "memplan/runtime/memory/arena_ownership.py": ("tests/runtime/test_calls.py", "tests/runtime/test_loops.py"),
+    "memplan/runtime/memory/arena_ownership.py": ("tests/runtime/test_arena_ownership.py",),
     "memplan/runtime/execute/runner.py": ("tests/runtime/test_calls.py", "tests/runtime/test_hazards.py"),
-    "memplan/runtime/guards/input_guards.py": ("tests/runtime/test_calls.py", "tests/runtime/test_layout_guards.py"),
-    "memplan/runtime/guards/parameter_guards.py": ("tests/runtime/test_calls.py", "tests/runtime/test_hazards.py"),
+    "memplan/runtime/guards/input_guards.py": ("tests/runtime/test_input_guards.py", "tests/runtime/test_calls.py"),
+    "memplan/runtime/guards/parameter_guards.py": (
+        "tests/runtime/test_parameter_guards.py",
+        "tests/runtime/test_hazards.py",
+    ),
     "memplan/solvers/base.py": ("tests/solvers/test_select.py", "tests/solvers/test_faults.py"),
     "memplan/solvers/arrays.py": (
         "tests/solvers/test_problem_arrays.py",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.zoo import ZOO, Example
+from benchmarks.zoo import ZOO
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import CapturedCall, capture_call
 
@@ -80,14 +80,6 @@ class Shared(nn.Module):
             for block in self.blocks:
                 x = x + block(x)
         return nn.functional.cross_entropy(x @ self.embedding.weight.t(), tokens)
-
-
-def shared_or_nano(name: str) -> Example:
-    """`Shared` and its input for "shared", and otherwise a nano model of the zoo and its inputs."""
-    if name != "shared":
-        return ZOO[name]("nano")
-    torch.manual_seed(0)
-    return Shared(2), (torch.randint(50, (12,)),)
 
 
 class Halves(nn.Module):

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from memplan.errors import InvalidCosts, InvalidEviction, InvalidPlan, InvalidSize, MemplanError, PlanMismatch
-from memplan.evict.costs import Link
 from memplan.planning.options import PlanOptions
 from memplan.planning.planfile import load
 from memplan.runtime import CompiledModule
@@ -21,11 +20,13 @@ from memplan.runtime import compile as memplan_compile
 from memplan.trace import plan_traced, trace
 from memplan.trace.batches import max_batch
 from tests.runtime.budgets import FAST_LINK, QUICK, plan_of_everything
+from tests.slow import slow
+from tests.steps import outcome_of
 
 
 def _net() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    layers = (nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3))
+    layers = (nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2))
     return nn.Sequential(*layers), torch.randn(64, 32)
 
 
@@ -34,11 +35,10 @@ def _arenas(compiled: CompiledModule) -> set[int]:
     return {id(runner.arena) for runner in (compiled._calls.selector.main, *compiled._calls.selector._runners.values())}
 
 
-@pytest.mark.parametrize("budget", [0.5, "60%", "min"])
-def test_other_modes_use_the_room_that_is_there(budget: Any) -> None:
+def test_other_modes_use_the_room_that_is_there() -> None:
     """A share is of what the step needs: a forward alone needs less, and may have all of the arena."""
     model, x = _net()
-    compiled = memplan_compile(model, x, arena_budget=budget, gradients="outside", policy=QUICK, costs=FAST_LINK)
+    compiled = memplan_compile(model, x, arena_budget=0.5, gradients="outside", policy=QUICK, costs=FAST_LINK)
     with torch.no_grad():
         assert torch.equal(compiled(x), model(x))
     model.eval()
@@ -55,25 +55,10 @@ def test_other_modes_keep_the_budget_of_a_given_plan() -> None:
     compiled(x).sum().backward()
     assert len(_arenas(compiled)) == 1
     model.train()
-    for twin in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
-        assert twin.plan.arena_size == plan.arena_size
-        assert twin.plan.evictions == plan.evictions
-        assert torch.equal(twin(x), model(x))
-
-
-def test_a_plan_and_a_budget_are_one_too_many() -> None:
-    model, x = _net()
-    with pytest.raises(MemplanError, match="beside a plan"):
-        memplan_compile(model, x, plan=plan_traced(trace(model, x)), arena_budget=0.5)
-
-
-def test_modules_with_measured_costs_are_copied() -> None:
-    model, x = _net()
-    compiled = memplan_compile(
-        model, x, arena_budget=0.6, gradients="outside", policy=QUICK, costs=replace(FAST_LINK, measured={"a": 1.0})
-    )
-    for twin in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
-        assert twin.plan == compiled.plan
+    twin = pickle.loads(pickle.dumps(compiled))
+    assert twin.plan.arena_size == plan.arena_size
+    assert twin.plan.evictions == plan.evictions
+    assert torch.equal(twin(x), model(x))
 
 
 def test_results_of_no_bytes_are_copied_too() -> None:
@@ -102,86 +87,29 @@ def test_odd_options_raise_typed_errors(options: dict[str, Any]) -> None:
     assert isinstance(caught.value, InvalidSize | InvalidCosts | InvalidEviction) or "nowhere.json" in str(caught.value)
 
 
-def test_a_budget_beyond_all_memory_is_no_budget() -> None:
-    model, x = _net()
-    traced = trace(model, x)
-    assert plan_traced(traced, PlanOptions(arena_budget=10**30)).arena_size == plan_traced(traced).arena_size
-
-
 @pytest.mark.parametrize("bounds", [{"budget": None}, {"budget": 0.5}, {"budget": 1 << 20, "lowest": 1.5}])
 def test_bounds_of_batches_are_whole_numbers(bounds: dict[str, Any]) -> None:
     with pytest.raises(InvalidSize):
         max_batch(lambda batch: (nn.Linear(4, 4), torch.randn(batch, 4)), **bounds)
 
 
-def test_links_are_finite() -> None:
-    with pytest.raises(InvalidCosts):
-        Link(bytes_per_second=float("inf"), latency=0)
-
-
-@pytest.mark.parametrize("how", ["none", "twice", "another"])
-def test_lives_that_are_not_those_of_the_graph_are_refused(how: str, tmp_path: Path) -> None:
+def test_lives_that_are_not_those_of_the_graph_are_refused(tmp_path: Path) -> None:
     """They decide what a plan says of its evictions."""
     model, x = _net()
     plan = plan_of_everything(trace(model, x))
     assert plan.eviction is not None
     lives = plan.eviction.instances
-    wrong = {"none": (), "twice": (*lives, lives[0]), "another": ((lives[1][0], lives[0][1]), *lives[1:])}[how]
-    replace(plan, eviction=replace(plan.eviction, instances=wrong)).save(tmp_path / "plan.json")
-    with pytest.raises(InvalidPlan, match="instances"):
-        load(tmp_path / "plan.json")
+    for wrong in ((), (*lives, lives[0]), ((lives[1][0], lives[0][1]), *lives[1:])):
+        replace(plan, eviction=replace(plan.eviction, instances=wrong)).save(tmp_path / "plan.json")
+        with pytest.raises(InvalidPlan, match="instances"):
+            load(tmp_path / "plan.json")
 
 
-def test_the_report_says_how_the_budget_is_kept() -> None:
-    from memplan.report.lines import budget_lines
-
-    model, x = _net()
-    traced = trace(model, x)
-    report = plan_of_everything(traced).report()
-    (line,) = budget_lines(report)
-    assert report.kept is not None
-    assert report.kept.offloads
-    assert report.kept.host_size
-    assert f"{report.kept.offloads} reload" in line
-    assert not budget_lines(plan_traced(traced).report())
-
-
-class _TwoNames(nn.Module):
-    """A submodule under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(16, 16)
-        self.two = self.one
-        self.norm = nn.LayerNorm(16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in (self.one, self.two, self.one):
-            x = x + self.norm(torch.tanh(layer(x)))
-        return x
-
-
-def test_a_submodule_with_two_names_stays_as_it_is() -> None:
-    model, x = _TwoNames(), torch.randn(8, 16)
-    parameters = list(model.parameters())
-    compiled = memplan_compile(model, x, arena_budget=0.8, gradients="outside", policy=QUICK, costs=FAST_LINK)
-    assert all(one is two for one, two in zip(model.parameters(), parameters, strict=True))
-    results = []
-    for call in (model, compiled):
-        model.zero_grad()
-        out = call(x)
-        out.square().sum().backward()
-        results.append([out.detach(), *(p.grad for p in parameters)])
-    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("other", [_TwoNames, lambda: nn.Sequential(*list(_net()[0].children())[:2])])
-def test_a_plan_with_evictions_for_another_model_is_refused_as_such(other: Any) -> None:
+def test_a_plan_with_evictions_for_another_model_is_refused_as_such() -> None:
     model, x = _net()
     plan = plan_traced(trace(model, x), PlanOptions(arena_budget=0.6, policy=QUICK, costs=FAST_LINK))
-    strange = other()
     with pytest.raises(PlanMismatch, match="another graph"):
-        memplan_compile(strange, torch.randn(64, 16) if isinstance(strange, _TwoNames) else x, plan=plan)
+        memplan_compile(nn.Sequential(*list(model.children())[:1]), x, plan=plan)
 
 
 def _in_parts(x: torch.Tensor) -> torch.Tensor:
@@ -193,25 +121,22 @@ def _in_parts(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "fill",
     [
-        lambda x: nn.functional.alpha_dropout(x, 0.3, True),
-        lambda x: nn.functional.gumbel_softmax(x, 0.5),
+        slow(lambda x: nn.functional.gumbel_softmax(x, 0.5)),
         lambda x: x + torch.empty_like(x).uniform_(-1, 1),
-        lambda x: x * torch.empty_like(x).fill_(2.0),
-        _in_parts,
+        slow(_in_parts),
     ],
-    ids=["alpha_dropout", "gumbel_softmax", "uniform_", "fill_", "in parts"],
+    ids=["gumbel_softmax", "uniform_", "in parts"],
 )
 def test_memory_that_was_never_written_begins_where_it_is_first_read(fill: Any) -> None:
     torch.manual_seed(0)
     model = _Between(fill)
     eager, x = copy.deepcopy(model), torch.randn(4, 6)
     compiled = memplan_compile(model, x, arena_budget="min", sanitize="poison")
-    found = []
-    for call, parameters in ((compiled, model.parameters()), (eager, eager.parameters())):
-        torch.manual_seed(1)
-        out = call(x)
-        found.append([out.detach(), *torch.autograd.grad(out.square().mean(), [*parameters]), torch.get_rng_state()])
-    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    one, two = (
+        outcome_of(net, lambda x, call=call: call(x).square().mean(), x, seed=1)
+        for net, call in ((model, compiled), (eager, eager))
+    )
+    assert one.same_as(two)
 
 
 class _Between(nn.Module):

@@ -25,15 +25,6 @@ def _pending(owner: ArenaOwnership) -> InFlight | None:
     return owner.pending
 
 
-def test_gradients_in_the_arena_move_out_once_before_its_bytes_are_used() -> None:
-    calls = _Calls()
-    calls.owner.left = SimpleNamespace(clear=lambda: calls.made.append("move out"))
-    calls.owner.begin(keep=False)
-    assert calls.made == ["move out", "drain", "turn"]
-    calls.owner.begin(keep=False)
-    assert calls.made == ["move out", "drain", "turn", "drain", "turn"]
-
-
 def test_no_forward_overwrites_activations_that_a_backward_will_read() -> None:
     calls = _Calls()
     owner = calls.owner
@@ -60,12 +51,16 @@ def test_a_forward_whose_graph_is_gone_blocks_nothing() -> None:
     owner.begin(keep=True)
 
 
-def test_a_forward_without_a_backward_is_never_pending() -> None:
-    owner = _Calls().owner
-    step = owner.begin(keep=False)
-    assert _pending(owner) is None
+def test_a_step_waits_until_gradients_moved_out_copies_ended_and_earlier_steps_ran() -> None:
+    calls = _Calls()
+    calls.owner.left = SimpleNamespace(clear=lambda: calls.made.append("move out"))
+    step = calls.owner.begin(keep=False)
+    assert calls.made == ["move out", "drain", "turn"]
+    assert _pending(calls.owner) is None, "no backward follows"
     with pytest.raises(StaleActivationsError, match="activations of forward 1 were overwritten by forward 1"):
-        owner.end(step)
+        calls.owner.end(step)
+    calls.owner.end(calls.owner.begin(keep=True))
+    assert calls.made[3:] == ["drain", "turn", "turn"]
 
 
 def test_a_backward_runs_once_and_only_on_its_own_activations() -> None:

@@ -97,22 +97,6 @@ def test_one_graph_and_several_have_their_arenas_in_turn() -> None:
     torch.testing.assert_close(gradients_of(model), gradients_of(eager), rtol=0, atol=0)
 
 
-@pytest.mark.slow
-def test_a_new_program_is_tried_after_the_arena_of_several_graphs_was_freed() -> None:
-    model, _ = _models()
-    compiled = memplan.compile(model, _x(8))
-    model.eval()
-    _held(lambda: _train(compiled, _x()))  # the profiler sees what is freed if it saw its allocation
-    model.zero_grad()
-    model.train()
-    assert compiled._calls.several is not None
-    several = compiled._calls.several.backend.arena_size
-    held = _held(lambda: _train(compiled, _x()))  # another batch: a program of its own
-    arena = compiled._calls.arena.nbytes
-    assert arena > 2 * SMALL
-    assert _with(arena, held) < arena - several + SMALL
-
-
 def test_graphs_whose_arena_was_freed_share_one_again() -> None:
     """The first of the two is freed from the arena before the second has its peak."""
     torch.manual_seed(0)

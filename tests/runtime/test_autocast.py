@@ -14,7 +14,7 @@ from tests.slow import slow
 from tests.steps import outcomes_of, same_outcomes, under_autocast
 
 
-@pytest.mark.parametrize("name", [slow("mlp"), "gpt2", slow("swin"), "lstm"])
+@pytest.mark.parametrize("name", ["mlp", slow("gpt2"), slow("lstm")])
 def test_the_zoo_is_eagers_bits(name: str) -> None:
     torch.manual_seed(0)
     model, inputs = ZOO[name]("nano")
@@ -25,7 +25,7 @@ def test_the_zoo_is_eagers_bits(name: str) -> None:
     assert same_outcomes(outcomes_of(model, under_autocast(compiled), *inputs, steps=3, seed=1), expected)
 
 
-@pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.77])
+@pytest.mark.parametrize("p", [0.1, 0.77])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dropout_of_any_type_is_eagers_bits(p: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)

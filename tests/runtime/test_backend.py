@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
+import importlib
 import pickle
-import subprocess
-import sys
 import threading
+import tomllib
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ import torch
 from torch import nn
 
 import memplan
-from benchmarks.zoo import ZOO
-from memplan.core.choices import Gradients
-from memplan.errors import BudgetInfeasible, StaleActivationsError
+from memplan.errors import BudgetInfeasible
 from memplan.runtime.dynamo.backend import Backend
-from memplan.runtime.options import RunOptions
+from tests.models import Halves
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
 from tests.slow import slow
+from tests.steps import gradients_of
 
 # Dynamo itself looks at .grad of what one graph hands to the next.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -44,7 +43,7 @@ def _train(model: nn.Module, call: Any, batches: list[tuple[Any, ...]]) -> list[
     losses = []
     for step, batch in enumerate(batches):
         torch.manual_seed(step)
-        loss = call(*batch)
+        loss = call(*batch).abs().mean()
         loss.backward()
         losses.append(loss.detach())
         if step % 2:
@@ -57,12 +56,8 @@ def _assert_trains_like_eager(model: nn.Module, batches: list[tuple[Any, ...]], 
     eager = copy.deepcopy(model)
     ours = _train(model, torch.compile(model, backend=backend), batches)
     theirs = _train(eager, eager, batches)
-    for one, two in zip(ours, theirs, strict=True):
-        assert torch.allclose(one, two, rtol=1e-5, atol=1e-6)
-    for (name, p), (_, q) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
-        assert torch.allclose(p, q, rtol=1e-4, atol=1e-5), name
-    for (name, b), (_, c) in zip(model.named_buffers(), eager.named_buffers(), strict=True):
-        assert torch.allclose(b, c, rtol=1e-4, atol=1e-5), name
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-4, atol=1e-5)
 
 
 class Broken(nn.Module):
@@ -92,36 +87,18 @@ def test_a_graph_break_gives_two_planned_graphs() -> None:
     assert max(plan.arena_size for plan in plans) <= backend.arena_size <= sum(plan.arena_size for plan in plans)
 
 
-@pytest.mark.parametrize("name", [slow("gpt2"), "resnet", slow("bert")])
-def test_models_of_the_zoo_train_like_eager(name: str) -> None:
-    model, inputs = ZOO[name]("nano")
-    backend = Backend(sanitize="poison")
-    _assert_trains_like_eager(model, [inputs] * 4, backend)
-    assert sum(len(graph.plans) for graph in backend.graphs) == 1
+def _twice() -> nn.Module:
+    """One layer in two graphs, in both of which it gets a gradient."""
+    layer = nn.Linear(8, 8)
+    return Halves(nn.Sequential(layer, nn.Tanh()), layer)
 
 
-@pytest.mark.parametrize("name", ["broken", "bert"])
-def test_gradients_outside_train_like_eager(name: str) -> None:
+@pytest.mark.parametrize("make", [slow(Broken), _twice])
+def test_gradients_outside_train_like_eager(make: Any) -> None:
     torch.manual_seed(0)
-    model, inputs = (Broken(), (torch.randn(4, 8),)) if name == "broken" else ZOO[name]("nano")
     backend = Backend(sanitize="poison", gradients="outside")
-    _assert_trains_like_eager(model, [inputs] * 4, backend)
+    _assert_trains_like_eager(make(), [(torch.randn(4, 8),)] * 4, backend)
     assert all(not plan.graph.gradients_in_arena for graph in backend.graphs for plan in graph.plans)
-
-
-def test_gradients_of_parameters_that_two_graphs_share_add_up() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.layer(x).tanh()
-            torch._dynamo.graph_break()
-            last: torch.Tensor = self.layer(hidden)
-            return last.square().mean()
-
-    _assert_trains_like_eager(Twice(), [(torch.randn(4, 8),) for _ in range(4)], Backend(gradients="outside"))
 
 
 class Layer(nn.Module):
@@ -137,18 +114,17 @@ class Layer(nn.Module):
         return x + hidden.tanh()
 
 
-@pytest.mark.parametrize("gradients", ["outside"])
-def test_layers_that_share_a_graph_keep_their_activations(gradients: Gradients) -> None:
+def test_layers_that_share_a_graph_keep_their_activations() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(3)), nn.Linear(8, 1), nn.Flatten(0))
-    backend = Backend(sanitize="poison", gradients=gradients)
+    backend = Backend(sanitize="poison", gradients="outside")
     inputs = [torch.randn(4, 8) for _ in range(4)]
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, backend=backend)
-    _assert_same_gradients(model, eager, [compiled(x).sum() for x in inputs[:2]], [eager(x).sum() for x in inputs[:2]])
+    _assert_same_gradients(model, eager, compiled, *inputs[:2])
     instances = sum(len(graph.instances) for graph in backend.graphs)
     for x in inputs:
-        _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
+        _assert_same_gradients(model, eager, compiled, x)
     assert sum(len(graph.instances) for graph in backend.graphs) == instances, "instances are used again"
 
 
@@ -166,157 +142,70 @@ class Block(nn.Module):
         return x + out
 
 
+@pytest.mark.slow
 def test_graphs_share_what_they_do_not_save() -> None:
-    """One arena for a model in pieces needs what it needs as one graph, and a little."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(4)), nn.Flatten(0))
     eager, x = copy.deepcopy(model), torch.randn(32, 16)
-    whole = memplan.plan(_unbroken(model), x).arena_size
     backend = Backend(sanitize="poison")
     compiled = torch.compile(model, backend=backend)
     for _ in range(3):
-        _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
+        _assert_same_gradients(model, eager, compiled, x)
     separate = sum(instance.plan.arena_size for graph in backend.graphs for instance in graph.instances)
     assert backend.arena_size < 0.7 * separate
-    assert backend.arena_size <= 1.3 * whole
-
-
-def _unbroken(model: nn.Sequential) -> nn.Module:
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(m for m in model if isinstance(m, Block))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                assert isinstance(block, Block)
-                hidden = block.up(x)
-                x = x + block.down(hidden + 1 - hidden * 0.5)
-            return x.sum()
-
-    return Whole()
-
-
-def test_another_order_is_noticed() -> None:
-    """Two graphs that are laid out for one order of their backwards, run in the other: right, or an error."""
-    torch.manual_seed(0)
-    backend = Backend(sanitize="poison")
-    eager = nn.ModuleList([nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)) for _ in range(2)])
-    model = copy.deepcopy(eager)
-    parts = [torch.compile(part, backend=backend, dynamic=False) for part in model]
-    x = torch.randn(6, 8)
-    for _ in range(3):  # first forward, second forward, second backward, first backward
-        one, two = (part(x).square().sum() for part in parts)
-        two.backward()
-        one.backward()
-    instances = [instance for graph in backend.graphs for instance in graph.instances]
-    assert len({instance.runner.arena.memory for instance in instances}) < len(instances)
-    model.zero_grad()
-    one, two = (part(x).square().sum() for part in parts)
-    one.backward()
-    try:
-        two.backward()
-    except StaleActivationsError:
-        return
-    sum(part(x).square().sum() for part in eager).backward()
-    for p, q in zip(eager.parameters(), model.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.equal(p.grad, q.grad)
-
-
-def test_graphs_kept_for_ever_do_not_grow_the_record() -> None:
-    backend = Backend()
-    kept = torch.compile(nn.Linear(4, 4), backend=backend)(torch.randn(3, 4))
-    step = torch.compile(Broken().eval(), backend=backend)
-    for _ in range(300):
-        step(torch.ones(4, 8)).backward()
-    assert len(backend._coordinators.of_this_thread()._events) <= 1024
-    kept.sum().backward()
 
 
 def test_threads_share_no_arena() -> None:
     torch.manual_seed(0)
     backend = Backend()
-    models = [Broken() for _ in range(2)]
+    models = [Broken().eval() for _ in range(2)]
     eager = [copy.deepcopy(model) for model in models]
     compiled = [torch.compile(model, backend=backend) for model in models]
     batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(8)]
-    for model in (*models, *eager):
-        model.eval()
-    for call in compiled:
+    for model, call in zip(models, compiled, strict=True):
         call(batches[0]).backward()  # dynamo compiles in one thread
-    for model in models:
         model.zero_grad()
-    errors: list[BaseException] = []
     tracing, traced = threading.Lock(), threading.Barrier(len(models), timeout=60)
 
     def work(call: Any) -> None:
-        try:
-            with tracing:  # torch cannot trace in one thread while another calls what dynamo made
-                for batch in batches[:2]:
-                    call(batch).backward()
-            traced.wait()
-            for batch in batches[2:]:
+        with tracing:  # torch cannot trace in one thread while another calls what dynamo made
+            for batch in batches[:2]:
                 call(batch).backward()
-        except BaseException as error:
-            errors.append(error)
+        traced.wait()
+        for batch in batches[2:]:
+            call(batch).backward()
 
-    threads = [threading.Thread(target=work, args=(call,)) for call in compiled]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(len(models)) as threads:
+        list(threads.map(work, compiled))
     for model, other in zip(models, eager, strict=True):
-        _assert_gradients_of(model, other, batches)
+        for batch in batches:
+            other(batch).backward()
+        torch.testing.assert_close(gradients_of(model), gradients_of(other), rtol=1e-5, atol=1e-6)
 
 
-def _assert_gradients_of(model: nn.Module, eager: nn.Module, batches: list[torch.Tensor]) -> None:
-    """The gradients that `model` has are those that eager sums up over `batches`."""
-    for batch in batches:
-        eager(batch).backward()
-    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-6)
+def _assert_same_gradients(model: nn.Module, eager: nn.Module, call: Any, *inputs: torch.Tensor) -> None:
+    """After a step of both, whose loss has a term for each of the inputs."""
+    for one in (call, eager):
+        sum(one(x).sum() for x in inputs).backward()
+    torch.testing.assert_close(gradients_of(model), gradients_of(eager), rtol=1e-5, atol=1e-6)
 
 
-def _assert_same_gradients(one: nn.Module, two: nn.Module, ours: list[Any], theirs: list[Any]) -> None:
-    sum(ours).backward()
-    sum(theirs).backward()
-    for p, q in zip(one.parameters(), two.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-6)
-
-
-class Deep(nn.Module):
+def _deep() -> nn.Module:
     """Two parts that save much."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = (
-            nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.GELU()) for _ in range(4))) for _ in range(2)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.one(x)
-        torch._dynamo.graph_break()
-        out: torch.Tensor = self.two(hidden)
-        return out
+    one, two = (nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh(), nn.GELU()))) for _ in "12")
+    return Halves(one, two)
 
 
-@pytest.mark.parametrize("policy", [QUICK, QUICK_RECOMPUTE], ids=["offload", "recompute"])
+@pytest.mark.parametrize("policy", [QUICK, slow(QUICK_RECOMPUTE)], ids=["offload", "recompute"])
 def test_each_graph_keeps_the_budget(policy: Any) -> None:
     """Graphs in one arena, whose activations leave and come back while others run."""
     torch.manual_seed(0)
-    model = Deep()
+    model = _deep()
     eager, x = copy.deepcopy(model), torch.randn(64, 32)
     backend = Backend(sanitize="poison", arena_budget=0.7, policy=policy, costs=FAST_LINK)
     compiled = torch.compile(model, backend=backend)
     for _ in range(3):
-        _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
+        _assert_same_gradients(model, eager, compiled, x)
     plans = [plan for graph in backend.graphs for plan in graph.plans]
     kept = [plan for plan in plans if plan.eviction is not None]
     assert any(plan.evictions for plan in kept)
@@ -336,21 +225,14 @@ def test_a_budget_that_no_plan_keeps_says_so() -> None:
 
 
 def test_hooks_see_the_steps_of_all_graphs() -> None:
-    torch.manual_seed(0)
     backend = Backend()
     compiled = torch.compile(Broken(), backend=backend)
-    x = torch.randn(4, 8)
-    for _ in range(3):
-        compiled(x).backward()
     seen: list[Any] = []
     with backend.hooks.add(seen.append):
-        compiled(x).backward()
-    graphs = {e.steps for e in seen}
-    assert graphs == {len(instance.plan.graph.ops) for graph in backend.graphs for instance in graph.instances}
-    assert {e.phase for e in seen} == {"forward", "backward"}
-    count = len(seen)
-    compiled(x).backward()
-    assert len(seen) == count, "plain again"
+        compiled(torch.randn(4, 8)).backward()
+    steps = {len(instance.plan.graph.ops) for graph in backend.graphs for instance in graph.instances}
+    assert {event.steps for event in seen} == steps
+    assert {event.phase for event in seen} == {"forward", "backward"}
 
 
 def test_other_shapes_get_plans_of_their_own() -> None:
@@ -361,24 +243,9 @@ def test_other_shapes_get_plans_of_their_own() -> None:
     compiled = torch.compile(model, backend=backend)
     for rows in (4, 6, 5, 4, 6, 7):
         x = torch.randn(rows, 8)
-        _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
+        _assert_same_gradients(model, eager, compiled, x)
     plans = [plan for graph in backend.graphs for plan in graph.plans]
     assert len({plan.arena_size for plan in plans}) > 1
-
-
-def test_options_are_checked_where_a_program_is_made_and_not_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = nn.Linear(4, 4), torch.randn(3, 4)
-    compiled = torch.compile(model, backend=Backend())
-    compiled(x).sum().backward()
-    checked: list[RunOptions] = []
-
-    def check(options: RunOptions) -> None:
-        checked.append(options)
-
-    monkeypatch.setattr(RunOptions, "__post_init__", check)
-    for _ in range(3):
-        compiled(x).sum().backward()
-    assert not checked
 
 
 def test_inference_has_no_backward_in_its_plan() -> None:
@@ -412,25 +279,13 @@ def test_inputs_that_change_and_outputs_that_are_inputs() -> None:
         x.grad = None
 
 
-def test_torch_finds_the_backend_by_name(tmp_path: Path) -> None:
-    """As after an installation: a distribution on the path whose entry points are those of pyproject.toml."""
-    import tomllib
-
-    root = Path(__file__).parents[2]
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    info = tmp_path / "memplan-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: memplan\nVersion: 0\n")
-    lines = [f"{name} = {target}" for name, target in project["entry-points"]["torch_dynamo_backends"].items()]
-    (info / "entry_points.txt").write_text("[torch_dynamo_backends]\n" + "\n".join(lines) + "\n")
-    code = (
-        "import torch\n"
-        "f = torch.compile(torch.nn.Linear(4, 2), backend='memplan')\n"
-        "f(torch.ones(3, 4)).sum().backward()\n"
-        "assert 'memplan' in torch._dynamo.list_backends()\n"
-    )
-    path = os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")])
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": path}, timeout=300)
+def test_torch_finds_the_backend_by_name() -> None:
+    """By the entry point of an installation, which is that of pyproject.toml."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (name,) = project["entry-points"]["torch_dynamo_backends"]
+    assert name == "memplan"
+    module, _, function = project["entry-points"]["torch_dynamo_backends"][name].partition(":")
+    assert torch._dynamo.lookup_backend(name) is getattr(importlib.import_module(module), function)
 
 
 def test_a_copy_of_what_was_compiled_is_compiled_by_a_backend_of_its_own() -> None:
@@ -472,6 +327,7 @@ def test_the_first_batch_is_not_kept() -> None:
     assert max(len(graph.instances) for graph in backend.graphs) == 2
 
 
+@pytest.mark.slow
 def test_orders_that_alternate_come_to_rest() -> None:
     """Every second step ends with a call that waits while the next step begins, as in pytorch/examples/dcgan."""
     torch.manual_seed(0)
@@ -493,8 +349,7 @@ def test_orders_that_alternate_come_to_rest() -> None:
                 waiting[i] = g(batches[1] + 1)
             del fake
         for one, two in zip(eager, models, strict=True):
-            for p, q in zip(one.parameters(), two.parameters(), strict=True):
-                assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+            torch.testing.assert_close(gradients_of(one), gradients_of(two), rtol=0, atol=0)
         placed = [id(instance.runner) for graph in backend.graphs for instance in graph.instances]
         seen.append((backend.arena_size, placed))
     assert len(backend.graphs) == 3
@@ -526,13 +381,14 @@ class Masked(nn.Module):
 
 
 def _steps(model: nn.Module, call: Any, count: int) -> list[torch.Tensor]:
-    return _train(model, lambda x: call(x).square().mean(), [(torch.randn(8, 16),)] * count)
+    return _train(model, call, [(torch.randn(8, 16),)] * count)
 
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_tensor_that_was_replaced_is_freed_once_nobody_else_has_it(kept: bool) -> None:
     torch.manual_seed(0)
     model, backend = Masked(), Backend()
+    eager = copy.deepcopy(model)
     call = torch.compile(model, backend=backend)
     _steps(model, call, 3)
     (before,) = [one for graph in backend.graphs for one in graph.instances]
@@ -546,21 +402,12 @@ def test_a_tensor_that_was_replaced_is_freed_once_nobody_else_has_it(kept: bool)
     assert len(backend.graphs) == 2
     assert sum(len(graph.instances) for graph in backend.graphs) == 1 + kept
     assert len(holder) == kept
-
-
-def test_a_model_with_a_mask_of_before_runs_again() -> None:
-    """Its graph has no program any more, and makes another one."""
-    torch.manual_seed(0)
-    model, backend = Masked(), Backend()
-    eager = copy.deepcopy(model)
-    call = torch.compile(model, backend=backend)
-    for rows in (0, 3, 0, 3, 0):
-        for one in (model, eager):
-            one.renew(rows)
-        torch.manual_seed(rows)
-        ours = _steps(model, call, 3)
-        torch.manual_seed(rows)
-        assert all(map(torch.equal, ours, _steps(eager, eager, 3)))
+    model.renew(0)  # whose graph may have no program any more, and makes another one
+    _steps(model, call, 3)
+    torch.manual_seed(1)
+    eager.load_state_dict(model.state_dict())
+    x = torch.randn(8, 16)
+    assert torch.equal(call(x), eager(x))
 
 
 def test_a_backward_that_waits_keeps_the_tensors_of_its_call() -> None:

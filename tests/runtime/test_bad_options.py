@@ -23,10 +23,8 @@ _VARYING = {"input": {0: Dim("batch", min=1, max=16)}}
         ({"solver": 5}, MemplanError, "solver"),
         ({"sanitize": torch.ones(3)}, MemplanError, "sanitize="),
         ({"in_place": "no"}, MemplanError, "in_place="),
-        ({"plan": b"plan.json"}, MemplanError, "plan: is a bytes"),
         ({"device": "cpu:99999"}, MemplanError, "cpu:99999"),
         ({"dynamic_shapes": _VARYING, "bucketing": 5}, InvalidShapes, "bucketing: is a int"),
-        ({"dynamic_shapes": _VARYING, "bucketing": [("batch", 4)]}, InvalidShapes, "bucketing: is a list"),
     ],
     ids=str,
 )
@@ -38,7 +36,7 @@ def test_by_compile(options: dict[str, Any], kind: type[MemplanError], what: str
 
 @pytest.mark.parametrize(
     "options",
-    [*({"accumulate": k} for k in (float("nan"), float("inf"), 1.5, True, "2", None)), {"clip_grad_norm": "1"}],
+    [*({"accumulate": k} for k in (float("nan"), 1.5, True, "2", None)), {"clip_grad_norm": "1"}],
     ids=str,
 )
 def test_by_compile_step(options: dict[str, Any]) -> None:

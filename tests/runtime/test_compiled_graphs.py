@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import random
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from memplan.report.lines import report_markdown
 from memplan.runtime.api.compiled_graphs import CompiledGraphs
 from tests.runtime.test_total_budget import _peak
 from tests.slow import slow
+from tests.steps import same_tensors
 
 WIDTH, BATCH = 32, 1024
 PADDING = 64 * 64  # bytes: what rounding some dozens of buffers up to 64 bytes may add
@@ -46,21 +46,6 @@ class Checked(nn.Module):
         return found
 
 
-class Lengths(nn.Module):
-    """A check of lengths by `.item()` before anything is computed, and a size read in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = _layers(), _layers()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        longest = int((x > 0).sum(1).max().item())
-        if longest > WIDTH:
-            raise ValueError("a length is larger than its sequence")
-        found: torch.Tensor = self.two(self.one(x)) * min(longest, 2)
-        return found
-
-
 class MaskCache(nn.Module):
     """A mask that is made once and kept as a plain attribute, as in word_language_model of pytorch/examples."""
 
@@ -74,30 +59,6 @@ class MaskCache(nn.Module):
             self.mask = torch.ones(len(x), len(x), device=x.device).tril()
         found: torch.Tensor = self.mask @ self.inner(x) / len(x)
         return found
-
-
-class CorrelationBlock:
-    """An object that is no module and keeps tensors between calls, as raft's `corr_block` in torchvision."""
-
-    def build(self, x: torch.Tensor) -> None:
-        correlation = x @ x.T / len(x)
-        self.pyramid = [correlation, correlation.tanh()]
-
-    def look(self, level: int) -> torch.Tensor:
-        return self.pyramid[level].mean(1)
-
-
-class Correlated(nn.Module):
-    """A model whose `corr_block` is built in each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = _layers()
-        self.corr_block = CorrelationBlock()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.corr_block.build(self.inner(x))
-        return self.corr_block.look(0) + self.corr_block.look(1)
 
 
 class RunningMean(nn.Module):
@@ -180,9 +141,7 @@ class Scaled(nn.Module):
 
 PROGRAMS: dict[str, Callable[[], nn.Module]] = {
     "label check": Checked,
-    "length check": Lengths,
     "mask cache": MaskCache,
-    "corr_block": Correlated,
     "assigned buffer": RunningMean,
     "nonzero": Chosen,
     "mask writes a parameter": Masked,
@@ -190,6 +149,9 @@ PROGRAMS: dict[str, Callable[[], nn.Module]] = {
     "feature hook": Featured,
     "random numbers": Scaled,
 }
+
+
+FAST = ("label check", "feature hook")  # a branch on data, a Python list
 
 
 def _made(name: str) -> nn.Module:
@@ -201,7 +163,7 @@ def _batch(seed: int = 0) -> torch.Tensor:
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def _train(model: nn.Module, steps: int = 4) -> list[Any]:
+def _train(model: nn.Module, steps: int = 3) -> list[Any]:
     """Train, evaluate, and return all that a user could see: losses, the state, the evaluation."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     seen: list[Any] = []
@@ -222,7 +184,7 @@ def _train(model: nn.Module, steps: int = 4) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in PROGRAMS])
 def test_what_one_graph_cannot_hold_trains_with_the_bits_of_eager(name: str) -> None:
     eager, model = _made(name), _made(name)
     with pytest.raises(UnsupportedGraph):
@@ -230,14 +192,11 @@ def test_what_one_graph_cannot_hold_trains_with_the_bits_of_eager(name: str) -> 
     compiled = memplan.compile(model, _batch(), sanitize="poison")
     assert isinstance(compiled, CompiledGraphs)
     assert list(compiled.state_dict()) == list(eager.state_dict())
-    assert all(
-        torch.equal(a, b) for a, b in zip(eager.state_dict().values(), compiled.state_dict().values(), strict=True)
-    )
-    for one, two in zip(_train(compiled), _train(eager), strict=True):
-        assert torch.equal(one, two)
+    assert all(map(torch.equal, eager.state_dict().values(), compiled.state_dict().values()))
+    assert same_tensors(_train(compiled), _train(eager))
     if isinstance(eager, Featured):
         assert isinstance(model, Featured)
-        assert len(eager.features) == len(model.features) == 5
+        assert len(eager.features) == len(model.features) == 4
         assert all(map(torch.equal, eager.features, model.features))
 
 
@@ -248,14 +207,11 @@ def _step(model: nn.Module, x: torch.Tensor) -> None:
     model(x).sum().backward()
 
 
-# corr_block gets zeros as gradients; other random numbers are another graph, which is traced and tried in the step
+# other random numbers are another graph, which is traced and tried in the step
 @pytest.mark.parametrize(
     "name",
-    [
-        "label check", slow("length check"), slow("mask cache"), slow("assigned buffer"), "nonzero",
-        "mask writes a parameter", slow("pruning"), "feature hook",
-    ],
-)  # fmt: skip
+    ["label check", *map(slow, ("mask cache", "assigned buffer", "nonzero", "pruning"))],
+)
 def test_the_peak_is_not_above_eagers_nor_above_the_plans(name: str) -> None:
     x = _batch()
     eager, compiled = _made(name), memplan.compile(_made(name), x)
@@ -271,7 +227,7 @@ def test_the_peak_is_not_above_eagers_nor_above_the_plans(name: str) -> None:
     assert peaks[1] + arena + held <= compiled.plan.total + PADDING
 
 
-def _losses(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
+def _losses(model: nn.Module, steps: int = 2) -> list[torch.Tensor]:
     found = []
     for step in range(steps):
         torch.manual_seed(step)
@@ -287,9 +243,7 @@ def test_a_budget_holds_for_all_graphs_together() -> None:
     expected = _losses(free)
     assert len(free.plan.sections) == 2
     alone = max(instance.plan.total for graph in free._backend.graphs for instance in graph.instances)
-    least = memplan.compile(_made("label check"), _batch(), budget="min")
-    _losses(least)
-    limit = (free.plan.total + max(alone, least.plan.total)) // 2
+    limit = (free.plan.total + alone) // 2
     assert alone < limit < free.plan.total, "each graph on its own keeps it, and both together do not"
     compiled = memplan.compile(_made("label check"), _batch(), budget=limit)
     assert all(map(torch.equal, _losses(compiled), expected))
@@ -305,6 +259,7 @@ def test_a_budget_holds_for_all_graphs_together() -> None:
     assert _peak(partial(_step, compiled, x)) + compiled._backend.arena_size + held <= limit
 
 
+@pytest.mark.slow
 def test_a_budget_that_all_graphs_together_cannot_keep_is_refused() -> None:
     free = memplan.compile(_made("label check"), _batch())
     _losses(free)
@@ -337,22 +292,21 @@ def test_the_plan_has_a_section_for_each_graph_and_each_parameter_once(tmp_path:
     assert [memory.numel() for memory in arena] == [plan.arena_size]
 
 
-def test_copies_and_pickles_train_on_their_own() -> None:
+def test_pickles_train_on_their_own() -> None:
     compiled = memplan.compile(_made("label check"), _batch(), on_mismatch="error")
     expected = _losses(compiled)
-    for made in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
-        assert isinstance(made, CompiledGraphs)
-        assert all(map(torch.equal, _losses(made), expected))
-        assert not {p.data_ptr() for p in made.parameters()} & {p.data_ptr() for p in compiled.parameters()}
-        with pytest.raises(InputMismatch, match="was made for"):
-            made(_batch()[:3])
+    made = pickle.loads(pickle.dumps(compiled))
+    assert isinstance(made, CompiledGraphs)
+    assert all(map(torch.equal, _losses(made), expected))
+    assert not {p.data_ptr() for p in made.parameters()} & {p.data_ptr() for p in compiled.parameters()}
+    with pytest.raises(InputMismatch, match="was made for"):
+        made(_batch()[:3])
 
 
 def test_options_that_need_one_graph_refuse() -> None:
     x = _batch()
-    for options in ({"device": "cpu"}, {"compress": "bits"}, {"divide": True}):
-        with pytest.raises(UnsupportedGraph):
-            memplan.compile(_made("label check"), x, **options)
+    with pytest.raises(UnsupportedGraph):
+        memplan.compile(_made("label check"), x, device="cpu")
     with pytest.raises(UnsupportedGraph):
         memplan.plan(_made("label check"), x)
     with pytest.raises(UnsupportedGraph, match="forward fails in eager"):

@@ -46,22 +46,6 @@ def test_what_is_offered_gives_the_same_bits(groups: int, channels_last: bool, b
         assert same_bytes(out, aten.convolution(*zeros))
 
 
-@pytest.mark.parametrize("groups", [1, 8])
-@pytest.mark.parametrize("dims", [1, 3])
-def test_one_and_three_dimensions_give_the_same_bits(dims: int, groups: int) -> None:
-    size = {1: [512], 3: [6, 16, 16]}[dims]
-    x, weight = torch.randn(2, 8, *size), torch.randn(16, 8 // groups, *[3] * dims)
-    args = (x, weight, torch.randn(16), [2] * dims, [1] * dims, [1] * dims, False, [0] * dims, groups)
-    functions = direct_convolutions(args, LARGE)
-    assert bool(functions) == _has_onednn
-    for function in functions:
-        for given in (x, torch.randn_like(x) * 100, torch.zeros_like(x)):
-            expected = aten.convolution(given, *args[1:])
-            out = torch.full_like(expected, float("nan"))
-            function(given, *args[1:], out=out)
-            assert same_bytes(out, expected)
-
-
 def test_small_transposed_and_double_convolutions_are_left_alone() -> None:
     x, weight, *rest = _arguments()
     assert direct_convolutions((x, weight, *rest), 100) == ()

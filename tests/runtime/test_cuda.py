@@ -134,14 +134,6 @@ def test_fused_attention_with_dropout(backend: Any, dtype: torch.dtype, cuda_gra
             _assert_like_eager(model, eager, *losses, loose=1 if dtype is torch.float32 else 300)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_half_precision(name: str) -> None:
-    model, args = example_on_cuda(name, torch.bfloat16)
-    eager = copy.deepcopy(model)
-    compiled = compile(model, args, sanitize="poison")
-    _assert_like_eager(model, eager, loss_of(compiled, *args, seed=0), loss_of(eager, *args, seed=0), loose=500)
-
-
 class Blocks(nn.Module):
     """Transformer blocks with dropout on a large batch: what the backward needs is most of the step's memory.
 
@@ -342,29 +334,6 @@ def test_large_fallbacks_are_recorded_in_place() -> None:
     assert graphed is not None
     assert graphed._recording is not None
     assert graphed._recording.placer.pools  # type: ignore[attr-defined]
-
-
-def test_large_fallbacks_need_no_more_than_a_plain_capture() -> None:
-    """Torch's own recording of the same step keeps all of its results, and gradients, in its pool."""
-    torch.manual_seed(0)
-    model, x = Wide().cuda(), torch.randn(2048, 2048, device="cuda")
-    other = copy.deepcopy(model)
-    recorded = compile(model, x, cuda_graph=True)
-    loss_of(recorded, x, seed=0)
-    gradients = sum(p.nbytes for p in model.parameters())
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            other(x).backward()
-    torch.cuda.synchronize()
-    other.zero_grad()
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    plain = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(plain):
-        other(x).backward()
-    assert recorded.pool_bytes + recorded.plan.arena_size + gradients <= torch.cuda.memory_reserved() - before
 
 
 def test_recordings_keep_their_workspaces() -> None:

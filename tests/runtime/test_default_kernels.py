@@ -17,6 +17,7 @@ from memplan.errors import UnsupportedGraph
 from memplan.trace import default_kernels
 from memplan.trace.fused import step as generation
 from memplan.trace.fused.deferred import DeferredKernel
+from tests.slow import slow
 
 Way = Callable[..., Plan]
 
@@ -78,7 +79,7 @@ def test_the_cpu_runs_eagers_kernels(way: Way) -> None:
 
 
 @pytest.mark.usefixtures("on_device")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way if way in (_plan, _step) else slow(way) for way in WAYS])
 def test_an_accelerator_runs_inductors_kernels(way: Way, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "memplan"):
         assert _generated(way(*_model()))
@@ -150,7 +151,7 @@ def test_without_triton_eagers_kernels_run(caplog: pytest.LogCaptureFixture, mon
 
 
 @pytest.mark.usefixtures("on_device")
-@pytest.mark.parametrize("kernels", ["aten", "inductor"])
+@pytest.mark.parametrize("kernels", ["aten", slow("inductor")])
 def test_a_given_plan_has_its_kernels(kernels: Any, tmp_path: Path) -> None:
     model, x = _model()
     memplan.plan(model, x, kernels=kernels).save(tmp_path / "plan.json")

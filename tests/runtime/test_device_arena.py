@@ -17,7 +17,7 @@ from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import BudgetInfeasible, InvalidEviction, MemplanError, PlanMismatch, UnsupportedDevice
 from memplan.evict.apply import apply
-from memplan.evict.workload import Event, Events, Kind, Workload
+from memplan.evict.workload import Event, Kind, Workload
 from memplan.planning.fit import make_workload
 from memplan.runtime.debug.hooks import Tracker
 from memplan.trace import trace
@@ -108,7 +108,8 @@ def test_copies_pickles_and_plan_files_run_there_too(net: SeveralResults, x: tor
     expected = compiled(x)[0]
     compiled.plan.save(tmp_path / "plan.json")
     loaded = memplan.compile(net, x, train=False, plan=tmp_path / "plan.json")
-    for twin in (pickle.loads(pickle.dumps(compiled)), loaded):
+    twins: list[Any] = [pickle.loads(pickle.dumps(compiled)), loaded]
+    for twin in twins:
         assert twin.plan.eviction.device == "cpu:1"
         assert torch.equal(twin(x)[0], expected)
     with pytest.raises(PlanMismatch, match="runs on cpu:1"):
@@ -201,13 +202,12 @@ def test_what_the_forward_changes_is_due_before_the_backward(net: SeveralResults
     assert kinds == {StorageKind.OUTPUT, StorageKind.PARAMETER}
 
 
-def test_events_that_forget_it_are_refused(net: SeveralResults, x: torch.Tensor) -> None:
+def test_events_that_forget_it_or_come_before_it_are_refused(net: SeveralResults, x: torch.Tensor) -> None:
     _, workload = _workload(net, x)
-    due = min(workload.due)
-    forgotten: Events = tuple(e for e in workload.plain if e not in _out(due))
+    due, late = min(workload.due), min(workload.late)
+    goes_home = Event(Kind.OFFLOAD, due), Event(Kind.OFFLOADED, due)
     with pytest.raises(InvalidEviction, match=r"not back on the host|when the backward begins"):
-        apply(workload, forgotten)
-
-
-def _out(s: int) -> Events:
-    return Event(Kind.OFFLOAD, s), Event(Kind.OFFLOADED, s)
+        apply(workload, tuple(e for e in workload.plain if e not in goes_home))
+    arrival = Event(Kind.RELOAD, late), Event(Kind.RELOADED, late)
+    with pytest.raises(InvalidEviction, match="given when the backward begins"):
+        apply(workload, (*arrival, *(e for e in workload.plain if e not in arrival)))

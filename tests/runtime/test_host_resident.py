@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
-import pytest
 import torch
 
 from memplan.core.graph import StorageKind
@@ -16,14 +15,11 @@ from memplan.evict.workload import Event, Events, Kind, Workload
 from memplan.planning.fit import fit, make_workload
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.planner import eviction_of
-from memplan.runtime.execute.runner import Runner
-from memplan.runtime.guards.module_guards import ModuleGuards
-from memplan.runtime.memory.arena import arena_for
 from memplan.schedule import make_schedule, order
 from memplan.trace import trace
 from memplan.trace.traced import TracedGraph
 from tests.models import TwoLayersLoss
-from tests.runtime.budgets import FAST_LINK
+from tests.runtime.budgets import FAST_LINK, runner_of
 from tests.steps import gradients_of
 
 STREAMED = (StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE)
@@ -60,26 +56,12 @@ def _plan(traced: TracedGraph) -> Plan:
     return replace(plan, eviction=eviction_of(fitted, plan, "streamed", workload.within(plan.arena_size)))
 
 
-def _runner(module_guards: ModuleGuards, traced: TracedGraph) -> Runner:
+def test_gradients_are_those_of_eager_also_after_parameters_moved() -> None:
+    net, x = TwoLayersLoss(16, 32), torch.randn(8, 16)
+    eager, traced = copy.deepcopy(net), trace(net, (x,))
     plan = _plan(traced)
     assert plan.host_size == 0, "the parameters themselves are the copies on the host"
-    return Runner(module_guards, traced, plan, arena_for(plan, traced.device), sanitize="poison")
-
-
-@pytest.fixture
-def x() -> torch.Tensor:
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def net() -> TwoLayersLoss:
-    torch.manual_seed(0)
-    return TwoLayersLoss(16, 32)
-
-
-def test_gradients_are_those_of_eager_also_after_parameters_moved(net: TwoLayersLoss, x: torch.Tensor) -> None:
-    eager = copy.deepcopy(net)
-    runner = _runner(ModuleGuards(net), trace(net, (x,)))
+    runner = runner_of(net, traced, plan)
     for _ in range(2):
         net.zero_grad()
         eager.zero_grad()
