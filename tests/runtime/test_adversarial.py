@@ -94,7 +94,7 @@ OPS: dict[str, tuple[Callable[..., Any], ...]] = {
     "normalisation": (
         lambda s, x: F.batch_norm(x * s.w, None, None, training=True),
         lambda s, x: F.batch_norm(x * s.w, s.n, s.n + 1),
-        lambda s, x: F.batch_norm((x * s.w).bfloat16(), *torch.eye(4).bfloat16()[:2], None, None, True),
+        lambda s, x: F.batch_norm((x * s.w).bfloat16(), s.n.bfloat16(), s.n.bfloat16(), training=True),
         lambda s, x: F.layer_norm(x * s.w, (4,)) + F.group_norm((x * s.w)[None], 2)[0],
     ),
     "indices": (

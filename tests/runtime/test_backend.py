@@ -301,7 +301,6 @@ def test_a_copy_of_what_was_compiled_is_compiled_by_a_backend_of_its_own() -> No
     assert len(backend.graphs) == 1
     (other,) = pickle.loads(pickle.dumps([backend]))
     assert (other._options, other.graphs) == (backend._options, ())
-    assert other._options.gradients == "outside"
 
 
 def test_the_first_batch_is_not_kept() -> None:

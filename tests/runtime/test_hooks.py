@@ -153,18 +153,17 @@ def test_programs_of_other_modes_are_seen_too() -> None:
 
 
 def test_whole_steps() -> None:
-    accumulate = 2
     model, args = ZOO["mlp"]("nano")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
-    step = compile_step(model, optimizer, lambda x: x, args, accumulate=accumulate)
+    step = compile_step(model, optimizer, lambda x: x, args, accumulate=2)
     torch.manual_seed(0)
-    expected = [step(*args) for _ in range(2 * accumulate)]
+    expected = [step(*args) for _ in range(4)]
     events: list[StepEvent] = []
     torch.manual_seed(0)
     with step.hooks.add(events.append):
-        found = [step(*args) for _ in range(2 * accumulate)]
+        found = [step(*args) for _ in range(4)]
     assert same_tensors(found, expected)
-    assert sum(e.step == 0 and e.when is When.START for e in events) == 2 * accumulate
+    assert sum(e.step == 0 and e.when is When.START for e in events) == 4
     last = len(events) - next(i for i, e in enumerate(reversed(events)) if e.step == 0 and e.when is When.START) - 1
     _check_events(events[last:], step.plan)
 
