@@ -23,14 +23,12 @@ class Breaking(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.mid, self.down = nn.Linear(16, 48), nn.Linear(48, 48), nn.Linear(48, 4)
-        self.norm = nn.BatchNorm1d(48)
-        self.drop = nn.Dropout(0.2)
+        self.up, self.down, self.drop = nn.Linear(16, 48), nn.Linear(48, 4), nn.Dropout(0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.drop(nn.functional.gelu(self.mid(self.norm(self.up(x)).tanh())))
+        hidden = self.drop(self.up(x).tanh())
         hidden = hidden * 2 if hidden.sum() > 1e9 else hidden * 3
-        found: torch.Tensor = self.drop(self.down(hidden).sigmoid())
+        found: torch.Tensor = self.down(hidden).sigmoid()
         return found.square().mean()
 
 
@@ -46,8 +44,8 @@ def _model() -> nn.Module:
     return Breaking()
 
 
-def _batch(rows: int = 10) -> torch.Tensor:
-    return torch.linspace(-1, 1, rows * 16).view(rows, 16)
+def _batch() -> torch.Tensor:
+    return torch.linspace(-1, 1, 160).view(10, 16)
 
 
 def _steps(call: Callable[..., Any], model: nn.Module, *batches: torch.Tensor) -> list[torch.Tensor]:
@@ -65,10 +63,10 @@ def _steps(call: Callable[..., Any], model: nn.Module, *batches: torch.Tensor) -
 
 @pytest.fixture(scope="module")
 def expected() -> list[torch.Tensor]:
-    """What `torch.compile` computes for three batches, of which the last has other rows."""
+    """What `torch.compile` computes for two batches."""
     torch._dynamo.reset()
     model = _model()
-    found = _steps(torch.compile(model, dynamic=False), model, _batch(), _batch(), _batch(12))
+    found = _steps(torch.compile(model, dynamic=False), model, _batch(), _batch())
     torch._dynamo.reset()
     return found
 
@@ -77,24 +75,25 @@ def _same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
-@pytest.mark.parametrize("options", [{"budget": "min"}, slow({"sanitize": "poison"})])
+@pytest.mark.parametrize("options", [{"sanitize": "poison"}, slow({"budget": "min"})])
 def test_graphs_have_the_bits_of_torch_compile_in_one_arena(options: Any, expected: list[torch.Tensor]) -> None:
     model, backend = _model(), memplan.Backend(kernels="inductor", **options)
     compiled: Any = torch.compile(model, backend=backend)
-    assert _same(_steps(compiled, model, _batch(), _batch(), _batch(12)), expected)
+    assert _same(_steps(compiled, model, _batch(), _batch()), expected)
     one, two = (graph.instances[0].plan for graph in backend.graphs[:2])
     assert all(any(op.target.startswith("inductor.cpp_fused_") for op in p.graph.ops) for p in (one, two))
     backend.place()
     assert backend.arena_size <= sum(graph.instances[-1].plan.arena_size for graph in backend.graphs)
 
 
+@pytest.mark.slow
 def test_a_model_with_graph_breaks_compiles_to_several_graphs_of_generated_kernels(
     expected: list[torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = _model()
     compiled = memplan.compile(model, _batch(), kernels="inductor")
     assert "is planned as several graphs" in caplog.text
-    assert _same(_steps(compiled, model, _batch(), _batch(), _batch(12)), expected)
+    assert _same(_steps(compiled, model, _batch(), _batch()), expected)
     assert any(op.target.startswith("inductor.cpp_fused_") for op in compiled.plan.graph.ops)
 
 
@@ -127,6 +126,7 @@ def _seeded(call: Callable[..., torch.Tensor], count: int) -> list[torch.Tensor]
     return losses
 
 
+@pytest.mark.slow
 def test_a_call_without_gradients_runs_generated_kernels() -> None:
     model = _model().eval()
     twin, backend = copy.deepcopy(model), memplan.Backend(kernels="inductor")

@@ -13,6 +13,7 @@ from torch import nn
 import memplan
 from memplan.errors import InputMismatch
 from memplan.runtime import CompiledModule, compile
+from tests.slow import slow
 
 
 class Classifier(nn.Module):
@@ -64,7 +65,7 @@ def _require_step_as_eager(eager: nn.Module, compiled: CompiledModule, batch: di
 def test_epochs_with_a_last_batch_and_an_evaluation(caplog: pytest.LogCaptureFixture) -> None:
     eager, compiled = _pair()
     with caplog.at_level(logging.INFO, logger="memplan"):
-        for epoch in range(3):
+        for epoch in range(2):
             for n, rows in enumerate((6, 6, 4)):
                 _require_step_as_eager(eager, compiled, _batch(rows, seed=n), epoch)
             eager.eval()
@@ -114,7 +115,7 @@ def test_gradients_survive_a_larger_arena() -> None:
 def test_sizes_that_keep_changing_get_one_plan(caplog: pytest.LogCaptureFixture) -> None:
     eager, compiled = _pair(sanitize=None)
     with caplog.at_level(logging.INFO, logger="memplan"):
-        for length in range(4, 24):
+        for length in range(4, 16):
             _require_step_as_eager(eager, compiled, _batch(length=length), length)
     assert compiled.symbolic is not None
     assert [s.name for s in compiled.symbolic.symbols] == ["size0"]
@@ -127,12 +128,12 @@ def test_sizes_that_keep_changing_get_one_plan(caplog: pytest.LogCaptureFixture)
         assert torch.equal(compiled(**_batch(length=31))["logits"], wanted)
 
 
-@pytest.mark.parametrize("budget", [None, 10**6])
+@pytest.mark.parametrize("budget", [slow(None), 10**6])
 def test_beyond_the_limit_the_original_runs_with_one_warning(
     budget: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     eager, compiled = _pair(arena_budget=budget)
-    for n in range(12):
+    for n in range(9):
         _require_step_as_eager(eager, compiled, {**_batch(), "scale": 1.0 + n})
     (warning,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
     within = "" if budget is None else " within 976.6 KiB"
@@ -157,6 +158,7 @@ def test_what_no_plan_can_be_made_for_runs_eagerly(caplog: pytest.LogCaptureFixt
     assert sum("it gets no program: " in r.message for r in caplog.records) == 1
 
 
+@pytest.mark.slow
 def test_a_model_that_keeps_changing_runs_eagerly_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
@@ -170,7 +172,7 @@ def test_a_model_that_keeps_changing_runs_eagerly_in_the_end(caplog: pytest.LogC
     model, x = Counts(), torch.randn(3, 4)
     compiled = compile(model, x)
     with caplog.at_level(logging.INFO, logger="memplan"):
-        for n in range(20):
+        for n in range(18):
             model.temperature = float(n)
             assert torch.equal(compiled(x), model(x))
     assert sum("all its programs are made again" in r.message for r in caplog.records) == 8

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.core.choices import Sanitize
 from memplan.core.graph import StorageKind
 from memplan.errors import InputMismatch, MemplanError, UnsupportedCall
 from memplan.evict.workload import Events, Workload
@@ -22,6 +23,7 @@ from memplan.runtime.profiling.profile_guided import REPLANS, SAMPLES, WARM
 from tests.models import Layers
 from tests.runtime.budgets import FAST_LINK, QUICK, everything
 from tests.runtime.virtual import virtual
+from tests.slow import slow
 from tests.steps import outcome_after, outcome_of
 
 STEPS = WARM + SAMPLES
@@ -81,14 +83,11 @@ def test_nothing_is_measured_afterwards() -> None:
 
 def test_nothing_is_measured_where_nothing_is_evicted() -> None:
     model, x = _net()
-    for options in ({"arena_budget": 1.0}, {"arena_budget": "1GiB"}):
-        compiled = memplan.compile(model, x, costs="measure", **options)
-        assert compiled._calls.guide is None
-        main = compiled._calls.selector.main
-        assert main.forward is main.program.forward
-        outcome_of(model, compiled, x)
-        assert compiled.measurement is None
-        assert compiled.plan.arena_size == memplan.plan(model, x).arena_size == main.arena.nbytes
+    compiled = memplan.compile(model, x, costs="measure", arena_budget=1.0)
+    assert compiled._calls.guide is None
+    outcome_of(model, compiled, x)
+    assert compiled.measurement is None
+    assert compiled.plan.arena_size == memplan.plan(model, x).arena_size
 
 
 def test_every_plan_is_of_the_same_budget_in_the_same_arena() -> None:
@@ -143,7 +142,7 @@ def test_other_modes_run_in_between() -> None:
     model, x = _net()
     compiled = _compiled(model, x)
     loss = model(x).detach()
-    for _ in range(3 * STEPS):
+    for _ in range(STEPS + 1):
         with torch.no_grad():
             assert torch.equal(compiled(x), loss)
         compiled.eval()
@@ -152,8 +151,6 @@ def test_other_modes_run_in_between() -> None:
         compiled.train()
         outcome_of(model, compiled, x)
     assert compiled.measurements
-    assert {runner.arena for runner in compiled._calls.selector._runners.values()} == {compiled._calls.arena}
-    _finish(model, compiled, x)
 
 
 class Skip(nn.Module):
@@ -171,7 +168,7 @@ def test_inference_is_measured_too() -> None:
     compiled = _compiled(model, x, train=False, arena_budget="min", policy=QUICK)
     expected = memplan.compile(model, x, train=False)(x)
     with torch.inference_mode():
-        for _ in range(2 * STEPS):
+        for _ in range(STEPS + 1):
             assert torch.equal(compiled(x), expected)
     assert compiled.measurements
 
@@ -201,7 +198,7 @@ def test_a_switch_waits_for_the_step_in_flight() -> None:
 
 
 def test_a_program_is_not_tried_in_an_arena_that_holds_a_step() -> None:
-    """ProfileGuidedPolicy or not: the trial of another mode's program would overwrite the activations."""
+    """Measured or not: the trial of another mode's program would overwrite the activations."""
     model, x = _net()
     compiled = memplan.compile(model, x)
     expected = outcome_of(model, compiled, x)
@@ -211,8 +208,6 @@ def test_a_program_is_not_tried_in_an_arena_that_holds_a_step() -> None:
         compiled(x + 1)
     loss.backward()
     assert outcome_after(model, loss).same_as(expected)
-    with torch.no_grad():
-        compiled(x + 1)
 
 
 def test_hooks_and_the_tracker_see_measured_steps_and_those_after_a_switch() -> None:
@@ -237,7 +232,7 @@ def test_parameters_that_move_meanwhile_are_followed() -> None:
     model, x = _net()
     compiled = _compiled(model, x, on_mismatch="error")
     free = memplan.compile(model, x, on_mismatch="error")
-    for _ in range(2 * STEPS):
+    for _ in range(STEPS + 1):
         for p in model.parameters():
             p.data = p.data + 0.01
         assert outcome_of(model, compiled, x).same_as(outcome_of(model, free, x))
@@ -250,7 +245,7 @@ def test_parameters_that_move_meanwhile_are_followed() -> None:
 # -- copies ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("how", [copy.deepcopy, slow(lambda m: pickle.loads(pickle.dumps(m)))])
 def test_copies_measure_anew_or_keep_the_guided_plan(how: Any) -> None:
     model, x = _net()
     compiled = _compiled(model, x)
@@ -271,26 +266,15 @@ def test_copies_measure_anew_or_keep_the_guided_plan(how: Any) -> None:
 # -- other options ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options", [{"gradients": "outside"}, {"sanitize": "poison"}, {"sanitize": "redzone"}, {"on_mismatch": "replan"}]
-)
-def test_other_options(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sanitize", ["poison", slow("redzone")])
+def test_other_options(sanitize: Sanitize) -> None:
     model, x = _net()
-    compiled = _compiled(model, x, **options)
+    compiled = _compiled(model, x, sanitize=sanitize, gradients="outside")
     _finish(model, compiled, x)
     assert len(compiled.measurements) > 1
 
 
-def test_guards_take_no_part_in_what_is_measured() -> None:
-    model, x = _net()
-    plain, guarded = _compiled(model, x), _compiled(model, x, sanitize="poison")
-    for compiled in (plain, guarded):
-        for _ in range(STEPS + 1):
-            outcome_of(model, compiled, x)
-    assert plain.measurements[0].op_seconds == guarded.measurements[0].op_seconds
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [slow(1), 2])
 def test_whole_steps(accumulate: int) -> None:
     model, x = _net()
     free = copy.deepcopy(model)
@@ -316,7 +300,7 @@ def test_whole_steps(accumulate: int) -> None:
     assert tracker.steps
 
 
-@pytest.mark.parametrize("policy", ["flow", QUICK])
+@pytest.mark.parametrize("policy", [slow("flow"), QUICK])
 def test_parameters_that_are_streamed(policy: Any) -> None:
     """`device="cpu"`: the model stays where it is, an arena of its own is filled by planned copies."""
     model, x = _net()
@@ -354,10 +338,6 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
         memplan.compile(model, x, costs="measure")
     with pytest.raises(MemplanError, match="without a budget"):
         memplan.compile_step(model, optimizer, lambda loss: loss, x, costs="measure")
-    with pytest.raises(MemplanError, match="without a budget"):
-        memplan.compile(model, x, plan=memplan.plan(model, x), costs="measure")
-    with pytest.raises(UnsupportedCall, match="recorded"):
-        memplan.compile(model, x, arena_budget=0.7, costs="measure", cuda_graph=True)
     with pytest.raises(UnsupportedCall, match="recorded"):
         memplan.compile_step(model, optimizer, lambda loss: loss, x, arena_budget=0.7, costs="measure", cuda_graph=True)
     batch = {"x": {0: torch.export.Dim("batch", max=128)}}

@@ -23,9 +23,8 @@ from memplan.errors import UnsupportedCall
 from memplan.recording.allocator import Allocator, Backing, host_backing
 from memplan.runtime.recorded import Recording, recording_of
 
-Action = tuple[
-    int, int
-]  # (size, 0): allocate; (0, i): release the i-th of those that are alive, as far as there is one
+# (size, 0): allocate; (0, i): release the i-th of those that are alive, as far as there is one
+Action = tuple[int, int]
 
 
 @cache

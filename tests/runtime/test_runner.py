@@ -49,46 +49,6 @@ def _alike(one: Any, two: Any) -> None:
     assert (one.stride(), one.dtype, one.requires_grad) == (two.stride(), two.dtype, two.requires_grad)
 
 
-_RESULTS: dict[str, Callable[[_Layer, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]] = {
-    "itself": lambda m, x, y: (y, x),
-    "part": lambda m, x, y: (y, x[1:]),
-    "column": lambda m, x, y: (y, x[:, 2]),
-    "turned": lambda m, x, y: (y, x.t()),
-    "bits": lambda m, x, y: (y, x.view(torch.int32)),
-    "parameter": lambda m, x, y: (y, m.linear.weight[1:]),
-    "detached": lambda m, x, y: (y, m.linear.weight.detach()),
-    "buffer": lambda m, x, y: (y, m.mean),
-    "view of a result": lambda m, x, y: (y, y[1:]),
-    "detached result": lambda m, x, y: (y, y.detach() * 2),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "grad"),
-    [(name, grad) for name in _RESULTS for grad in (False, True) if (name, grad) != ("bits", True)],  # eager refuses it
-)
-def test_results_are_views_of_what_they_are_views_of_in_eager(name: str, grad: bool) -> None:
-    model, twin, compiled = _pair(_RESULTS[name], grad=grad)
-    eager_x, x = _x(grad=grad), _x(grad=grad)
-    expected, found = model(eager_x), compiled(x)
-    assert type(found) is tuple
-    for one, two in zip(found, expected, strict=True):
-        _alike(one, two)
-    owners = {
-        "parameter": twin.linear.weight,
-        "detached": twin.linear.weight,
-        "buffer": twin.mean,
-    }
-    owner = owners.get(name, found[0] if name == "view of a result" else x)
-    eager_owner = {"parameter": model.linear.weight, "detached": model.linear.weight, "buffer": model.mean}.get(
-        name, expected[0] if name == "view of a result" else eager_x
-    )
-    for result, of in ((expected[1], eager_owner), (found[1], owner)):
-        shares = result.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
-        assert shares == (name != "detached result")
-    assert (found[1] is x) == (expected[1] is eager_x)
-
-
 def test_structures_and_constants_come_back() -> None:
     model, _, compiled = _pair(lambda m, x, y: {"y": [y, None], "n": 3, "s": ("text", 2.5)})
     expected, found = model(_x()), compiled(_x())
@@ -128,24 +88,6 @@ def test_gradients_are_eagers_for_every_tangent_and_none_where_eagers_are(loss: 
             assert (one is None) == (two is None)
             if one is not None and two is not None:
                 assert torch.equal(one, two)
-
-
-def test_conjugate_tangents_are_resolved() -> None:
-    class Complex(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.tensor([1.0 + 2.0j, 0.5 - 1.0j]))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.weight * x
-
-    model, x = Complex(), torch.tensor([2.0 - 1.0j, 1.0 + 1.0j])
-    compiled = memplan_compile(copy.deepcopy(model), (x,))
-    found = []
-    for m in (model, compiled):
-        m(x).backward(torch.tensor([1.0 + 1.0j, 3.0j]).conj())
-        found.append([p.grad for p in m.parameters()])
-    assert torch.equal(found[1][0], found[0][0])  # type: ignore[arg-type]
 
 
 def test_results_that_need_no_gradient_still_require_one_as_in_eager() -> None:
@@ -224,7 +166,7 @@ def test_saved_results_that_are_changed_in_place_are_noticed() -> None:
                 first.sum().backward()
 
 
-@pytest.mark.parametrize("sanitize", [None, "poison", "redzone"])
+@pytest.mark.parametrize("sanitize", [None, "poison"])
 def test_hooks_and_sanitizers_see_steps_and_change_no_bit(sanitize: str | None) -> None:
     model, twin, compiled = _pair(lambda m, x, y: y.relu().square(), sanitize=sanitize)
 

@@ -59,11 +59,8 @@ def _budgeted(traced: TracedGraph) -> Plan:
 
 @pytest.mark.parametrize(
     ("name", "budget"),
-    [
-        ("mlp", False), ("mlp", True), ("gpt2", True), ("resnet", False),
-        slow("gpt2", False), slow("resnet", True), slow("bert", False), slow("bert", True),
-    ],
-)  # fmt: skip
+    [("mlp", False), ("mlp", True), slow("gpt2", True), slow("resnet", True)],
+)
 def test_counts_what_the_plan_has(name: str, budget: bool) -> None:
     model, args = ZOO[name]("nano")
     traced = trace(model, args)

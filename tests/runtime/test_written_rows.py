@@ -15,7 +15,7 @@ from memplan.devices.measure import peak_bytes
 from tests.slow import slow
 
 CPU = torch.device("cpu")
-ROWS, TIMES, WIDTH = 8, 8, 64
+ROWS, TIMES, WIDTH = 8, 4, 64
 
 
 def _delta_rule(layer: nn.Module, x: Tensor) -> Tensor:
@@ -56,13 +56,6 @@ def _cumulative(layer: nn.Module, x: Tensor) -> Tensor:
     y: Tensor = layer(x)
     for t in range(1, TIMES):
         y[:, t] += y[:, t - 1] * 0.5
-    return y
-
-
-def _cumulative_methods(layer: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = layer(x).clone()
-    for t in range(1, TIMES):
-        y[:, t].mul_(0.9).add_(y[:, t - 1])
     return y
 
 
@@ -117,24 +110,23 @@ PROGRAMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "a slice of more": _recurrent(lambda x: torch.zeros(ROWS, 2 * TIMES, WIDTH)[:, TIMES:]),
     "read again": _reads_what_it_wrote,
     "cumulative": _cumulative,
-    "cumulative methods": _cumulative_methods,
     "tails": _tails,
     "index_put": _every_row(_put),
-    "narrow": _every_row(lambda y, t, row: y.narrow(1, t, 1).copy_(row)),
     "as_strided": _every_row(
         lambda y, t, row: y.as_strided((ROWS, 1, WIDTH), (TIMES * WIDTH, 1, 1), t * WIDTH).copy_(row)
     ),
     "index_add_": _every_row(lambda y, t, row: y.index_add_(1, torch.tensor([t]), row)),
     "index_copy_": _every_row(lambda y, t, row: y.index_copy_(1, torch.tensor([t]), row)),
     "index_fill_": _every_row(lambda y, t, row: y.index_fill_(1, torch.tensor([t]), 2.0)[:, t].mul_(row[:, 0])),
-    "scatter_": _every_row(lambda y, t, row: y.scatter_(1, torch.full((ROWS, 1, WIDTH), t), row)),
     "scatter_add_": _every_row(lambda y, t, row: y.scatter_add_(1, torch.full((ROWS, 1, WIDTH), t), row)),
     "masked": _every_second(_zero),
-    "masked_fill_": _every_second(lambda y, mask: y.masked_fill_(mask, 0.5)),
     "diagonal": _every_second(lambda y, mask: y.diagonal(dim1=-2, dim2=-1).mul_(0.9)),
     "moved": _every_second(lambda y, mask: y[:, 1:].copy_(y[:, :-1].clone())),
     "experts": _experts,
 }
+
+
+_QUICK = ("delta rule", "a slice of more", "read again", "cumulative", "tails", "index_put", "masked", "diagonal")
 
 
 class Writes(nn.Module):
@@ -159,8 +151,11 @@ def _call(model: Callable[[Tensor], Tensor], x: Tensor, train: bool) -> Callable
     return call
 
 
+_EACH = [name if name in _QUICK else slow(name) for name in PROGRAMS]
+
+
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", _EACH)
 def test_parts_are_written_in_place(name: str, train: bool) -> None:
     model = Writes(name).train(train)
     reference, x = copy.deepcopy(model), torch.randn(ROWS, TIMES, WIDTH)
@@ -183,18 +178,11 @@ MIN = {"arena_budget": "min", "policy": "recompute"}
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *[
-            (name, options)
-            for name in ("delta rule", "cumulative")
-            for options in ({"sanitize": "poison"}, {"device": "cpu"})
-        ],
-        *[
-            slow(name, options)
-            for name in ("read again", "zeros")
-            for options in ({"sanitize": "poison"}, {"device": "cpu"})
-        ],
-        *[slow(name, MIN) for name in ("delta rule", "read again", "zeros")],
+        ("delta rule", {"sanitize": "poison"}),
+        ("cumulative", {"device": "cpu"}),
         ("cumulative", MIN),
+        slow("delta rule", {"device": "cpu"}),
+        slow("delta rule", MIN),
     ],
 )
 def test_parts_are_written_with_the_same_bits_under_other_options(name: str, options: dict[str, Any]) -> None:
@@ -222,7 +210,7 @@ class Cached(nn.Module):
         for t in range(3):
             self.keys[:, t] = self.layer(x[:, t]).detach()
             cache.index_copy_(1, torch.tensor([t]), x[:, t : t + 1] * 2)
-        cache[:, 5] += 1
+        cache[:, 3] += 1
         found: Tensor = (self.layer(x[:, 0]) * self.keys[:, 0].clone()).sum() + cache.sum()
         return found
 
