@@ -13,6 +13,7 @@ from torch import nn
 import memplan
 from memplan.errors import UnsupportedCall
 from tests.slow import slow
+from tests.steps import same_tensors
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -71,15 +72,11 @@ def expected() -> list[torch.Tensor]:
     return found
 
 
-def _same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
-
-
 @pytest.mark.parametrize("options", [{"sanitize": "poison"}, slow({"budget": "min"})])
 def test_graphs_have_the_bits_of_torch_compile_in_one_arena(options: Any, expected: list[torch.Tensor]) -> None:
     model, backend = _model(), memplan.Backend(kernels="inductor", **options)
     compiled: Any = torch.compile(model, backend=backend)
-    assert _same(_steps(compiled, model, _batch(), _batch()), expected)
+    assert same_tensors(_steps(compiled, model, _batch(), _batch()), expected)
     one, two = (graph.instances[0].plan for graph in backend.graphs[:2])
     assert all(any(op.target.startswith("inductor.cpp_fused_") for op in p.graph.ops) for p in (one, two))
     backend.place()
@@ -93,37 +90,8 @@ def test_a_model_with_graph_breaks_compiles_to_several_graphs_of_generated_kerne
     model = _model()
     compiled = memplan.compile(model, _batch(), kernels="inductor")
     assert "is planned as several graphs" in caplog.text
-    assert _same(_steps(compiled, model, _batch(), _batch()), expected)
+    assert same_tensors(_steps(compiled, model, _batch(), _batch()), expected)
     assert any(op.target.startswith("inductor.cpp_fused_") for op in compiled.plan.graph.ops)
-
-
-@pytest.mark.slow
-def test_a_whole_step_with_graph_breaks_has_the_bits_of_torch_compile_and_the_optimizer() -> None:
-    model = _model()
-    twin = copy.deepcopy(model)
-    own, other = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, twin))
-    step = memplan.compile_step(model, own, lambda loss: loss, _batch(), kernels="inductor")
-    ours = _seeded(step, 3)
-    torch._dynamo.reset()
-
-    def call(batch: torch.Tensor) -> torch.Tensor:
-        other.zero_grad()
-        loss: torch.Tensor = reference(batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        other.step()
-        return loss.detach()
-
-    reference: Any = torch.compile(twin, dynamic=False)
-    theirs = _seeded(call, 3)
-    assert _same([*ours, *model.parameters(), *model.buffers()], [*theirs, *twin.parameters(), *twin.buffers()])
-
-
-def _seeded(call: Callable[..., torch.Tensor], count: int) -> list[torch.Tensor]:
-    losses = []
-    for seed in range(count):
-        torch.manual_seed(seed)
-        losses.append(call(_batch()))
-    return losses
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from tests.runtime.budgets import FAST_LINK, QUICK, plan_of_everything
 from tests.runtime.late_copies import LateCopies
 from tests.runtime.test_inductor_kernels import Block, _tokens
 from tests.slow import slow
+from tests.steps import same_tensors
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -73,10 +74,6 @@ def _steps(call: Callable[..., Any], model: nn.Module, x: torch.Tensor) -> list[
     return found
 
 
-def _same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
-
-
 _BUDGET: dict[str, Any] = {"arena_budget": 0.7, "policy": QUICK, "costs": FAST_LINK}
 
 
@@ -102,7 +99,7 @@ def test_everything_goes_to_the_host_and_comes_back(name: str, monkeypatch: pyte
     assert compiled.plan.arena_size < free.arena_size
     inductor = plan.code is None or plan.code.layouts
     reference = torch.compile(twin, options=None if inductor else {"layout_optimization": False})
-    assert _same(_steps(compiled, model, x), _steps(reference, twin, x))
+    assert same_tensors(_steps(compiled, model, x), _steps(reference, twin, x))
 
 
 @pytest.mark.slow
@@ -117,23 +114,4 @@ def test_the_memory_of_the_host_has_a_budget_too() -> None:
     assert 0 < compiled.plan.host_size <= half
     assert compiled.plan.eviction is not None
     assert compiled.plan.arena_size <= compiled.plan.eviction.arena_budget
-    assert _same(_steps(compiled, model, x), _steps(torch.compile(twin), twin, x))
-
-
-@pytest.mark.slow
-def test_a_whole_step_copies_to_the_host() -> None:
-    model, twin, x = _made("dropout and attention")
-    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, twin))
-    step = memplan.compile_step(model, ours, lambda loss: loss, x, kernels="inductor", sanitize="poison", **_BUDGET)
-    assert _offloads(step.plan)
-    reference: Any = torch.compile(twin)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        loss = step(x)
-        torch.manual_seed(seed)
-        expected = reference(x)
-        expected.backward()
-        theirs.step()
-        theirs.zero_grad()
-        assert torch.equal(loss, expected.detach())
-    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    assert same_tensors(_steps(compiled, model, x), _steps(torch.compile(twin), twin, x))

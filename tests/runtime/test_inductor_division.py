@@ -142,23 +142,6 @@ def test_the_bits_are_those_of_inductor_for_the_divided_graph(one_thread: None) 
 
 
 @pytest.mark.slow
-def test_a_whole_step_is_divided() -> None:
-    model = _made(shifted=True)
-    twin = copy.deepcopy(model)
-    found = []
-    for one, divide in ((model, Division(blocks=4, sums=True)), (twin, None)):
-        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3, fused=True)
-        step = memplan.compile_step(one, optimizer, lambda loss: loss, _tokens(), kernels="inductor", divide=divide)
-        torch.manual_seed(0)
-        found.append((step.plan, [step(_tokens()) for _ in range(3)]))
-    (plan, losses), (free, expected) = found
-    assert plan.arena_size < free.arena_size - _logits() // 2  # undivided, their gradient lies where they were
-    torch.testing.assert_close(losses, expected)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.slow
 def test_a_budget_takes_as_few_blocks_as_it_needs_and_says_what_they_would_bring() -> None:
     model = _made(shifted=True)
     plan = memplan.plan(model, _tokens(), kernels="inductor", gradients="outside")

@@ -16,6 +16,7 @@ import memplan
 from benchmarks.zoo import ZOO
 from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, UnsupportedCall
 from memplan.runtime import CompiledStep
+from tests.runtime.reference import same_parameters
 from tests.slow import slow
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
@@ -174,7 +175,7 @@ def test_a_gradient_dies_at_its_update_and_the_budget_counts_the_optimizers_stat
     loaded = made(third, plan=path)
     assert loaded.plan.graph.fingerprint == small.plan.graph.fingerprint
     assert all(torch.equal(*pair) for pair in zip(*(_seeded(one, batch, 2) for one in (small, loaded)), strict=True))
-    assert all(torch.equal(p, q) for p, q in zip(twin.parameters(), third.parameters(), strict=True))
+    assert same_parameters(twin, third)
     with pytest.raises(PlanMismatch):
         memplan.compile_step(third, _adamw(third.parameters()), _itself, batch, plan=path, kernels="aten")
 

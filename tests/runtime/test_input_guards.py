@@ -29,14 +29,6 @@ class _Writes(nn.Module):
         return x @ y
 
 
-class _Keywords(nn.Module):
-    """Sees the order of its keywords."""
-
-    def forward(self, **tensors: torch.Tensor) -> torch.Tensor:
-        x, y = tensors.values()
-        return x @ y
-
-
 def _guards(
     model: nn.Module, *args: Any, changes_model: bool = False, forward: Callable[..., Any] | None = None, **kwargs: Any
 ) -> InputGuards:
@@ -49,56 +41,6 @@ def _x(*shape: int) -> torch.Tensor:
 
 
 _A, _B = _x(3, 4), _x(4, 2)
-
-
-def test_keywords_of_named_parameters_come_in_any_order_and_others_in_one() -> None:
-    every = _guards(_Writes(), x=_A.clone(), y=_B)  # all of its parameters are given by name
-    assert every.flatten((), {"y": _B, "x": _A})[0] is _A
-    numbers = _guards(_Model(), _A, _B, scale=3.0, power=1)
-    for given in ({"scale": 3.0, "power": 1}, {"power": 1, "scale": 3.0}):
-        assert numbers.flatten((_A, _B), given)[2:] == [3.0, 1]
-    guards = _guards(_Keywords(), one=_A, two=_B)
-    assert guards.flatten((), {"one": _A, "two": _B})[0] is _A
-    with pytest.raises(InputMismatch, match="containers, or the order of keys, differ"):
-        guards.flatten((), {"two": _B, "one": _A})
-
-
-@pytest.mark.parametrize(
-    ("example", "call"),
-    [
-        (((_A, _B), {}), ((_A,), {"y": _B})),
-        (((_A, _B), {}), ((), {"y": _B, "x": _A})),
-        (((_A,), {"y": _B}), ((_A, _B), {})),
-        (((), {"y": _B, "x": _A}), ((_A, _B), {})),
-        (((_A, _B), {}), ((_A, _B), {"scale": 2.0})),
-        (((_A, _B), {"scale": 2.0}), ((), {"y": _B, "x": _A})),
-    ],
-)
-def test_arguments_may_come_by_position_or_by_keyword(example: Any, call: Any) -> None:
-    guards = _guards(_Model(), *example[0], **example[1])
-    (leaves, expected) = (guards.flatten(*c) for c in (call, example))
-    assert list(map(id, leaves[:2])) == list(map(id, expected[:2]))
-    assert leaves[2:] == expected[2:]
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "message"),
-    [
-        ((_A,), {}, r"arguments: the call has 1 positional arguments \(1 leaves in all\), the plan was made for 2 pos"),
-        ((_A, _B, 1.0), {}, r"has 3 positional arguments \(3 leaves in all\), the plan was made for 2 .*\(2 leaves"),
-        ((_A,), {"z": _B}, "has 1 positional arguments and keywords z .*; containers, or the order of keys, differ"),
-        ((_A, [_B]), {}, "input 1: is a list, the plan was made for a tensor"),
-        ((_A, None), {}, "input 1: is a NoneType, the plan was made for a tensor"),
-        ((_A, 1.0), {}, "input 1: is a float, the plan was made for a tensor"),
-        ((_A, _x(4, 3)), {}, r"input 1: is torch.float32 \(4, 3\) .* was made for torch.float32 \(4, 2\) on cpu"),
-        ((_A.double(), _B), {}, r"input 0: is torch.float64 \(3, 4\)"),
-        ((_A, _B.to("meta")), {}, "input 1: is .* on meta, the plan was made for .* on cpu"),
-        ((_A, _B.to_sparse()), {}, r"input 1: is torch.float32 \(4, 2\) \(torch.sparse_coo\)"),
-    ],
-)
-def test_the_first_difference_is_named(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputMismatch, match=message):
-        _guards(_Model(), _A, _B).flatten(args, kwargs)
 
 
 def test_constants_are_compared_by_type_and_value() -> None:
@@ -165,18 +107,6 @@ def test_classes_with_operations_of_their_own_are_refused() -> None:
         guards.flatten((_A.as_subclass(Own), _B), {})
     guards.flatten((_A.as_subclass(Plain), _B), {})
     guards.flatten((_A, _B.as_subclass(Disabled)), {})
-
-
-def test_gradients_that_were_not_traced_are_refused_when_autograd_records() -> None:
-    model = nn.Linear(4, 2)
-    guards = _guards(model, _A)
-    given = _A.clone().requires_grad_()
-    guards.flatten((_A,), {}, training=True)
-    guards.flatten((given,), {})
-    with pytest.raises(InputMismatch, match="input 0: requires a gradient, the plan was made for one that does not"):
-        guards.flatten((given,), {}, training=True)
-    wanted = _guards(model, given)
-    wanted.flatten((given,), {}, training=True)
 
 
 def test_inputs_are_apart_from_what_the_step_changes() -> None:

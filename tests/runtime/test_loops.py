@@ -17,6 +17,7 @@ from torch.export import Dim
 import memplan
 from memplan.core.choices import OnMismatch
 from memplan.errors import InputMismatch, UnsupportedGraph
+from tests.runtime.reference import same_gradients
 from tests.slow import slow
 
 LOG = logging.getLogger(__name__)
@@ -49,32 +50,12 @@ def _temperature(model: Any) -> None:
     model.temperature *= 0.9
 
 
-def _more_items(model: Any) -> None:
-    model.weights.append(1.0)
-
-
-def _other_config(model: Any) -> None:
-    model.config = {"scale": (1.0, 3.0)}
-
-
 def _bias(model: Any) -> None:
     model.head.bias = nn.Parameter(torch.ones(3))
 
 
 def _more_modules(model: Any) -> None:
     model.body.append(nn.Tanh())
-
-
-def _other_module(model: Any) -> None:
-    model.body[3] = nn.Dropout(0.1)
-
-
-def _other_kind(model: Any) -> None:
-    model.body[2] = nn.GELU()
-
-
-def _class(model: Any) -> None:
-    model.offset = 3.0
 
 
 def _tensor(model: Any) -> None:
@@ -92,22 +73,15 @@ def _frozen(model: Any) -> None:
 
 CHANGES: dict[Callable[[Any], None], str] = {
     _temperature: "temperature",
-    _more_items: "the length of weights",
-    _other_config: "config['scale']",
     _bias: "head.bias",
     _more_modules: "body.4",
-    _other_module: "body.3.p",
-    _other_kind: "body.2",
-    _class: "offset",
     _tensor: "mask",
     _patched: "head",
     _frozen: "body.0.weight",
 }
-_KINDS = (_temperature, _bias, _more_modules, _tensor, _patched, _frozen)  # the others are planned anew as these are
-_EACH = [change if change in _KINDS else slow(change) for change in CHANGES]
 
 
-@pytest.mark.parametrize("change", _EACH)
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_the_model_raises_until_it_is_undone_or_compiled(change: Callable[[Any], None]) -> None:
     model, x = ReadsPython(), torch.randn(5, 4)
     compiled = memplan.compile(model, x, on_mismatch="error")
@@ -121,7 +95,7 @@ def test_a_change_of_the_model_raises_until_it_is_undone_or_compiled(change: Cal
 
 
 @pytest.mark.parametrize("how", ["replan", "eager"])
-@pytest.mark.parametrize("change", _EACH)
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_the_model_is_followed_where_that_was_asked(how: OnMismatch, change: Callable[[Any], None]) -> None:
     model, x = ReadsPython(), torch.randn(5, 4)
     twin = copy.deepcopy(model)
@@ -138,9 +112,7 @@ def test_a_change_of_the_model_is_followed_where_that_was_asked(how: OnMismatch,
             outputs.append(one(x))
             outputs[-1].square().sum().backward()
         assert torch.equal(*outputs)
-        for p, q in zip(compiled.parameters(), twin.parameters(), strict=True):
-            assert (p.grad is None) is (q.grad is None)
-            assert p.grad is None or q.grad is None or torch.equal(p.grad, q.grad)
+        assert same_gradients(compiled, twin)
 
 
 @pytest.mark.parametrize("change", [_temperature, slow(_frozen)])
@@ -187,18 +159,6 @@ def test_attributes_are_set_where_forward_reads_them() -> None:
     assert not hasattr(model, "note")
 
 
-def test_a_step_notices_what_its_loss_closes_over() -> None:
-    model, x, weight = nn.Linear(4, 1), torch.randn(5, 4), {"mse": 1.0}
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = memplan.compile_step(
-        model, optimizer, lambda out: out.square().mean() * weight["mse"], x, on_mismatch="error"
-    )
-    step(x)
-    weight["mse"] = 0.5
-    with pytest.raises(InputMismatch, match=r"loss_fn.*'mse'.*is 0\.5, the plan was made for 1\.0"):
-        step(x)
-
-
 def test_a_step_refuses_parameters_that_its_optimizer_does_not_know() -> None:
     model, x = nn.Linear(4, 1), torch.randn(5, 4)
     step = memplan.compile_step(model, torch.optim.SGD(model.parameters(), 0.1), lambda out: out.square().mean(), x)
@@ -210,21 +170,6 @@ def test_a_step_refuses_parameters_that_its_optimizer_does_not_know() -> None:
     for _ in range(2):
         with pytest.raises(InputMismatch, match="not the parameter that the optimizer has"):
             step(x)
-
-
-def test_parameters_that_are_parts_of_one_vector_train() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)), torch.randn(5, 4)
-    twin = copy.deepcopy(model)
-    compiled = memplan.compile(model, x)
-    for _ in range(3):
-        for one in (compiled, twin):
-            one.zero_grad()
-            one(x).square().mean().backward()
-            values = nn.utils.parameters_to_vector(one.parameters())
-            slopes = nn.utils.parameters_to_vector([p.grad for p in one.parameters() if p.grad is not None])
-            nn.utils.vector_to_parameters((values - 0.1 * slopes).detach(), one.parameters())
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 def test_parametrizations_train_like_eager() -> None:
@@ -340,42 +285,6 @@ def test_a_first_call_that_initialises_must_have_been() -> None:
     model(x)
     compiled = memplan.compile(model, x)
     assert torch.equal(compiled(2 * x), model(2 * x))
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's, after a graph break
-def test_losses_that_are_skipped_behind_torch_compile() -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.one(x).relu()
-            torch._dynamo.graph_break()
-            y: Tensor = self.two(x)
-            return y
-
-    model = Broken()
-    twin = copy.deepcopy(model)
-    compiled: Any = torch.compile(model, backend=memplan.Backend())
-    for step in range(6):
-        x = torch.randn(5, 4)
-        for one in (compiled, twin):
-            if step not in (0, 3):
-                one(x).square().mean().backward()
-            one(x).mean()  # looked at, and dropped
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.equal(p.grad, q.grad)
-
-
-def test_numbers_that_change_behind_torch_compile() -> None:
-    model, x = ReadsPython().eval(), torch.randn(5, 4)
-    compiled = torch.compile(model, backend=memplan.Backend())
-    for temperature in (1.0, 0.9, 0.8, 0.9):
-        model.temperature = temperature
-        assert torch.equal(compiled(x), model(x))
 
 
 def test_stand_ins_for_parameters_get_gradients_behind_torch_compile() -> None:

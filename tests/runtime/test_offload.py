@@ -49,6 +49,7 @@ from tests.runtime.budgets import (
     runner_of,
     step_of,
 )
+from tests.runtime.reference import same_parameters
 from tests.slow import slow
 from tests.steps import Outcome, outcome_after, outcome_of
 
@@ -115,30 +116,6 @@ def _traced_net() -> tuple[Layers, tuple[torch.Tensor], TracedGraph, Outcome]:
 def _plan() -> Plan:
     """The plan of that step which copies all that it can."""
     return plan_of_everything(_traced_net()[2])
-
-
-class Recurrent(nn.Module):
-    """Kernels with several results, and the workspaces of oneDNN's LSTM."""
-
-    def __init__(self, kind: type[nn.LSTM | nn.GRU]) -> None:
-        super().__init__()
-        self.into, self.rnn, self.out = nn.Linear(8, 8), kind(8, 8, num_layers=2, batch_first=True), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.rnn(torch.tanh(self.into(x)))[0]).square().mean()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, slow(nn.GRU)])
-def test_recurrent_models(kind: type[nn.LSTM | nn.GRU]) -> None:
-    torch.manual_seed(0)
-    model, args = Recurrent(kind), (torch.randn(2, 4, 8),)
-    traced = trace(model, args)
-    expected = step_of(runner_of(model, traced, plan_traced(traced)), model, args, 0)
-    for policy in (QUICK, QUICK_RECOMPUTE):
-        plan = plan_traced(traced, PlanOptions(arena_budget=0.9, policy=policy, costs=FAST_LINK))
-        assert plan.evictions
-        assert step_of(runner_of(model, traced, plan), model, args, 0).same_as(expected)
-    assert step_of(runner_of(model, traced, plan_of_everything(traced)), model, args, 0).same_as(expected)
 
 
 def _names() -> list[str]:
@@ -322,7 +299,7 @@ def test_whole_steps_equal_those_without_a_budget(name: str, kind: str, policy: 
         one = step(*args)
         torch.manual_seed(seed)
         assert torch.equal(one, other(*args))
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), free.parameters(), strict=True))
+    assert same_parameters(model, free)
 
 
 # -- plans from files ------------------------------------------------------------------------------------

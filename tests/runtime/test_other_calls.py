@@ -13,6 +13,7 @@ from torch import nn
 import memplan
 from memplan.errors import InputMismatch
 from memplan.runtime import CompiledModule, compile
+from tests.runtime.reference import same_gradients
 from tests.slow import slow
 
 
@@ -54,10 +55,7 @@ def _require_step_as_eager(eager: nn.Module, compiled: CompiledModule, batch: di
         losses.append(call(**batch)["loss"])
         losses[-1].backward()
     assert torch.equal(*losses)
-    for p, q in zip(eager.parameters(), compiled.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.equal(p.grad, q.grad)
+    assert same_gradients(eager, compiled)
     eager.zero_grad()
     compiled.zero_grad()
 
@@ -86,19 +84,6 @@ def test_epochs_with_a_last_batch_and_an_evaluation(caplog: pytest.LogCaptureFix
     assert arenas == {id(compiled._calls.arena.memory)}
 
 
-def test_the_arena_grows_and_the_old_bytes_are_freed() -> None:
-    eager, compiled = _pair()
-    first = compiled._calls.arena
-    _require_step_as_eager(eager, compiled, _batch())
-    _require_step_as_eager(eager, compiled, _batch(60))
-    larger = compiled._calls.arena
-    assert larger.nbytes > first.memory.untyped_storage().nbytes() == 0
-    _require_step_as_eager(eager, compiled, _batch())
-    _require_step_as_eager(eager, compiled, _batch(60))
-    assert compiled._calls.arena is larger
-    assert {id(r.arena.memory) for r in compiled._calls.selector.programs_of_calls} == {id(larger.memory)}
-
-
 def test_gradients_survive_a_larger_arena() -> None:
     """Accumulation over a small and a large batch: what the small one left in the arena moves before it is freed."""
     eager, compiled = _pair()
@@ -106,10 +91,7 @@ def test_gradients_survive_a_larger_arena() -> None:
         for rows in (6, 60, 6):
             torch.manual_seed(rows)
             call(**_batch(rows))["loss"].backward()
-    for p, q in zip(eager.parameters(), compiled.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.equal(p.grad, q.grad)
+    assert same_gradients(eager, compiled)
 
 
 def test_sizes_that_keep_changing_get_one_plan(caplog: pytest.LogCaptureFixture) -> None:

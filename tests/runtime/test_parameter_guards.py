@@ -45,14 +45,6 @@ def test_freed_parameters_share_no_memory() -> None:
     assert slots.moved(slots.tensors()) == [0, 1, 2, 3]
 
 
-def test_parameters_that_become_tied_are_named() -> None:
-    model = _net()
-    slots = _slots(model)
-    model[1].weight.data = model[0].weight.data
-    with pytest.raises(InputMismatch, match=r"1\.weight: parameters do not share memory as they did"):
-        slots.moved(slots.tensors())
-
-
 def test_parts_of_one_memory_are_apart_where_they_do_not_overlap() -> None:
     model = _net()
     slots = _slots(model)
@@ -60,7 +52,7 @@ def test_parts_of_one_memory_are_apart_where_they_do_not_overlap() -> None:
     assert slots.moved(slots.tensors()) == [0, 1, 2, 3], "side by side, without a gap"
     overlapping = torch.randn(31)
     model[0].weight.data, model[1].weight.data = overlapping[:16].view(4, 4), overlapping[15:].view(4, 4)
-    with pytest.raises(InputMismatch, match="do not share memory as they did"):
+    with pytest.raises(InputMismatch, match=r"1\.weight: parameters do not share memory as they did"):
         slots.moved(slots.tensors())
 
 
@@ -80,19 +72,6 @@ def test_parts_with_gaps_count_to_their_last_element() -> None:
 
 
 # -- the module tree ------------------------------------------------------------------------------------------
-
-
-def test_the_first_other_mode_is_named() -> None:
-    structure = ModuleGuards(_net())
-    structure.require_modes([True, True, True])
-    structure.modules[2].eval()
-    assert structure.modes() == [True, True, False]
-    with pytest.raises(InputMismatch, match=r"^1: training=False, the plan was made for training=True"):
-        structure.require_modes([True, True, True])
-    structure.require_modes([True, True, False])
-    structure.model.eval()
-    with pytest.raises(InputMismatch, match=r"^the model: training=False, the plan was made for training=True"):
-        structure.require_modes([True, False, False])
 
 
 def test_a_submodule_of_the_same_type_is_followed() -> None:
@@ -122,13 +101,7 @@ def test_another_tree_is_named_on_every_call() -> None:
             structure.modes()
     model[0] = first
     assert structure.modes() == [True, True, True]
-    model.append(nn.ReLU())
-    for _ in range(2):
-        with pytest.raises(InputMismatch, match=r"^2: was nothing, is ReLU"):
-            structure.modes()
-    shorter = _net()
-    structure = ModuleGuards(shorter)
-    del shorter[1]
+    del model[1]
     with pytest.raises(InputMismatch, match=r"^1: was Linear, is nothing"):
         structure.modes()
 
@@ -165,9 +138,6 @@ def test_another_forward_is_named() -> None:
     assert structure.modes() == [True, True, True]
     model[0].__dict__["note"] = 5  # any other attribute may come
     assert structure.modes() == [True, True, True]
-    model.forward = lambda x: x  # type: ignore[method-assign]
-    with pytest.raises(InputMismatch, match=r"^the model: its forward was replaced by another function"):
-        structure.modes()
     patched = _net()
     patched[0].forward = lambda x: x
     structure = ModuleGuards(patched)
@@ -204,39 +174,7 @@ def test_hooks_that_come_or_go_are_noticed(kind: str) -> None:
         structure.modes()
 
 
-def test_modules_whose_mode_is_a_property_are_asked() -> None:
-    class Fixed(nn.Module):
-        @property
-        def training(self) -> bool:
-            return bool(self.__dict__.get("mode", True))
-
-        @training.setter
-        def training(self, mode: bool) -> None:
-            self.__dict__["mode"] = mode
-
-    model = nn.Sequential(nn.Linear(4, 4), Fixed())
-    structure = ModuleGuards(model)
-    assert structure.modes() == [True, True, True]
-    model.eval()
-    assert structure.modes() == [False, False, False]
-
-
 # -- parameters and buffers -----------------------------------------------------------------------------------
-
-
-def test_what_did_not_move_is_certain_at_one_look() -> None:
-    model = _net()
-    slots = _slots(model)
-    tensors, unmoved = slots.look()
-    assert unmoved
-    assert [t is p for t, p in zip(tensors, model.parameters(), strict=True)] == [True] * 4
-    assert slots.names == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert slots.moved(tensors) == []
-    model[0].bias.data = torch.zeros(4)
-    tensors, unmoved = slots.look()
-    assert not unmoved
-    assert slots.moved(tensors) == [1]
-    assert slots.look()[1]
 
 
 _CHANGES = {
@@ -263,15 +201,6 @@ def test_a_parameter_of_another_layout_is_named(change: str) -> None:
         then = r"torch.float32 (4, 4) with strides (4, 1) on cpu, requires_grad=True"
         assert f"the plan was made for {then}" in text
         assert f"is {then}" not in text
-
-
-def test_tied_parameters_stay_tied() -> None:
-    model = _net()
-    model[1].weight = model[0].weight
-    slots = _slots(model)
-    assert slots.look()[1]
-    model[0].weight.data = torch.randn(4, 4)
-    assert 0 in slots.moved(slots.tensors())
 
 
 def test_buffers_are_found_where_the_model_keeps_them() -> None:

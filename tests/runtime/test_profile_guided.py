@@ -22,18 +22,12 @@ from memplan.runtime import CompiledModule, CompiledStep
 from memplan.runtime.profiling.profile_guided import REPLANS, SAMPLES, WARM
 from tests.models import Layers
 from tests.runtime.budgets import FAST_LINK, QUICK, everything
+from tests.runtime.reference import same_parameters
 from tests.runtime.virtual import virtual
 from tests.slow import slow
 from tests.steps import outcome_after, outcome_of
 
 STEPS = WARM + SAMPLES
-
-
-class Mean(nn.Module):
-    """A loss."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(x, torch.zeros(len(x), dtype=torch.long))
 
 
 def _net() -> tuple[nn.Module, torch.Tensor]:
@@ -90,18 +84,6 @@ def test_nothing_is_measured_where_nothing_is_evicted() -> None:
     assert compiled.plan.arena_size == memplan.plan(model, x).arena_size
 
 
-def test_every_plan_is_of_the_same_budget_in_the_same_arena() -> None:
-    model, x = _net()
-    compiled = _compiled(model, x, arena_budget="min", policy=QUICK)
-    safe, arena = compiled.plan, compiled._calls.arena
-    assert safe.eviction is not None
-    assert arena.nbytes == safe.eviction.arena_budget
-    _finish(model, compiled, x)
-    for measured in compiled.measurements:
-        assert measured.plan.arena_size <= arena.nbytes
-    assert compiled._calls.selector.main.arena is arena
-
-
 def test_measured_costs_are_saved_and_used_again(tmp_path: Path) -> None:
     model, x = _net()
     compiled = _compiled(model, x)
@@ -136,21 +118,6 @@ def test_steps_that_end_early_are_not_measured() -> None:
         compiled(x[:3])
     outcome_of(model, compiled, x)
     assert timer.samples == 1
-
-
-def test_other_modes_run_in_between() -> None:
-    model, x = _net()
-    compiled = _compiled(model, x)
-    loss = model(x).detach()
-    for _ in range(STEPS + 1):
-        with torch.no_grad():
-            assert torch.equal(compiled(x), loss)
-        compiled.eval()
-        with torch.inference_mode():
-            assert torch.equal(compiled(x), loss)
-        compiled.train()
-        outcome_of(model, compiled, x)
-    assert compiled.measurements
 
 
 class Skip(nn.Module):
@@ -210,38 +177,6 @@ def test_a_program_is_not_tried_in_an_arena_that_holds_a_step() -> None:
     assert outcome_after(model, loss).same_as(expected)
 
 
-def test_hooks_and_the_tracker_see_measured_steps_and_those_after_a_switch() -> None:
-    model, x = _net()
-    compiled = _compiled(model, x)
-    tracker = memplan.Tracker()
-    seen: list[Any] = []
-    with compiled.hooks.add(tracker), compiled.hooks.add(seen.append):
-        for _ in range((REPLANS + 1) * STEPS):
-            seen.clear()
-            outcome_of(model, compiled, x)
-            assert tracker.peak == compiled.plan.max_live
-            assert seen[-1].step + 1 == seen[-1].steps == len(compiled.plan.schedule.order)
-            if compiled._calls.guide is None:
-                break
-    assert len(compiled.measurements) > 1
-    main = compiled._calls.selector.main
-    assert main.forward is main.program.forward
-
-
-def test_parameters_that_move_meanwhile_are_followed() -> None:
-    model, x = _net()
-    compiled = _compiled(model, x, on_mismatch="error")
-    free = memplan.compile(model, x, on_mismatch="error")
-    for _ in range(STEPS + 1):
-        for p in model.parameters():
-            p.data = p.data + 0.01
-        assert outcome_of(model, compiled, x).same_as(outcome_of(model, free, x))
-    assert compiled.measurements
-    model.get_submodule("layers.0").weight = nn.Parameter(torch.randn(16, 16, dtype=torch.float64))
-    with pytest.raises(InputMismatch, match=r"layers\.0\.weight"):
-        compiled(x)
-
-
 # -- copies ----------------------------------------------------------------------------------------------
 
 
@@ -290,7 +225,7 @@ def test_whole_steps(accumulate: int) -> None:
     with step.hooks.add(tracker):
         for _ in range(2 * accumulate * (REPLANS + 1) * STEPS):
             assert torch.equal(step(x), made["free"](x))
-            assert all(torch.equal(p, q) for p, q in zip(model.parameters(), free.parameters(), strict=True))
+            assert same_parameters(model, free)
             if not step._guides:
                 break
         assert torch.equal(step(x), made["free"](x))
@@ -312,22 +247,6 @@ def test_parameters_that_are_streamed(policy: Any) -> None:
     assert StorageKind.PARAMETER in kinds
 
 
-def test_a_step_that_is_divided_stays_divided() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 400), Mean())
-    x = torch.randn(64, 16)
-    compiled = _compiled(model, x, arena_budget="min", policy=QUICK, divide=4)
-    assert compiled.plan.division is not None
-    _finish(model, compiled, x)
-    assert all(m.plan.division == compiled.plan.division for m in compiled.measurements)
-    assert copy.deepcopy(compiled).plan.fingerprint == compiled.plan.fingerprint
-
-
-def test_several_devices_are_not_measured() -> None:
-    model, x = _net()
-    with pytest.raises(UnsupportedCall, match="one device"):
-        memplan.compile(model, x, device=["cpu:0", "cpu:1"], arena_budget=0.7, costs="measure")
-
-
 # -- what cannot be --------------------------------------------------------------------------------------
 
 
@@ -336,6 +255,8 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(MemplanError, match="without a budget"):
         memplan.compile(model, x, costs="measure")
+    with pytest.raises(UnsupportedCall, match="one device"):
+        memplan.compile(model, x, device=["cpu:0", "cpu:1"], arena_budget=0.7, costs="measure")
     with pytest.raises(MemplanError, match="without a budget"):
         memplan.compile_step(model, optimizer, lambda loss: loss, x, costs="measure")
     with pytest.raises(UnsupportedCall, match="recorded"):

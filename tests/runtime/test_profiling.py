@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +12,6 @@ from benchmarks import zoo
 from memplan.errors import InputMismatch, InvalidCosts
 from memplan.evict.costs import signature_of
 from memplan.runtime.api import profiling
-from memplan.runtime.copies.copies import Direction
-from memplan.runtime.copies.copy_streams import StreamCopies, StreamCopy
-from memplan.runtime.memory.arena import Arena
-from memplan.runtime.profiling import op_timer
 from memplan.trace import trace
 
 
@@ -135,29 +129,3 @@ def test_bad_input() -> None:
         memplan.profile(model, inputs, rounds=0)
     with pytest.raises(InputMismatch, match="has no data"):
         memplan.profile(model.to("meta"), inputs)
-
-
-def test_memory_of_trial_copies_is_not_kept_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An accelerator's copies keep the host memory that they use alive, and torch keeps what is free for later."""
-    hosts: list[weakref.ref[Any]] = []
-    emptied: list[bool] = []
-    copies = StreamCopies(torch.device("cpu"))
-    copy = copies.copy
-
-    def kept(direction: Direction, host: torch.Tensor) -> StreamCopy:
-        storage: Any = host.untyped_storage()
-        hosts.append(weakref.ref(storage))
-        return copy(direction, host)
-
-    monkeypatch.setattr(copies, "copy", kept)
-    monkeypatch.setattr(StreamCopy, "start", lambda self, destination, source: destination.copy_(source))
-    monkeypatch.setattr(StreamCopy, "wait", lambda self: None)
-    monkeypatch.setattr("memplan.devices.host_memory.is_accelerator", lambda device: True)
-    monkeypatch.setattr(
-        torch.accelerator, "empty_host_cache", lambda: emptied.append(any(ref() is not None for ref in hosts))
-    )
-    arena = Arena(1 << 13, torch.device("cpu"))
-    arena.copies = copies
-    assert len(op_timer.probe(arena, Direction.TO_HOST)) > 1
-    assert len(hosts) == 2
-    assert emptied == [False], "after nothing refers to it"

@@ -166,9 +166,7 @@ class ByFunction(nn.Module):
         return made
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"), [("lstm", False), slow("gru", True), slow("lstm", True)]
-)
+@pytest.mark.parametrize(("name", "backend"), [("lstm", False), slow("gru", True), slow("lstm", True)])
 def test_the_functions_keep_their_dropout(name: str, backend: bool) -> None:
     torch.manual_seed(0)
     model, x = ByFunction(name), torch.randn(2, 3, 32)

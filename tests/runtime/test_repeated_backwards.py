@@ -13,6 +13,7 @@ from torch import nn
 import memplan
 from memplan.errors import StaleActivationsError
 from memplan.runtime import compile
+from tests.runtime.reference import same_gradients
 from tests.slow import slow
 
 
@@ -75,10 +76,7 @@ def test_as_eager(step: Callable[[Any, torch.Tensor], None], gradients: Any) -> 
         torch.manual_seed(n)
         step(copy.deepcopy(eager), x)
         assert torch.equal(drawn, torch.randn(3)), "the generator goes on as after one forward"
-        for p, q in zip(eager.parameters(), net.parameters(), strict=True):
-            assert p.grad is not None
-            assert q.grad is not None
-            assert torch.equal(p.grad, q.grad)
+        assert same_gradients(eager, net)
         for b, c in zip(eager.buffers(), net.buffers(), strict=True):
             assert torch.equal(b, c), "statistics count the forward once"
         eager.zero_grad()
@@ -165,8 +163,5 @@ def test_a_program_that_has_moved_since_repeats_where_it_is_now(backend: bool) -
     others = [torch.full((5000,), 7.0) for _ in range(20)]  # take bytes that were freed
     kept.backward()  # type: ignore[no-untyped-call]
     eager(x).square().sum().backward()
-    for p, q in zip(net.parameters(), eager.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.equal(p.grad, q.grad)
+    assert same_gradients(net, eager)
     assert all((t == 7).all() for t in others)

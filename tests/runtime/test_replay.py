@@ -257,16 +257,6 @@ def test_out_of_memory_is_told_and_never_an_address_of_zero(
     assert "out of memory" in capfd.readouterr().err
 
 
-def test_a_large_step_and_two_recordings_in_turn() -> None:
-    many = [action for i in range(3000) for action in ((512 * (1 + i % 37), 0), *([(0, i % 5)] if i % 3 else []))]
-    few: list[Action] = [(4096, 0), (0, 0), (8192, 0)]
-    one, two = _record(many), _record(few)
-    assert one.arena_size < sum(one.tape.sizes)
-    for recording, steps in ((one, many), (two, few), (one, many)):
-        _replay(recording, steps)
-        assert _allocator().replayed == 1
-
-
 def test_without_the_allocator_there_is_nothing_to_replay() -> None:
     recording = memplan.record(lambda: torch.ones(1000))
     assert recording.tape.sizes

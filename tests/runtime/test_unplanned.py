@@ -30,7 +30,6 @@ class Net(nn.Module):
         super().__init__()
         self.a, self.b, self.run = layer or nn.Linear(8, 8), nn.Linear(8, 8), run
         self.count = 0
-        self.generator = torch.Generator().manual_seed(1)
 
     def forward(self, *inputs: Any) -> Any:
         return self.run(self, *inputs)
@@ -65,13 +64,6 @@ def _custom(net: Any, x: Any) -> Any:
     y = torch.empty_like(h)
     torch.ops.memplan_tests.write_twice(h.detach(), y)
     return net.b(h + y)
-
-
-def _scan(net: Any, x: Any) -> Any:
-    from torch._higher_order_ops.scan import scan
-
-    carry, y = scan(lambda c, v: (c + v, c * v), torch.zeros(8), net.a(x), dim=0)
-    return net.b(y) + carry
 
 
 def _prints(net: Any, x: Any) -> Any:
@@ -127,13 +119,7 @@ Case = tuple[str, Callable[[], nn.Module], Callable[[], Any]]
 # What a case does, the place in memplan/trace that refuses it ("file:function"), and its model and input.
 CASES: dict[str, Case] = {
     "cond": ("graph/build.py:_unsupported", lambda: Net(_cond), _x),
-    "scan": ("graph/build.py:_unsupported", lambda: Net(_scan), _x),
     "custom op that writes": ("graph/build.py:_unsupported", lambda: Net(_custom), _x),
-    "generator": (
-        "graph/build.py:_unsupported",
-        lambda: Net(lambda net, x: net.b(net.a(x) * torch.rand(8, generator=net.generator))),
-        _x,
-    ),
     "prints": ("graph/build.py:binding_of", lambda: Net(_prints), _x),
     "sparse gradient": (
         "passes/rewrite.py:storage_key",
@@ -168,7 +154,7 @@ CASES: dict[str, Case] = {
     ),
     "backward hook": ("capture/refusals.py:require_traceable", _hooked, _x),
 }
-_OTHERS = {"scan", "custom op that writes", "generator", "first call", "random", "lost checkpoint"}
+_OTHERS = {"custom op that writes", "first call", "random", "lost checkpoint"}
 _OPTION = "of an option, a whole step or ranks, none of which a graph of dynamo has"
 # Places that refuse what is no graph of dynamo's, or what eager refuses too, and why; docs/refused.md has them.
 ELSEWHERE: dict[str, str] = {

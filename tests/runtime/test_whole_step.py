@@ -18,6 +18,7 @@ from memplan.errors import InputMismatch, MemplanError, PlanMismatch, Unsupporte
 from memplan.planning.options import PlanOptions
 from memplan.runtime import CompiledStep, compile_step
 from memplan.trace import plan as memplan_plan
+from tests.runtime.reference import same_parameters
 from tests.slow import slow
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -42,10 +43,6 @@ def _eager(model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Any) -> t
     return loss.detach()
 
 
-def _same_parameters(one: nn.Module, two: nn.Module) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -63,7 +60,7 @@ def test_bitwise_equal_to_eager(name: str, kind: str) -> None:
         one = step(*batch)
         torch.manual_seed(seed)
         assert torch.equal(one, _eager(eager, theirs, *batch))
-    assert _same_parameters(model, eager)
+    assert same_parameters(model, eager)
     for p, q in zip(model.parameters(), eager.parameters(), strict=True):
         for key, value in theirs.state.get(q, {}).items():
             assert torch.equal(ours.state[p][key], value), key
@@ -103,7 +100,7 @@ def test_parameter_groups_keep_their_hyperparameters(kind: str, option: str) -> 
         for o in optimizers:
             o.param_groups[1][option] = 0.1 + 0.3 * seed
         assert torch.equal(step(*_batch(seed)), _eager(WithLoss(nets[1]), optimizers[1], *_batch(seed)))
-    assert _same_parameters(*nets), "the last bias is no one's, and stays"
+    assert same_parameters(*nets), "the last bias is no one's, and stays"
 
 
 def test_gradients_die_on_the_spot() -> None:
@@ -135,7 +132,7 @@ def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
     for _ in range(2):
         batch = _batch()
         assert torch.equal(first(*batch), second(*batch))
-    assert _same_parameters(one, two)
+    assert same_parameters(one, two)
     with pytest.raises(MemplanError, match="two programs"):
         step_of(plan=first.plan, accumulate=2)
     with pytest.raises(MemplanError, match="beside a plan"):
@@ -218,7 +215,7 @@ def test_autocast_is_part_of_the_step() -> None:
         optimizers[1].step()
         optimizers[1].zero_grad()
         assert torch.equal(ours, theirs)
-    assert _same_parameters(*nets)
+    assert same_parameters(*nets)
     with pytest.raises(InputMismatch, match="called without autocast"):
         step(*_batch())
 
@@ -236,21 +233,6 @@ def test_inputs_that_want_gradients_are_refused() -> None:
         step(x * 2, y)
 
 
-def test_options_come_with_a_checkpoint() -> None:
-    net = WithLoss(_net())
-    step_of = OPTIMIZERS["adamw"](net.parameters())
-    step = compile_step(net, step_of, _itself, _batch(), on_mismatch="error")
-    other = WithLoss(_net())
-    checkpoint = OPTIMIZERS["amsgrad"](other.parameters())
-    _eager(other, checkpoint, *_batch())
-    step_of.load_state_dict(checkpoint.state_dict())
-    with pytest.raises(InputMismatch, match="amsgrad changed from False to True"):
-        step(*_batch())
-    step_of.param_groups[0]["amsgrad"] = False  # what the checkpoint has beside it is kept
-    step(*_batch())
-    assert set(step_of.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
-
-
 @pytest.mark.parametrize("kind", ["momentum", "amsgrad"])
 def test_state_is_made_for_what_has_gradients(kind: str) -> None:
     """As in eager: no state, no update and no weight decay for what the loss does not depend on, or is frozen."""
@@ -263,7 +245,7 @@ def test_state_is_made_for_what_has_gradients(kind: str) -> None:
     step = compile_step(nets[0], ours, _itself, _batch())
     for seed in range(3):
         assert torch.equal(step(*_batch(seed)), _eager(nets[1], theirs, *_batch(seed)))
-    assert _same_parameters(*nets)
+    assert same_parameters(*nets)
     assert list(ours.state_dict()["state"]) == list(theirs.state_dict()["state"])
 
 
@@ -302,7 +284,7 @@ def test_a_step_that_would_minimise_nothing_is_refused() -> None:
             for p in other.parameters():
                 assert p.grad is not None
                 p.sub_(p.grad, alpha=0.1)
-    assert _same_parameters(net, other)
+    assert same_parameters(net, other)
 
 
 def test_a_batch_by_keywords() -> None:
@@ -313,7 +295,7 @@ def test_a_batch_by_keywords() -> None:
     for seed in range(2):
         x, y = _batch(seed)
         assert torch.equal(step(y=y, x=x), _eager(nets[1], theirs, x, y))  # their order says nothing
-    assert _same_parameters(*nets)
+    assert same_parameters(*nets)
     with pytest.raises(InputMismatch, match="keywords x"):
         step(x=x)
     with pytest.raises(InputMismatch, match="input 0"):
@@ -357,7 +339,7 @@ def test_state_lies_as_its_parameter() -> None:
     step = compile_step(model, ours, _itself, x)
     for _ in range(2):
         assert torch.equal(step(x), _eager(other, theirs, x))
-    assert _same_parameters(model, other)
+    assert same_parameters(model, other)
 
 
 def _hook(*_: object) -> None:
@@ -419,28 +401,8 @@ def test_accumulation_is_that_of_eager(kind: str, clip: float | None) -> None:
         theirs.step()
         for schedule in schedules:
             schedule.step()
-    assert _same_parameters(net, other)
+    assert same_parameters(net, other)
     assert all(p.grad is None for p in net.parameters())
-
-
-@pytest.mark.slow
-def test_accumulation_on_a_model_of_the_zoo() -> None:
-    model, batch = ZOO["resnet"]("nano")
-    eager = copy.deepcopy(model)
-    ours, theirs = (OPTIMIZERS["adamw"](m.parameters()) for m in (model, eager))
-    step = compile_step(model, ours, _itself, batch, accumulate=2)
-    for seed in range(4):
-        torch.manual_seed(seed)
-        one = step(*batch)
-        torch.manual_seed(seed)
-        two = eager(*batch)
-        (two / 2).backward()
-        assert torch.equal(one, two.detach())
-        if seed % 2:
-            theirs.step()
-            theirs.zero_grad()
-    assert _same_parameters(model, eager)
-    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), eager.buffers(), strict=True))
 
 
 def test_batches_of_a_loader_are_lists() -> None:
@@ -451,7 +413,7 @@ def test_batches_of_a_loader_are_lists() -> None:
     step = compile_step(nets[0], optimizers[0], F.mse_loss, next(iter(loader)))
     for batch in loader:
         assert torch.equal(step(*batch), _eager(WithLoss(nets[1]), optimizers[1], *batch))
-    assert _same_parameters(*nets)
+    assert same_parameters(*nets)
     with pytest.raises(UnsupportedGraph, match="the batch has 1 parts"):
         compile_step(nets[0], optimizers[0], F.mse_loss, [*_batch(), _batch()[0]])
 
@@ -480,7 +442,7 @@ def test_schedules_and_checkpoints_interchange_with_eager(kind: str) -> None:
             for net, optimizer, (weights, state) in zip(nets, optimizers, reversed(saved), strict=True):
                 net.load_state_dict(weights)
                 optimizer.load_state_dict(state)
-    assert _same_parameters(*nets)
+    assert same_parameters(*nets)
 
 
 def _groups_of(net: nn.Sequential) -> Any:
@@ -529,4 +491,4 @@ def test_tensors_of_the_model_are_read_anew_in_every_program() -> None:
             assert torch.equal(found, expected)
         theirs.step()
         theirs.zero_grad()
-    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    assert same_parameters(models[0], models[1])
