@@ -160,22 +160,6 @@ def test_a_budget_takes_as_few_blocks_as_it_needs_and_says_what_they_would_bring
     assert enough.division is None  # no division without need
 
 
-@pytest.mark.slow
-def test_a_budget_takes_sums_in_place_before_blocks() -> None:
-    model, few = _made(shifted=False), _tokens()[:2, :4]  # the gradient of the embedding is the largest tensor
-
-    def plan(divide: Division | None, budget: Any) -> memplan.Plan:
-        return memplan.plan(model, few, kernels="inductor", policy="recompute", divide=divide, budget=budget)
-
-    whole = plan(Division(blocks=1, sums=True), "min")
-    with pytest.raises(BudgetInfeasible):
-        plan(None, whole.total)
-    found = plan(Division(sums=True), whole.total)
-    assert found.division is not None
-    assert found.division.blocks == 1
-    assert found.total <= whole.total
-
-
 def test_one_block_is_for_sums_and_inductors_kernels() -> None:
     with pytest.raises(InvalidSize, match="not a number of blocks"):
         Division(blocks=1)

@@ -157,14 +157,6 @@ def test_the_kernels_are_inductors_and_everything_is_in_one_arena(pair: Any) -> 
     assert plan.arena_size <= plan.max_live * 1.05
 
 
-def test_torchs_own_compilation_is_left_as_it_is(pair: Any) -> None:
-    from torch._inductor.codegen import common
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-
-    assert pair[0] is not None
-    assert common.device_codegens["cpu"].wrapper_codegen is PythonWrapperCodegen
-
-
 @pytest.mark.slow
 def test_a_compilation_of_another_thread_has_torchs_own_wrapper_and_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import compile_fx, config

@@ -16,7 +16,7 @@ from torch.export import Dim
 
 import memplan
 from memplan.core.choices import OnMismatch
-from memplan.errors import InputMismatch, UnsupportedGraph
+from memplan.errors import InputMismatch
 from tests.runtime.reference import same_gradients
 from tests.slow import slow
 
@@ -146,19 +146,6 @@ def test_what_was_traced_twice_is_still_a_constant() -> None:
             compiled(x)
 
 
-def test_attributes_are_set_where_forward_reads_them() -> None:
-    model, x = ReadsPython(), torch.randn(5, 4)
-    compiled = memplan.compile(model, x, on_mismatch="eager")
-    compiled.temperature = 2.0
-    assert model.temperature == 2.0
-    compiled.head = nn.Linear(8, 2)
-    assert model.head is compiled.head
-    assert compiled(x).shape == (5, 2)
-    compiled.note = "mine"
-    del compiled.note
-    assert not hasattr(model, "note")
-
-
 def test_a_step_refuses_parameters_that_its_optimizer_does_not_know() -> None:
     model, x = nn.Linear(4, 1), torch.randn(5, 4)
     step = memplan.compile_step(model, torch.optim.SGD(model.parameters(), 0.1), lambda out: out.square().mean(), x)
@@ -258,35 +245,6 @@ def test_a_teacher_in_a_loss_is_a_constant() -> None:
             step(x)
 
 
-class Initialises(nn.Module):
-    """The first call does more than later ones; they are alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("mean", torch.zeros(4))
-        self.mean: Tensor
-        self.done = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.done:
-            self.mean.copy_(x.detach().mean(0))
-            self.done = True
-        y: Tensor = self.linear(x) - self.mean
-        return y
-
-
-def test_a_first_call_that_initialises_must_have_been() -> None:
-    model, x = Initialises(), torch.randn(3, 4)
-    with pytest.raises(UnsupportedGraph, match="first call") as caught:
-        memplan.compile(model, x, fullgraph=True)
-    assert "call the model once" in str(caught.value)
-    assert not model.done
-    model(x)
-    compiled = memplan.compile(model, x)
-    assert torch.equal(compiled(2 * x), model(2 * x))
-
-
 def test_stand_ins_for_parameters_get_gradients_behind_torch_compile() -> None:
     model, x = nn.Linear(4, 3), torch.randn(5, 4)
     compiled: Any = torch.compile(model, backend=memplan.Backend())
@@ -294,22 +252,6 @@ def test_stand_ins_for_parameters_get_gradients_behind_torch_compile() -> None:
         given = {name: p.detach().clone().requires_grad_() for name, p in one.named_parameters()}
         torch.func.functional_call(one, given, (x,)).sum().backward()
         assert all(p.grad is not None for p in given.values())
-
-
-def test_modes_that_are_set_module_by_module() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = memplan.compile(ReadsPython().train(), torch.randn(5, 4))
-
-    outer = Outer()
-    modes = {module: module.training for module in outer.modules()}
-    outer.eval()
-    outer.net(torch.randn(5, 4))
-    for module, mode in modes.items():  # as Lightning does after validation
-        module.training = mode
-    outer.net(torch.randn(5, 4)).sum().backward()
-    assert not memplan.compile(ReadsPython().eval(), torch.randn(5, 4)).training
 
 
 def test_what_a_configuration_settles_and_what_forward_logs() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 import threading
 import time
@@ -116,10 +115,6 @@ def _traced_net() -> tuple[Layers, tuple[torch.Tensor], TracedGraph, Outcome]:
 def _plan() -> Plan:
     """The plan of that step which copies all that it can."""
     return plan_of_everything(_traced_net()[2])
-
-
-def _names() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("memplan copies")]
 
 
 @given(seed=st.integers(0, 2**32 - 1))
@@ -257,19 +252,6 @@ def test_a_refused_forward_leaves_the_step_in_flight_alone() -> None:
         compiled(*args)
     loss.backward()
     assert outcome_after(model, loss).same_as(expected)
-
-
-def test_a_module_that_is_gone_takes_its_threads_along() -> None:
-    gc.collect()
-    before = _names()
-    model, args = _net()
-    compiled, copies = _compiled(model, args)
-    copies.before_each(_slow)
-    loss = compiled(*args)
-    assert len(_names()) > len(before)
-    del compiled, copies, loss
-    gc.collect()
-    assert _names() == before
 
 
 # -- whole steps -----------------------------------------------------------------------------------------

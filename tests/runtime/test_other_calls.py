@@ -124,22 +124,6 @@ def test_beyond_the_limit_the_original_runs_with_one_warning(
     assert len(compiled._calls.selector.programs_of_calls) == 8
 
 
-def test_what_no_plan_can_be_made_for_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
-    class Nonzero(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor, pick: bool = False) -> torch.Tensor:
-            y: torch.Tensor = self.layer(x)
-            return y[y > 0].sum() if pick else y.sum()
-
-    model, x = Nonzero(), torch.randn(3, 4)
-    compiled = compile(model, x, fullgraph=True)
-    assert torch.equal(compiled(x, True), model(x, True))
-    assert sum("it gets no program: " in r.message for r in caplog.records) == 1
-
-
 @pytest.mark.slow
 def test_a_model_that_keeps_changing_runs_eagerly_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
     class Counts(nn.Module):

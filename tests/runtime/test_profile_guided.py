@@ -62,7 +62,7 @@ def _finish(model: nn.Module, compiled: CompiledModule, x: torch.Tensor) -> None
 # -- afterwards, and when nobody asked -------------------------------------------------------------------
 
 
-def test_nothing_is_measured_afterwards() -> None:
+def test_nothing_is_measured_afterwards_and_costs_are_saved(tmp_path: Path) -> None:
     model, x = _net()
     compiled = _compiled(model, x)
     main = compiled._calls.selector.main
@@ -73,6 +73,12 @@ def test_nothing_is_measured_afterwards() -> None:
     before = compiled.measurements
     assert outcome_of(model, compiled, x).same_as(outcome_of(model, compiled, x))
     assert compiled.measurements == before
+    assert compiled.measurement is not None
+    path = tmp_path / "costs.json"
+    compiled.measurement.costs.save(path)
+    again = memplan.compile(model, x, arena_budget=0.8, policy=QUICK, costs=str(path))
+    assert again.plan.eviction is not None
+    assert again.plan.eviction.costs == compiled.measurement.costs.name
 
 
 def test_nothing_is_measured_where_nothing_is_evicted() -> None:
@@ -82,18 +88,6 @@ def test_nothing_is_measured_where_nothing_is_evicted() -> None:
     outcome_of(model, compiled, x)
     assert compiled.measurement is None
     assert compiled.plan.arena_size == memplan.plan(model, x).arena_size
-
-
-def test_measured_costs_are_saved_and_used_again(tmp_path: Path) -> None:
-    model, x = _net()
-    compiled = _compiled(model, x)
-    _finish(model, compiled, x)
-    assert compiled.measurement is not None
-    path = tmp_path / "costs.json"
-    compiled.measurement.costs.save(path)
-    again = memplan.compile(model, x, arena_budget=0.8, policy=QUICK, costs=str(path))
-    assert again.plan.eviction is not None
-    assert again.plan.eviction.costs == compiled.measurement.costs.name
 
 
 # -- what steps are measured -----------------------------------------------------------------------------
@@ -162,19 +156,6 @@ def test_a_switch_waits_for_the_step_in_flight() -> None:
     assert outcome_after(model, loss).same_as(expected)
     assert outcome_of(model, compiled, x).same_as(expected)
     assert compiled.plan is not safe
-
-
-def test_a_program_is_not_tried_in_an_arena_that_holds_a_step() -> None:
-    """Measured or not: the trial of another mode's program would overwrite the activations."""
-    model, x = _net()
-    compiled = memplan.compile(model, x)
-    expected = outcome_of(model, compiled, x)
-    model.zero_grad()
-    loss = compiled(x)
-    with torch.no_grad():
-        compiled(x + 1)
-    loss.backward()
-    assert outcome_after(model, loss).same_as(expected)
 
 
 # -- copies ----------------------------------------------------------------------------------------------

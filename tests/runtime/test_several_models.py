@@ -252,15 +252,3 @@ def test_a_model_that_runs_again_without_a_backward_overwrites_nothing() -> None
 
     for _ in range(6):
         assert all(map(torch.equal, step(*called), step(*models)))
-
-
-def test_a_compiled_model_shows_the_names_of_its_model() -> None:
-    class Placed(nn.Linear):
-        @property
-        def device(self) -> str:
-            return "its own"
-
-    compiled = memplan.compile(Placed(WIDTH, WIDTH), torch.rand(ROWS, WIDTH))
-    assert compiled.device == "its own"
-    assert not hasattr(compiled, "idle_bytes")
-    assert not hasattr(compiled, "give_up_arena")
