@@ -247,7 +247,7 @@ class Token(nn.Module):
         return (torch.cat((self.token.expand(len(x), 1, 8), x), 1) + self.positions).square().mean()
 
 
-@pytest.mark.parametrize("gradients", ["outside", "arena"])
+@pytest.mark.parametrize("gradients", [slow("outside"), "arena"])
 def test_gradients_that_inductor_returns_as_views_are_added_up_as_eagers(gradients: Any) -> None:
     """They have bytes of their own; torch.compile adds to the shared ones twice."""
     model, x = Token(), torch.linspace(0, 1, 2 * 4 * 8).view(2, 4, 8)
@@ -350,6 +350,7 @@ class Added(nn.Module):
         return x + self.bias
 
 
+@pytest.mark.slow
 def test_tied_weights_count_once() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.GELU(), nn.Linear(4, 4, bias=False))
     model[2].weight = model[0].weight

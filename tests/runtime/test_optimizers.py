@@ -244,7 +244,7 @@ def test_steps_are_bitwise_eagers(name: str, caplog: pytest.LogCaptureFixture) -
     assert len(_warnings(caplog)) == (name == "keeping")  # which keeps bytes of the arena by a view
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion"])
+@pytest.mark.parametrize("name", [slow("adamw"), "lion"])
 def test_a_run_is_resumed_from_state_dicts(name: str) -> None:
     step, net, ours, twin, theirs = _pair(name)
     for seed in range(3):
@@ -343,7 +343,7 @@ def test_evaluation_mode_and_autocast_are_other_calls(mode: Any, name: str) -> N
     _require_same(*nets)
 
 
-@pytest.mark.parametrize("name", ["nesterov", "lion"])
+@pytest.mark.parametrize("name", [slow("nesterov"), "lion"])
 def test_accumulation(name: str) -> None:
     step, net, ours, twin, theirs = _pair(name, accumulate=2, clip_grad_norm=0.1)
     for seed in range(6):

@@ -154,7 +154,7 @@ CASES: dict[str, Case] = {
     ),
     "backward hook": ("capture/refusals.py:require_traceable", _hooked, _x),
 }
-_OTHERS = {"cond", "lazy conjugate given", "views of another type", "first call", "random"}
+_OTHERS = {"cond", "lazy conjugate given", "views of another type", "first call", "random", "branch"}
 _OPTION = "of an option, a whole step or ranks, none of which a graph of dynamo has"
 # Places that refuse what is no graph of dynamo's, or what eager refuses too, and why; docs/refused.md has them.
 ELSEWHERE: dict[str, str] = {

@@ -26,7 +26,7 @@ def _relative(one: torch.Tensor, two: torch.Tensor) -> float:
     return float((one - two).abs().max() / two.abs().max().clamp_min(1e-30))
 
 
-@pytest.fixture(scope="module", params=[slow("gpt2") if name == "gpt2" else name for name in zoo()])
+@pytest.fixture(scope="module", params=[name if name in ("mlp", "lstm") else slow(name) for name in ZOO])
 def poisoned(request: pytest.FixtureRequest) -> tuple[CompiledModule, nn.Module, tuple[Any, ...], int]:
     """A model of the zoo, compiled with poison in its arena; itself, its inputs, and bytes that were alive before."""
     model, args = ZOO[request.param]("nano")
@@ -87,7 +87,7 @@ def test_trains_like_eager_over_three_steps_and_one_accumulation(poisoned: Any) 
         assert torch.allclose(a, b, rtol=1e-6, atol=1e-6), key
 
 
-@pytest.mark.parametrize("name", [slow("gpt2"), "resnet"])
+@pytest.mark.parametrize("name", ["mlp", slow("gpt2"), slow("resnet")])
 def test_no_kernel_writes_outside_its_buffer(name: str) -> None:
     model, args = ZOO[name]("nano")
     compiled = memplan_compile(model, args, sanitize="redzone")
