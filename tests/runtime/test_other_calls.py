@@ -97,7 +97,7 @@ def test_gradients_survive_a_larger_arena() -> None:
 def test_sizes_that_keep_changing_get_one_plan(caplog: pytest.LogCaptureFixture) -> None:
     eager, compiled = _pair(sanitize=None)
     with caplog.at_level(logging.INFO, logger="memplan"):
-        for length in range(4, 16):
+        for length in range(4, 14):
             _require_step_as_eager(eager, compiled, _batch(length=length), length)
     assert compiled.symbolic is not None
     assert [s.name for s in compiled.symbolic.symbols] == ["size0"]
