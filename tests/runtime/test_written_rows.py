@@ -203,14 +203,14 @@ class Cached(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("keys", torch.zeros(ROWS, TIMES, WIDTH))
+        self.register_buffer("keys", torch.zeros(ROWS, 2 * TIMES, WIDTH))
 
     def forward(self, x: Tensor, cache: Tensor) -> Tensor:
         self.keys[:, 2:].mul_(0.5)
         for t in range(3):
             self.keys[:, t] = self.layer(x[:, t]).detach()
             cache.index_copy_(1, torch.tensor([t]), x[:, t : t + 1] * 2)
-        cache[:, 3] += 1
+        cache[:, 5] += 1
         found: Tensor = (self.layer(x[:, 0]) * self.keys[:, 0].clone()).sum() + cache.sum()
         return found
 
@@ -219,7 +219,7 @@ class Cached(nn.Module):
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 def test_buffers_and_inputs_are_written_in_place(train: bool, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    model, x, cache = Cached(), torch.randn(ROWS, TIMES, WIDTH), torch.randn(ROWS, TIMES, WIDTH)
+    model, x, cache = Cached(), torch.randn(ROWS, TIMES, WIDTH), torch.randn(ROWS, 2 * TIMES, WIDTH)
     reference, given = copy.deepcopy(model), cache.clone()
     compiled = memplan.compile(model, (x, cache.clone()), train=train, **options)
     if not options:
