@@ -56,3 +56,17 @@ class Interpreted:
         assert isinstance(desc, TangentAOTInput)
         val = node.meta["val"]
         return torch.ones(val.shape, dtype=val.dtype, device=val.device)
+
+
+def same_gradients(one: nn.Module, two: nn.Module) -> bool:
+    """Whether the parameters of two models, in order, have the same gradients bit by bit, or none."""
+    pairs = zip(one.parameters(), two.parameters(), strict=True)
+    return all(
+        p.grad is q.grad is None or (p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad))
+        for p, q in pairs
+    )
+
+
+def same_parameters(one: nn.Module, two: nn.Module) -> bool:
+    """Whether two models have the same parameters bit by bit, in order."""
+    return all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))

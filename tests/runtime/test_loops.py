@@ -16,7 +16,8 @@ from torch.export import Dim
 
 import memplan
 from memplan.core.choices import OnMismatch
-from memplan.errors import InputMismatch, UnsupportedGraph
+from memplan.errors import InputMismatch
+from tests.runtime.reference import same_gradients
 from tests.slow import slow
 
 LOG = logging.getLogger(__name__)
@@ -45,32 +46,8 @@ class ReadsPython(nn.Module):
         return y * self.mask + self.offset
 
 
-def _drop(model: Any) -> None:
-    model.body[3].p = 0.25
-
-
-def _momentum(model: Any) -> None:
-    model.body[1].momentum = 0.2
-
-
 def _temperature(model: Any) -> None:
     model.temperature *= 0.9
-
-
-def _item(model: Any) -> None:
-    model.weights[0] = 3.0
-
-
-def _more_items(model: Any) -> None:
-    model.weights.append(1.0)
-
-
-def _other_config(model: Any) -> None:
-    model.config = {"scale": (1.0, 3.0)}
-
-
-def _function(model: Any) -> None:
-    model.activation = torch.relu
 
 
 def _bias(model: Any) -> None:
@@ -79,18 +56,6 @@ def _bias(model: Any) -> None:
 
 def _more_modules(model: Any) -> None:
     model.body.append(nn.Tanh())
-
-
-def _other_module(model: Any) -> None:
-    model.body[3] = nn.Dropout(0.1)
-
-
-def _other_kind(model: Any) -> None:
-    model.body[2] = nn.GELU()
-
-
-def _class(model: Any) -> None:
-    model.offset = 3.0
 
 
 def _tensor(model: Any) -> None:
@@ -107,26 +72,16 @@ def _frozen(model: Any) -> None:
 
 
 CHANGES: dict[Callable[[Any], None], str] = {
-    _drop: "body.3.p",
-    _momentum: "body.1.momentum",
     _temperature: "temperature",
-    _item: "weights[0]",
-    _more_items: "the length of weights",
-    _other_config: "config['scale']",
-    _function: "activation",
     _bias: "head.bias",
     _more_modules: "body.4",
-    _other_module: "body.3.p",
-    _other_kind: "body.2",
-    _class: "offset",
     _tensor: "mask",
     _patched: "head",
     _frozen: "body.0.weight",
 }
-_KINDS = (_temperature, _bias, _more_modules, _tensor, _patched, _frozen)  # the others are planned anew as these are
 
 
-@pytest.mark.parametrize("change", [change if change in _KINDS else slow(change) for change in CHANGES])
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_the_model_raises_until_it_is_undone_or_compiled(change: Callable[[Any], None]) -> None:
     model, x = ReadsPython(), torch.randn(5, 4)
     compiled = memplan.compile(model, x, on_mismatch="error")
@@ -139,13 +94,8 @@ def test_a_change_of_the_model_raises_until_it_is_undone_or_compiled(change: Cal
     memplan.compile(model, x, on_mismatch="error")(x)
 
 
-@pytest.mark.parametrize(
-    ("how", "change"),
-    [
-        *(("eager", change) if change in _KINDS else slow("eager", change) for change in CHANGES),
-        *(("replan", change) if change in _KINDS else slow("replan", change) for change in CHANGES),
-    ],
-)
+@pytest.mark.parametrize("how", ["replan", "eager"])
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_the_model_is_followed_where_that_was_asked(how: OnMismatch, change: Callable[[Any], None]) -> None:
     model, x = ReadsPython(), torch.randn(5, 4)
     twin = copy.deepcopy(model)
@@ -162,12 +112,10 @@ def test_a_change_of_the_model_is_followed_where_that_was_asked(how: OnMismatch,
             outputs.append(one(x))
             outputs[-1].square().sum().backward()
         assert torch.equal(*outputs)
-        for p, q in zip(compiled.parameters(), twin.parameters(), strict=True):
-            assert (p.grad is None) is (q.grad is None)
-            assert p.grad is None or q.grad is None or torch.equal(p.grad, q.grad)
+        assert same_gradients(compiled, twin)
 
 
-@pytest.mark.parametrize("change", [_temperature, _frozen])
+@pytest.mark.parametrize("change", [_temperature, slow(_frozen)])
 def test_a_change_is_seen_by_the_program_of_another_shape(change: Callable[[Any], None]) -> None:
     model, x = ReadsPython(), torch.randn(6, 4)
     change(model)
@@ -189,38 +137,13 @@ def test_what_forward_does_not_read_may_change() -> None:
 
 def test_what_was_traced_twice_is_still_a_constant() -> None:
     model, x = ReadsPython().eval(), torch.randn(5, 4)
-    for temperature in (1.0, 0.9, 0.8):  # dynamo takes what it has seen change for a variable
+    for temperature in (1.0, 0.9):  # dynamo takes what it has seen change for a variable
         model.temperature = temperature
         compiled = memplan.compile(model, x, on_mismatch="error")
         assert torch.equal(compiled(x), model(x))
         model.temperature = 3.0
         with pytest.raises(InputMismatch, match=r"temperature: is 3\.0"):
             compiled(x)
-
-
-def test_attributes_are_set_where_forward_reads_them() -> None:
-    model, x = ReadsPython(), torch.randn(5, 4)
-    compiled = memplan.compile(model, x, on_mismatch="eager")
-    compiled.temperature = 2.0
-    assert model.temperature == 2.0
-    compiled.head = nn.Linear(8, 2)
-    assert model.head is compiled.head
-    assert compiled(x).shape == (5, 2)
-    compiled.note = "mine"
-    del compiled.note
-    assert not hasattr(model, "note")
-
-
-def test_a_step_notices_what_its_loss_closes_over() -> None:
-    model, x, weight = nn.Linear(4, 1), torch.randn(5, 4), {"mse": 1.0}
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = memplan.compile_step(
-        model, optimizer, lambda out: out.square().mean() * weight["mse"], x, on_mismatch="error"
-    )
-    step(x)
-    weight["mse"] = 0.5
-    with pytest.raises(InputMismatch, match=r"loss_fn.*'mse'.*is 0\.5, the plan was made for 1\.0"):
-        step(x)
 
 
 def test_a_step_refuses_parameters_that_its_optimizer_does_not_know() -> None:
@@ -236,23 +159,10 @@ def test_a_step_refuses_parameters_that_its_optimizer_does_not_know() -> None:
             step(x)
 
 
-def test_parameters_that_are_parts_of_one_vector_train() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)), torch.randn(5, 4)
-    twin = copy.deepcopy(model)
-    compiled = memplan.compile(model, x)
-    for _ in range(3):
-        for one in (compiled, twin):
-            one.zero_grad()
-            one(x).square().mean().backward()
-            values = nn.utils.parameters_to_vector(one.parameters())
-            slopes = nn.utils.parameters_to_vector([p.grad for p in one.parameters() if p.grad is not None])
-            nn.utils.vector_to_parameters((values - 0.1 * slopes).detach(), one.parameters())
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
-def test_spectral_norm_trains_like_eager() -> None:
+def test_parametrizations_train_like_eager() -> None:
     model, x = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), torch.randn(5, 4)
+    solves = nn.utils.parametrizations.orthogonal(nn.Linear(4, 3), orthogonal_map="cayley")
+    assert torch.equal(memplan.compile(solves, x)(x), solves(x))
     twin = copy.deepcopy(model)
     compiled = memplan.compile(model, x)
     for mode in (True, True, False, True):
@@ -262,12 +172,6 @@ def test_spectral_norm_trains_like_eager() -> None:
     for p, q in zip((*model.parameters(), *model.buffers()), (*twin.parameters(), *twin.buffers()), strict=True):
         assert torch.equal(p, q)
         assert p.grad is None or q.grad is None or torch.equal(p.grad, q.grad)
-
-
-def test_a_parametrization_that_solves_is_compiled() -> None:
-    model = nn.utils.parametrizations.orthogonal(nn.Linear(4, 3), orthogonal_map="cayley")
-    x = torch.randn(5, 4)
-    assert torch.equal(memplan.compile(model, x)(x), model(x))
 
 
 class Colour(enum.Enum):
@@ -341,72 +245,6 @@ def test_a_teacher_in_a_loss_is_a_constant() -> None:
             step(x)
 
 
-class Initialises(nn.Module):
-    """The first call does more than later ones; they are alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("mean", torch.zeros(4))
-        self.mean: Tensor
-        self.done = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.done:
-            self.mean.copy_(x.detach().mean(0))
-            self.done = True
-        y: Tensor = self.linear(x) - self.mean
-        return y
-
-
-def test_a_first_call_that_initialises_must_have_been() -> None:
-    model, x = Initialises(), torch.randn(3, 4)
-    with pytest.raises(UnsupportedGraph, match="first call") as caught:
-        memplan.compile(model, x, fullgraph=True)
-    assert "call the model once" in str(caught.value)
-    assert not model.done
-    model(x)
-    compiled = memplan.compile(model, x)
-    assert torch.equal(compiled(2 * x), model(2 * x))
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's, after a graph break
-@pytest.mark.parametrize("skipped", [(0, 3), (2,)])
-def test_losses_that_are_skipped_behind_torch_compile(skipped: tuple[int, ...]) -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.one(x).relu()
-            torch._dynamo.graph_break()
-            y: Tensor = self.two(x)
-            return y
-
-    model = Broken()
-    twin = copy.deepcopy(model)
-    compiled: Any = torch.compile(model, backend=memplan.Backend())
-    for step in range(6):
-        x = torch.randn(5, 4)
-        for one in (compiled, twin):
-            if step not in skipped:
-                one(x).square().mean().backward()
-            one(x).mean()  # looked at, and dropped
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.equal(p.grad, q.grad)
-
-
-def test_numbers_that_change_behind_torch_compile() -> None:
-    model, x = ReadsPython().eval(), torch.randn(5, 4)
-    compiled = torch.compile(model, backend=memplan.Backend())
-    for temperature in (1.0, 0.9, 0.8, 0.9):
-        model.temperature = temperature
-        assert torch.equal(compiled(x), model(x))
-
-
 def test_stand_ins_for_parameters_get_gradients_behind_torch_compile() -> None:
     model, x = nn.Linear(4, 3), torch.randn(5, 4)
     compiled: Any = torch.compile(model, backend=memplan.Backend())
@@ -414,22 +252,6 @@ def test_stand_ins_for_parameters_get_gradients_behind_torch_compile() -> None:
         given = {name: p.detach().clone().requires_grad_() for name, p in one.named_parameters()}
         torch.func.functional_call(one, given, (x,)).sum().backward()
         assert all(p.grad is not None for p in given.values())
-
-
-def test_modes_that_are_set_module_by_module() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = memplan.compile(ReadsPython().train(), torch.randn(5, 4))
-
-    outer = Outer()
-    modes = {module: module.training for module in outer.modules()}
-    outer.eval()
-    outer.net(torch.randn(5, 4))
-    for module, mode in modes.items():  # as Lightning does after validation
-        module.training = mode
-    outer.net(torch.randn(5, 4)).sum().backward()
-    assert not memplan.compile(ReadsPython().eval(), torch.randn(5, 4)).training
 
 
 def test_what_a_configuration_settles_and_what_forward_logs() -> None:
@@ -459,43 +281,10 @@ def test_what_a_configuration_settles_and_what_forward_logs() -> None:
         compiled(x)
 
 
-@pytest.mark.parametrize("train", [True, False])
-def test_parameters_of_a_model_whose_forward_was_patched_are_followed(train: bool) -> None:
+def test_parameters_of_a_model_whose_forward_was_patched_are_followed() -> None:
     model: Any = nn.Linear(4, 3)
     was, x = model.forward, torch.randn(5, 4)
     model.forward = lambda given: was(given) / 2
-    compiled = memplan.compile(model, x, train=train)
+    compiled = memplan.compile(model, x)
     model.load_state_dict({"weight": torch.randn(3, 4), "bias": torch.randn(3)}, assign=True)
     assert torch.equal(compiled(x), model(x))
-
-
-def test_options_of_layers_beside_a_recurrent_one_are_compared() -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn, self.drop = nn.GRU(4, 4), nn.Dropout(0.5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.drop(self.rnn(x)[0])
-            return y
-
-    model, x = Recurrent(), torch.randn(3, 2, 4)
-    compiled = memplan.compile(model, x, on_mismatch="error")
-    compiled(x).sum().backward()
-    model.drop.p = 0.1
-    with pytest.raises(InputMismatch, match=r"drop\.p: is 0\.1, the plan was made for 0\.5"):
-        compiled(x)
-
-
-def test_tensors_with_ways_of_their_own_are_refused() -> None:
-    class Doubling(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-            return result * 2 if getattr(function, "__name__", "") == "linear" else result
-
-    model, x = nn.Linear(4, 3), torch.randn(5, 4)
-    compiled = memplan.compile(model, x, on_mismatch="error")
-    compiled(nn.Parameter(x, requires_grad=False))
-    with pytest.raises(InputMismatch, match="Doubling, which defines its own operations"):
-        compiled(x.as_subclass(Doubling))

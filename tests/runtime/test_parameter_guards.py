@@ -8,7 +8,6 @@ from torch import nn
 
 import memplan
 from memplan.errors import InputMismatch
-from memplan.runtime.guards import parameter_guards
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.guards.parameter_guards import ParameterGuards
 from memplan.trace import trace
@@ -46,14 +45,6 @@ def test_freed_parameters_share_no_memory() -> None:
     assert slots.moved(slots.tensors()) == [0, 1, 2, 3]
 
 
-def test_parameters_that_become_tied_are_named() -> None:
-    model = _net()
-    slots = _slots(model)
-    model[1].weight.data = model[0].weight.data
-    with pytest.raises(InputMismatch, match=r"1\.weight: parameters do not share memory as they did"):
-        slots.moved(slots.tensors())
-
-
 def test_parts_of_one_memory_are_apart_where_they_do_not_overlap() -> None:
     model = _net()
     slots = _slots(model)
@@ -61,17 +52,16 @@ def test_parts_of_one_memory_are_apart_where_they_do_not_overlap() -> None:
     assert slots.moved(slots.tensors()) == [0, 1, 2, 3], "side by side, without a gap"
     overlapping = torch.randn(31)
     model[0].weight.data, model[1].weight.data = overlapping[:16].view(4, 4), overlapping[15:].view(4, 4)
-    with pytest.raises(InputMismatch, match="do not share memory as they did"):
+    with pytest.raises(InputMismatch, match=r"0\.weight: parameters do not share memory as they did"):
         slots.moved(slots.tensors())
 
 
 def test_parts_with_gaps_count_to_their_last_element() -> None:
     """A tensor with strides reaches further than its number of elements."""
-    model = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     for layer in model:
         layer.weight = nn.Parameter(torch.randn(2, 4)[:, :2])
-    net = nn.Sequential(*model)
-    slots = ParameterGuards(ModuleGuards(net), trace(net, torch.randn(2, 2)))
+    slots = ParameterGuards(ModuleGuards(model), trace(model, torch.randn(2, 2)))
     shared = torch.randn(12)
     model[0].weight.data = shared.as_strided((2, 2), (4, 1), 0)
     model[1].weight.data = shared.as_strided((2, 2), (4, 1), 5)
@@ -81,38 +71,7 @@ def test_parts_with_gaps_count_to_their_last_element() -> None:
     assert slots.moved(slots.tensors()) == [0, 1]
 
 
-def test_parameters_that_share_other_parts_of_their_memory_raise() -> None:
-    model, flat = _net(), torch.randn(32)
-    model[0].weight.data, model[1].weight.data = flat[:16].view(4, 4), flat[8:24].view(4, 4)
-    slots = _slots(model)
-    model[1].weight.data = flat[4:20].view(4, 4)
-    with pytest.raises(InputMismatch, match="do not share memory as they did"):
-        slots.moved(slots.tensors())
-
-
 # -- the module tree ------------------------------------------------------------------------------------------
-
-
-def test_modes_are_those_of_every_submodule_in_order() -> None:
-    structure = ModuleGuards(_net())
-    assert structure.modes() == [True, True, True]
-    structure.modules[2].eval()
-    assert structure.modes() == [True, True, False]
-    assert [structure.name_of(i) for i in range(3)] == ["", "0", "1"]
-    structure.model.eval()
-    assert structure.modes() == [False, False, False]
-
-
-def test_the_first_other_mode_is_named() -> None:
-    structure = ModuleGuards(_net())
-    structure.require_modes([True, True, True])
-    structure.modules[2].eval()
-    with pytest.raises(InputMismatch, match=r"^1: training=False, the plan was made for training=True"):
-        structure.require_modes([True, True, True])
-    structure.require_modes([True, True, False])
-    structure.model.eval()
-    with pytest.raises(InputMismatch, match=r"^the model: training=False, the plan was made for training=True"):
-        structure.require_modes([True, False, False])
 
 
 def test_a_submodule_of_the_same_type_is_followed() -> None:
@@ -142,13 +101,7 @@ def test_another_tree_is_named_on_every_call() -> None:
             structure.modes()
     model[0] = first
     assert structure.modes() == [True, True, True]
-    model.append(nn.ReLU())
-    for _ in range(2):
-        with pytest.raises(InputMismatch, match=r"^2: was nothing, is ReLU"):
-            structure.modes()
-    shorter = _net()
-    structure = ModuleGuards(shorter)
-    del shorter[1]
+    del model[1]
     with pytest.raises(InputMismatch, match=r"^1: was Linear, is nothing"):
         structure.modes()
 
@@ -185,9 +138,6 @@ def test_another_forward_is_named() -> None:
     assert structure.modes() == [True, True, True]
     model[0].__dict__["note"] = 5  # any other attribute may come
     assert structure.modes() == [True, True, True]
-    model.forward = lambda x: x  # type: ignore[method-assign]
-    with pytest.raises(InputMismatch, match=r"^the model: its forward was replaced by another function"):
-        structure.modes()
     patched = _net()
     patched[0].forward = lambda x: x
     structure = ModuleGuards(patched)
@@ -212,7 +162,11 @@ def test_hooks_that_come_or_go_are_noticed(kind: str) -> None:
     assert structure.modes() == [True, True, True]
     kept = getattr(model[0], kind)(lambda *_: None)
     structure = ModuleGuards(model)
-    assert structure.modes() == [True, True, True]
+    other = nn.Linear(4, 4)
+    getattr(other, kind)(lambda *_: None)
+    model[1] = other
+    with pytest.raises(InputMismatch, match="module hooks were added or removed"):
+        structure.modes()
     model[1] = nn.Linear(4, 4)
     assert structure.modes() == [True, True, True]
     kept.remove()
@@ -220,49 +174,7 @@ def test_hooks_that_come_or_go_are_noticed(kind: str) -> None:
         structure.modes()
 
 
-def test_hooks_of_a_new_submodule_are_counted() -> None:
-    model = _net()
-    structure = ModuleGuards(model)
-    other = nn.Linear(4, 4)
-    other.register_forward_hook(lambda *_: None)
-    model[1] = other
-    with pytest.raises(InputMismatch, match="module hooks were added or removed"):
-        structure.modes()
-
-
-def test_modules_whose_mode_is_a_property_are_asked() -> None:
-    class Fixed(nn.Module):
-        @property
-        def training(self) -> bool:
-            return bool(self.__dict__.get("mode", True))
-
-        @training.setter
-        def training(self, mode: bool) -> None:
-            self.__dict__["mode"] = mode
-
-    model = nn.Sequential(nn.Linear(4, 4), Fixed())
-    structure = ModuleGuards(model)
-    assert structure.modes() == [True, True, True]
-    model.eval()
-    assert structure.modes() == [False, False, False]
-
-
 # -- parameters and buffers -----------------------------------------------------------------------------------
-
-
-def test_what_did_not_move_is_certain_at_one_look() -> None:
-    model = _net()
-    slots = _slots(model)
-    tensors, unmoved = slots.look()
-    assert unmoved
-    assert [t is p for t, p in zip(tensors, model.parameters(), strict=True)] == [True] * 4
-    assert slots.names == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert slots.moved(tensors) == []
-    model[0].bias.data = torch.zeros(4)
-    tensors, unmoved = slots.look()
-    assert not unmoved
-    assert slots.moved(tensors) == [1]
-    assert slots.look()[1]
 
 
 _CHANGES = {
@@ -289,46 +201,6 @@ def test_a_parameter_of_another_layout_is_named(change: str) -> None:
         then = r"torch.float32 (4, 4) with strides (4, 1) on cpu, requires_grad=True"
         assert f"the plan was made for {then}" in text
         assert f"is {then}" not in text
-
-
-def test_a_parameter_that_is_none_is_named() -> None:
-    model = _net()
-    slots = _slots(model)
-    model[1].register_parameter("bias", None)
-    with pytest.raises(InputMismatch, match=r"^1\.bias: is None, the plan was made for a tensor"):
-        slots.moved(slots.tensors())
-
-
-def test_ties_are_by_memory_and_distance() -> None:
-    whole = torch.zeros(8)
-    assert parameter_guards._ties([whole[2:], torch.zeros(2), whole[4:], whole]) == [(0, 0), (1, 0), (0, 8), (0, -8)]
-    empty = [torch.zeros(0), torch.zeros(0)]
-    assert parameter_guards._ties(empty) == [(0, 0), (1, 0)]
-
-
-def test_tensors_are_apart_where_no_byte_is_shared() -> None:
-    whole = torch.zeros(12)
-    for parts, expected in (
-        ([whole[:4], whole[4:8]], True),
-        ([whole[4:8], whole[:4]], True),
-        ([whole[:5], whole[4:8]], False),
-        ([whole[0:8:2], whole[1:8:2]], False),  # between one another's elements: taken to be shared
-        ([whole[:4].view(2, 2), whole[4:]], True),
-        ([whole[:0], whole[:4]], True),
-        ([whole], True),
-    ):
-        assert parameter_guards._apart(parts) == expected
-    assert parameter_guards._span(torch.zeros(3, 4)[:, :2]) == (2 * 4 + 2) * 4
-    assert parameter_guards._span(torch.zeros(3, dtype=torch.float64)) == 24
-
-
-def test_tied_parameters_stay_tied() -> None:
-    model = _net()
-    model[1].weight = model[0].weight
-    slots = _slots(model)
-    assert slots.look()[1]
-    model[0].weight.data = torch.randn(4, 4)
-    assert 0 in slots.moved(slots.tensors())
 
 
 def test_buffers_are_found_where_the_model_keeps_them() -> None:

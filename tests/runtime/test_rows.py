@@ -46,27 +46,6 @@ def test_bitwise_equal_to_eager(width: int, dtype: torch.dtype) -> None:
         compiled(INDEX + 6)
 
 
-def test_other_ways_to_index_are_left_alone() -> None:
-    class Other(Rows):
-        def forward(self, index: torch.Tensor) -> torch.Tensor:
-            doubled = self.table * 2
-            return doubled[:, index].sum() + doubled[index, index].sum() + doubled[index.view(2, 3)].sum()
-
-    index = INDEX[:6].clone()
-    model = Other(6, 6, torch.float32)
-    eager = copy.deepcopy(model)
-    compiled = memplan_compile(model, index)
-    functions = {bound.function for bound in compiled._calls.selector.main.program.bound}
-    assert not functions & {rows._take, rows._add}
-    one, two = compiled(index), eager(index)
-    assert torch.equal(one, two)
-    one.backward()
-    two.backward()
-    assert model.table.grad is not None
-    assert eager.table.grad is not None
-    assert torch.equal(model.table.grad, eager.table.grad)
-
-
 def test_numbers_out_of_range_are_refused_as_eager_refuses_them() -> None:
     for index in (torch.tensor([0, 6]), torch.tensor([-7, 0])):
         with pytest.raises(IndexError):

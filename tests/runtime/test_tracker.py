@@ -11,16 +11,13 @@ from benchmarks.zoo import ZOO
 from memplan.core.lifetimes import host_problem
 from memplan.core.plan import Plan
 from memplan.core.problem import Problem
-from memplan.devices.kinds import alignment_of
-from memplan.evict.measure import measure
-from memplan.planning.fit import make_workload
 from memplan.planning.options import PlanOptions
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import compile_step
 from memplan.runtime.debug.hooks import HeldBytes, Tracker
 from memplan.trace import plan_traced, trace
 from memplan.trace.traced import TracedGraph
-from tests.runtime.budgets import FAST_LINK, QUICK, everything, plan_of_everything
+from tests.runtime.budgets import FAST_LINK, QUICK
 from tests.slow import slow
 
 
@@ -59,11 +56,8 @@ def _budgeted(traced: TracedGraph) -> Plan:
 
 @pytest.mark.parametrize(
     ("name", "budget"),
-    [
-        ("mlp", False), ("mlp", True), ("gpt2", True), ("resnet", False),
-        slow("gpt2", False), slow("resnet", True), slow("bert", False), slow("bert", True),
-    ],
-)  # fmt: skip
+    [("mlp", False), ("mlp", True), slow("gpt2", True), slow("resnet", True)],
+)
 def test_counts_what_the_plan_has(name: str, budget: bool) -> None:
     model, args = ZOO[name]("nano")
     traced = trace(model, args)
@@ -71,16 +65,6 @@ def test_counts_what_the_plan_has(name: str, budget: bool) -> None:
     assert bool(plan.evictions) is budget
     assert (plan.host_size > 0) is budget, "fast links: what is evicted is copied"
     _check(_run(model, args, plan), plan)
-
-
-def test_the_simulation_has_the_same_peak() -> None:
-    model, args = ZOO["mlp"]("nano")
-    traced = trace(model, args)
-    plan = plan_of_everything(traced)
-    workload = make_workload(traced.graph, plan_traced(traced).schedule.order, FAST_LINK, alignment_of(traced.device))
-    tracker = _run(model, args, plan)
-    _check(tracker, plan)
-    assert tracker.peak == measure(workload, everything(workload)).peak
 
 
 def test_whole_steps() -> None:

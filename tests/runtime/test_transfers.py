@@ -47,16 +47,6 @@ def _slow(_: int) -> None:
     time.sleep(0.05)
 
 
-def test_nothing_runs_before_the_first_copy(copies: ThreadCopies) -> None:
-    before = _threads()
-    copy = copies.copy(Direction.TO_HOST, HOST)
-    copies.drain()
-    assert _threads() == before
-    copy.start(torch.empty(3), torch.ones(3))
-    copy.wait()
-    assert len(_threads()) == len(before) + 1
-
-
 def test_the_bytes_are_there_after_the_wait(copies: ThreadCopies, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     clock = iter(range(100))
@@ -79,15 +69,6 @@ def test_the_bytes_are_there_after_the_wait(copies: ThreadCopies, monkeypatch: p
             assert copy.stalled == run
         host.zero_()
         back.zero_()
-
-
-def test_a_copy_that_was_quick_costs_no_stall(copies: ThreadCopies) -> None:
-    copy, other = (copies.copy(Direction.TO_HOST, HOST) for _ in range(2))
-    copy.start(torch.empty(3), torch.ones(3))
-    other.start(torch.empty(3), torch.ones(3))
-    other.wait()  # the one before is done then
-    copy.wait()
-    assert copy.stalled == 0
 
 
 def test_directions_do_not_wait_for_each_other(copies: ThreadCopies) -> None:
@@ -184,13 +165,6 @@ def test_memory_of_an_arena_that_is_collected_in_the_thread_of_its_copies_stays_
     for copy, host in zip(planned, hosts, strict=True):
         copy.wait()
         assert bool((host == 3).all())
-
-
-def test_the_host_memory_is_shared_where_it_is_large_enough() -> None:
-    arena = Arena(64, torch.device("cpu"))
-    large = arena.host(128)
-    assert arena.host(64) is large
-    assert arena.host(256) is not large
 
 
 @pytest.mark.cuda

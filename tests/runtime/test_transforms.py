@@ -12,7 +12,6 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 import memplan
-from memplan.core.choices import Gradients
 from memplan.errors import UnsupportedCall
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # by torch's own jvp
@@ -47,11 +46,10 @@ TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("gradients", ["outside"])
-def test_refused_around_a_compiled_module(train: bool, gradients: Gradients) -> None:
+def test_refused_around_a_compiled_module(train: bool) -> None:
     model, x = _model(), torch.randn(3, 4)
     expected = model(x)
-    compiled = memplan.compile(model, x, train=train, gradients=gradients)
+    compiled = memplan.compile(model, x, train=train)
     for name, transform in TRANSFORMS.items():
         with pytest.raises(UnsupportedCall, match=r"on_mismatch|original model") as raised:
             transform(compiled, x)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import memplan
 from memplan.errors import BudgetInfeasible, UnsupportedGraph
+from tests.slow import slow
 
 ROOT = Path(memplan.__file__).parent / "trace"
 
@@ -30,7 +30,6 @@ class Net(nn.Module):
         super().__init__()
         self.a, self.b, self.run = layer or nn.Linear(8, 8), nn.Linear(8, 8), run
         self.count = 0
-        self.generator = torch.Generator().manual_seed(1)
 
     def forward(self, *inputs: Any) -> Any:
         return self.run(self, *inputs)
@@ -65,13 +64,6 @@ def _custom(net: Any, x: Any) -> Any:
     y = torch.empty_like(h)
     torch.ops.memplan_tests.write_twice(h.detach(), y)
     return net.b(h + y)
-
-
-def _scan(net: Any, x: Any) -> Any:
-    from torch._higher_order_ops.scan import scan
-
-    carry, y = scan(lambda c, v: (c + v, c * v), torch.zeros(8), net.a(x), dim=0)
-    return net.b(y) + carry
 
 
 def _prints(net: Any, x: Any) -> Any:
@@ -127,13 +119,7 @@ Case = tuple[str, Callable[[], nn.Module], Callable[[], Any]]
 # What a case does, the place in memplan/trace that refuses it ("file:function"), and its model and input.
 CASES: dict[str, Case] = {
     "cond": ("graph/build.py:_unsupported", lambda: Net(_cond), _x),
-    "scan": ("graph/build.py:_unsupported", lambda: Net(_scan), _x),
     "custom op that writes": ("graph/build.py:_unsupported", lambda: Net(_custom), _x),
-    "generator": (
-        "graph/build.py:_unsupported",
-        lambda: Net(lambda net, x: net.b(net.a(x) * torch.rand(8, generator=net.generator))),
-        _x,
-    ),
     "prints": ("graph/build.py:binding_of", lambda: Net(_prints), _x),
     "sparse gradient": (
         "passes/rewrite.py:storage_key",
@@ -168,6 +154,7 @@ CASES: dict[str, Case] = {
     ),
     "backward hook": ("capture/refusals.py:require_traceable", _hooked, _x),
 }
+_OTHERS = {"cond", "lazy conjugate given", "views of another type", "first call", "random", "branch"}
 _OPTION = "of an option, a whole step or ranks, none of which a graph of dynamo has"
 # Places that refuse what is no graph of dynamo's, or what eager refuses too, and why; docs/refused.md has them.
 ELSEWHERE: dict[str, str] = {
@@ -217,9 +204,9 @@ def test_every_place_that_refuses_has_a_case() -> None:
 
 
 def _steps(model: nn.Module, call: Callable[..., Any], inputs: tuple[Any, ...]) -> list[Any]:
-    """Train for three steps; return all results, gradients and the state."""
+    """Train for two steps; return all results, gradients and the state."""
     seen: list[Any] = []
-    for step in range(3):
+    for step in range(2):
         torch.manual_seed(step)
         random.seed(step)
         results = call(*inputs)
@@ -240,7 +227,7 @@ def _same(one: list[Any], two: list[Any]) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [slow(name) if name in _OTHERS else name for name in CASES])
 def test_what_no_plan_can_hold_has_eagers_numbers(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -344,41 +331,41 @@ def test_a_checkpoint_that_runs_as_eager_draws_its_mask_once(caplog: pytest.LogC
 def test_promises_refuse() -> None:
     for options in ({"fullgraph": True}, {"budget": "1GiB"}):
         with pytest.raises((UnsupportedGraph, BudgetInfeasible)):
-            memplan.compile(Net(_cond), _x(), **options)
+            memplan.compile(Net(_prints), _x(), **options)
     with pytest.raises(UnsupportedGraph):
-        memplan.plan(Net(_cond), _x())
-    model = Net(_cond)
+        memplan.plan(Net(_prints), _x())
+    model = Net(_prints)
     with pytest.raises(UnsupportedGraph):
         memplan.compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda out: out.sum(), _x())
-    budgeted = torch.compile(Net(_cond), backend=memplan.Backend(budget="1GiB"))
+    budgeted = torch.compile(Net(_prints), backend=memplan.Backend(budget="1GiB"))
     with pytest.raises(UnsupportedGraph):
         budgeted(_x())
 
 
 class Counting(nn.Module):
-    """Writes to a tensor that is no buffer: an attribute, or one of a list or dict."""
+    """Writes to a tensor that is no buffer: an attribute, or one of a list."""
 
     def __init__(self, held: str) -> None:
         super().__init__()
         count = torch.zeros(4)
         self.inner = nn.Linear(4, 4)
-        self.held: Any = {"attribute": count, "list": [count], "dict": {"count": count}}[held]
+        self.held: Any = count if held == "attribute" else [count]
 
     @property
     def count(self) -> torch.Tensor:
         """The tensor."""
-        count: torch.Tensor = next(iter(pytree.tree_leaves(self.held)))
+        count: torch.Tensor = self.held[0] if isinstance(self.held, list) else self.held
         return count
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        count = self.held if isinstance(self.held, torch.Tensor) else next(iter(pytree.tree_leaves(self.held)))
+        count = self.held if isinstance(self.held, torch.Tensor) else self.held[0]
         count.add_(1)
         scaled: torch.Tensor = self.inner(x) * count
         return scaled
 
 
 @pytest.mark.parametrize("by_backend", [False, True])
-@pytest.mark.parametrize("held", ["attribute", "list", "dict"])
+@pytest.mark.parametrize("held", ["attribute", "list"])
 @pytest.mark.filterwarnings("ignore:.*planned as several graphs", "ignore:.*runs as eager")
 def test_a_tensor_that_is_no_buffer_counts_the_steps_and_not_the_traces(held: str, by_backend: bool) -> None:
     torch.manual_seed(0)
@@ -406,10 +393,8 @@ class Changed(nn.Module):
 CHANGES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]] = {
     "a row of a buffer": lambda m, h, c: (m.buffer.__setitem__(2, h[2]), h, m.buffer)[1:],
     "a buffer, read": lambda m, h, c: (h, m.buffer.add_(h) * 2),
-    "a buffer": lambda m, h, c: (m.buffer.add_(h), h)[1:],
     "an input, returned": lambda m, h, c: (h, c.add_(h)),
     "an input, read": lambda m, h, c: (h, c.add_(h) * 2),
-    "a row of an input": lambda m, h, c: (c[0].copy_(h[0]), h)[1:],
     "a row of an input, a view": lambda m, h, c: (c[0].copy_(h[0]), h, c[0:2])[1:],
 }
 

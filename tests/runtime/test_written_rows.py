@@ -15,7 +15,7 @@ from memplan.devices.measure import peak_bytes
 from tests.slow import slow
 
 CPU = torch.device("cpu")
-ROWS, TIMES, WIDTH = 8, 8, 64
+ROWS, TIMES, WIDTH = 8, 4, 64
 
 
 def _delta_rule(layer: nn.Module, x: Tensor) -> Tensor:
@@ -56,13 +56,6 @@ def _cumulative(layer: nn.Module, x: Tensor) -> Tensor:
     y: Tensor = layer(x)
     for t in range(1, TIMES):
         y[:, t] += y[:, t - 1] * 0.5
-    return y
-
-
-def _cumulative_methods(layer: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = layer(x).clone()
-    for t in range(1, TIMES):
-        y[:, t].mul_(0.9).add_(y[:, t - 1])
     return y
 
 
@@ -117,24 +110,23 @@ PROGRAMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "a slice of more": _recurrent(lambda x: torch.zeros(ROWS, 2 * TIMES, WIDTH)[:, TIMES:]),
     "read again": _reads_what_it_wrote,
     "cumulative": _cumulative,
-    "cumulative methods": _cumulative_methods,
     "tails": _tails,
     "index_put": _every_row(_put),
-    "narrow": _every_row(lambda y, t, row: y.narrow(1, t, 1).copy_(row)),
     "as_strided": _every_row(
         lambda y, t, row: y.as_strided((ROWS, 1, WIDTH), (TIMES * WIDTH, 1, 1), t * WIDTH).copy_(row)
     ),
     "index_add_": _every_row(lambda y, t, row: y.index_add_(1, torch.tensor([t]), row)),
     "index_copy_": _every_row(lambda y, t, row: y.index_copy_(1, torch.tensor([t]), row)),
     "index_fill_": _every_row(lambda y, t, row: y.index_fill_(1, torch.tensor([t]), 2.0)[:, t].mul_(row[:, 0])),
-    "scatter_": _every_row(lambda y, t, row: y.scatter_(1, torch.full((ROWS, 1, WIDTH), t), row)),
     "scatter_add_": _every_row(lambda y, t, row: y.scatter_add_(1, torch.full((ROWS, 1, WIDTH), t), row)),
     "masked": _every_second(_zero),
-    "masked_fill_": _every_second(lambda y, mask: y.masked_fill_(mask, 0.5)),
     "diagonal": _every_second(lambda y, mask: y.diagonal(dim1=-2, dim2=-1).mul_(0.9)),
     "moved": _every_second(lambda y, mask: y[:, 1:].copy_(y[:, :-1].clone())),
     "experts": _experts,
 }
+
+
+_QUICK = ("delta rule", "a slice of more", "read again", "cumulative", "tails", "index_put", "masked", "diagonal")
 
 
 class Writes(nn.Module):
@@ -159,8 +151,11 @@ def _call(model: Callable[[Tensor], Tensor], x: Tensor, train: bool) -> Callable
     return call
 
 
+_EACH = [name if name in _QUICK else slow(name) for name in PROGRAMS]
+
+
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", _EACH)
 def test_parts_are_written_in_place(name: str, train: bool) -> None:
     model = Writes(name).train(train)
     reference, x = copy.deepcopy(model), torch.randn(ROWS, TIMES, WIDTH)
@@ -183,18 +178,11 @@ MIN = {"arena_budget": "min", "policy": "recompute"}
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *[
-            (name, options)
-            for name in ("delta rule", "cumulative")
-            for options in ({"sanitize": "poison"}, {"device": "cpu"})
-        ],
-        *[
-            slow(name, options)
-            for name in ("read again", "zeros")
-            for options in ({"sanitize": "poison"}, {"device": "cpu"})
-        ],
-        *[slow(name, MIN) for name in ("delta rule", "read again", "zeros")],
+        ("delta rule", {"sanitize": "poison"}),
+        ("cumulative", {"device": "cpu"}),
         ("cumulative", MIN),
+        slow("delta rule", {"device": "cpu"}),
+        slow("delta rule", MIN),
     ],
 )
 def test_parts_are_written_with_the_same_bits_under_other_options(name: str, options: dict[str, Any]) -> None:
@@ -215,7 +203,7 @@ class Cached(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("keys", torch.zeros(ROWS, TIMES, WIDTH))
+        self.register_buffer("keys", torch.zeros(ROWS, 2 * TIMES, WIDTH))
 
     def forward(self, x: Tensor, cache: Tensor) -> Tensor:
         self.keys[:, 2:].mul_(0.5)
@@ -231,7 +219,7 @@ class Cached(nn.Module):
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 def test_buffers_and_inputs_are_written_in_place(train: bool, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    model, x, cache = Cached(), torch.randn(ROWS, TIMES, WIDTH), torch.randn(ROWS, TIMES, WIDTH)
+    model, x, cache = Cached(), torch.randn(ROWS, TIMES, WIDTH), torch.randn(ROWS, 2 * TIMES, WIDTH)
     reference, given = copy.deepcopy(model), cache.clone()
     compiled = memplan.compile(model, (x, cache.clone()), train=train, **options)
     if not options:
@@ -266,50 +254,3 @@ def test_what_a_backward_reads_of_a_changed_input_is_kept() -> None:
     out.backward()
     assert model.weight.grad is not None
     assert model.weight.grad.tolist() == [0, 3, 2, 3]
-
-
-@pytest.mark.slow
-def test_a_hybrid_decoder_of_transformers_needs_no_more_than_eager() -> None:
-    """Where it is not exported, its chunks are solved by one op, as eager solves them."""
-    import transformers
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 99, "max_position_embeddings": 512}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "linear_conv_kernel_dim": 2}
-    linear = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 4}
-    experts = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 36, "num_experts": 8}
-    config: Any = transformers.Qwen3NextConfig(
-        **sizes,
-        **heads,
-        **linear,
-        **experts,
-        linear_num_value_heads=8,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        layer_types=["linear_attention", "full_attention"],
-        use_cache=False,
-    )
-    model: Any = transformers.Qwen3NextForCausalLM(config)
-    model.set_experts_implementation("batched_mm")
-
-    class Logits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            logits: Tensor = self.model(input_ids=tokens).logits
-            return logits.square().mean()
-
-    tokens = torch.randint(3, 99, (13, 7))
-    wrapped = Logits()
-    reference = copy.deepcopy(wrapped)
-    compiled = memplan.compile(wrapped, tokens)
-    calls = [_call(reference, tokens, True), _call(compiled, tokens, True)]
-    assert torch.equal(*(call() for call in calls))
-    for one, two in zip(wrapped.parameters(), reference.parameters(), strict=True):
-        assert (one.grad is two.grad is None) or torch.equal(one.grad, two.grad)  # type: ignore[arg-type]
-    for module in (wrapped, reference):
-        module.zero_grad()
-    eager, measured = (peak_bytes([call], CPU)[0] for call in calls)  # type: ignore[list-item]
-    assert measured + compiled.plan.arena_size <= eager + compiled.plan.padding

@@ -18,7 +18,7 @@ from memplan.trace import plan_traced, trace
 from tests.models import traced_nano
 from tests.runtime.allocated import assert_allocates_what_it_plans, other_bytes
 from tests.runtime.reference import Interpreted
-from tests.slow import slow, zoo
+from tests.slow import slow
 from tests.steps import loss_of
 
 
@@ -26,7 +26,7 @@ def _relative(one: torch.Tensor, two: torch.Tensor) -> float:
     return float((one - two).abs().max() / two.abs().max().clamp_min(1e-30))
 
 
-@pytest.fixture(scope="module", params=zoo())
+@pytest.fixture(scope="module", params=[name if name in ("mlp", "lstm") else slow(name) for name in ZOO])
 def poisoned(request: pytest.FixtureRequest) -> tuple[CompiledModule, nn.Module, tuple[Any, ...], int]:
     """A model of the zoo, compiled with poison in its arena; itself, its inputs, and bytes that were alive before."""
     model, args = ZOO[request.param]("nano")
@@ -40,7 +40,6 @@ def test_allocated_bytes_equal_the_plan(poisoned: Any) -> None:
     if isinstance(model, Recurrent):
         pytest.skip("poison needs 512 bytes more in an LSTM")
     assert_allocates_what_it_plans(model, args, compiled, before)
-    assert compiled.plan.numbers <= 4 * len(compiled.plan.graph.ops)
 
 
 def test_bitwise_equal_to_interpretation_of_the_traced_graph(poisoned: Any) -> None:
@@ -88,7 +87,7 @@ def test_trains_like_eager_over_three_steps_and_one_accumulation(poisoned: Any) 
         assert torch.allclose(a, b, rtol=1e-6, atol=1e-6), key
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize("name", ["mlp", slow("gpt2"), slow("resnet")])
 def test_no_kernel_writes_outside_its_buffer(name: str) -> None:
     model, args = ZOO[name]("nano")
     compiled = memplan_compile(model, args, sanitize="redzone")
@@ -96,27 +95,17 @@ def test_no_kernel_writes_outside_its_buffer(name: str) -> None:
     assert torch.isfinite(loss_of(compiled, *args, seed=0))
 
 
-@pytest.mark.parametrize("name", zoo())
-def test_the_arena_is_max_live(name: str) -> None:
-    best = plan_traced(traced_nano(name))
-    assert best.arena_size == best.max_live
+@pytest.mark.parametrize("name", [name if name in ("mlp", "resnet", "lstm") else slow(name) for name in ZOO])
+def test_the_arena_is_max_live_and_reuse_in_place_never_needs_more(name: str) -> None:
+    best, without = (plan_traced(traced_nano(name, in_place=choice)) for choice in (True, False))
+    assert best.arena_size == best.max_live <= without.max_live
     assert best.solution.status is Status.OPTIMAL
+    greedy = plan_traced(traced_nano(name, in_place=False), PlanOptions(schedule="traced", solver="greedy"))
+    assert greedy.max_live <= greedy.arena_size <= (1.10 if name == "t5" else 1.02) * greedy.max_live
 
 
-@pytest.mark.parametrize("name", zoo())
-def test_greedy_is_close_to_max_live_without_reuse(name: str) -> None:
-    p = plan_traced(traced_nano(name, in_place=False), PlanOptions(schedule="traced", solver="greedy"))
-    assert p.max_live <= p.arena_size <= (1.10 if name == "t5" else 1.02) * p.max_live
-
-
-@pytest.mark.parametrize("name", zoo())
-def test_reuse_in_place_never_needs_more(name: str) -> None:
-    with_reuse, without = (plan_traced(traced_nano(name, in_place=choice)) for choice in (True, False))
-    assert with_reuse.max_live <= without.max_live
-
-
-@pytest.mark.parametrize(("name", "share"), [("gpt2", 0.89), slow("bert", 0.87)])
-def test_reuse_in_place_lowers_the_peak_at_the_logits(name: str, share: float) -> None:
-    model, args = ZOO[name]("medium")
+@pytest.mark.slow
+def test_reuse_in_place_lowers_the_peak_at_the_logits() -> None:
+    model, args = ZOO["gpt2"]("medium")
     with_reuse, without = (plan_traced(trace(model, args, in_place=choice)) for choice in (True, False))
-    assert with_reuse.max_live <= share * without.max_live
+    assert with_reuse.max_live <= 0.89 * without.max_live
