@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memplan
 from memplan.errors import InputMismatch, MemplanError
-from memplan.runtime.api.appearance import shown_as
+from memplan.runtime.api.shared_module import shown_as
 
 
 class Scaled(nn.Module):

@@ -65,12 +65,14 @@ def test_a_copy_is_compiled_and_independent(how: str) -> None:
     twin = COPIES[how](compiled)
     assert isinstance(twin, CompiledModule)
     assert not twin.training
-    assert twin.plan.fingerprint == compiled.plan.fingerprint
+    with pytest.raises(InputMismatch, match="its first call"):
+        twin.plan  # noqa: B018
     for module in (compiled, twin):
         module.train()
     before = [p.clone() for p in twin.parameters()]
     ours = _gradients(compiled, _x(1), scale=2.0)
     assert all(torch.equal(a, b) for a, b in zip(ours, _gradients(twin, _x(1), scale=2.0), strict=True))
+    assert twin.plan.fingerprint == compiled.plan.fingerprint
     torch.optim.SGD(compiled.parameters(), lr=0.1).step()
     assert all(torch.equal(a, b) for a, b in zip(before, twin.parameters(), strict=True))
     assert not any(torch.equal(p, q) for p, q in zip(compiled.parameters(), twin.parameters(), strict=True))
@@ -85,10 +87,6 @@ def test_a_shallow_copy_shares_parameters_and_not_the_arena() -> None:
 
 
 def test_what_cannot_be_copied_says_so() -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        compiled = compile(nn.Linear(8, 4), _x())
-    with pytest.raises(UnsupportedCall, match="autocast"):
-        copy.deepcopy(compiled)
     net = nn.Linear(8, 4)
     step = compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), lambda out: out.sum(), _x())
     for attempt in (copy.deepcopy, copy.copy, pickle.dumps):
@@ -228,9 +226,9 @@ def test_a_copy_of_a_copy_that_only_evaluated_trains_by_the_plan_of_the_first() 
     with torch.no_grad():
         twin(_x())
     for again in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
-        assert again.plan.fingerprint == compiled.plan.fingerprint
         again.train()
         assert len(_gradients(again, _x())) == len(list(again.parameters()))
+        assert again.plan.fingerprint == compiled.plan.fingerprint
 
 
 def _grown(twin: Any) -> None:
@@ -265,17 +263,15 @@ def test_a_copy_whose_model_changed_before_its_first_use_is_compiled_for_the_cal
     assert twin.plan.graph.forward_ops < len(twin.plan.graph.ops)
 
 
-def test_a_copy_that_cannot_be_compiled_for_its_example_says_so_or_runs_eagerly(
+def test_a_copy_that_one_graph_cannot_hold_runs_as_several(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     twin = copy.deepcopy(compile(_net(), _x()))
     twin.double()
-    with pytest.raises(InputMismatch, match="its model was changed"):
-        twin.plan  # noqa: B018
     twin._original.forward = lambda x: twin._original.layers(x) * float(x.sum() > 1e9)  # no graph holds this
     for _ in range(2):
         assert not twin(_x().double()).any()
-    assert sum("runs eagerly" in record.message for record in caplog.records) == 1
+    assert sum("as several graphs" in record.message for record in caplog.records) == 1
 
 
 def test_a_copy_with_a_given_plan_evaluates_with_frozen_parameters() -> None:
@@ -283,13 +279,6 @@ def test_a_copy_with_a_given_plan_evaluates_with_frozen_parameters() -> None:
     twin = copy.deepcopy(compile(_net(), _x(), plan=compiled.plan))
     twin.requires_grad_(False)
     assert torch.equal(twin(_x()), copy.deepcopy(compiled)(_x()).detach())
-
-
-def test_a_recipe_of_an_older_version_is_compiled() -> None:
-    make, (kind, model, example, settings) = compile(_net(), _x()).__reduce_ex__(2)
-    older = {key: value for key, value in settings.items() if key != "copied_in"}
-    twin = make(kind, model, example, older, [True] * len(list(model.modules())))
-    assert torch.equal(twin(_x()), copy.deepcopy(model)(_x()))
 
 
 @pytest.mark.parametrize("as_copy", [False, True])
@@ -314,9 +303,6 @@ def test_a_second_thread_is_refused_while_a_module_is_compiled_again(
         assert inside.wait(60)
         with pytest.raises(StaleActivationsError, match="another thread"):
             compiled(_x())
-        if as_copy:
-            with pytest.raises(StaleActivationsError, match="another thread"):
-                compiled.plan  # noqa: B018
     finally:
         over.set()
         first.join()

@@ -95,16 +95,16 @@ def test_events_are_the_plans_and_bits_stay(kind: str, name: str) -> None:
 
 
 def test_without_hooks_nothing_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memplan.runtime.codegen import namespace
+    from memplan.runtime.codegen import step_ir
 
     sources: list[str] = []
-    define = namespace.Namespace.define
+    define = step_ir.Namespace.define
 
-    def noted(self: namespace.Namespace, source: str, function: str) -> Any:
+    def noted(self: step_ir.Namespace, source: str, function: str) -> Any:
         sources.append(source)
         return define(self, source, function)
 
-    monkeypatch.setattr(namespace.Namespace, "define", noted)
+    monkeypatch.setattr(step_ir.Namespace, "define", noted)
     _, _, compiled = _made("copies")
     _, _, twin = _made("copies")
     assert sources[:2] == sources[2:4]

@@ -13,7 +13,7 @@ from torch import nn
 
 import memplan
 from memplan.errors import BudgetInfeasible, InputMismatch, UnsupportedGraph
-from memplan.runtime.api import recompile, select
+from memplan.runtime.api import select
 from memplan.runtime.api.builder import Builder
 from tests.steps import assert_same_step
 
@@ -203,14 +203,14 @@ def test_refusals_beyond_the_limit_are_traced_again(monkeypatch: pytest.MonkeyPa
     compiled = memplan.compile(model, _x(0))
     for n, rows in enumerate((9, 10, 9, 10)):
         _same_step(model, eager, compiled, _x(n, rows))
-    assert len(compiled._calls.selector._unsupported) == 1
+    assert len(compiled._calls.selector._refused) == 1
 
 
 def test_a_second_compilation_that_fails_leaves_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     model, eager = _models(BreaksInEval)
     compiled = memplan.compile(model, _x(0))
     waiting = compiled(_x(0)).sum()
-    monkeypatch.setattr(recompile, "compile_example", _fails)
+    monkeypatch.setattr(Builder, "build", _fails)
     with pytest.raises(RuntimeError, match="no memory"):
         compiled(_x(1))
     waiting.backward()

@@ -14,8 +14,7 @@ from benchmarks import zoo
 from memplan.errors import InputMismatch, InvalidCosts
 from memplan.evict.costs import signature_of
 from memplan.runtime.api import profiling
-from memplan.runtime.copies.copies import Direction
-from memplan.runtime.copies.copy_streams import StreamCopies, StreamCopy
+from memplan.runtime.copies.copies import Direction, StreamCopies, StreamCopy
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.profiling import op_timer
 from memplan.trace import trace

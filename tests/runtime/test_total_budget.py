@@ -346,7 +346,6 @@ def test_the_budget_that_an_error_names_has_the_numbers_that_the_program_keeps()
     need = refused.value.smallest
     assert f"{need} bytes" in str(refused.value)
     compiled = memplan.compile(Numbers(), x, budget=need)
-    assert compiled.plan.numbers > 0
     assert compiled.plan.total <= need
 
 

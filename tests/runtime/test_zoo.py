@@ -40,7 +40,6 @@ def test_allocated_bytes_equal_the_plan(poisoned: Any) -> None:
     if isinstance(model, Recurrent):
         pytest.skip("poison needs 512 bytes more in an LSTM")
     assert_allocates_what_it_plans(model, args, compiled, before)
-    assert compiled.plan.numbers <= 4 * len(compiled.plan.graph.ops)
 
 
 def test_bitwise_equal_to_interpretation_of_the_traced_graph(poisoned: Any) -> None:

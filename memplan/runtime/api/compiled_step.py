@@ -13,16 +13,16 @@ from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, MemplanError, UnsupportedCall
+from memplan.runtime.api.on_demand_offload import OnDemandOffload, offload_for, offload_within
 from memplan.runtime.api.select import require_autocast
 from memplan.runtime.api.step_builder import StepBuilder, StepPlan
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
-from memplan.runtime.guards.call_kinds import TensorKind, kind_of_call
+from memplan.runtime.guards.input_guards import TensorKind, kind_of_call
 from memplan.runtime.guards.module_guards import COMPILE_AGAIN
 from memplan.runtime.memory.arena import dtype_of
-from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, offload_for, offload_within
 from memplan.runtime.profiling.profile_guided import MeasuredStep
 from memplan.trace.capture.joint_graph import autocast_dtype
 

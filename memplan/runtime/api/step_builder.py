@@ -19,7 +19,7 @@ from memplan.distributed.parallelism import parallelism_of
 from memplan.distributed.step_ranks import StepRanks, batch_lines, option_lines, require_options
 from memplan.errors import InputMismatch, UnsupportedCall
 from memplan.evict.feedback import RecordingPolicy
-from memplan.runtime.api.builder import require_real
+from memplan.runtime.api.builder import prepare_host, require_real
 from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.recorders import make_recorder
 from memplan.runtime.execute.runner import Runner
@@ -35,7 +35,6 @@ from memplan.runtime.measured_budget import (
     smaller_plan,
 )
 from memplan.runtime.memory.arena import Arena, NewArenas, arena_for_all
-from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.memory.idle_arenas import give_back
 from memplan.runtime.options import StepOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
@@ -239,8 +238,6 @@ class StepBuilder:
             wanted = max(arena_room(plan, policy) for _, plan, policy in planned)
             room = min([wanted, *_limits_of_totals(plans)])
             arena = self._new_arenas.keep(arena_for_all([*plans, *others], device, room))
-            if self._arena is not None:
-                arena.numbers.update(self._arena.numbers)
         known = [one.traced for plan in self.plans for one in plan.programs]
         made = []
         for found, plan, _ in planned:

@@ -88,9 +88,7 @@ def placing(
     `tensors` are the values by name ("v12"). `copied`: those to which a new result is copied.
     """
     return tuple(
-        replace(b, function=_placed(b, places[i], tensors[f"v{places[i].value}"], placer, copied), overload=None)
-        if i in places
-        else b
+        replace(b, function=_placed(b, places[i], tensors[f"v{places[i].value}"], placer, copied)) if i in places else b
         for i, b in enumerate(bound)
     )
 
