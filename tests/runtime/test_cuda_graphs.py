@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,16 +18,7 @@ from memplan.core.choices import Gradients
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime import compile, compile_step
 from memplan.runtime.execute import recorders
-from memplan.runtime.kernels.pool_placement import Placer
 from tests.steps import outcome_of
-
-
-class Nowhere:
-    """Lets nothing be made anywhere: results are copied to their place."""
-
-    @contextmanager
-    def at(self, address: int, nbytes: int, *, alone: bool) -> Iterator[None]:
-        yield
 
 
 class Rerun:
@@ -41,9 +31,6 @@ class Rerun:
 
     def warm_up(self, function: Callable[[], Any]) -> None:
         function()
-
-    def placer(self, low: int, high: int) -> Placer:
-        return Nowhere()
 
     def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         self.recorded += 1
@@ -206,22 +193,13 @@ def test_workspaces_of_products_are_made_in_the_recordings_own_pool(monkeypatch:
     assert (replay, results) == (next(iter(recorder._graphs)).replay, None)
 
 
-def test_bytes_of_pools_leave_out_the_arena_and_count_shared_scratch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_a_pool_are_those_of_its_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """`CudaRecorder` counts, without a device, what torch's allocator would list."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     recorder = recorders.CudaRecorder(torch.device("cpu"))
-    placer = recorder.placer(1000, 2000)
-    placer.pools += [SimpleNamespace(id=(0, 2)), SimpleNamespace(id=(0, 3))]
-    segments = [
-        ((0, 1), 4000, 64),  # of the recording
-        ((0, 2), 1000, 512),  # a result at its place in the arena, of two pools
-        ((0, 3), 1000, 512),
-        ((0, 2), 5000, 20),  # scratch, of two pools
-        ((0, 3), 5000, 20),
-        ((0, 9), 6000, 4096),  # somebody else's
-    ]
-    listed = [{"segment_pool_id": pool, "address": at, "total_size": size} for pool, at, size in segments]
+    segments = [((0, 1), 64), ((0, 1), 20), ((0, 9), 4096)]  # the last is somebody else's
+    listed = [{"segment_pool_id": pool, "total_size": size} for pool, size in segments]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: listed)
     assert recorder.pool_bytes == 64 + 20
 

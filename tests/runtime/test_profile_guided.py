@@ -307,10 +307,10 @@ def test_whole_steps(accumulate: int) -> None:
         for _ in range(2 * accumulate * (REPLANS + 1) * STEPS):
             assert torch.equal(step(x), made["free"](x))
             assert all(torch.equal(p, q) for p, q in zip(model.parameters(), free.parameters(), strict=True))
-            if not step._guides:
+            if not step._builder.guides:
                 break
         assert torch.equal(step(x), made["free"](x))
-    assert not step._guides
+    assert not step._builder.guides
     assert len(step.measurements) > 1
     assert step.plan.fingerprint != safe.fingerprint
     assert tracker.steps

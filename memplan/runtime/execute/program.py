@@ -13,7 +13,6 @@ from memplan.core.happens_before import require_no_races
 from memplan.core.plan import Plan
 from memplan.core.written_first import require_written_first
 from memplan.devices.kinds import is_accelerator
-from memplan.recording.places import places
 from memplan.runtime.codegen.codegen import LEFT, FunctionWriter
 from memplan.runtime.codegen.step_ir import Layout, Namespace
 from memplan.runtime.copies.copies import Copy
@@ -22,7 +21,6 @@ from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Callback, Sanitizers
 from memplan.runtime.execute.trial import run_trial
 from memplan.runtime.kernels.fused_updates import fuse_updates
 from memplan.runtime.kernels.kernel_selection import BoundOp
-from memplan.runtime.kernels.pool_placement import Placer, placing
 from memplan.runtime.kernels.transfers import bind_transfers
 from memplan.runtime.memory.arena import Arena, Memory, view_of, view_within
 from memplan.trace.traced import Binding, Source, TracedGraph
@@ -79,24 +77,6 @@ class Program:
             last=self.last,
             prefix="observed_",
             join=False,  # each op is an event of its own
-        )
-
-    def placed(self, placer: Placer) -> Functions:
-        """Return forward and backward for recording: large functional results are allocated at their planned places."""
-        found = {} if self.plan.devices else places(self.plan)
-        if not found:
-            return self.forward, self.backward
-        return _functions(
-            self.traced,
-            self.layout,
-            self.namespace,
-            bound=placing(self.bound, found, self.namespace.names, placer, copied=self.layout.static),
-            order=self.plan.schedule.order,
-            saved=self.saved,
-            left=self.left,
-            sanitizers=self.sanitizers,
-            last=self.last,
-            prefix="placed_",
         )
 
     def backward_into(self, values: Sequence[int], bound: Sequence[BoundOp]) -> Callable[..., Any]:

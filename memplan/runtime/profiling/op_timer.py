@@ -145,7 +145,7 @@ def bases(plan: Plan) -> Callable[[int], int]:
     return lambda storage: base.get(storage, storage)
 
 
-_PROBES = (1 << 12, 1 << 26)  # bytes of the copies that are timed if a step has too few, at most the size of the arena
+PROBES = (1 << 12, 1 << 26)  # bytes of the copies that are timed if a step has too few, at most the size of the arena
 _ROUNDS = 3  # copies of each size
 
 
@@ -273,7 +273,7 @@ def probe(arena: Arena, direction: Direction) -> list[tuple[int, float]]:
     found = []
     arena.take()
     arena.copies.time(True)
-    for nbytes in sorted({min(n, arena.nbytes) for n in _PROBES}):
+    for nbytes in sorted({min(n, arena.nbytes) for n in PROBES}):
         found += [(nbytes, seconds) for seconds in _seconds_of_copies(arena, direction, nbytes)]
     unlock_unused(arena.device)
     return found
