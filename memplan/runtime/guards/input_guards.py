@@ -1,8 +1,8 @@
 """Checks the arguments of a call: structure, shapes, dtypes, devices and constants must be those of the example.
 
-An `Arrangement` orders arguments as the example has them. `LayoutGuards` compares tensors by one call of the guards that
-dynamo uses for its code; only where that fails are they compared one by one. `kind_of_call` is the key of calls that can
-run the same program.
+An `Arrangement` orders arguments as the example has them. `LayoutGuards` compares tensors by one call of the guards
+that dynamo uses for its code; only where that fails are they compared one by one. `kind_of_call` is the key of calls
+that can run the same program.
 """
 
 from __future__ import annotations
