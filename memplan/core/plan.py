@@ -84,8 +84,6 @@ class Plan:
             compresses nothing.
         reserve: bytes on the device that the step does not show, such as the state of an optimizer; `total` has them.
         sections: the graphs of a joint plan, in the order in which they were traced; () for a plan of one graph.
-        numbers: bytes of the Python numbers that kernels take as tensors, which stay between training steps: known when
-            the plan was compiled, 0 before; `total` has them.
         kernels: what the kernels are those of, where the plan was made for a `target`; else "".
         code: how the kernels were generated, if a compiler did and not as it does by itself; else None.
 
@@ -109,7 +107,6 @@ class Plan:
     compress: str = ""
     reserve: int = 0
     sections: tuple[GraphSection, ...] = ()
-    numbers: int = 0
     kernels: str = ""
     code: CodeOptions | None = None
 
@@ -230,7 +227,6 @@ class Plan:
                 "gradients": g.bytes_of(StorageKind.GRADIENT)
                 - sum(g.storages[s].nbytes for s in g.released if g.storages[s].kind is StorageKind.GRADIENT),
                 **({"reserve": self.reserve} if self.reserve else {}),
-                **({"numbers": self.numbers} if self.numbers else {}),
                 **({"intermediate": intermediate} if intermediate else {}),
                 "fallbacks": max(functional_transient(g), default=0),
                 "temporaries": max(transient_profile(g, order, beside_results(g, self.transient)), default=0),
@@ -239,30 +235,28 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """The predicted peak of the whole step, bytes: arena, model, inputs, the peak of `outside_profile`, `reserve`,
-        `numbers`.
+        """The predicted peak of the whole step, bytes: arena, model, inputs, the peak of `outside_profile`, `reserve`.
 
         Kernels' temporaries are in it when they were measured: `compile` measures them, `plan` does not.
         """
         outside = outside_bytes(self.graph, self.schedule.order, self.transient)
-        return self.arena_size + outside + self.reserve + self.numbers
+        return self.arena_size + outside + self.reserve
 
     @property
     def on_device(self) -> int:
         """Bytes on the device at the peak, which a budget limits.
 
         It is `total`, or, if the model and the caller's tensors are on the host, only the arena, the kernels' own
-        allocations, `reserve` and `numbers`. On several devices, it is the most that one of them needs.
+        allocations, and `reserve`. On several devices, it is the most that one of them needs.
         """
         if self.devices:
             return max(self.on_section(section) for section in self.devices)
         if self.eviction is None or not self.eviction.device:
             return self.total
-        return self.arena_size + max(self.transient, default=0) + self.reserve + self.numbers
+        return self.arena_size + max(self.transient, default=0) + self.reserve
 
     def on_section(self, section: DeviceArena) -> int:
-        """Return the bytes on one of several devices at the peak: its arena, its kernels' allocations, `reserve`,
-        `numbers`.
+        """Return the bytes on one of several devices at the peak: its arena, its kernels' allocations, `reserve`.
 
         Args:
             section: one of `devices`.
@@ -273,7 +267,7 @@ class Plan:
         Example:
             >>> [plan.on_section(section) for section in plan.devices]
         """
-        return section.size + transient_on(self.graph, self.transient, section.device) + self.reserve + self.numbers
+        return section.size + transient_on(self.graph, self.transient, section.device) + self.reserve
 
     @property
     def arena_limit(self) -> int | None:

@@ -79,7 +79,6 @@ def join(
         eviction=_eviction(parts, ran, graph, schedule, alignment=alignment, arena=solution.arena_size, budget=budget),
         reserve=first.reserve,
         sections=tuple(part.section for part in parts),
-        numbers=sum(part.plan.numbers for part in parts),
     )
 
 

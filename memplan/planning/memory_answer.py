@@ -66,8 +66,8 @@ def need_of(plan: Plan, *, state: int, temporaries: int, is_host: bool) -> Need:
         inputs=graph.bytes_of(StorageKind.INPUT, StorageKind.TANGENT),
         arena=plan.arena_size,
         gradients=sum(graph.storages[s].nbytes for s in graph.gradients_in_arena),
-        during=max(plan.outside_profile, default=0) + plan.numbers,
-        kept=plan.outside["gradients"] + plan.outside["outputs"] + plan.numbers,
+        during=max(plan.outside_profile, default=0),
+        kept=plan.outside["gradients"] + plan.outside["outputs"],
         temporaries=temporaries,
         given_back=True,
     )

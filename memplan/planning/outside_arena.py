@@ -137,7 +137,6 @@ def _without(plan: Plan, chosen: Sequence[_Candidate], options: PlanOptions) -> 
         division=plan.division,
         compress=plan.compress,
         code=plan.code,
-        numbers=plan.numbers,
     )
 
 

@@ -53,8 +53,6 @@ def check_consistency(plan: Plan) -> None:
         raise InvalidPlan(f"is {plan.solution.status.name.lower()}", where="solution.status")
     if plan.reserve < 0:
         raise InvalidPlan(f"{plan.reserve} bytes are less than none", where="reserve")
-    if plan.numbers < 0:
-        raise InvalidPlan(f"{plan.numbers} bytes are less than none", where="numbers")
     validate(plan.problem, plan.solution)
     if plan.eviction is not None:
         check_record(plan.graph, plan.eviction)

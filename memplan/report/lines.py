@@ -43,7 +43,6 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
         ("parameters", out.parameters, ""),
         ("optimizer state", out.optimizer_state, ""),
         ("constants", out.constants, f"{format_bytes(out.folded)} of it computed once" if out.folded else ""),
-        *((("numbers", out.numbers, "that kernels take as tensors"),) if out.numbers else ()),
         *((("reserve", out.reserve, "what the step does not show"),) if out.reserve else ()),
         *((("libraries' workspaces", None, _WORKSPACES),) if out.workspaces else ()),
         ("outside the arena", report.outside_total, "all of these"),

@@ -30,8 +30,8 @@ class Outside:
     results that need less here than in the arena, `fallbacks` results of ops without an `out=` kernel, `temporaries`
     what kernels allocate internally: each the most at any one step. `during` is the most that these five hold together
     at one step, which is less than their sum if their peaks are at different steps. `inputs`, `parameters` and
-    `constants` exist before the step, as do `numbers`, which kernels take as tensors; `reserve` is what the user
-    reserved. `workspaces`: libraries of the device may keep memory that no plan knows.
+    `constants` exist before the step; `reserve` is what the user reserved. `workspaces`: libraries of the device may
+    keep memory that no plan knows.
     """
 
     outputs: int
@@ -47,14 +47,13 @@ class Outside:
     constants: int
     folded: int
     reserve: int
-    numbers: int
     workspaces: bool
 
     @property
     def total(self) -> int:
         """The most bytes outside the arena: what `Plan.total` adds to the arena."""
         model = self.parameters + self.optimizer_state + self.constants
-        return self.during + self.inputs + self.tangents + model + self.reserve + self.numbers
+        return self.during + self.inputs + self.tangents + model + self.reserve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +298,6 @@ def _outside(plan: Plan) -> Outside:
         during=max(plan.outside_profile, default=0),
         folded=plan.graph.folded_bytes,
         reserve=plan.reserve,
-        numbers=plan.numbers,
         workspaces=plan.on_accelerator,
     )
 

@@ -3,7 +3,7 @@
 In: a `Plan` and a `TracedGraph`. Out: a `CompiledModule` or `CompiledStep`. Start at `api/` (what users call). A call
 goes through `guards/` (is it the step that was planned?) and `execute/` (autograd, generated code); `memory/` holds
 the arena, `kernels/` chooses the callable of each op, `codegen/` generates the code of the step. Beside them:
-`copies/`, `profiling/`, `on_demand/`, `debug/`, `recorded.py`, and `dynamo/` (the torch.compile backend).
+`copies/`, `profiling/`, `debug/`, `recorded.py`, and `dynamo/` (the torch.compile backend).
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
 
 from memplan.core.plan import Plan
 from memplan.core.timed import timed
@@ -16,10 +13,9 @@ from memplan.planning.fit import plan_again
 from memplan.planning.measured import no_more_than_eager
 from memplan.planning.outside_arena import plan_partly_outside
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.kernels.callables import bytes_of_numbers, scalars_as_tensors
-from memplan.runtime.options import RunOptions
+from memplan.runtime.options import CompileOptions, RunOptions
 from memplan.trace.graph.remap_to_plan import outside_as_in
-from memplan.trace.traced import KernelCall, TracedGraph
+from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import CapturedCall
 
 _TRIES = 4
@@ -36,21 +32,11 @@ class Built:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """The results of a trial run: `transient` are the bytes that each op of `traced` allocates outside the arena while
-    it, or an op that computes it again, runs; `plan` is the plan that was tried, whose `numbers` are known."""
+    it, or an op that computes it again, runs; `plan` is the plan that was tried."""
 
     traced: TracedGraph
     plan: Plan
     transient: tuple[int, ...]
-
-    def settle(self, options: RunOptions, *, room: int = 0) -> tuple[TracedGraph, Plan]:
-        """Return the step with a plan by `options`, made with all that is known of it.
-
-        `room`: the bytes of an arena that exists already.
-        """
-        reserve, numbers = options.reserved, self.plan.numbers
-        counted = replace(options, reserve=reserve + numbers)  # what is kept between steps is not for the arena
-        traced, plan = counted.settle(self.traced, None, room=room, transient=self.transient)
-        return traced, replace(plan, reserve=reserve, numbers=numbers)
 
 
 def build_measured(
@@ -106,12 +92,7 @@ def first_program(
     def build(known: Sequence[Measured | None]) -> Sequence[Built]:
         """Return the program, planned with what is measured of it."""
         if known[0] is None:
-            try:
-                settled, plan = options.settle(traced, retracer, given, room=room or 0)
-            except BudgetInfeasible as error:
-                if given is None and error.where == "budget":
-                    _count_numbers(error, traced)
-                raise
+            settled, plan = options.settle(traced, retracer, given, room=room or 0)
         else:
             settled, plan = replan(options, known[0], room=room or 0)
         with timed(f"making the program of {plan.model}, and running it once"):
@@ -144,23 +125,6 @@ def _with_arena(plan: Plan, room: int) -> int:
     return plan.on_device + max(room - plan.arena_size, 0)
 
 
-def _count_numbers(error: BudgetInfeasible, traced: TracedGraph) -> None:
-    """Add the numbers that the program would keep as tensors to the budget that an error says is enough.
-
-    They are not in a plan before its program is made. Which of them it keeps is chosen then: these are the most.
-    """
-    calls = (kernel for kernel in traced.kernels if isinstance(kernel, KernelCall))
-    made: dict[Any, torch.Tensor] = {}
-    for call in calls:
-        scalars_as_tensors(call, traced.graph, made)
-    numbers = bytes_of_numbers(made.values(), traced.device)
-    before, after = error.smallest, error.smallest + numbers
-    said = f"{before} bytes ({format_bytes(before)})"
-    if numbers and error.hint is not None and said in error.hint:
-        error.hint = error.hint.replace(said, f"{after} bytes ({format_bytes(after)})")
-        error.smallest = after
-
-
 def discard(made: Sequence[Built]) -> None:
     """Free the arena of programs that nobody will run, although there may still be references to them."""
     for one in made:
@@ -184,7 +148,7 @@ def replan(options: RunOptions, known: Measured, *, room: int = 0) -> tuple[Trac
 
     `room`: the bytes of an arena that exists already.
     """
-    return known.settle(options.again(known.plan), room=room)
+    return options.again(known.plan).settle(known.traced, None, room=room, transient=known.transient)
 
 
 def smaller_plan(options: RunOptions, built: Built) -> tuple[TracedGraph, Plan] | None:
@@ -209,6 +173,25 @@ def _as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGraph, 
     saved = not (options.cuda_graph or options.sanitize)  # no sanitizer sees what each call allocates
     found = no_more_than_eager(built.runner.plan, traced.graph, known.transient, options, saved=saved)
     return None if found is None else (outside_as_in(traced, found, gradients=True), found)
+
+
+def require_room(options: CompileOptions, plan: Plan, held: int) -> None:
+    """Raise `BudgetInfeasible` if another call of `plan` in flight, beside arenas of `held` bytes, breaks a budget."""
+    kept = plan.eviction
+    if kept is None:
+        return
+    total = (options.budget, kept.budget, plan.total + held)
+    arena = (options.arena_budget, kept.arena_budget, plan.arena_size + held)
+    for given, limit, need in (total, arena):
+        if given is not None and limit is not None and need > limit:
+            raise BudgetInfeasible(
+                f"another call while one waits for its backward needs {format_bytes(need)} in all, the budget is "
+                f"{format_bytes(limit)}",
+                op="",
+                smallest=need,
+                where="a second call in flight",
+                hint=f"call backward first, drop what the earlier call returned, or give at least {need} bytes",
+            )
 
 
 def adopt_need(runner: Runner) -> None:

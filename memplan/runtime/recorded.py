@@ -7,6 +7,7 @@ until its release; the solver assigns offsets. With the allocator, later runs ca
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,6 @@ from memplan.errors import MemplanError, UnsupportedCall
 from memplan.recording.allocator import Allocator, cuda_backing
 from memplan.recording.tape import Tape, TapeEvent, lives, make_tape, solve_lanes
 from memplan.report.text_diagrams import partition_table
-from memplan.runtime.kernels.pool_placement import cuda_runtime
 from memplan.solvers import Solver, solve
 
 _SHOWN = 10  # buffers at the peak that a report lists
@@ -177,7 +177,7 @@ def install_allocator() -> None:
         raise UnsupportedCall(
             "CUDA is in use already, with another allocator", where="install_allocator", hint=hint, see="recorded"
         )
-    allocator = Allocator(cuda_backing(cuda_runtime()))
+    allocator = Allocator(cuda_backing(_cuda_runtime()))
     made = torch._C._cuda_customAllocator(*allocator.pointers)
     try:
         torch.cuda.memory.change_current_allocator(torch.cuda.memory._CUDAAllocator(made))
@@ -328,3 +328,8 @@ def _peak(events: Sequence[TapeEvent]) -> int:
         now += event.nbytes
         peak = max(peak, now)
     return peak
+
+
+def _cuda_runtime() -> ctypes.CDLL:
+    """Return the CUDA runtime library that torch has loaded."""
+    return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")

@@ -30,7 +30,7 @@ from memplan.trace.kernel_scratch import KernelScratch
 from memplan.trace.optimizer.update_bytes import NONE, MakeOptimizer, UpdateBytes, update_bytes
 from memplan.trace.planning import plan_step
 from memplan.trace.step_example import StepExample, batch_of, floating_type
-from memplan.trace.traced import TracedGraph, number_bytes
+from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import trace
 
 Make = Callable[[int], tuple[Any, ...]]
@@ -162,7 +162,7 @@ class _StepPlans:
         need, update = self._need(plan), self._known_update
         if own is not None:
             self._needs[own] = need.total
-        eager = eager_total(traced.graph, plan.temporaries or ()) + need.state + plan.numbers
+        eager = eager_total(traced.graph, plan.temporaries or ()) + need.state
         made = Fits(
             model=plan.model,
             capacity=self.capacity,
@@ -206,8 +206,7 @@ class _StepPlans:
                 return plan_step(traced, None, options)[1]
             transient = self._scratch.of_graph(traced.graph, traced.kernels)
             plan = plan_step(traced, None, options, transient=transient)[1]
-            plan = plan if options.has_budget else with_temporaries(plan, transient)
-            return replace(plan, numbers=number_bytes(traced.graph, traced.kernels))
+            return plan if options.has_budget else with_temporaries(plan, transient)
 
     @contextmanager
     def _stage(self, doing: str) -> Iterator[None]:

@@ -29,8 +29,7 @@ from memplan.core.plan import Plan
 from memplan.devices.streams import new_event, record, synchronizer
 from memplan.errors import BudgetInfeasible
 from memplan.planning.options import PlanOptions
-from memplan.runtime.copies.copies import Direction
-from memplan.runtime.copies.copy_streams import StreamCopies, StreamCopy
+from memplan.runtime.copies.copies import Direction, StreamCopies, StreamCopy
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.memory import stream_ordering
 from memplan.trace import plan_traced, trace

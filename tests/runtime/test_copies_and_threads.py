@@ -66,7 +66,8 @@ def test_a_copy_is_compiled_and_independent(how: str) -> None:
     twin = COPIES[how](compiled)
     assert isinstance(twin, CompiledModule)
     assert not twin.training
-    assert twin.plan.fingerprint == compiled.plan.fingerprint
+    with pytest.raises(InputMismatch, match="its first call"):
+        twin.plan  # noqa: B018
     for module in (compiled, twin):
         module.train()
     before = [p.clone() for p in twin.parameters()]
@@ -85,10 +86,6 @@ def test_a_shallow_copy_shares_parameters_and_not_the_arena() -> None:
 
 
 def test_what_cannot_be_copied_says_so() -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        compiled = compile(nn.Linear(8, 4), _x())
-    with pytest.raises(UnsupportedCall, match="autocast"):
-        copy.deepcopy(compiled)
     net = nn.Linear(8, 4)
     step = compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), lambda out: out.sum(), _x())
     for attempt in (copy.deepcopy, copy.copy, pickle.dumps):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,17 +16,8 @@ from benchmarks.zoo import ZOO
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime import compile, compile_step
 from memplan.runtime.execute import recorders
-from memplan.runtime.kernels.pool_placement import Placer
 from tests.slow import slow
 from tests.steps import loss_of, outcome_after
-
-
-class Nowhere:
-    """Lets nothing be made anywhere: results are copied to their place."""
-
-    @contextmanager
-    def at(self, address: int, nbytes: int, *, alone: bool) -> Iterator[None]:
-        yield
 
 
 class Rerun:
@@ -40,9 +30,6 @@ class Rerun:
 
     def warm_up(self, function: Callable[[], Any]) -> None:
         function()
-
-    def placer(self, low: int, high: int) -> Placer:
-        return Nowhere()
 
     def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         self.recorded += 1

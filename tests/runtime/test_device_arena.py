@@ -125,7 +125,7 @@ def test_everything_is_counted(net: SeveralResults, x: torch.Tensor) -> None:
     assert plan.arena_size <= plan.eviction.arena_budget
     assert {s.device for s in plan.graph.storages if s.planned} == {"cpu:0"}
     assert {s.device for s in plan.graph.storages if not s.planned} == {"cpu"}
-    assert plan.on_device == plan.arena_size + max(plan.transient) + plan.numbers
+    assert plan.on_device == plan.arena_size + max(plan.transient)
     touched = {plan.graph.values[v].storage for op in plan.graph.ops if op.target.startswith("aten") for v in op.reads}
     assert all(plan.graph.storages[s].planned for s in touched)
     tracker = Tracker()

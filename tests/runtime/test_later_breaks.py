@@ -13,7 +13,7 @@ from torch import nn
 
 import memplan
 from memplan.errors import BudgetInfeasible, UnsupportedGraph
-from memplan.runtime.api import recompile
+from memplan.runtime.api.builder import Builder
 from tests.runtime.reference import same_gradients
 from tests.steps import assert_same_step
 
@@ -148,7 +148,7 @@ def test_a_second_compilation_that_fails_leaves_the_first(monkeypatch: pytest.Mo
     model, eager = _models(BreaksInEval)
     compiled = memplan.compile(model, _x(0))
     waiting = compiled(_x(0)).sum()
-    monkeypatch.setattr(recompile, "compile_example", _fails)
+    monkeypatch.setattr(Builder, "build", _fails)
     with pytest.raises(RuntimeError, match="no memory"):
         compiled(_x(1))
     waiting.backward()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.runtime.guards.layout_guards import LayoutGuards
+from memplan.runtime.guards.input_guards import LayoutGuards
 
 
 def _tensors() -> list[torch.Tensor]:

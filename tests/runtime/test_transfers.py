@@ -12,8 +12,7 @@ import torch
 
 from memplan.core.evictions import DeviceArena
 from memplan.core.graph import Value
-from memplan.runtime.copies.copies import Direction
-from memplan.runtime.copies.copy_streams import StreamCopies
+from memplan.runtime.copies.copies import Direction, StreamCopies
 from memplan.runtime.copies.copy_threads import ThreadCopies
 from memplan.runtime.memory.arena import Arena, Arenas, view_of
 

@@ -13,10 +13,11 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.plan import Plan
+from memplan.devices.host_memory import pin
+from memplan.devices.kinds import is_accelerator
 from memplan.errors import InputMismatch
 from memplan.evict.feedback import RecordingPolicy
 from memplan.planning.planfile import require_budget
-from memplan.runtime.api.example_leaves import without_tensors
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.recorders import Recorder, make_recorder
 from memplan.runtime.execute.runner import Runner
@@ -30,7 +31,6 @@ from memplan.runtime.measured_budget import (
 )
 from memplan.runtime.memory.arena import Arena, NewArenas, arena_for, grown
 from memplan.runtime.memory.arena_parts import ObservedOwnership, part_of
-from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from memplan.runtime.kernels.kernel_selection import BoundOp
     from memplan.symbolic import SymbolicPlan
     from memplan.trace.dynamic.dims import SymbolicTrace
+
 
 _Made = TypeVar("_Made")
 
@@ -93,7 +94,7 @@ class Builder:
 
         with torch.inference_mode(False):
             runner = self._by_default(make)
-            forget_example(runner)
+            runner.forget_example()
         if given is not None and given.eviction is not None:  # other programs keep that budget too
             self.options = self.options.keeping(given)
         return runner
@@ -120,7 +121,7 @@ class Builder:
                 built = build_measured(build, 1, alone=True)[0]
             (policy,), traced, runner = decided, built.traced, built.runner
             if policy.events is None:
-                forget_example(runner)
+                runner.forget_example()
                 return runner, None
             return runner, guide_of(self.options, traced, runner, policy, partial(self.assemble, traced))
 
@@ -265,12 +266,6 @@ class Builder:
         return found
 
 
-def forget_example(runner: Runner) -> None:
-    """Keep no tensors of the example of a program that was tried: nobody else may hold them."""
-    others = [*runner.parameter_guards.tensors(), *(b.tensor for b in runner.traced.bindings if b.tensor is not None)]
-    runner.forget_example(without_tensors(runner.example, others))
-
-
 def _nothing_beside(options: CompileOptions, plan: Plan) -> None:
     """Free nothing: there are no other arenas of the model."""
 
@@ -289,3 +284,16 @@ def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                 hint=hint,
                 see="no-numbers",
             )
+
+
+def prepare_host(model: nn.Module, traced: TracedGraph, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Pin the parameters, buffers and optimizer state that a step on an accelerator copies from and to the host.
+
+    Their bytes move to page-locked memory, once; the tensors stay the same objects.
+    """
+    if traced.runs_on and is_accelerator(traced.device):
+        pin(model.parameters())
+        pin(model.buffers())
+        if optimizer is not None:
+            state = (t for state in optimizer.state.values() for t in state.values())
+            pin(t for t in state if isinstance(t, torch.Tensor))

@@ -171,7 +171,7 @@ def compiled_by(
     if parallelism is not None:
         return DividedModule(model, args, kwargs, parallelism=parallelism, options=options, train=train, given=given)
     try:
-        return CompiledModule(model, args, kwargs, options=options, train=train, given=given)
+        return CompiledModule(model, options=options, train=train, example=(args, kwargs), given=given)
     except UnsupportedGraph as refused:
         if options.fullgraph:
             raise

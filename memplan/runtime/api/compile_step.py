@@ -20,11 +20,11 @@ from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Budget, Costs, Device
 from memplan.runtime.api.compiled_step import CompiledStep
+from memplan.runtime.api.eager_step import eager_step
 from memplan.runtime.api.loss_module import LossModule
 from memplan.runtime.api.step_builder import StepBuilder
 from memplan.runtime.api.step_then_update import step_of_graphs, step_then_update
 from memplan.runtime.guards.ranks import require_no_reducer
-from memplan.runtime.on_demand.eager_step import eager_step
 from memplan.runtime.options import StepOptions, device_for, given_plan
 from memplan.schedule import Policy as SchedulePolicy
 from memplan.solvers import Solver

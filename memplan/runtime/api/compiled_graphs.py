@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,11 +11,9 @@ from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, UnsupportedGraph
-from memplan.runtime.api.compiled_module import CompiledModule, in_this_thread
-from memplan.runtime.api.pickling import in_modes, modes_by_name
-from memplan.runtime.api.several_graphs import SeveralGraphs, can_be_several
-from memplan.runtime.dynamo.backend import Backend
-from memplan.runtime.guards.call_kinds import CallKind, kind_of_call
+from memplan.runtime.api.compiled_module import CompiledModule, in_this_thread, rebuilt
+from memplan.runtime.dynamo.backend import Backend, SeveralGraphs, can_be_several
+from memplan.runtime.guards.input_guards import CallKind, kind_of_call
 from memplan.runtime.options import CompileOptions
 from memplan.trace.capture.refusals import why_it_breaks
 
@@ -41,7 +38,7 @@ def several_graphs(
     """
     if given is not None or not can_be_several(refused, options):
         raise refused
-    compiled = CompiledGraphs(model, args, kwargs, options=options, train=train)
+    compiled = CompiledGraphs(model, options=options, train=train, kind=kind_of_call(args, kwargs))
     _log.warning(
         "%s is planned as several graphs, because one cannot hold it: %s; .plan is complete after the first step",
         type(model).__name__,
@@ -71,12 +68,12 @@ class CompiledGraphs(CompiledModule):
     """
 
     _graphs: SeveralGraphs
-    _example: CallKind
+    _kind: CallKind
 
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Plan | None) -> None:
-        """Prepare the backend; the graphs are traced at their first call."""
-        several = SeveralGraphs(self._original, self._calls.options, self.hooks)
-        self.__dict__.update(_graphs=several, _example=kind_of_call(args, kwargs))
+    def __init__(self, model: nn.Module, *, options: CompileOptions, train: bool | None, kind: CallKind) -> None:
+        """Prepare the backend; the graphs are traced at their first call. `kind`: that of the example's call."""
+        super().__init__(model, options=options, train=train)
+        self.__dict__.update(_graphs=SeveralGraphs(model, options, self.hooks), _kind=kind)
 
     def _taken(self) -> tuple[()]:
         return ()
@@ -108,7 +105,7 @@ class CompiledGraphs(CompiledModule):
         if torch.compiler.is_compiling() and in_this_thread():
             return self._original(*args, **kwargs)
         if self._calls.options.on_mismatch == "error":
-            require_same(self._example, kind_of_call(args, kwargs))
+            require_same(self._kind, kind_of_call(args, kwargs))
         without_gradients = torch.no_grad() if self._calls.train is False else contextlib.nullcontext()
         with without_gradients:
             return self._graphs(*args, **kwargs)
@@ -131,9 +128,8 @@ class CompiledGraphs(CompiledModule):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what compiles a copy again: graphs and addresses cannot be copied or pickled."""
-        modes = [module.training for module in self._original.modules()]
-        settings = {"options": self._calls.options, "train": self._calls.train}
-        return _remade, (self._original, self._example, settings, modes)
+        settings = {"options": self._calls.options, "train": self._calls.train, "kind": self._kind}
+        return rebuilt, (CompiledGraphs, self._original, settings)
 
 
 def require_same(example: CallKind, call: CallKind) -> None:
@@ -142,11 +138,3 @@ def require_same(example: CallKind, call: CallKind) -> None:
         pairs = zip(example[1], call[1], strict=False)
         what = next((f"was made for {a}, and is called with {b}" for a, b in pairs if a != b), "was made for others")
         raise InputMismatch(f"the plan {what}", where="the call", hint='choose on_mismatch="replan" or "eager"')
-
-
-def _remade(model: nn.Module, example: CallKind, settings: Mapping[str, Any], modes: list[bool]) -> CompiledGraphs:
-    """Return a copy of a `CompiledGraphs`, of a copy of its model."""
-    with in_modes(model, modes_by_name(model, list(model.modules()), modes)):
-        made = CompiledGraphs(model, (), {}, **settings)
-    made.__dict__["_example"] = example
-    return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,14 +10,12 @@ from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.runtime.api.module_calls import ModuleCalls
-from memplan.runtime.api.pickling import modes_by_name, rebuild, recipe
-from memplan.runtime.api.recompile import CopyOfCompiled
+from memplan.runtime.api.on_demand_offload import OnDemandOffload
 from memplan.runtime.api.shared_module import SharedModule
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.guards import transforms
-from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload
 from memplan.runtime.options import CompileOptions
-from memplan.runtime.profiling.measurement import Measurement
+from memplan.runtime.profiling.op_timer import Measurement
 from memplan.runtime.profiling.profile_guided import MeasuredStep
 
 if TYPE_CHECKING:
@@ -35,7 +33,8 @@ class CompiledModule(SharedModule, MeasuredStep):
 
     Attributes:
         plan: The plan of training calls (of every call if compiled with `train=False`; of evaluations in a copy that
-            has only evaluated so far). With `dynamic_shapes`, the plan of the example's shapes.
+            has only evaluated so far). With `dynamic_shapes`, the plan of the example's shapes. A copy has one from its
+            first call on.
         symbolic: With `dynamic_shapes`, the plan for all shapes; else None.
         hooks: The hooks that are called with the events of its steps: `hooks.add(function)`.
         passive: With `on_mismatch="passive"`, the state of the last call that ran without a plan; else None.
@@ -54,42 +53,24 @@ class CompiledModule(SharedModule, MeasuredStep):
     def __init__(
         self,
         model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
         *,
         options: CompileOptions,
         train: bool | None = None,
+        example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
         given: Plan | None = None,
-        copied_in: Mapping[str, bool] | list[bool] | None = None,
+        together: bool = False,
     ) -> None:
-        """Compile `model` for the example inputs.
+        """Compile `model` for the example inputs; for its first call where there is none, as in a copy.
 
-        `copied_in`: as a copy of a module that was compiled in these training flags, which is compiled when first used;
-        a list has them in the order of the submodules.
+        `together`: as in `Builder`.
         """
         super().__init__(model)
-        hooks, copied = Hooks(), None
-        if copied_in is not None:
-            if isinstance(copied_in, list):
-                copied_in = modes_by_name(model, list(model.modules()), copied_in)
-            copied = CopyOfCompiled(
-                model=model,
-                hooks=hooks,
-                options=options,
-                example=(args, kwargs),
-                train=train,
-                given=given,
-                modes=copied_in,
-            )
-        calls = ModuleCalls(model, options, hooks, train, copied=copied)
+        hooks = Hooks()
+        calls = ModuleCalls(model, options, hooks, train, together=together)
         # without nn.Module.__setattr__: the model may have a submodule of any name
         self.__dict__.update(hooks=hooks, _calls=calls)
-        if copied is None:
-            self._compile(args, kwargs, given)
-
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Plan | None) -> None:
-        """Build the program of the example inputs."""
-        self._calls.compile((args, kwargs), given)
+        if example is not None:
+            calls.compile(*example, given)
 
     @property
     def plan(self) -> Plan:
@@ -99,15 +80,15 @@ class CompiledModule(SharedModule, MeasuredStep):
     @property
     def symbolic(self) -> SymbolicPlan | None:
         """With `dynamic_shapes`, the plan for all shapes; else None."""
-        return self._calls.compilation.symbolic
+        return self._calls.symbolic
 
     @property
     def passive(self) -> OnDemandOffload | None:
         """With `on_mismatch="passive"`, the state of the last call that ran without a plan; else None."""
-        return self._calls.fallbacks.passive
+        return self._calls.passive
 
     def _taken(self) -> Sequence[Measurement]:
-        return self._calls.compilation.measurements
+        return self._calls.measurements
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, with the arguments of the original.
@@ -146,21 +127,14 @@ class CompiledModule(SharedModule, MeasuredStep):
         return int(self._calls.selector.pool_bytes)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return what compiles a copy again: addresses in an arena cannot be copied or pickled."""
-        calls = self._calls
-        of_copy = calls.copied
-        if of_copy is not None and (not calls.is_compiled or calls.selector.evaluates):
-            # a copy that was not used so far, or only evaluated: its copies can train too
-            settings = {"options": of_copy.options, "train": calls.train, "given": of_copy.given}
-            return rebuild, (CompiledModule, self._original, of_copy.example, {**settings, "copied_in": of_copy.modes})
-        of = calls.compilation
-        options, given = of.builder.options, of.given
-        if of.guide is not None:
-            options = of.options
-        elif of.measurements:
-            given = of.plan
-        made = recipe(self._original, of.selector.main, options, given, of.selector.main_modes_by_name, calls.train)
-        return rebuild, (CompiledModule, *made)
+        """Return what compiles a copy at its first call: addresses in an arena cannot be copied or pickled."""
+        settings = {"options": self._calls.options_of_copy, "train": self._calls.train}
+        return rebuilt, (CompiledModule, self._original, settings)
+
+
+def rebuilt(make: Callable[..., CompiledModule], model: nn.Module, settings: dict[str, Any]) -> CompiledModule:
+    """Return a copy of a compiled module, of a copy of its model."""
+    return make(model, **settings)
 
 
 def in_this_thread() -> bool:

@@ -13,16 +13,15 @@ from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, MemplanError, UnsupportedCall
+from memplan.runtime.api.on_demand_offload import OnDemandOffload, offload_for, offload_within
 from memplan.runtime.api.select import require_autocast
 from memplan.runtime.api.step_builder import StepBuilder, StepPlan
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
-from memplan.runtime.guards.call_kinds import TensorKind, kind_of_call
-from memplan.runtime.guards.module_guards import COMPILE_AGAIN
+from memplan.runtime.guards.input_guards import TensorKind, kind_of_call
 from memplan.runtime.memory.arena import dtype_of
-from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, offload_for, offload_within
 from memplan.runtime.profiling.profile_guided import MeasuredStep
 from memplan.trace.capture.joint_graph import autocast_dtype
 
@@ -74,19 +73,14 @@ class CompiledStep(MeasuredStep):
         self.passive: OnDemandOffload | None = None
         self.accumulate = builder.options.accumulate
         self.pending = 0
-        self.hooks = Hooks()
+        self.hooks = builder.hooks
         self._builder, self._module_guards = builder, builder.guards
         self._on_mismatch = builder.options.on_mismatch
         self._eager = eager
         self._main = self._last = main
         self._refused: set[Any] = set()  # kinds of calls that cannot be planned
         self._warned = False
-        self._guides = tuple(builder.guides)
-        updating = main.updating.runner
-        self._measurements = next((g.measurements for g in self._guides if g.runner is updating), [])
-        self._attached: list[Runner] = []
-        self._attach()
-        self._plan = updating.plan
+        self._measurements = next((g.measurements for g in builder.guides if g.runner is self._updating), [])
         self._tangents: dict[Any, torch.Tensor] = {}
 
     def __call__(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
@@ -124,7 +118,7 @@ class CompiledStep(MeasuredStep):
             if isinstance(found, torch.Tensor):
                 return found
             ready = found
-        if self._guides:
+        if self._builder.guides:
             ready = self._advanced(ready)
         loss = self._run(ready, update=update)
         self.pending = (self.pending + 1) % self.accumulate
@@ -140,11 +134,10 @@ class CompiledStep(MeasuredStep):
     def _ready(self, plan: StepPlan, batch: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> _Ready:
         """Return what runs a call by a plan, after all checks. Raises `InputMismatch` if it is not for the call."""
         guards = self._module_guards
-        if plan.forgotten:
-            what = "the model has changed since the plan was made"
-            raise InputMismatch(what, where="the model", hint=COMPILE_AGAIN, see="other-model")
         guards.require_modes(plan.modes)
         program = plan.updating if update or plan.adding is None else plan.adding
+        if program.runner.arena.ownership.released:
+            self._builder.again(program)
         require_autocast(program.runner)
         leaves = program.runner.input_guards.flatten(batch, kwargs, training=True)
         self._last = plan
@@ -159,21 +152,12 @@ class CompiledStep(MeasuredStep):
     @property
     def plan(self) -> Plan:
         """The plan that it runs."""
-        return self._plan
+        return self._updating.plan
 
     @property
     def _updating(self) -> Runner:
         """The program of the example batch that updates the parameters."""
         return self._main.updating.runner
-
-    def _attach(self) -> None:
-        """Let the hooks observe programs that are new."""
-        runners = [one.runner for plan in (*self._builder.plans, self._main) for one in plan.programs]
-        for runner in runners:
-            if not any(runner is known for known in self._attached):
-                self.hooks.attach(runner)
-        self._attached = runners
-        self._guides = tuple(g for g in self._builder.guides if not g.done)
 
     # -- calls that differ -------------------------------------------------------------------------------
 
@@ -213,7 +197,6 @@ class CompiledStep(MeasuredStep):
             self._refused.add(kind)
             self._warn(reason, f"it cannot be planned ({error.what})")
             return self._run_eagerly(reason, batch, kwargs, update=update, quiet=True)
-        self._attach()
         return self._ready(plan, batch, kwargs, update=update)
 
     def _by_another_plan(self, batch: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> _Ready | None:
@@ -270,14 +253,13 @@ class CompiledStep(MeasuredStep):
     def _advanced(self, ready: _Ready) -> _Ready:
         """Return the call with the runner that replaces its runner from now on, if its guide has chosen one."""
         runner = ready.runner
-        guide = next((g for g in self._guides if g.runner is runner), None)
+        guide = next((g for g in self._builder.guides if g.runner is runner), None)
         if guide is None or not guide.ready:
             return ready
         try:
             new = guide.next_runner()
         finally:
-            self._guides = tuple(g for g in self._guides if not g.done)
-            self._builder.guides = list(self._guides)
+            self._builder.guides = [g for g in self._builder.guides if not g.done]
         if guide.done:  # no other plan is tried
             new.forget_example()
         if new is runner:
@@ -286,10 +268,6 @@ class CompiledStep(MeasuredStep):
             for one in plan.programs:
                 if one.runner is runner:
                     one.runner = new
-        self.hooks.attach(new)
-        self._attached.append(new)
-        if self.plan is runner.plan:
-            self._plan = new.plan
         return replace(ready, runner=new, current=new.checked(ready.leaves))
 
     def _tangent(self, runner: Runner) -> torch.Tensor:

@@ -12,13 +12,8 @@ from memplan.distributed.agreement import Agreement
 from memplan.distributed.parallelism import Parallelism
 from memplan.distributed.step_ranks import ParallelGuards, StepRanks, batch_lines, option_lines, require_call_options
 from memplan.errors import InputMismatch, UnsupportedCall
-from memplan.runtime.api.builder import Builder
-from memplan.runtime.api.compilation import Compilation
 from memplan.runtime.api.compiled_module import CompiledModule
-from memplan.runtime.api.module_calls import ModuleCalls
-from memplan.runtime.api.select import MAX_PROGRAMS, Selector, TooManyPrograms
-from memplan.runtime.api.shared_module import SharedModule
-from memplan.runtime.debug.hooks import Hooks
+from memplan.runtime.api.select import MAX_PROGRAMS, TooManyPrograms
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.options import CompileOptions
@@ -55,31 +50,20 @@ class DividedModule(CompiledModule):
         given: Plan | None = None,
     ) -> None:
         """Compile the model for the example inputs, together with the other ranks."""
-        SharedModule.__init__(self, model)
+        super().__init__(model, options=replace(options, gradients="outside"), train=train, together=True)
+        calls, asked = self._calls, self._calls.options
         with Agreement(parallelism.group) as ranks:
             require_call_options(options)
-            hooks = Hooks()
-            options = replace(options, gradients="outside")
-            builder = Builder(model, options, hooks, together=True)
             guards = ParallelGuards(model)
-            main = builder.build(args, kwargs, model.training if train is None else train, given)
+            calls.compile(args, kwargs, given)
+            main = calls.selector.main
             lines = [f"{key} {version}" for key, version in sorted(main.plan.versions.items())]
-            lines += [*option_lines(options), f"plan {'new' if given is None else 'given'}"]
+            lines += [*option_lines(asked), f"plan {'new' if given is None else 'given'}"]
             lines += batch_lines((args, kwargs)) if options.has_budget else []
             name = ranks.compare([*lines, *parallelism.lines, *_collectives(main)])
         together = StepRanks(parallelism.group)
         together.begin(name, [_collectives(main)])
         # without nn.Module.__setattr__: the model may have a submodule of any name
-        made = Compilation(
-            options=options,
-            given=given,
-            builder=builder,
-            selector=Selector(builder, main),
-            plan=main.plan,
-            backward_on_demand=False,
-        )
-        calls = ModuleCalls(model, options, hooks, train, made=made)
-        self.__dict__.update(hooks=hooks, _calls=calls)
         self.__dict__.update(_guards=guards, _together=together, _known=[_collectives(main)])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,118 +1,121 @@
 """`ModuleCalls`: runs the calls of a compiled module, and makes the programs that they need.
 
-A call is run by the program that it is for. Where there is none, one is made, or all are made again by other options:
-for several calls in flight, for a model that has changed, for all sizes. What no
-program can be for goes to `fallbacks.py`.
+A call is run by the program that it is for. Where there is none, one is made, or all are made again for the call that
+needs it: for several calls in flight, for a model that has changed, for all sizes. What one graph cannot hold runs as
+several, and what no program can be for runs as `on_mismatch` says.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.plan import Plan
-from memplan.errors import BudgetInfeasible, InputMismatch, MemplanError, StaleActivationsError, UnsupportedGraph
-from memplan.runtime.api.builder import Builder
-from memplan.runtime.api.compilation import Compilation, compile_example
-from memplan.runtime.api.fallbacks import Fallbacks
-from memplan.runtime.api.pending_calls import PendingCalls, several_can_wait
-from memplan.runtime.api.pickling import Example, example_of
-from memplan.runtime.api.recompile import (
-    CopyOfCompiled,
-    no_example,
-    of_all_sizes,
-    of_changed_model,
-    several_in_flight,
-    varying_sizes,
+from memplan.core.units import format_bytes
+from memplan.errors import (
+    BudgetInfeasible,
+    InputMismatch,
+    InvalidShapes,
+    MemplanError,
+    StaleActivationsError,
+    UnsupportedGraph,
 )
-from memplan.runtime.api.select import BeginsToTrain, RunsEagerly, Selector, TooManyPrograms
-from memplan.runtime.api.several_graphs import SeveralGraphs
+from memplan.runtime.api.builder import Builder
+from memplan.runtime.api.on_demand_offload import OnDemandOffload, offload_for, offload_within, run_within
+from memplan.runtime.api.pending_calls import PendingCalls, several_can_wait
+from memplan.runtime.api.select import MAX_PROGRAMS, RunsEagerly, Selector, TooManyPrograms
+from memplan.runtime.api.shapes import ShapedSelector, varying_sizes
 from memplan.runtime.debug.hooks import Hooks
+from memplan.runtime.dynamo.backend import SeveralGraphs, can_be_several
 from memplan.runtime.execute.runner import Runner
+from memplan.runtime.measured_budget import require_room
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import ArenaInUse, OneThread
 from memplan.runtime.memory.idle_arenas import give_back
 from memplan.runtime.options import CompileOptions
+from memplan.runtime.profiling.op_timer import Measurement
 from memplan.runtime.profiling.profile_guided import ProfileGuide
+from memplan.trace.capture.refusals import why_it_breaks
+
+if TYPE_CHECKING:
+    from memplan.symbolic import SymbolicPlan
 
 _log = logging.getLogger("memplan")
 _MAX_REBUILDS = 8  # times that all programs are made again because the model has changed
+_APART = "%s: a kind of call is planned as several graphs, because one cannot hold it: %s; .plan is that of the others"
+_SEVERAL = (
+    "%s: a call begins while another one waits for its backward; from now on each has a program of its own, and "
+    "gradients are outside of the arena"
+)
+_UNPLANNED = (
+    "%s: a call runs %s, without a plan: %s; it gets no program: %s; name the dimensions that vary in dynamic_shapes=, "
+    "call it in fewer ways, or compile another module for such calls; this is logged once"
+)
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 
 class ModuleCalls:
     """The calls of one compiled module: its programs, and what they become as calls differ.
 
     Attributes:
-        options: Those that it was compiled with.
+        options: Those by which its programs are made, with the budgets of a given plan.
         train: As in `memplan.compile`; None: calls of both kinds.
-        copied: What it is a copy of; None for a module that `memplan.compile` made.
         pending: The programs of calls in flight, once one began while another waited for its backward.
-        fallbacks: Runs calls that no program is for.
+        several: The graphs of calls that one graph cannot hold; None before the first such call.
+        passive: With `on_mismatch="passive"`, the state of the last call that ran without a plan; else None.
+        guide: Chooses the next program while steps are measured; else None.
+        measurements: What was measured so far.
+        symbolic: With `dynamic_shapes`, the plan for all shapes; else None.
         calling: Held by calls: one thread runs at a time.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        options: CompileOptions,
-        hooks: Hooks,
-        train: bool | None,
-        *,
-        made: Compilation | None = None,
-        copied: CopyOfCompiled | None = None,
+        self, model: nn.Module, options: CompileOptions, hooks: Hooks, train: bool | None, *, together: bool = False
     ) -> None:
-        """Make those of a model that is compiled (`made`), or is to be: by `compile`; a copy, at its first use."""
-        self.options, self.train, self.copied = options, train, copied
+        """Make those of a model that is compiled by `compile`, or at its first call. `together`: as in `Builder`."""
+        self.options, self.train = options, train
         self.pending: PendingCalls | None = None
+        self.several: SeveralGraphs | None = None
+        self.passive: OnDemandOffload | None = None
+        self.guide: ProfileGuide | None = None
+        self.measurements: Sequence[Measurement] = ()
+        self.symbolic: SymbolicPlan | None = None
         self.calling = OneThread()
-        self.fallbacks = Fallbacks(model, options, train, hooks, self._give_back_arena)
-        self._model, self._hooks = model, hooks
-        self._compilation = made
-        self._copy_refused: MemplanError | None = None
+        self._model, self._hooks, self._together = model, hooks, together
+        self._selector: Selector | None = None
+        self._plan: Plan | None = None
+        self._evaluates = False  # a copy that was called for an evaluation alone so far
         self._rebuilt = 0  # times that all programs were made again
         self._sizes_refused = False
+        self._warned: set[str] = set()
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether there is a program: a copy has none before it is used."""
-        return self._compilation is not None
+    def selector(self) -> Selector:
+        """Chooses the program of a call. Raises `InputMismatch` for a copy that was not called so far."""
+        if self._selector is None:
+            what = "a copy of a compiled module is compiled for its first call"
+            raise InputMismatch(what, where=self._name, hint="call it once", see="other-model")
+        return self._selector
 
     @property
-    def compilation(self) -> Compilation:
-        """The programs, and how further ones are made. A copy that was not used so far is compiled as it was copied."""
-        made = self._compilation
-        return self._of_copy() if made is None else made
+    def builder(self) -> Builder:
+        """Makes further programs."""
+        return self.selector.builder
 
     @property
     def plan(self) -> Plan:
         """The plan of training calls (of every call if compiled with `train=False`)."""
         running = None if self.pending is None else self.pending.plan_of(self.selector.main)
-        return self.compilation.plan if running is None else running
-
-    @property
-    def several(self) -> SeveralGraphs | None:
-        """The graphs of calls that one graph cannot hold; None before the first such call."""
-        return self.fallbacks.several
-
-    @property
-    def selector(self) -> Selector:
-        """Chooses the program of a call."""
-        return self.compilation.selector
-
-    @property
-    def builder(self) -> Builder:
-        """Makes further programs."""
-        return self.compilation.builder
-
-    @property
-    def guide(self) -> ProfileGuide | None:
-        """Chooses the next program while steps are measured; else None."""
-        return self.compilation.guide
+        return running or self._plan or self.selector.main.plan
 
     @property
     def arena(self) -> Arena:
@@ -120,176 +123,86 @@ class ModuleCalls:
         shared = None if self.pending is None else self.pending.coordinator.shared
         return self.builder.arena or shared or self.selector.main.arena
 
-    def compile(self, example: Example, given: Plan | None) -> None:
+    @property
+    def options_of_copy(self) -> CompileOptions:
+        """The options by which a copy is compiled, with what was measured so far."""
+        return self.options if self._selector is None or self.guide is not None else self.builder.options
+
+    @property
+    def _name(self) -> str:
+        return type(self._model).__name__
+
+    # -- programs ----------------------------------------------------------------------------------------
+
+    def compile(self, args: Args, kwargs: Kwargs, given: Plan | None = None) -> None:
         """Build the program of the example inputs, by a `given` plan if there is one; others at their first call."""
-        args, kwargs = example
-        self._compilation = compile_example(
-            *(Builder(self._model, self.options, self._hooks), self.options, args, kwargs),
-            train=self._model.training if self.train is None else self.train,
-            backward_on_demand=self.train is None,
-            given=given,
-        )
+        self._make(self.options, args, kwargs, self._model.training if self.train is None else self.train, given=given)
+        if given is not None:
+            self.options = self.builder.options
 
-    def _of_copy(self) -> Compilation:
-        """Compile a copy as it was copied, and return what was made."""
-        assert self.copied is not None
-        try:
-            with self.calling:
-                if self._compilation is None:
-                    self._compilation = self.copied.as_copied()
-                return self._compilation
-        except (BudgetInfeasible, StaleActivationsError):
-            raise
-        except MemplanError as refused:
-            raise no_example(self._model, refused) from refused
+    def _compile_copy(self, args: Args, kwargs: Kwargs) -> None:
+        """Build the program of the first call of a copy; one that evaluates alone gets none with a backward."""
+        train = self._model.training and self._records(args, kwargs) if self.train is None else self.train
+        self._make(self.options, args, kwargs, train)
+        self._evaluates = self.train is None and not train
 
-    def _give_back_arena(self) -> None:
-        """Give the idle arena back until a program runs, because the original runs now."""
-        if self.is_compiled:
-            for arena in [self.arena] if self.pending is None else self.pending.arenas:
-                give_back(arena)
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model for the arguments of a call; programs are made, and made again, in here alone."""
-        with self.calling:
-            return self._run_alone(args, kwargs)
-
-    def _run_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call while no other thread runs one."""
-        if not self.is_compiled and (why := self._compile_copy(args, kwargs)) is not None:
-            return self.fallbacks.uncompiled(why, args, kwargs)
-        if self.pending is None:
-            try:
-                return self._call(args, kwargs)
-            except ArenaInUse:
-                if not several_can_wait(self.options):
-                    raise
-            self._let_calls_wait(args, kwargs)
-        assert self.pending is not None
-        with self.pending:
-            return self._call(args, kwargs)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a step. Raises `ArenaInUse` while another one waits for its backward in the only arena."""
-        try:
-            runner, leaves = self.selector.select(args, kwargs)
-            current = runner.current()
-        except (InputMismatch, BudgetInfeasible) as error:
-            return self._call_that_differs(error, args, kwargs)
-        except RunsEagerly as why:
-            return self.fallbacks.eagerly(why, self.compilation, args, kwargs)
-        except BeginsToTrain:
-            return self._begin_to_train(args, kwargs)
-        except UnsupportedGraph as refused:  # in this mode
-            return self._as_several(refused, refused, args, kwargs)
-        if self.guide is not None:
-            runner, current = self.compilation.measured(runner, current)
-        return self._run(runner, leaves, current, args, kwargs)
-
-    def _run(
+    def _make(
         self,
-        runner: Runner,
-        leaves: list[Any],
-        current: list[torch.Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run a program with the leaves of a call and the current parameters."""
+        options: CompileOptions,
+        args: Args,
+        kwargs: Kwargs,
+        train: bool,
+        *,
+        given: Plan | None = None,
+        pending: PendingCalls | None = None,
+    ) -> None:
+        """Build a first program by some options, for a call; the programs of before stay if that fails."""
+        builder = Builder(
+            self._model,
+            options,
+            self._hooks,
+            None if pending is None else pending.coordinator,
+            together=self._together,
+        )
         if self.several is not None:
-            self.several.make_room(self.options, runner.plan)
-        if self.pending is not None:
-            instance = self.pending.program(runner, self.selector.programs_of_calls)
-            if instance is None:
-                return self._model(*args, **kwargs)
-            runner, current = instance, instance.current()
-        try:
-            return runner(leaves, current, training=runner.traced.training)
-        except InputMismatch as shared:  # an input is a tensor that the step changes, which no plan is for
-            return self.fallbacks.without_plan(shared, shared, self.compilation, args, kwargs)
+            builder.make_room = self.several.make_room
+        on_demand, guide, symbolic = self.train is None and not self._together, None, None
+        selector: Selector
+        if options.dynamic_shapes is not None:
+            if given is not None:
+                what, hint = "a plan is for one shape", "leave plan= out: the symbolic plan is made when compiling"
+                raise InvalidShapes(what, where="plan with dynamic_shapes", hint=hint, see="one-shape")
+            selector = shaped = ShapedSelector(builder, args, kwargs, train=train, backward_on_demand=on_demand)
+            symbolic = shaped.family.plan
+        else:
+            if builder.measures:
+                main, guide = builder.guided(args, kwargs, train)
+            else:
+                main = builder.build(args, kwargs, train, given)
+            selector = Selector(builder, main, backward_on_demand=on_demand)
+        self.options, self._selector, self._plan, self.pending = options, selector, selector.main.plan, pending
+        self.guide, self.symbolic = guide, symbolic
+        self.measurements = self.measurements if guide is None else guide.measurements
 
-    def _call_that_differs(
-        self, differs: InputMismatch | BudgetInfeasible, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Do what `on_mismatch` says with a call for which there is no program yet."""
-        if self.options.on_mismatch != "replan" or isinstance(differs, BudgetInfeasible):
-            return self.fallbacks.without_plan(differs, None, self.compilation, args, kwargs)
-        try:
-            runner, leaves, current = self._replan(args, kwargs, differs)
-        except RunsEagerly as why:
-            return self.fallbacks.eagerly(why, self.compilation, args, kwargs)
-        except BeginsToTrain:
-            return self._begin_to_train(args, kwargs)
-        except TooManyPrograms:
-            if self._plan_all_sizes(args, kwargs):
-                return self._call(args, kwargs)
-            return self.fallbacks.without_plan(differs, None, self.compilation, args, kwargs)
-        except (BudgetInfeasible, StaleActivationsError):
-            raise
-        except UnsupportedGraph as refused:
-            return self._as_several(differs, refused, args, kwargs)
-        except MemplanError as refused:
-            return self.fallbacks.without_plan(differs, refused, self.compilation, args, kwargs)
-        return self._run(runner, leaves, current, args, kwargs)
+    def _records(self, args: Args, kwargs: Kwargs) -> bool:
+        """Return whether eager would record a call."""
+        tensors = (*self._model.parameters(), *pytree.tree_leaves((args, kwargs)))
+        return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
 
-    def _as_several(
-        self, differs: MemplanError, refused: UnsupportedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a call that one graph cannot hold."""
-        return self.fallbacks.as_several_graphs(differs, refused, self.compilation, self._made_way, args, kwargs)
-
-    def _made_way(self) -> bool:
-        """Free the arena for graphs that have another one, if nothing in it is in use; its programs are made anew."""
-        if self.pending is not None:
-            return self.pending.release()
-        try:
-            self.builder.free_arena()
-        except MemplanError:
-            return False
-        return True
-
-    def _begin_to_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compile a copy, which was only evaluated so far, as what it is a copy of was compiled, and call it."""
-        self.builder.free_arena()
-        if (refused := self._compile_copy(args, kwargs, self.builder)) is not None:
-            return self.fallbacks.uncompiled(refused, args, kwargs)
-        return self._call(args, kwargs)
-
-    def _compile_copy(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Builder | None = None
-    ) -> MemplanError | None:
-        """Compile a copy at its first call, or the first that trains: from the example, or from this call's inputs.
-
-        `before`: the builder of its evaluations. Returns why it cannot be compiled; None if it is.
-        """
-        copied = self.copied
-        assert copied is not None
-        refused: MemplanError | None = self._copy_refused
-        if self._rebuilt >= _MAX_REBUILDS:
-            return refused
-        for candidate in (copied.of_call(args, kwargs), copied.changed(args, kwargs)):
-            try:
-                made = candidate.run() if before is None else candidate.as_copied(before)
-            except (BudgetInfeasible, StaleActivationsError):
-                raise
-            except MemplanError as error:
-                refused = error
-                if self.options.on_mismatch != "replan":
-                    break
-                continue
-            self.copied = replace(candidate, example=example_of(made.selector.main))
-            self._compilation = made
-            return None
-        self._rebuilt, self._copy_refused = self._rebuilt + 1, copy.copy(refused)  # without its traceback
-        return refused
-
-    def _let_calls_wait(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compile for several calls in flight, because one begins while another waits for its backward."""
-        made, pending = several_in_flight(self.compilation, self.arena, (args, kwargs))
-        self._compilation = made
-        self.pending = pending
+    def _let_calls_wait(self, args: Args, kwargs: Kwargs) -> None:
+        """Make the programs again for several calls in flight, as one begins while another waits for its backward."""
+        options, before = replace(self.options, gradients="outside"), self.selector
+        if options.measures:
+            options = replace(options, costs=self.builder.options.costs)
+        require_room(options, before.main.plan, before.main.arena.nbytes)
+        pending = PendingCalls(options, self.arena)
+        like = before.like_example(args, kwargs)
+        with contextlib.nullcontext() if like is None else before.in_main_modes():
+            self._make(options, *(like or (args, kwargs)), before.main.traced.training, pending=pending)
+        _log.info(_SEVERAL, self._name)
 
     def _replan(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: InputMismatch
+        self, args: Args, kwargs: Kwargs, reason: InputMismatch
     ) -> tuple[Runner, list[Any], list[torch.Tensor]]:
         """Return a program for a call that differs from the example, or for a model that has changed.
 
@@ -311,19 +224,195 @@ class ModuleCalls:
             raise TooManyPrograms from None
         self._rebuilt += 1
         what = "%s: the model has changed; all its programs are made again (change %d of %d): %s"
-        _log.info(what, self.plan.model, self._rebuilt, _MAX_REBUILDS, changed.summary)
-        self._compilation = of_changed_model(self.compilation, args, kwargs)
+        _log.info(what, self._name, self._rebuilt, _MAX_REBUILDS, changed.summary)
+        self.builder.free_arena()
+        self._make(self.options, args, kwargs, self.selector.main.traced.training, pending=self.pending)
         runner, leaves = self.selector.select(args, kwargs)
         return runner, leaves, runner.current()
 
-    def _plan_all_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _plan_all_sizes(self, args: Args, kwargs: Kwargs) -> bool:
         """Compile for all sizes, if sizes are all in which this call and those with programs differ, and it can be."""
-        found = None if self._sizes_refused else varying_sizes(self.compilation, args, kwargs)
-        if found is None:
+        selector = self.selector
+        if self._sizes_refused or self.symbolic is not None:
             return False
-        made = of_all_sizes(self.compilation, *found)
-        if made is None:
+        sizes = varying_sizes(self._model.forward, selector.programs_of_calls, args, kwargs)
+        if sizes is None:
+            return False
+        try:
+            options = replace(self.options, dynamic_shapes=sizes)
+            self.builder.free_arena()
+            with selector.in_main_modes():
+                self._make(options, args, kwargs, selector.main.traced.training, pending=self.pending)
+        except ArenaInUse:
+            raise
+        except MemplanError as error:
+            _log.info("%s: no plan for all sizes: %s", self._name, error.summary)
             self._sizes_refused = True
             return False
-        self._compilation = made
+        _log.info("%s: sizes keep changing; one plan for all of them: %s", self._name, sizes)
         return True
+
+    def _measured(self, guide: ProfileGuide, runner: Runner) -> Runner:
+        """Return the program of a step: another program if enough of this one was measured."""
+        if guide.runner is not runner:  # it was made anew in a larger arena: what was measured is gone
+            self.guide = None
+            runner.forget_example()
+            return runner
+        if not guide.ready:
+            return runner
+        try:
+            runner = self.selector.main = guide.next_runner()
+        finally:
+            if guide.done:  # no other plan is tried
+                self.guide = None
+                self.selector.main.forget_example()
+        self._plan = runner.plan
+        if guide.measurements:
+            self.builder.options = replace(self.builder.options, costs=guide.measurements[-1].costs)
+        return runner
+
+    # -- calls -------------------------------------------------------------------------------------------
+
+    def run(self, args: Args, kwargs: Kwargs) -> Any:
+        """Run the model for the arguments of a call; programs are made, and made again, in here alone."""
+        with self.calling:
+            try:
+                if self._selector is None:
+                    self._compile_copy(args, kwargs)
+                elif self._evaluates and self._model.training and self._records(args, kwargs):
+                    self.builder.free_arena()
+                    self._compile_copy(args, kwargs)
+            except UnsupportedGraph as refused:
+                return self._as_several(refused, refused, args, kwargs)
+            if self.pending is None:
+                try:
+                    return self._call(args, kwargs)
+                except ArenaInUse:
+                    if not several_can_wait(self.options):
+                        raise
+                self._let_calls_wait(args, kwargs)
+            assert self.pending is not None
+            with self.pending:
+                return self._call(args, kwargs)
+
+    def _call(self, args: Args, kwargs: Kwargs) -> Any:
+        """Run a step. Raises `ArenaInUse` while another one waits for its backward in the only arena."""
+        try:
+            runner, leaves = self.selector.select(args, kwargs)
+            current = runner.current()
+        except (InputMismatch, BudgetInfeasible) as error:
+            return self._call_that_differs(error, args, kwargs)
+        except RunsEagerly as why:
+            return self._eagerly(str(why), args, kwargs)
+        except UnsupportedGraph as refused:  # in this mode
+            return self._as_several(refused, refused, args, kwargs)
+        if self.guide is not None and runner is self.selector.main:
+            runner = self._measured(self.guide, runner)
+            current = runner.current()
+        return self._run(runner, leaves, current, args, kwargs)
+
+    def _run(self, runner: Runner, leaves: list[Any], current: list[torch.Tensor], args: Args, kwargs: Kwargs) -> Any:
+        """Run a program with the leaves of a call and the current parameters."""
+        if self.several is not None:
+            self.several.make_room(self.options, runner.plan)
+        if self.pending is not None:
+            instance = self.pending.program(runner, self.selector.programs_of_calls)
+            if instance is None:
+                return self._model(*args, **kwargs)
+            runner, current = instance, instance.current()
+        try:
+            return runner(leaves, current, training=runner.traced.training)
+        except InputMismatch as shared:  # an input is a tensor that the step changes, which no plan is for
+            return self._without_plan(shared, shared, args, kwargs)
+
+    def _call_that_differs(self, differs: InputMismatch | BudgetInfeasible, args: Args, kwargs: Kwargs) -> Any:
+        """Do what `on_mismatch` says with a call for which there is no program yet."""
+        if self.options.on_mismatch != "replan" or isinstance(differs, BudgetInfeasible):
+            return self._without_plan(differs, None, args, kwargs)
+        try:
+            runner, leaves, current = self._replan(args, kwargs, differs)
+        except RunsEagerly as why:
+            return self._eagerly(str(why), args, kwargs)
+        except TooManyPrograms:
+            if self._plan_all_sizes(args, kwargs):
+                return self._call(args, kwargs)
+            return self._without_plan(differs, None, args, kwargs)
+        except (BudgetInfeasible, StaleActivationsError):
+            raise
+        except UnsupportedGraph as refused:
+            return self._as_several(differs, refused, args, kwargs)
+        except MemplanError as refused:
+            return self._without_plan(differs, refused, args, kwargs)
+        return self._run(runner, leaves, current, args, kwargs)
+
+    # -- calls without a program -------------------------------------------------------------------------
+
+    def _as_several(self, differs: MemplanError, refused: UnsupportedGraph, args: Args, kwargs: Kwargs) -> Any:
+        """Run a call that one graph cannot hold: as several graphs if that helps, else without a plan.
+
+        `differs`: how the call differs from the example; `refused` itself if it is in another mode.
+        """
+        options = self.options
+        if options.fullgraph and differs is refused:
+            raise refused
+        several = options.on_mismatch == "replan" and not options.fullgraph and can_be_several(refused, options)
+        if not several or not (self._made_way() or not options.has_budget):
+            return self._without_plan(differs, refused, args, kwargs)
+        if self.several is None:
+            _log.warning(_APART, self._name, why_it_breaks(refused))
+            self.several = SeveralGraphs(self._model, options, self._hooks)
+            if self._selector is not None:
+                self.builder.make_room = self.several.make_room
+        with torch.no_grad() if self.train is False else contextlib.nullcontext():
+            return self.several(*args, **kwargs)
+
+    def _made_way(self) -> bool:
+        """Free the arena for graphs that have another one, if nothing in it is in use; its programs are made anew."""
+        if self._selector is None:
+            return True
+        if self.pending is not None:
+            return self.pending.release()
+        try:
+            self.builder.free_arena()
+        except MemplanError:
+            return False
+        return True
+
+    def _without_plan(self, differs: MemplanError, refused: MemplanError | None, args: Args, kwargs: Kwargs) -> Any:
+        """Run the original for a call, or raise `differs`, as `on_mismatch` says; a budget offloads on demand.
+
+        `refused`: why there is no program; None if there are too many.
+        """
+        how = self.options.on_mismatch
+        refuses = isinstance(differs, BudgetInfeasible) or differs.see == "no-numbers"
+        unknown = self._selector is None and (how == "passive" or self.options.has_budget)  # the bytes of a plan
+        if how == "error" or unknown or (refuses and how != "passive"):
+            raise differs
+        offload = None
+        if self._selector is not None:
+            self._give_back_arena()
+            if how == "passive":
+                offload = self.passive = offload_for(differs, self.plan, self.selector.main.traced.device)
+            elif how == "replan":
+                offload = offload_within(self.plan, self.selector.main.traced.device)
+        if how == "replan" and "unplanned" not in self._warned:
+            self._warned.add("unplanned")
+            within = "eagerly" if offload is None else f"eagerly within {format_bytes(offload.budget)}"
+            other = "it is in another mode" if differs is refused else differs.summary
+            why = f"there are {MAX_PROGRAMS} programs for other calls" if refused is None else refused.summary
+            _log.warning(_UNPLANNED, self._name, within, other, why)
+        return run_within(offload, self._model, args, kwargs)
+
+    def _eagerly(self, why: str, args: Args, kwargs: Kwargs) -> Any:
+        """Run the original, and warn once: the call needs autograd, and the module was compiled in eval mode."""
+        if why not in self._warned:
+            self._warned.add(why)
+            how = "call it under torch.no_grad(), or compile with train=False for results without gradients"
+            _log.warning("%s: compiled in eval mode; a call runs eagerly: %s; %s", self._name, why, how)
+        self._give_back_arena()
+        return self._model(*args, **kwargs)
+
+    def _give_back_arena(self) -> None:
+        """Give the idle arena back until a program runs, because the original runs now."""
+        for arena in [self.arena] if self.pending is None else self.pending.arenas:
+            give_back(arena)

@@ -12,10 +12,9 @@ import threading
 from collections.abc import Collection
 
 from memplan.core.plan import Plan
-from memplan.core.units import format_bytes
-from memplan.errors import BudgetInfeasible
 from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, idle_instance
 from memplan.runtime.execute.runner import Runner
+from memplan.runtime.measured_budget import require_room
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import in_another_thread
 from memplan.runtime.memory.arena_parts import ArenaPart
@@ -127,25 +126,6 @@ class PendingCalls:
             ownership.require_free("another call")
             arena.release()
         self._before = None
-
-
-def require_room(options: CompileOptions, plan: Plan, held: int) -> None:
-    """Raise `BudgetInfeasible` if another call of `plan` in flight, beside arenas of `held` bytes, breaks a budget."""
-    kept = plan.eviction
-    if kept is None:
-        return
-    total = (options.budget, kept.budget, plan.total + held)
-    arena = (options.arena_budget, kept.arena_budget, plan.arena_size + held)
-    for given, limit, need in (total, arena):
-        if given is not None and limit is not None and need > limit:
-            raise BudgetInfeasible(
-                f"another call while one waits for its backward needs {format_bytes(need)} in all, the budget is "
-                f"{format_bytes(limit)}",
-                op="",
-                smallest=need,
-                where="a second call in flight",
-                hint=f"call backward first, drop what the earlier call returned, or give at least {need} bytes",
-            )
 
 
 def several_can_wait(options: CompileOptions) -> bool:

@@ -19,22 +19,23 @@ from torch import nn
 
 from memplan.core.arguments import arguments_of
 from memplan.devices.generators import forked
-from memplan.devices.host_memory import host_bytes, unlock_unused
 from memplan.devices.kinds import is_accelerator, name_of
-from memplan.devices.streams import hold_busy, new_event, record, synchronizer
+from memplan.devices.streams import hold_busy, new_event, record
 from memplan.errors import InvalidCosts
-from memplan.evict.costs import DEVICES, CostModel, Link, signature_of
+from memplan.evict.costs import DEVICES, CostModel, signature_of
+from memplan.evict.feedback import link_of
 from memplan.planning.options import PlanOptions
 from memplan.runtime.api.builder import require_real
+from memplan.runtime.copies.copies import Direction
 from memplan.runtime.execute.program import Program
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.execute.trial import TrialMemory, fill_inputs, leaves_users_alone, run_bound, without_autocast
 from memplan.runtime.guards.module_guards import ModuleGuards
-from memplan.runtime.memory.arena import arena_for
+from memplan.runtime.memory.arena import Arena, arena_for
+from memplan.runtime.profiling.op_timer import PROBES, probe
 from memplan.trace import device_costs, plan_traced, trace
 from memplan.trace.traced import Source
 
-_LARGE, _SMALL = 1 << 26, 1 << 12  # bytes of the copies that are timed
 _SLEEP, _LONGEST = 200_000, 12_800_000  # cycles, about 0.1 and 7 ms: longer than the launch of most ops, and of any
 
 
@@ -82,7 +83,7 @@ def profile(
     plan = plan_traced(traced, PlanOptions(schedule="traced"))
     runner = Runner(ModuleGuards(model), traced, plan, arena_for(plan, traced.device), sanitize=None)
     seconds = _op_seconds(runner.program, rounds)
-    base = DEVICES[device_costs(traced.device)]
+    base, apart = DEVICES[device_costs(traced.device)], Arena(PROBES[-1], traced.device)
     graph = traced.graph
     times: dict[str, list[float]] = {}
     for index, taken in seconds.items():
@@ -90,8 +91,8 @@ def profile(
     return replace(
         base,
         name=f"measured on {_device_name(traced.device)}",
-        to_host=_link(traced.device, to_device=False, rounds=rounds),
-        to_device=_link(traced.device, to_device=True, rounds=rounds),
+        to_host=link_of(probe(apart, Direction.TO_HOST)) or base.to_host,
+        to_device=link_of(probe(apart, Direction.TO_DEVICE)) or base.to_device,
         measured={signature: median(found) for signature, found in times.items()},
     )
 
@@ -148,28 +149,6 @@ class DeviceClock:
             if not (holds and begun):
                 return float(start.elapsed_time(end)) / 1e3
             self._cycles *= 2
-
-
-def _link(device: torch.device, *, to_device: bool, rounds: int) -> Link:
-    """Return the latency and bandwidth of copies in one direction, from a small and a large copy."""
-    wait = synchronizer(device)
-
-    def seconds(nbytes: int) -> float:
-        host = host_bytes(nbytes, device).zero_()
-        here = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        target, source = (here, host) if to_device else (host, here)
-        times = []
-        for _ in range(rounds + 1):
-            wait()
-            start = perf_counter()
-            target.copy_(source, non_blocking=True)
-            wait()
-            times.append(perf_counter() - start)
-        return median(times[1:])
-
-    latency, large = seconds(_SMALL), seconds(_LARGE)
-    unlock_unused(device)
-    return Link(bytes_per_second=_LARGE / max(large - latency, 1e-9), latency=latency)
 
 
 def _device_name(device: torch.device) -> str:

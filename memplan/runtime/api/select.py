@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import nn
 
 from memplan.errors import InputMismatch, MemplanError, UnsupportedGraph
 from memplan.runtime.api.builder import Builder
-from memplan.runtime.api.pickling import modes_by_name
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.guards.call_kinds import kind_of_call
+from memplan.runtime.guards.input_guards import kind_of_call
 from memplan.runtime.memory.arena import Arena
 from memplan.trace.capture.joint_graph import NoBackward, autocast_dtype
 
 MAX_PROGRAMS = 8  # of a module: the one of the example, and those of other calls
 _log = logging.getLogger("memplan")
+Example = tuple[tuple[Any, ...], dict[str, Any]]
 _MAX_REFUSED = 64  # calls of which it is known that they cannot be planned
 
 
@@ -40,36 +43,47 @@ class RunsEagerly(Exception):
     """Raised for a call that autograd records if no program with a backward is available: the original runs it."""
 
 
-class BeginsToTrain(Exception):
-    """Raised for a call that autograd records if the programs are those of a copy that was only evaluated so far."""
-
-
 class Selector:
     """Finds the runner for a call; a state that is new gets a new runner.
 
     `main` runs calls in the state in which the module was compiled. Calls under `no_grad` and in eval mode run other
     runners in the same arena. `backward_on_demand`: if `main` has no backward, a call that eager would record gets a
     program that has one; if that cannot be planned, or its backward has not run yet, calls run eagerly (`RunsEagerly`).
-    `evaluates`: no program with a backward is made (`BeginsToTrain`).
     """
 
-    def __init__(
-        self, builder: Builder, main: Runner, *, backward_on_demand: bool = False, evaluates: bool = False
-    ) -> None:
-        self._builder, self._module_guards = builder, builder.module_guards
+    def __init__(self, builder: Builder, main: Runner, *, backward_on_demand: bool = False) -> None:
+        self.builder, self._module_guards = builder, builder.module_guards
         self.main = main
         self._backward_on_demand = backward_on_demand and not main.traced.training
-        self.evaluates = evaluates
-        self._refused: dict[Any, str] = {}  # why a call that eager would record has no program
-        self._unsupported: dict[Any, UnsupportedGraph] = {}  # why a call has no program, so that it is traced once
+        self._refused: dict[Any, MemplanError] = {}  # why a call has no program, so that it is traced once
         self.main_modes = self._module_guards.modes()
         self._main_modules = self._module_guards.modules
         self._runners: dict[Any, Runner] = {}
 
-    @property
-    def main_modes_by_name(self) -> dict[str, bool]:
-        """The training flags of submodules, by name, in which `main` runs."""
-        return modes_by_name(self._builder.model, self._main_modules, self.main_modes)
+    @contextlib.contextmanager
+    def in_main_modes(self) -> Iterator[None]:
+        """Give the submodules the training flags in which `main` runs, and reset them afterwards."""
+        now = [module.training for module in self._main_modules]
+        _set_modes(self._main_modules, self.main_modes)
+        try:
+            yield
+        finally:
+            _set_modes(self._main_modules, now)
+
+    def like_example(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments of a call as those of the example, arranged as there; None if they differ from it."""
+        guards = self.main.input_guards
+        try:
+            leaves = guards.flatten(args, kwargs)
+        except InputMismatch:
+            return None
+        pairs = zip(leaves, guards.examples, strict=True)
+        if any(x.requires_grad != known.requires_grad for x, known in pairs if isinstance(x, torch.Tensor)):
+            return None
+        found: Example = pytree.tree_unflatten(leaves, guards.spec)
+        return found if guards.are_tied_alike(leaves) else None
 
     @property
     def pool_bytes(self) -> int:
@@ -119,15 +133,8 @@ class Selector:
 
     def _cached(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
         made = self._runners.get(key)
-        if key in self._unsupported:
-            raise copy.copy(self._unsupported[key])
         if made is None:
-            try:
-                made = self._built(key, args, kwargs, train=train)
-            except UnsupportedGraph as refused:
-                if len(self._unsupported) < _MAX_REFUSED:
-                    self._unsupported[key] = copy.copy(refused)  # without the frames of its traceback
-                raise
+            made = self._built(key, args, kwargs, train=train)
             if 1 + len(self._runners) >= MAX_PROGRAMS:
                 del self._runners[next(iter(self._runners))]
         made = self._runners[key] = self._in_arena(made)
@@ -135,7 +142,7 @@ class Selector:
 
     def _in_arena(self, runner: Runner) -> Runner:
         """Return a program in the arena: anew, if a larger one has replaced the arena that it was made for."""
-        return self._builder.again(runner) if runner.arena.ownership.released else runner
+        return self.builder.again(runner) if runner.arena.ownership.released else runner
 
     @property
     def programs_of_calls(self) -> tuple[Runner, ...]:
@@ -152,24 +159,31 @@ class Selector:
         return any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
 
     def _built(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
-        """Return a new program; it has a backward if eager would record the call and something requires a gradient."""
-        self._require_free(self._builder.arena)  # the trial run overwrites its bytes
-        if self.evaluates and train:
-            raise BeginsToTrain
-        if not (self._backward_on_demand and train):
-            return self._builder.build(args, kwargs, train)
+        """Return a new program; it has a backward if eager would record the call and something requires a gradient.
+
+        What cannot be planned is remembered by the `key` of the call.
+        """
+        self._require_free(self.builder.arena)  # the trial run overwrites its bytes
+        on_demand = self._backward_on_demand and train
         if key not in self._refused:
             try:
-                return self._builder.build(args, kwargs, train)
-            except NoBackward:
-                return self._builder.build(args, kwargs, train=False)
+                return self.builder.build(args, kwargs, train)
             except InputMismatch:
                 raise
             except MemplanError as error:
+                if on_demand and isinstance(error, NoBackward):
+                    return self.builder.build(args, kwargs, train=False)
+                if not on_demand and not isinstance(error, UnsupportedGraph):
+                    raise
                 if len(self._refused) >= _MAX_REFUSED:
                     del self._refused[next(iter(self._refused))]
-                self._refused[key] = str(error)
-        raise RunsEagerly(f"it cannot be planned with its backward ({self._refused[key]})")
+                self._refused[key] = copy.copy(error)  # without the frames of its traceback
+                if not on_demand:
+                    raise
+        refused = copy.copy(self._refused[key])
+        if on_demand:
+            raise RunsEagerly(f"it cannot be planned with its backward ({refused})")
+        raise refused
 
     def _require_free(self, arena: Arena | None) -> None:
         """Raise `RunsEagerly` if an evaluation would overwrite saved activations, whose backward may never run."""
@@ -189,3 +203,8 @@ def require_autocast(runner: Runner) -> None:
         here, there = ("without autocast" if dtype is None else f"under autocast to {dtype}" for dtype in (now, then))
         hint = "compile and call in the same autocast state"
         raise InputMismatch(f"called {here}, the plan was made {there}", where="the call", hint=hint)
+
+
+def _set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+    for module, mode in zip(modules, modes, strict=True):
+        module.training = mode

@@ -13,20 +13,21 @@ keeps its own arena until its backward has run.
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch.export import Dim
 
 from memplan.errors import InputMismatch, InvalidShapes, ShapeOutOfRange, UnsupportedGraph
 from memplan.runtime.api.builder import Builder
-from memplan.runtime.api.example_leaves import with_tensors
 from memplan.runtime.api.select import CallState, Selector, require_autocast
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.guards.input_guards import laid_out
+from memplan.runtime.guards.input_guards import laid_out, same_constant
 from memplan.runtime.kernels.kernel_selection import BoundOp, with_arguments
 from memplan.symbolic import SymbolicPlan
 from memplan.trace.dynamic.dims import SymbolicTrace
@@ -65,8 +66,7 @@ class Family:
             return None
         kernels = [k for k in traced.kernels if isinstance(k, KernelCall)]
         rows = zip(self.bound, self.kernels, kernels, strict=True)
-        numbers: dict[Any, torch.Tensor] = {}
-        return tuple(with_arguments(b, old, new, traced.graph, numbers) for b, old, new in rows)
+        return tuple(with_arguments(b, old, new) for b, old, new in rows)
 
 
 class ShapedSelector(Selector):
@@ -81,7 +81,7 @@ class ShapedSelector(Selector):
         train: bool,
         backward_on_demand: bool = False,
     ) -> None:
-        self._builder, self._module_guards = builder, builder.module_guards
+        self.builder, self._module_guards = builder, builder.module_guards
         self._bucketing: Mapping[str, int] = builder.options.bucketing or {}
         self.family = Family(*builder.symbolic(args, kwargs, train, frozenset()))
         _check_buckets(self._bucketing, self.family)
@@ -106,7 +106,7 @@ class ShapedSelector(Selector):
         key = (CallState(grad, tuple(modes)), _shapes(flat))
         runner = self.programs.get(key)
         if runner is None:
-            self._require_free(self._builder.arena)
+            self._require_free(self.builder.arena)
             runner = self._made(key[0], flat, *pytree.tree_unflatten(flat, self.spec))
             self._keep(key, runner)
         self.programs.move_to_end(key)
@@ -136,15 +136,11 @@ class ShapedSelector(Selector):
 
     def _leave_other_arenas(self, runner: Runner) -> None:
         """Drop all programs that are not in the arena of `runner`, which replaces smaller arenas."""
-        if self._builder.coordinator is not None:  # it moves programs by itself
+        if self.builder.coordinator is not None:  # it moves programs by itself
             return
         for programs in (self.programs, self._runners):
             for key in [k for k, other in programs.items() if other.arena is not runner.arena]:
                 del programs[key]
-        if self.main.arena is not runner.arena:
-            flat = with_tensors(self.main.example)
-            args, kwargs = pytree.tree_unflatten(flat, self.spec)
-            self.main = self._new(self._main_state, flat, args, kwargs)
 
     # -- new programs ------------------------------------------------------------------------------------
 
@@ -182,7 +178,7 @@ class ShapedSelector(Selector):
     ) -> tuple[Family, dict[str, int]] | None:
         """Return a new family and the values of a call in it; None if no family of several sizes covers the call."""
         try:
-            family = Family(*self._builder.symbolic(args, kwargs, state.grad, fixed))
+            family = Family(*self.builder.symbolic(args, kwargs, state.grad, fixed))
         except (InvalidShapes, UnsupportedGraph):  # the model works for this size only, or no dimension can be a symbol
             return None
         values = family.values(flat)
@@ -197,8 +193,8 @@ class ShapedSelector(Selector):
             within = dict(values)
         plan, room = family.plan.resolve(values, within), family.plan.resolve(within).arena_size
         traced = family.trace.at(values, flat)
-        always_try = self._builder.options.sanitize is not None  # every program needs its own trial run
-        runner = self._builder.assemble(
+        always_try = self.builder.options.sanitize is not None  # every program needs its own trial run
+        runner = self.builder.assemble(
             replace(traced, example_inputs=_with_traced_strides(traced)),
             plan,
             room,
@@ -229,6 +225,45 @@ class ShapedSelector(Selector):
                         hint = "let it vary: name it in dynamic_shapes"
                         raise ShapeOutOfRange(what, where=where, hint=hint)
         self.main.input_guards.check_ties(flat)
+
+
+def varying_sizes(
+    forward: Callable[..., Any], programs: Sequence[Runner], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return `dynamic_shapes` for all sizes of a call and of those that have programs, if they differ in sizes alone.
+
+    Dimensions that have the same size in each of the calls are one. Returns None if calls differ in anything else, or
+    in nothing, or if the sizes of this one are no example of others. `programs`: the first is that of the example.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    if spec != programs[0].traced.in_spec:
+        return None
+    calls = [leaves, *(r.traced.example_inputs for r in programs if r.traced.in_spec == spec)]
+    if not all(_same_kind(x, y) for other in calls[1:] for x, y in zip(leaves, other, strict=True)):
+        return None
+    sizes = {
+        (i, d): tuple(call[i].shape[d] for call in calls)
+        for i, x in enumerate(leaves)
+        if isinstance(x, torch.Tensor)
+        for d in range(x.dim())
+    }
+    varying = {at: found for at, found in sizes.items() if len(set(found)) > 1}
+    if not varying or any(found[0] <= _SPECIAL for found in varying.values()):
+        return None
+    names = {found: Dim(f"size{n}", min=1) for n, found in enumerate(dict.fromkeys(varying.values()))}
+    dims: list[Any] = [{d: names[found] for (at, d), found in varying.items() if at == i} for i in range(len(leaves))]
+    of_args, of_kwargs = pytree.tree_unflatten([dim or None for dim in dims], spec)
+    try:
+        return dict(inspect.signature(forward).bind(*of_args, **of_kwargs).arguments)
+    except (TypeError, ValueError):
+        return None
+
+
+def _same_kind(one: Any, two: Any) -> bool:
+    """Return whether two leaves are the same constant, or tensors that differ in sizes and devices alone."""
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return (one.dtype, one.dim(), one.requires_grad) == (two.dtype, two.dim(), two.requires_grad)
+    return type(one) is type(two) and not isinstance(one, torch.Tensor) and same_constant(one, two)
 
 
 def _shapes(flat: Sequence[Any]) -> tuple[torch.Size | None, ...]:

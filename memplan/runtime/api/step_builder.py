@@ -17,9 +17,10 @@ from memplan.core.totals import functional_transient
 from memplan.core.units import format_bytes
 from memplan.distributed.parallelism import parallelism_of
 from memplan.distributed.step_ranks import StepRanks, batch_lines, option_lines, require_options
-from memplan.errors import InputMismatch, UnsupportedCall
+from memplan.errors import UnsupportedCall
 from memplan.evict.feedback import RecordingPolicy
-from memplan.runtime.api.builder import require_real
+from memplan.runtime.api.builder import prepare_host, require_real
+from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.recorders import make_recorder
 from memplan.runtime.execute.runner import Runner
@@ -35,7 +36,6 @@ from memplan.runtime.measured_budget import (
     smaller_plan,
 )
 from memplan.runtime.memory.arena import Arena, NewArenas, arena_for_all
-from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.memory.idle_arenas import give_back
 from memplan.runtime.options import StepOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
@@ -67,14 +67,12 @@ class StepPlan:
 
     `modes` and `update_key`: the training flags of all submodules, and what `StepGuards.update_key` was. `adding`: the
     program of calls that only add to the sums of gradients, if there are any. `updating`: that of the others.
-    `forgotten`: its programs could not be assembled again, because the model has changed.
     """
 
     modes: list[bool]
     update_key: Any
     adding: Assembled | None
     updating: Assembled
-    forgotten: bool = False
 
     @property
     def programs(self) -> list[Assembled]:
@@ -97,14 +95,16 @@ class _Made:
 class StepBuilder:
     """Builds the programs of a `CompiledStep`; `loss` is the model with its loss.
 
-    All programs share one arena. One that needs more gets a larger arena, in which the others are assembled again.
-    `plans` are those that were built; `guides` measure their programs, if steps are measured and something is evicted.
+    All programs share one arena. One that needs more gets a larger arena, in which the others are made `again` when
+    they run. `plans` are those that were built; `guides` measure their programs, if steps are measured and something is
+    evicted. `hooks` observe them.
     """
 
     def __init__(self, loss: nn.Module, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
         self._loss, self._optimizer, self.options = loss, optimizer, options
         self.plans: list[StepPlan] = []
         self.guides: list[ProfileGuide] = []
+        self.hooks = Hooks()
         self._arena: Arena | None = None
         self._new_arenas = NewArenas()
         self._recorder: Any = None
@@ -198,50 +198,40 @@ class StepBuilder:
                 planned[:] = self._in_one_arena(planned, known)
             return self._placed(planned, device)
 
-        others = [one.runner.plan for plan in self.plans for one in plan.programs]
-        before = 0 if self._arena is None else self._arena.nbytes
-        compared = given is None and self._arena is None and (len(steps) == 1 or not options.has_budget)
-        try:
-            with self._new_arenas:
-                made = build_measured(build, len(steps), again=given is None, alone=self._arena is None)
-                if compared and all(len(t.runs_on) < 2 for t in traced):
-                    smaller = [smaller_plan(options, one) for one in made]
-                    if any(smaller):
-                        discard(made)
-                        del made
-                        planned[:] = [
-                            (*found, policy) if found is not None else (t, plan, policy)
-                            for found, (t, plan, policy) in zip(smaller, planned, strict=True)
-                        ]
-                        made = self._placed(planned, device)
-        except BaseException:
-            if self._arena is not None and self._arena.ownership.released:
-                if others:  # the programs go on in one like it
-                    self._move_to(arena_for_all(others, device, before))
-                else:
-                    self._arena = None
-            raise
+        first = not self.plans
+        compared = given is None and first and (len(steps) == 1 or not options.has_budget)
+        with self._new_arenas:
+            made = build_measured(build, len(steps), again=given is None, alone=first)
+            if compared and all(len(t.runs_on) < 2 for t in traced):
+                smaller = [smaller_plan(options, one) for one in made]
+                if any(smaller):
+                    discard(made)
+                    del made
+                    planned[:] = [
+                        (*found, policy) if found is not None else (t, plan, policy)
+                        for found, (t, plan, policy) in zip(smaller, planned, strict=True)
+                    ]
+                    made = self._placed(planned, device)
         guides = [
             guide_of(options, one.traced, one.runner, policy, partial(self._runner, one.runner.arena, one.traced))
             for (_, _, policy), one in zip(planned, made, strict=True)
             if policy is not None and policy.events is not None
         ]
-        self._move_to(made[0].runner.arena)
         return _Made(programs=[_kept(one.traced, one.runner) for one in made], guides=guides)
 
     def _placed(self, planned: Sequence[_Planned], device: torch.device) -> list[Built]:
         """Return the programs of some plans, in the arena or in a larger one that has room for all programs."""
         plans = [plan for _, plan, _ in planned]
-        others = [one.runner.plan for plan in self.plans for one in plan.programs]
+        others = [one.runner.plan for one in self._programs]
         arena = self._arena
-        if arena is None or not all(arena.view_for(plan) for plan in plans):
+        if arena is None or arena.ownership.released or not all(arena.view_for(plan) for plan in plans):
             self._free_arena()
             wanted = max(arena_room(plan, policy) for _, plan, policy in planned)
             room = min([wanted, *_limits_of_totals(plans)])
-            arena = self._new_arenas.keep(arena_for_all([*plans, *others], device, room))
-            if self._arena is not None:
-                arena.numbers.update(self._arena.numbers)
-        known = [one.traced for plan in self.plans for one in plan.programs]
+            arena = self._arena = self._new_arenas.keep(arena_for_all([*plans, *others], device, room))
+            if others:
+                _log.info("%s: the arena grows to %s", type(self._loss).__name__, format_bytes(arena.nbytes))
+        known = [one.traced for one in self._programs]
         made = []
         for found, plan, _ in planned:
             traced = found.sharing_constants(known)
@@ -263,14 +253,19 @@ class StepBuilder:
             sanitize=self.options.sanitize,
             recorder=self._recorder,
             whole=True,
+            hooks=self.hooks,
             bound=bound,
             input_guards=input_guards,
         )
 
-    def _again(self, arena: Arena, program: Assembled) -> Runner:
-        """Return a program, which was tried when it was built, in another arena."""
-        of = program.runner
-        return self._runner(arena, program.traced, of.plan, of.program.bound, of.input_guards)
+    def again(self, one: Assembled) -> None:
+        """Make a program, whose arena was freed, in the one that replaced it. Raises `InputMismatch` as `Runner`."""
+        of = one.runner
+        if self._arena is None or self._arena.ownership.released:  # what was to replace it could not be made
+            self._arena = arena_for_all([p.runner.plan for p in self._programs], one.traced.device)
+        self.guides = [g for g in self.guides if g.runner is not of]
+        one.runner = self._runner(self._arena, one.traced, of.plan, of.program.bound, of.input_guards)
+        one.runner.forget_example()  # no other plan is tried on it
 
     def give_back_arena(self) -> None:
         """Give the arena back until a step runs in it, because one runs without a plan now."""
@@ -284,27 +279,6 @@ class StepBuilder:
                 ownership.require_free("a program that needs a larger arena")
                 self._arena.release()
 
-    def _move_to(self, arena: Arena) -> None:
-        """Assemble all programs of earlier plans in a larger arena, and free the old one."""
-        old, self._arena = self._arena, self._arena or arena
-        if old is None or arena is old or arena.ownership is old.ownership:
-            return
-        self._arena = arena
-        _log.info("%s: the arena grows to %s", type(self._loss).__name__, format_bytes(arena.nbytes))
-        for plan in self.plans:
-            try:
-                moved = [self._again(arena, program) for program in plan.programs]
-            except InputMismatch as error:
-                _log.info("%s: a plan is forgotten: %s", type(self._loss).__name__, error.summary)
-                plan.forgotten = True
-                continue
-            for one, runner in zip(plan.programs, moved, strict=True):
-                runner.forget_example()  # no other plan is tried on it: the guides of its arena are gone
-                one.runner = runner
-        self.plans[:] = [plan for plan in self.plans if not plan.forgotten]
-        self.guides = []
-        old.release()
-
     def _planned(
         self, step: tuple[TracedGraph, CapturedCall | None], given: Plan | None, known: Measured | None
     ) -> _Planned:
@@ -317,11 +291,15 @@ class StepBuilder:
         return *options.settle(*step, given, room=room), None
 
     @property
+    def _programs(self) -> list[Assembled]:
+        return [one for plan in self.plans for one in plan.programs]
+
+    @property
     def _room(self) -> int:
         """The bytes that the arena has in any case; it may have been freed, for one with room for more."""
         if self._arena is None or not self._arena.ownership.released:
             return 0 if self._arena is None else self._arena.nbytes
-        return max((one.runner.plan.arena_size for plan in self.plans for one in plan.programs), default=0)
+        return max((one.runner.plan.arena_size for one in self._programs), default=0)
 
     def _in_one_arena(self, planned: Sequence[_Planned], known: Sequence[Measured | None]) -> list[_Planned]:
         """Return the plans, each with an arena that leaves every other program the room that its budget needs."""

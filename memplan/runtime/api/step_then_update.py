@@ -17,11 +17,12 @@ from memplan.runtime.api.compiled_graphs import CompiledGraphs
 from memplan.runtime.api.compiled_module import CompiledModule
 from memplan.runtime.api.compiled_step import CompiledStep
 from memplan.runtime.api.loss_module import LossModule
-from memplan.runtime.api.several_graphs import can_be_several
+from memplan.runtime.api.on_demand_offload import OnDemandOffload
+from memplan.runtime.dynamo.backend import can_be_several
+from memplan.runtime.guards.input_guards import kind_of_call
 from memplan.runtime.guards.ranks import require_collective
-from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload
 from memplan.runtime.options import CompileOptions, StepOptions
-from memplan.runtime.profiling.measurement import Measurement
+from memplan.runtime.profiling.op_timer import Measurement
 from memplan.trace.capture.refusals import breaks, why_it_breaks
 from memplan.trace.optimizer.optimizers import require_no_closure
 from memplan.trace.optimizer.update_bytes import bytes_of_updates
@@ -72,7 +73,7 @@ def step_of_graphs(
         raise refused
     require_no_closure(optimizer)
     of = _options(loss, optimizer, options, several=True)
-    model = CompiledGraphs(loss, batch, kwargs, options=of, train=True)
+    model = CompiledGraphs(loss, options=of, train=True, kind=kind_of_call(batch, kwargs))
     _log.warning(
         "%s is planned as several graphs, and %s's step() runs by itself after them, because one graph cannot hold the "
         "step: %s; .plan is complete after the first step",

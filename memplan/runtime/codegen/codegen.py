@@ -18,8 +18,7 @@ import torch
 from memplan.core.graph import Graph, Value
 from memplan.core.in_place import same_layout
 from memplan.devices.kinds import HOST
-from memplan.runtime.codegen.namespace import Namespace
-from memplan.runtime.codegen.step_ir import Call, CallbackLine, Empty, Layout, Line, View, refs
+from memplan.runtime.codegen.step_ir import Call, CallbackLine, Empty, Layout, Line, Namespace, View, refs
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
 from memplan.runtime.memory.arena import dtype_of, view_within
 from memplan.trace.traced import Live, OpaqueResult, Ref

@@ -1,15 +1,26 @@
-"""The joint plan of the graphs that a backend runs, and what these graphs share."""
+"""The joint plan of the graphs that a backend runs, and what these graphs share.
+
+Keeps a budget over all graphs of a step together: `keep_budgets`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from memplan.core.graph import Graph
 from memplan.core.lifetimes import problem
 from memplan.core.plan import GraphSection, Plan
-from memplan.core.schedule import make_schedule
-from memplan.planning.joint import JointPart, join
+from memplan.core.schedule import live_bytes, make_schedule
+from memplan.core.units import format_bytes
+from memplan.errors import BudgetInfeasible
+from memplan.planning.eager_total import eager_total
+from memplan.planning.joint import JointPart, join, joint_graph
+from memplan.planning.options import read_budget
 from memplan.runtime.dynamo.planned_graph import GraphInstance
+from memplan.runtime.measured_budget import Built, measured
+from memplan.runtime.options import RunOptions
+from memplan.solvers import solve
 from memplan.solvers.base import finish
 from memplan.trace.planning import versions
 from memplan.trace.traced import Source
@@ -99,4 +110,116 @@ def _nothing(model: str) -> Plan:
         solution=finish(buffers, {}, solver="joint", seconds=0.0),
         alignment=1,
         versions=versions(),
+    )
+
+
+_TRIES = 5  # budgets that are tried between the smallest arenas and those of the graphs on their own
+_Timeline = Sequence[tuple[int, bool]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Need:
+    """The bytes that plans of all graphs need together: the arena, and everything on the device at the peak."""
+
+    plans: tuple[Plan, ...]
+    arena: int
+    total: int
+
+
+def keep_budgets(options: RunOptions, instances: Sequence[GraphInstance], timeline: _Timeline) -> None:
+    """Plan the graphs of a step anew, with smaller arenas, where all together exceed a budget.
+
+    Their arenas shrink by the same share of what can be saved in each, to the largest ones that keep the budgets.
+    `timeline`: (position in `instances`, whether its backward runs), in order. Raises `BudgetInfeasible` if the
+    smallest arenas do not keep them.
+    """
+    total, arena = _limits(options, instances, timeline)
+    for instance in instances:
+        instance.joint_budget = total
+
+    def keeps(need: _Need) -> bool:
+        return (total is None or need.total <= total) and (arena is None or need.arena <= arena)
+
+    if keeps(_need(instances, [one.plan for one in instances], timeline)):
+        return
+    least = [_planned(options, one, arena_budget="min") for one in instances]
+    found = _need(instances, least, timeline)
+    tries = _TRIES
+    if not keeps(found) and total is not None:  # the smallest totals may have larger arenas, and less beside them
+        smallest = [_planned(options, one, budget="min") for one in instances]
+        found = min(found, _need(instances, smallest, timeline), key=lambda need: need.total)
+        tries = 0
+    if not keeps(found):
+        raise _infeasible(found, total, arena)
+    low, high = 0.0, 1.0
+    for _ in range(tries):
+        share = (low + high) / 2
+        sizes = [
+            p.arena_size + int(share * (one.plan.arena_size - p.arena_size))
+            for one, p in zip(instances, least, strict=True)
+        ]
+        plans = [_planned(options, one, arena_budget=n) for one, n in zip(instances, sizes, strict=True)]
+        tried = _need(instances, plans, timeline)
+        low, high, found = (share, high, tried) if keeps(tried) else (low, share, found)
+    for instance, plan in zip(instances, found.plans, strict=True):
+        instance.replace_plan(plan)
+
+
+def _limits(
+    options: RunOptions, instances: Sequence[GraphInstance], timeline: _Timeline
+) -> tuple[int | None, int | None]:
+    """Return the limits of the total and of the arena of all graphs in bytes; None is no limit."""
+    parts = [_as_traced(one) for one in instances]
+    graph = joint_graph(parts, timeline)
+    wholes: dict[str, Callable[[], int]] = {
+        "budget": lambda: eager_total(graph),
+        "arena_budget": lambda: max(live_bytes(graph, tuple(range(len(graph.ops)))), default=0),
+    }
+    found: list[int | None] = []
+    for name, whole in wholes.items():
+        given = getattr(options, name)
+        limit = None if given is None else read_budget(given, name)
+        found.append(int(limit * whole()) if isinstance(limit, float) else limit if isinstance(limit, int) else None)
+    return found[0], found[1]
+
+
+def _as_traced(instance: GraphInstance) -> JointPart:
+    """Return a graph as it was traced, without evictions, as a part of a step."""
+    graph = instance.traced.graph
+    traced = replace(
+        instance.plan, graph=graph, schedule=make_schedule(graph, tuple(range(len(graph.ops))), "traced"), eviction=None
+    )
+    return part_of_step(instance, {}, plan=traced)
+
+
+def _planned(
+    options: RunOptions, instance: GraphInstance, *, arena_budget: int | str | None = None, budget: str | None = None
+) -> Plan:
+    """Return a plan of one graph whose arena, or total, has at most so many bytes ("min": the fewest)."""
+    known = measured(Built(traced=instance.traced, runner=instance.runner), None)
+    within = replace(options, budget=budget, arena_budget=arena_budget)
+    return within.settle(known.traced, None, transient=known.transient)[1]
+
+
+def _need(instances: Sequence[GraphInstance], plans: Sequence[Plan], timeline: _Timeline) -> _Need:
+    """Return what the graphs need together with these plans."""
+    parts = [part_of_step(one, {}, plan=plan) for one, plan in zip(instances, plans, strict=True)]
+    joint = join("", parts, timeline)
+    arena = solve(joint.problem).arena_size
+    return _Need(plans=tuple(plans), arena=arena, total=joint.total - joint.arena_size + arena)
+
+
+def _infeasible(found: _Need, total: int | None, arena: int | None) -> BudgetInfeasible:
+    """Return the error of graphs that exceed a budget together with the smallest arenas that each can have."""
+    over_total = total is not None and found.total > total
+    need, limit = (found.total, total) if over_total else (found.arena, arena)
+    assert limit is not None
+    largest = max(found.plans, key=lambda plan: plan.arena_size)
+    return BudgetInfeasible(
+        f"the {len(found.plans)} graphs of the step need {format_bytes(need)} together, their budget is "
+        f"{format_bytes(limit)}",
+        op=largest.graph.ops[largest.schedule.order[largest.problem.peak_step]].name,
+        smallest=need,
+        where="budget" if over_total else "arena_budget",
+        hint=f"give at least {need} bytes ({format_bytes(need)})",
     )

@@ -3,13 +3,20 @@
 At a graph break, the activations of one graph stay alive while the next one runs, and one graph may run several times
 before its backward (layers that share code). Each call in flight has its own `GraphInstance`, which is a program. The
 instances of one training step share one arena.
+
+Programs refer to parameters and buffers, as their addresses are in the code. Where a model gets other ones (a mask that
+is pruned once more, an adapter that is loaded), dynamo traces it again; the program of before would keep its tensors as
+long as its graph is known. So `with_replaced_tensors` finds it.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,19 +28,16 @@ from memplan.core.choices import Gradients
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedGraph
 from memplan.runtime.debug.hooks import Hooks
-from memplan.runtime.dynamo.arena_coordinators import ArenaCoordinators
-from memplan.runtime.dynamo.graph_module import GraphModuleWithParams, is_kept, named_class
-from memplan.runtime.dynamo.graph_program import first_program_of
-from memplan.runtime.dynamo.replaced_tensors import with_replaced_tensors
+from memplan.runtime.dynamo.graph_program import GraphModuleWithParams, first_program_of, is_kept, named_class
 from memplan.runtime.dynamo.split_graph import as_eager, nodes_at
 from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, idle_instance
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
-from memplan.runtime.guards.call_kinds import kind_of
+from memplan.runtime.guards.input_guards import kind_of
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_parts import part_of
-from memplan.runtime.memory.shared_arena import ArenaCoordinator
+from memplan.runtime.memory.shared_arena import ArenaCoordinator, PrepareStep
 from memplan.runtime.options import RunOptions
 from memplan.torch_inside.dynamo import compile_lock
 from memplan.trace.capture.checkpoints import gradients_that_eager_lacks
@@ -42,6 +46,37 @@ from memplan.trace.capture.refusals import runs_as_eager, where_it_breaks, why_i
 from memplan.trace.traced import TracedGraph
 
 _log = logging.getLogger("memplan")
+
+_SEVERAL = (
+    "%s: a step runs several graphs, or several calls of one, before their backward; gradients are outside of the "
+    "arena from now on"
+)
+
+
+class ArenaCoordinators:
+    """An `ArenaCoordinator` for each thread: threads run at the same time, so they cannot share an arena."""
+
+    def __init__(self, prepare: PrepareStep | None = None) -> None:
+        self.warned = False  # that so many calls wait that further ones run eagerly
+        self._logged = False  # that gradients are outside of the arena from now on
+        self._local = threading.local()
+        self._prepare = prepare
+
+    def of_this_thread(self) -> ArenaCoordinator:
+        """Return the coordinator of the calling thread."""
+        if not hasattr(self._local, "coordinator"):
+            self._local.coordinator = ArenaCoordinator(self._prepare)
+        found: ArenaCoordinator = self._local.coordinator
+        return found
+
+    def put_gradients_outside(self, coordinator: ArenaCoordinator, graph: fx.GraphModule) -> None:
+        """Have the gradients of all graphs outside of the arena from now on, in the thread of a coordinator."""
+        if coordinator.gradients_in_arena and not self._logged:
+            self._logged = True
+            _log.info(_SEVERAL, named_class(graph).__name__)
+        coordinator.gradients_in_arena = False
+
+
 _MAX_PLANS = 8  # of a graph, that are kept: one for each thread, and for each shape if sizes vary
 _NEW = 4  # calls of a graph, the first of which may be made twice
 Divide = Callable[[fx.GraphModule, Sequence[Any], Sequence[fx.Node], str, str], Callable[..., Any] | None]
@@ -267,3 +302,27 @@ def _by_position(
 
 def _is_symbolic(x: Any) -> bool:
     return isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def with_replaced_tensors(instances: Iterable[GraphInstance]) -> list[GraphInstance]:
+    """Return the instances that have a parameter or buffer to which only these instances refer.
+
+    A program that is dropped by mistake, for a tensor that code in C++ has, is made again when it is called.
+
+    Args:
+        instances: All instances that may refer to the same tensors.
+    """
+    instances = list(instances)
+    known = Counter(id(tensor) for instance in instances for tensor in instance.references())
+    found = []
+    for instance in instances:
+        tensors = instance.module.tensors()
+        if any(count <= known[id(tensor)] for count, tensor in zip(_references(tensors), tensors, strict=True)):
+            found.append(instance)
+    return found
+
+
+def _references(objects: list[Any]) -> list[int]:
+    """Return how many references each object has, but for that of the list, and those of who counts."""
+    counts, (own,) = ([sys.getrefcount(each) for each in counted] for counted in (objects, [object()]))
+    return [count - own for count in counts]

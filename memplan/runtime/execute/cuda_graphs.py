@@ -20,7 +20,6 @@ from memplan.devices.generators import forked
 from memplan.errors import UnsupportedCall, UnsupportedGraph
 from memplan.runtime.execute.program import Program
 from memplan.runtime.execute.recorders import Recorder
-from memplan.runtime.kernels.pool_placement import Placer
 from memplan.runtime.memory.arena import dtype_of
 from memplan.trace.passes.nodes import may_overlap
 from memplan.trace.traced import KernelCall, Live, Source, TracedGraph, Transfer
@@ -34,7 +33,6 @@ class _CapturedGraphs:
     saved: tuple[torch.Tensor, ...]
     gradients: tuple[torch.Tensor, ...]
     live: list[Any]
-    placer: Placer  # keeps memory alive that the recorded kernels use
 
 
 class CudaGraphProgram:
@@ -122,17 +120,14 @@ class CudaGraphProgram:
 
         with torch.no_grad(), self._restored():
             recorder.warm_up(step)
-            start = program.arena.memory.data_ptr()
-            placer = recorder.placer(start, start + program.arena.nbytes)
-            run_forward, run_backward = program.placed(placer)
             if self._whole:
                 replay, (fresh, saved, gradients) = recorder.record(step)
-                return _CapturedGraphs(replay, _nothing, fresh, saved, gradients, live, placer)
+                return _CapturedGraphs(replay, _nothing, fresh, saved, gradients, live)
             replay, (fresh, saved) = recorder.record(forward)
             replay_backward, gradients = _nothing, ()
             if program.backward is not None:
                 replay_backward, gradients = recorder.record(backward)
-            return _CapturedGraphs(replay, replay_backward, fresh, saved, gradients, live, placer)
+            return _CapturedGraphs(replay, replay_backward, fresh, saved, gradients, live)
 
     @contextmanager
     def _restored(self) -> Iterator[None]:

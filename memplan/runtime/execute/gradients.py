@@ -159,13 +159,7 @@ class AddedGradients:
         bound, wanted = list(program.bound), set(values)
         for i, op in enumerate(graph.ops):
             if op.target == COPY and wanted.issuperset(op.writes):
-                bound[i] = replace(
-                    bound[i],
-                    function=torch.Tensor.add_,
-                    overload=torch.ops.aten.add_.Tensor,
-                    fresh_overload=None,
-                    returns=False,
-                )
+                bound[i] = replace(bound[i], function=torch.Tensor.add_, returns=False)
                 wanted.difference_update(op.writes)
         assert not wanted, "a gradient of a parameter is not copied out"
         self.backward: Callable[..., Any] = program.backward_into(values, bound)

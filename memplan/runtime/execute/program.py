@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,18 +13,14 @@ from memplan.core.happens_before import require_no_races
 from memplan.core.plan import Plan
 from memplan.core.written_first import require_written_first
 from memplan.devices.kinds import is_accelerator
-from memplan.recording.places import places
 from memplan.runtime.codegen.codegen import LEFT, FunctionWriter
-from memplan.runtime.codegen.namespace import Namespace
-from memplan.runtime.codegen.step_ir import Layout
+from memplan.runtime.codegen.step_ir import Layout, Namespace
 from memplan.runtime.copies.copies import Copy
 from memplan.runtime.debug.hooks import Hook, observing
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Callback, Sanitizers
 from memplan.runtime.execute.trial import run_trial
-from memplan.runtime.kernels.callables import bytes_of_numbers, tensors_among
 from memplan.runtime.kernels.fused_updates import fuse_updates
 from memplan.runtime.kernels.kernel_selection import BoundOp
-from memplan.runtime.kernels.pool_placement import Placer, placing
 from memplan.runtime.kernels.transfers import bind_transfers
 from memplan.runtime.memory.arena import Arena, Memory, view_of, view_within
 from memplan.trace.traced import Binding, Source, TracedGraph
@@ -81,24 +77,6 @@ class Program:
             last=self.last,
             prefix="observed_",
             join=False,  # each op is an event of its own
-        )
-
-    def placed(self, placer: Placer) -> Functions:
-        """Return forward and backward for recording: large functional results are allocated at their planned places."""
-        found = {} if self.plan.devices else places(self.plan)
-        if not found:
-            return self.forward, self.backward
-        return _functions(
-            self.traced,
-            self.layout,
-            self.namespace,
-            bound=placing(self.bound, found, self.namespace.names, placer, copied=self.layout.static),
-            order=self.plan.schedule.order,
-            saved=self.saved,
-            left=self.left,
-            sanitizers=self.sanitizers,
-            last=self.last,
-            prefix="placed_",
         )
 
     def backward_into(self, values: Sequence[int], bound: Sequence[BoundOp]) -> Callable[..., Any]:
@@ -178,10 +156,8 @@ def build_program(
     transfers, copies = bind_transfers(graph, traced.kernels, order, arena, host.memory)
     if bound is None:
         given = _static_tensors(traced, kept, tensors, layout)
-        plan, bound = run_trial(traced, plan, layout, given, tensors, transfers=transfers, numbers=arena.numbers)
+        plan, bound = run_trial(traced, plan, layout, given, tensors, transfers=transfers)
     bound = tuple(transfers.get(i, b) for i, b in enumerate(bound))  # each program has copies of its own
-    arena.uses.of(tensors_among(b.args for b in bound))
-    plan = replace(plan, numbers=bytes_of_numbers((b.args for b in bound), traced.device))
     static = _static_tensors(traced, {**_in_arena(graph, plan, arena), **kept}, tensors, layout)  # allocates the arena
     namespace = Namespace({f"v{index}": tensor for index, tensor in static.items()})
     split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)

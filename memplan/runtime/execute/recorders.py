@@ -1,7 +1,7 @@
 """Recorders of a step's kernels, which they replay: by CUDA's graphs, and by those of torch's other accelerators.
 
 Both capture a stream: what a function queues there is recorded instead of run, and meanwhile nothing may wait for the
-device. On CUDA, a recording also has its own memory pool, cuBLAS workspaces, and results at addresses of the arena.
+device. On CUDA, a recording also has its own memory pool and cuBLAS workspaces.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,7 +19,6 @@ from memplan.core.choices import Sanitize
 from memplan.devices import graphs
 from memplan.devices.streams import current_stream, new_stream
 from memplan.errors import MemplanError, UnsupportedCall
-from memplan.runtime.kernels.pool_placement import Placer, PoolPlacer
 
 Function = Callable[[], Any]
 _CAPTURE = threading.Lock()  # torch captures in one thread of the process at a time
@@ -34,9 +33,6 @@ class Recorder(Protocol):
     def record(self, function: Function) -> tuple[Callable[[], None], Any]:
         """Return a callable that replays `function` on the same memory, and the tensors that hold its results."""
 
-    def placer(self, low: int, high: int) -> Placer:
-        """Return a placer that allocates results at addresses of the arena, which spans [low, high)."""
-
     @property
     def pool_bytes(self) -> int:
         """Bytes that recordings keep outside the arena: results, and what kernels allocate by themselves."""
@@ -50,7 +46,6 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        self._placers: weakref.WeakSet[PoolPlacer] = weakref.WeakSet()
 
     def warm_up(self, function: Function) -> None:
         """Run `function` on the side stream that recording uses."""
@@ -61,7 +56,7 @@ class CudaRecorder:
 
         torch owns the cuBLAS workspaces, one per stream; recording or deleting another graph clears them, while
         recorded kernels still use them. So they are allocated again in the recording's own pool, by a separate
-        recording of matrix products, so that they take no place of the arena.
+        recording of matrix products.
         """
         if not self._graphs:  # the pool of deleted graphs cannot be used again while a result of theirs is alive
             self._pool = torch.cuda.graph_pool_handle()
@@ -79,31 +74,15 @@ class CudaRecorder:
         self._graphs.add(graph)
         return graph, results
 
-    def placer(self, low: int, high: int) -> PoolPlacer:
-        """Return a `PoolPlacer` for the arena, which spans [low, high)."""
-        made = PoolPlacer(self._device, low, high)
-        self._placers.add(made)
-        return made
-
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the segments of the pools, as the allocator lists them, without those in the arena."""
-        pools = {tuple(self._pool)}
-        arenas = []
-        for placer in self._placers:
-            pools |= {tuple(pool.id) for pool in placer.pools}
-            arenas.append(range(placer.low, placer.high))
+        """Bytes of the segments of the pool, as the allocator lists them."""
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        ours = [s for s in segments if tuple(s.get("segment_pool_id", ())) in pools]
-        apart = {s["address"]: s["total_size"] for s in ours}  # pools of placed results share scratch
-        return sum(size for address, size in apart.items() if not any(address in arena for arena in arenas))
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self._pool))
 
 
 class AcceleratorRecorder:
-    """A `Recorder` that captures by torch's generic graphs (`torch.accelerator.Graph`), which share a memory pool.
-
-    Results without `out=` are copied to their planned addresses: memory pools at addresses are CUDA's.
-    """
+    """A `Recorder` that captures by torch's generic graphs (`torch.accelerator.Graph`), which share a memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -124,22 +103,10 @@ class AcceleratorRecorder:
             self._made[graph] = graphs.reserved_bytes(self._device) - before
         return partial(graphs.replay, graph, self._device), results
 
-    def placer(self, low: int, high: int) -> Placer:
-        """Return a placer that lets results be made anywhere."""
-        return _Anywhere()
-
     @property
     def pool_bytes(self) -> int:
         """Bytes by which recordings made the allocator's memory grow."""
         return sum(self._made.values())
-
-
-class _Anywhere:
-    """A `Placer` that leaves it to the allocator where results are made."""
-
-    def at(self, address: int, nbytes: int, *, alone: bool) -> AbstractContextManager[None]:
-        """Change nothing."""
-        return nullcontext()
 
 
 def _run_beside(stream: torch.Stream, device: torch.device, function: Function) -> None:

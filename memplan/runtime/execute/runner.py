@@ -65,7 +65,6 @@ class Runner:
         traced = traced.sharing_constants()
         self._module_guards, self._before_plan = module_guards, traced
         self._options: dict[str, Any] = {"sanitize": sanitize, "added": added, "whole": whole, "hooks": hooks}
-        self.example = traced.example_inputs
         traced = remap_to_plan(traced, plan)  # values now have the places of the plan
         self.traced = traced
         self.device_type = traced.device.type
@@ -135,7 +134,6 @@ class Runner:
             input_guards=self.input_guards,
             **self._options,
         )
-        made.example = self.example
         if made.arena_gradients is not None and self.arena_gradients is not None:
             made.arena_gradients.copied = self.arena_gradients.copied
         return made
@@ -154,13 +152,9 @@ class Runner:
         """The step before it had a plan."""
         return self._before_plan
 
-    def forget_example(self, example: tuple[Any, ...] | None = None) -> None:
-        """Keep the tensors of the example no longer; no other plan can be tried on them from now on (`replanned`).
-
-        `example`: the leaves of what others like it are made from, which replace `example` of this runner.
-        """
+    def forget_example(self) -> None:
+        """Keep the tensors of the example no longer; no other plan can be tried on them from now on (`replanned`)."""
         self._before_plan, self.traced = self._before_plan.without_data(), self.traced.without_data()
-        self.example = self.traced.example_inputs if example is None else example
         self.program = replace(self.program, traced=self.traced)
         if self.cuda_graphs is not None:
             self.cuda_graphs.program = self.program

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -45,13 +44,11 @@ def run_trial(
     tensors: Mapping[int, torch.Tensor],
     *,
     transfers: Mapping[int, BoundOp],
-    numbers: MutableMapping[Any, torch.Tensor],
 ) -> tuple[Plan, tuple[BoundOp, ...]]:
     """Return the plan with measured kernels and temporaries, and the bound ops (indexed like those of the graph).
 
     `transfers` and saved generator states are bound already; in the trial run, transfers copy immediately. The arena is
     not needed yet: kernels are chosen on stand-ins where that is possible, and each result has memory of its own.
-    `numbers`: the tensors that stand for Python numbers already; new ones are added.
     """
     env = [*(static.get(index) for index in range(len(traced.graph.values))), *[None] * traced.opaque_count]
     fill_inputs(env, traced, tensors)
@@ -59,7 +56,7 @@ def run_trial(
     memory = TrialMemory(env, traced.graph, layout, plan.schedule.order)
     with torch.no_grad(), forked(traced.device), without_autocast(traced.device):
         known = {index: t for index, t in enumerate(env[: len(traced.graph.values)]) if t is not None}
-        selector = select_on_stand_ins(traced, plan.schedule.order, known, numbers)
+        selector = select_on_stand_ins(traced, plan.schedule.order, known)
         bound = _select_kernels(
             traced, plan, layout, env, memory=memory, selector=selector, transfers=transfers, copied=copied
         )
@@ -306,7 +303,7 @@ def run_bound(
                     assert adopt is not None
                     adopt(out, result)
                     continue
-                _require_shape(str(bound.overload), result, destination.shape)
+                _require_shape(str(bound.function), result, destination.shape)
                 destination.copy_(result)
 
 

@@ -2,6 +2,6 @@
 
 In: a `TracedGraph`, and the arguments of a call. Out: the tensors that the program takes, or an `InputMismatch`.
 Start at `input_guards.py` (arguments), `module_guards.py` (submodules) and `parameter_guards.py` (addresses).
-`layout_guards.py` and `python_value_guards.py` compare tensors and Python values; `hook_counts.py` counts hooks;
+`python_value_guards.py` compares Python values; `hook_counts.py` counts hooks;
 `transforms.py` refuses `torch.func`, and `ranks.py` steps that do not synchronize the ranks of a process group.
 """

@@ -1,21 +1,129 @@
-"""Checks the arguments of a call: structure, shapes, dtypes, devices and constants must be those of the example."""
+"""Checks the arguments of a call: structure, shapes, dtypes, devices and constants must be those of the example.
+
+An `Arrangement` orders arguments as the example has them. `LayoutGuards` compares tensors by one call of the guards
+that dynamo uses for its code; only where that fails are they compared one by one. `kind_of_call` is the key of calls
+that can run the same program.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._C._dynamo.guards import TensorGuards
 
 from memplan.core.choices import other_choices
 from memplan.errors import InputMismatch
-from memplan.runtime.guards.arguments import Arrangement
-from memplan.runtime.guards.layout_guards import LayoutGuards
 from memplan.trace.passes.nodes import may_overlap
 from memplan.trace.traced import ReturnKind, Source, TracedGraph, without_data
+
+
+class LayoutGuards:
+    """Stores class, shape, strides, dtype, device, dispatch keys and `requires_grad` of tensors.
+
+    `check(*others)` is True only if `others` (as many) agree in all of these, in the same state of the thread
+    (autocast, inference mode). If it is False, they may still agree: compare them one by one. Tensors are not kept
+    alive.
+    """
+
+    __slots__ = ("_duplicates", "_guards", "_single", "check")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        first: dict[int, int] = {}  # `TensorGuards` does not accept a tensor twice
+        pairs = [(i, first.setdefault(id(t), i)) for i, t in enumerate(tensors)]
+        self._duplicates = [(i, j) for i, j in pairs if i != j]
+        self._single = [i for i, j in pairs if i == j]
+        once = [tensors[i] for i in self._single]
+        self._guards: Any = TensorGuards(*once, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        self.check: Callable[..., bool] = self._check if self._duplicates else self._guards
+
+    def _check(self, *tensors: Any) -> bool:
+        if any(tensors[i] is not tensors[j] for i, j in self._duplicates):
+            return False
+        same: bool = self._guards(*(tensors[i] for i in self._single))
+        return same
+
+
+CallKind = tuple[str, tuple[Hashable, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorKind:
+    """The layout of a tensor, its type, its device and whether it requires a gradient."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        grad = ", requires a gradient" if self.requires_grad else ""
+        return f"{self.dtype} {self.shape} (strides {self.strides}) on {self.device}{grad}"
+
+
+def kind_of(leaf: Any) -> Hashable:
+    """Return the kind of a tensor, the text of a value, or that of its type where an object has no text of its own."""
+    if isinstance(leaf, torch.Tensor):
+        return TensorKind(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+    shown: Any = type(leaf).__repr__
+    return str(type(leaf)) if shown is object.__repr__ else repr(leaf)
+
+
+def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKind:
+    """Return the structure of a call, and the kind of each of its leaves."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    return str(spec), tuple(map(kind_of, leaves))
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class Arrangement:
+    """The example's way to give arguments: which of them by position and which by keyword."""
+
+    def __init__(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Read the signature. `args`, `kwargs`: those of the example."""
+        self._count, self._names = len(args), tuple(kwargs)
+        parameters: Mapping[str, inspect.Parameter] = {}
+        with suppress(TypeError, ValueError):  # a callable without a signature
+            parameters = inspect.signature(forward).parameters
+        self._positions = [name for name, p in parameters.items() if p.kind in _POSITIONAL]
+        self._defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        example = {**dict(zip(self._positions, args, strict=False)), **kwargs}
+        defaults = self._defaults.items()
+        self._omissible = {name: value for name, value in defaults if name in example and _same(example[name], value)}
+
+    def arranged(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call as the example has them; unchanged where that is impossible.
+
+        A default that only one of both gives is added, or left out.
+        """
+        positions = self._positions
+        given = dict(zip(positions, args, strict=False))
+        if max(len(args), self._count) > len(positions) or given.keys() & kwargs.keys():
+            return args, dict(kwargs)
+        given.update(kwargs)
+        wanted = [*positions[: self._count], *self._names]
+        if any(name not in given and name not in self._omissible for name in wanted):
+            return args, dict(kwargs)
+        values = {name: given.pop(name) if name in given else self._omissible[name] for name in wanted}
+        rest = {name: x for name, x in given.items() if not (name in self._defaults and _same(x, self._defaults[name]))}
+        by_name = {name: values[name] for name in self._names}
+        return tuple(values[name] for name in positions[: self._count]), {**by_name, **rest}
+
+
+def _same(one: Any, two: Any) -> bool:
+    """Return whether two values are the same object, or the same number or text."""
+    simple = type(one) is type(two) and isinstance(one, (bool, int, float, str))
+    return one is two or (simple and repr(one) == repr(two))
+
 
 _OTHERS = other_choices("on_mismatch")
 

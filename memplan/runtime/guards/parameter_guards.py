@@ -11,7 +11,7 @@ import torch
 
 from memplan.distributed.local import LocalTensors
 from memplan.errors import InputMismatch
-from memplan.runtime.guards.layout_guards import LayoutGuards
+from memplan.runtime.guards.input_guards import LayoutGuards
 from memplan.runtime.guards.module_guards import COMPILE_AGAIN, ModuleGuards
 from memplan.trace.traced import Binding, Source, TracedGraph
 

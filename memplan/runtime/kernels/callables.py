@@ -1,15 +1,18 @@
-"""Lists torch callables that may run a kernel from Python, and their arguments, as candidates for the trial run."""
+"""Lists torch callables that may run a kernel from Python, and their arguments, as candidates for the trial run.
+
+`with_state` runs a kernel with a saved state of the CPU's random generator. `layer_function` runs oneDNN's LSTM, which
+returns a workspace for its backward only while gradients are enabled: autograd disables them in a compiled forward, and
+an inference program may run with them enabled, so that it sets the mode itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
-from memplan.core.graph import Graph
-from memplan.trace.traced import KernelCall, number_operand
+from memplan.trace.traced import KernelCall
 
 Function = Callable[..., Any]
 _METHODS = {
@@ -36,34 +39,49 @@ def in_place_function(kernel: KernelCall) -> Function:
     return overload
 
 
-def scalars_as_tensors(kernel: KernelCall, graph: Graph, made: MutableMapping[Any, torch.Tensor]) -> tuple[Any, ...]:
-    """Return the arguments with a number as second operand replaced by the tensor that each call would make of it.
-
-    `made`: the tensors of earlier calls, to be used again for the same numbers; nothing writes to them.
-    """
-    key = number_operand(kernel, graph)
-    if key is None:
-        return kernel.args
-    args = kernel.args
-    number = made.get(key)
-    if number is None:
-        number = made[key] = torch.tensor(args[1], dtype=getattr(torch, key[1]))
-    return args[0], number, *args[2:]
-
-
-def bytes_of_numbers(arguments: Iterable[Any], device: torch.device) -> int:
-    """Return the bytes of the tensors among the arguments of calls that are in the memory of `device`, each once."""
-    leaves = (leaf for leaf in tensors_among(arguments) if leaf.device.type == device.type)
-    return sum({leaf.data_ptr(): leaf.untyped_storage().nbytes() for leaf in leaves}.values())
-
-
-def tensors_among(arguments: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors among the arguments of calls."""
-    return [leaf for leaf in pytree.tree_leaves(list(arguments)) if isinstance(leaf, torch.Tensor)]
-
-
 def fast_bindings(kernel: KernelCall) -> tuple[Function, ...]:
     """Return Python bindings that avoid the dispatcher's boxed argument parsing; they may call another overload."""
     name = kernel.target._opname
     spaces = (torch._C._VariableFunctions, torch._C._nn)
     return tuple(getattr(space, name) for space in spaces if hasattr(space, name))
+
+
+def save_state(place: torch.Tensor) -> None:
+    """Write the state of the generator into `place`: uint8, as many elements as `torch.get_rng_state()` has."""
+    place.copy_(torch.default_generator.get_state())
+
+
+def with_state(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes a saved state before the arguments of `function`, and draws with it.
+
+    The generator has the same state afterwards as before.
+    """
+    generator = torch.default_generator
+
+    def drawing_again(state: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        now = generator.get_state()
+        generator.set_state(state)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            generator.set_state(now)
+
+    return drawing_again
+
+
+_LAYER = torch.ops.aten.mkldnn_rnn_layer.default._op
+
+
+def layer_function(*, workspace: bool) -> Callable[..., Any]:
+    """Return the function that runs `aten.mkldnn_rnn_layer`, with a workspace as its last result or with None."""
+    return _with_workspace if workspace else _without_workspace
+
+
+def _with_workspace(*args: Any) -> Any:
+    with torch._C._AutoDispatchBelowADInplaceOrView(), torch.enable_grad():
+        return _LAYER(*args)
+
+
+def _without_workspace(*args: Any) -> Any:
+    with torch._C._AutoDispatchBelowADInplaceOrView(), torch.no_grad():
+        return _LAYER(*args)

@@ -8,25 +8,25 @@ takes half the time of `torch.ops.aten.add.out`. An op without an accepted kerne
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch._ops import OpOverload
 
-from memplan.core.collectives import is_collective
 from memplan.core.graph import Graph
 from memplan.distributed.ops import collective_of
 from memplan.errors import UnsupportedGraph
-from memplan.runtime.kernels.callables import Function, fast_bindings, in_place_function, scalars_as_tensors
+from memplan.runtime.kernels.callables import (
+    Function,
+    fast_bindings,
+    in_place_function,
+    layer_function,
+    with_state,
+)
 from memplan.runtime.kernels.convolve import direct_convolutions
-from memplan.runtime.kernels.convolve_inner import CONVOLUTIONS, inner_convolution
 from memplan.runtime.kernels.probe import as_tuple, returns, scratch, writes
-from memplan.runtime.kernels.random_calls import with_state
-from memplan.runtime.kernels.recurrent import layer_function
-from memplan.runtime.kernels.rows import adds_rows, takes_rows
 from memplan.trace.passes.nodes import draws, out_names, out_variant
 from memplan.trace.traced import GeneratedCall, KernelCall, Live, OpaqueResult, Ref
 
@@ -46,8 +46,7 @@ class BoundOp:
     """The call of one op: `function(*args, **kwargs)`, with `Ref`s for tensors; other fields are as in `KernelCall`.
 
     `returns`: called without the out arguments (`out_names`), it returns its only result in new memory with the planned
-    layout. `as_planned`: the results (by position) of a functional op that have the planned layout. `overload` gives
-    the same bytes for the same arguments, and `fresh_overload` does so without the out arguments (None: none is known).
+    layout. `as_planned`: the results (by position) of a functional op that have the planned layout.
     """
 
     form: CallForm
@@ -60,8 +59,6 @@ class BoundOp:
     out_names: tuple[str, ...] = ()
     returns: bool = False
     as_planned: frozenset[int] = frozenset()
-    overload: OpOverload | None = None
-    fresh_overload: OpOverload | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +66,14 @@ class _Choice:
     """A callable for a kernel; `names` are its out arguments (None: it returns new tensors).
 
     `absent` are the results (by position) that are None although the trace has a tensor (oneDNN's LSTM).
-    `scalars`: Python numbers are passed as zero-dimensional tensors. `arguments` converts the arguments of the op to
-    those of the callable. `returns`, `as_planned`, `overload`: as in `BoundOp`.
+    `returns`, `as_planned`: as in `BoundOp`.
     """
 
     function: Function
     names: tuple[str, ...] | None = None
     absent: frozenset[int] = frozenset()
-    scalars: bool = False
-    arguments: Callable[[Sequence[Any]], tuple[Any, ...]] = tuple
     returns: bool = False
     as_planned: frozenset[int] = frozenset()
-    overload: OpOverload | None = None
 
     def out_kwargs(self, outs: Sequence[Any]) -> dict[str, Any]:
         """Return `outs` by the names of the out arguments; a single name takes several as a tuple."""
@@ -95,11 +88,10 @@ class _Choice:
 class KernelSelector:
     """Selects the kernels of the ops of a graph one after another; equal calls are tried once.
 
-    Calls are equal if op, shapes, strides and dtypes are. `numbers`: the tensors that stand for Python numbers.
+    Calls are equal if op, shapes, strides and dtypes are.
     """
 
     graph: Graph
-    numbers: MutableMapping[Any, torch.Tensor]
     known: dict[Any, _Choice] = field(default_factory=dict)
 
     def select(self, kernel: KernelCall, tensors: Sequence[torch.Tensor | None]) -> BoundOp:
@@ -113,15 +105,12 @@ class KernelSelector:
 
     def _select(self, kernel: KernelCall, tensors: Sequence[torch.Tensor | None]) -> BoundOp:
         if not kernel.outs:
-            function = adds_rows(kernel, self.graph) or in_place_function(kernel)
-            args = scalars_as_tensors(kernel, self.graph, self.numbers)
             return BoundOp(
                 form=CallForm.IN_PLACE,
-                function=function,
-                args=args,
+                function=in_place_function(kernel),
+                args=kernel.args,
                 kwargs=kernel.kwargs,
                 outs=(),
-                overload=kernel.target,
             )
         key = self._signature(kernel)
         if key not in self.known:
@@ -130,9 +119,7 @@ class KernelSelector:
         return BoundOp(
             form=CallForm.FUNCTIONAL if choice.names is None else CallForm.OUT,
             function=choice.function,
-            args=scalars_as_tensors(kernel, self.graph, self.numbers)
-            if choice.scalars
-            else choice.arguments(kernel.args),
+            args=kernel.args,
             kwargs={**kernel.kwargs, **choice.out_kwargs([Ref(out) for out in kernel.outs if out is not None])},
             outs=tuple(None if i in choice.absent else out for i, out in enumerate(kernel.outs)),
             returns_sequence=kernel.returns_sequence,
@@ -140,13 +127,11 @@ class KernelSelector:
             out_names=choice.names or (),
             returns=choice.returns,
             as_planned=choice.as_planned,
-            overload=choice.overload,
-            fresh_overload=None if is_collective(str(kernel.target)) else kernel.target,
         )
 
     def _choose(self, kernel: KernelCall, tensors: Sequence[torch.Tensor | None]) -> _Choice:
         if draws(kernel.target, kernel.args, kernel.kwargs):
-            return _Choice(kernel.target._op, overload=kernel.target)  # a trial would draw random numbers
+            return _Choice(kernel.target._op)  # a trial would draw random numbers
         collective = collective_of(kernel.target)
         if collective is not None:  # a trial would wait for the other ranks
             return _Choice(collective, ("out",))
@@ -163,47 +148,24 @@ class KernelSelector:
                 raise UnsupportedGraph(
                     str(kernel.target), reason, "keep this layer out of the compiled module", see="other-result"
                 )
-            return _Choice(kernel.target._op, absent=absent, as_planned=as_planned, overload=kernel.target)
-        given, _ = materialise((scalars_as_tensors(kernel, self.graph, self.numbers), {}), tensors)
-        rows = takes_rows(kernel, self.graph)
-        scalars = any(one is not two for one, two in zip(args, given, strict=True))
-        for choice in (*([_Choice(rows, ("out",))] if rows else []), *_out_choices(kernel, scalars=scalars)):
-            taken = given if choice.scalars else args
-            if self._writes(choice, kernel, taken, kwargs, expected):
+            return _Choice(kernel.target._op, absent=absent, as_planned=as_planned)
+        for choice in _out_choices(kernel):
+            if self._writes(choice, kernel, args, kwargs, expected):
                 return replace(
                     choice,
-                    returns=self._returns_as_planned(choice, kernel, taken, kwargs, expected),
-                    overload=None
-                    if choice.function is rows
-                    else self._overload(choice.function, kernel, taken, kwargs, expected),
+                    returns=self._returns_as_planned(choice, kernel, args, kwargs, expected),
                 )
-        for choice in (*self._convolutions(kernel, args), *self._inner(kernel, args)):
-            taken = choice.arguments(args)
-            if choice.names is None and returns(choice.function, taken, kwargs, expected):
-                return replace(choice, as_planned=as_planned)
-            if choice.names is not None and self._writes(choice, kernel, taken, kwargs, expected):
+        for choice in self._convolutions(kernel, args):
+            if self._writes(choice, kernel, args, kwargs, expected):
                 return choice
         fast = (f for f in fast_bindings(kernel) if returns(f, args, kwargs, expected))
-        return _Choice(next(fast, kernel.target._op), as_planned=as_planned, overload=kernel.target)
+        return _Choice(next(fast, kernel.target._op), as_planned=as_planned)
 
     def _writes(
         self, choice: _Choice, kernel: KernelCall, args: Any, kwargs: dict[str, Any], expected: tuple[Any, ...]
     ) -> bool:
         made = [scratch(self.graph, out) for out in kernel.outs if out is not None]
         return writes(choice.function, args, {**kwargs, **choice.out_kwargs(made)}, made, expected)
-
-    def _overload(
-        self, found: Function, kernel: KernelCall, args: Any, kwargs: dict[str, Any], expected: tuple[Any, ...]
-    ) -> OpOverload | None:
-        """Return the out variant, for callers other than Python, if it writes the expected bytes.
-
-        `found` is the callable that was accepted already.
-        """
-        variant = out_variant(kernel.target)
-        if variant is None or found is variant._op:
-            return variant
-        choice = _Choice(variant._op, out_names(variant))
-        return variant if self._writes(choice, kernel, args, kwargs, expected) else None
 
     def _lstm_layer(self, kernel: KernelCall) -> _Choice:
         """Return the callable of an LSTM layer. Its last result is a workspace that only its backward needs."""
@@ -221,16 +183,6 @@ class KernelSelector:
             return ()
         nbytes = self.graph.storages[self.graph.values[out].storage].nbytes
         return tuple(_Choice(function, ("out",)) for function in direct_convolutions(args, nbytes))
-
-    def _inner(self, kernel: KernelCall, args: Any) -> tuple[_Choice, ...]:
-        """Return the kernel that a convolution or its backward calls, as a candidate."""
-        if kernel.target not in CONVOLUTIONS:
-            return ()
-        inner = inner_convolution(kernel.target, args, apart=not self._overlaps(kernel))
-        if inner is None:
-            return ()
-        names = out_names(inner.overload) or None
-        return (_Choice(inner.overload._op, names, arguments=inner.arguments, overload=inner.overload),)
 
     def _overlaps(self, kernel: KernelCall) -> bool:
         """Return whether a result shares a storage with an argument; only kernels that write in place care."""
@@ -286,18 +238,15 @@ def generated_op(call: GeneratedCall) -> BoundOp:
 def _drawing_again(bound: BoundOp, state: int) -> BoundOp:
     """Return the bound op that draws with the saved generator state in value `state`; only Python can run it."""
     function, args = with_state(bound.function), (Ref(state), *bound.args)
-    return replace(bound, function=function, args=args, overload=None, fresh_overload=None)
+    return replace(bound, function=function, args=args)
 
 
-def with_arguments(
-    bound: BoundOp, old: KernelCall, new: KernelCall, graph: Graph, numbers: dict[Any, torch.Tensor]
-) -> BoundOp:
+def with_arguments(bound: BoundOp, old: KernelCall, new: KernelCall) -> BoundOp:
     """Return the bound op of `old` with the arguments of `new`, the same kernel with other sizes.
 
-    Facts that hold for one shape only are dropped: the algorithm of a convolution, whose bytes it may overwrite, and
-    the layout of a new result. `numbers`: the tensors that stand for Python numbers so far.
+    Facts that hold for one shape only are dropped: the algorithm of a convolution, and the layout of a new result.
     """
-    if new.target in CONVOLUTIONS:
+    if new.target is torch.ops.aten.convolution.default:
         return replace(
             bound,
             form=CallForm.FUNCTIONAL,
@@ -306,17 +255,9 @@ def with_arguments(
             kwargs=new.kwargs,
             out_names=(),
             as_planned=frozenset(),
-            overload=new.target,
         )
-    as_given = not isinstance(bound.args[1] if len(bound.args) > 1 else None, torch.Tensor)
     added = {name: value for name, value in bound.kwargs.items() if name not in old.kwargs}
-    return replace(
-        bound,
-        args=new.args if as_given else scalars_as_tensors(new, graph, numbers),
-        kwargs={**new.kwargs, **added},
-        returns=False,
-        as_planned=frozenset(),
-    )
+    return replace(bound, args=new.args, kwargs={**new.kwargs, **added}, returns=False, as_planned=frozenset())
 
 
 def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
@@ -337,13 +278,9 @@ def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
     return pytree.tree_map(now, tree)
 
 
-def _out_choices(kernel: KernelCall, *, scalars: bool = False) -> tuple[_Choice, ...]:
+def _out_choices(kernel: KernelCall) -> tuple[_Choice, ...]:
     """Return callables that may write their results to out arguments, the fastest first."""
     variant = out_variant(kernel.target)
     if variant is None or None in kernel.outs:
         return ()
-    bindings = fast_bindings(kernel)
-    fast = tuple(_Choice(function, ("out",)) for function in bindings)
-    if scalars:
-        fast = (*(_Choice(function, ("out",), scalars=True) for function in bindings), *fast)
-    return (*fast, _Choice(variant._op, out_names(variant)))
+    return (*(_Choice(f, ("out",)) for f in fast_bindings(kernel)), _Choice(variant._op, out_names(variant)))

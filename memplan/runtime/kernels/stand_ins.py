@@ -6,8 +6,7 @@ itself keeps; before it is allocated, there is room for them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.utils._pytree as pytree
@@ -40,15 +39,14 @@ def select_on_stand_ins(
     traced: TracedGraph,
     order: Sequence[int],
     known: Mapping[int, torch.Tensor],
-    numbers: MutableMapping[Any, torch.Tensor],
 ) -> KernelSelector:
     """Return a selector that knows the callables of the ops that can be tried on stand-ins.
 
     Parameters, buffers, constants and example inputs are themselves (`known`: values, by index). Other floating-point
     values are random numbers, masks are False, and indices are 0, one op's at a time. Ops that read other integers, or
-    that refuse these, are left to be tried on real data. `numbers`: as in `KernelSelector`.
+    that refuse these, are left to be tried on real data.
     """
-    selector = KernelSelector(traced.graph, numbers)
+    selector = KernelSelector(traced.graph)
     generator = torch.Generator(device=traced.device).manual_seed(_SEED)
     tensors: list[torch.Tensor | None] = [None] * (len(traced.graph.values) + traced.opaque_count)
     for op in order:

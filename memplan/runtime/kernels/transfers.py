@@ -15,8 +15,8 @@ from memplan.core.graph import Graph
 from memplan.distributed.ops import StartedCollective
 from memplan.errors import InvalidEviction
 from memplan.runtime.copies.copies import Copy, Direction
+from memplan.runtime.kernels.callables import save_state
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
-from memplan.runtime.kernels.random_calls import save_state
 from memplan.runtime.memory.arena import Arena
 from memplan.trace.traced import Kernel, KernelCall, Ref, SaveState, Transfer
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,7 @@ from memplan.core.plan import Plan
 from memplan.devices.kinds import is_accelerator, require_supported
 from memplan.distributed.ops import StartedCollectives
 from memplan.planning.planfile import require_budget
-from memplan.runtime.copies.copies import Copies
-from memplan.runtime.copies.copy_streams import StreamCopies
+from memplan.runtime.copies.copies import Copies, StreamCopies
 from memplan.runtime.copies.copy_threads import ThreadCopies
 from memplan.runtime.memory.arena_ownership import ArenaOwnership
 from memplan.runtime.memory.stream_ordering import StreamUses, make_stream_ordering
@@ -96,7 +95,7 @@ class Arena(Memory):
     """The memory of a step. Programs that share it run one at a time (`ownership`) and share its copies to the host.
 
     `collectives`: those that a step has started on it and not waited for. `uses`: of its bytes by streams, and of what
-    programs keep beside it. `numbers`: the tensors that stand for Python numbers in its programs, while one needs them.
+    programs keep beside it.
     `others`: further devices on which the same steps run. `stays`: it is never given back while it is idle. `thread`:
     the one that began the last step in it.
     """
@@ -109,7 +108,6 @@ class Arena(Memory):
         self.copies, self.collectives = make_copies(self.device, *others), StartedCollectives()
         self._closing = weakref.finalize(self, self.copies.close, self.allocated)  # before its bytes are freed
         self.uses = StreamUses(self.allocated)
-        self.numbers: MutableMapping[Any, torch.Tensor] = weakref.WeakValueDictionary()
         drain = partial(_drain, self.copies, self.collectives)
         self.ownership = ArenaOwnership(drain, make_stream_ordering(self.device, used_by=self.uses.by))
         self._host = Memory(0, torch.device("cpu"))
@@ -261,7 +259,6 @@ def grown(arena: Arena, plan: Plan, device: torch.device, room: int = 0, *, keep
         made = Arenas(plan.devices)
     else:
         made = Arenas([max(of, key=lambda section: section.size) for of in zip(sections, plan.devices, strict=True)])
-    made.numbers.update(arena.numbers)
     return made
 
 

@@ -26,8 +26,7 @@ from memplan.runtime.debug.sanitizers import NO_SANITIZERS
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.measured_budget import Measured, replan
 from memplan.runtime.options import RunOptions
-from memplan.runtime.profiling.measurement import Measurement
-from memplan.runtime.profiling.op_timer import OpTimer
+from memplan.runtime.profiling.op_timer import Measurement, OpTimer
 from memplan.trace import CapturedCall, device_costs, plan_traced
 from memplan.trace.traced import TracedGraph
 
