@@ -1,4 +1,4 @@
-"""Places buffers one by one, compiled by numba: each at the first (or best) offset that is free in its live interval.
+"""Places buffers one by one, compiled by numba: each at the first offset that is free in its live interval.
 
 Placed buffers are scanned in the order of their offsets: quadratic in the number of buffers, some billions a second.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit
-
-FIRST, BEST = 0, 1
 
 
 @njit(cache=True)
@@ -37,7 +35,7 @@ def _meets(b, c, seg_ptr, seg_lo, seg_hi):
 
 
 @njit(cache=True, nogil=True)
-def fit(order, policy, size, align, low, seg_ptr, seg_lo, seg_hi, offsets):
+def fit(order, size, align, low, seg_ptr, seg_lo, seg_hi, offsets):
     """Place the buffers of `order`, in that order, into `offsets`. Buffers with an offset of 0 or more are placed."""
     n = size.shape[0]
     who, births, deaths = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32)
@@ -53,18 +51,14 @@ def fit(order, policy, size, align, low, seg_ptr, seg_lo, seg_hi, offsets):
         b = order[turn]
         birth, death = seg_lo[seg_ptr[b]], seg_hi[seg_ptr[b + 1] - 1]
         at = -(-low[b] // align[b]) * align[b]
-        best, best_room = np.int64(-1), np.int64(0)
         for k in range(count):
             if births[k] < death and birth < deaths[k]:
                 if tops[k] <= at or not _meets(b, who[k], seg_ptr, seg_lo, seg_hi):
                     continue
-                room = bottoms[k] - at
-                if room >= size[b] and (best < 0 or room < best_room):
-                    best, best_room = at, room
-                    if policy == FIRST:
-                        break
+                if bottoms[k] - at >= size[b]:
+                    break
                 at = -(-tops[k] // align[b]) * align[b]
-        offsets[b] = best if best >= 0 else at
+        offsets[b] = at
         _insert(b, birth, death, offsets, size, who, births, deaths, bottoms, tops, count)
         count += 1
 

@@ -23,14 +23,11 @@ def first_fit_work(arrays: ProblemArrays) -> int:
     return arrays.n * arrays.n // _SCANNED_PER_UNIT
 
 
-def first_fit(arrays: ProblemArrays, order: Ints, offsets: Ints, *, best: bool = False) -> None:
-    """Place the buffers of `order` one by one into `offsets`, each at the lowest (or with `best` tightest) offset."""
+def first_fit(arrays: ProblemArrays, order: Ints, offsets: Ints) -> None:
+    """Place the buffers of `order` one by one into `offsets`, each at the lowest offset."""
     from memplan.solvers import fit_kernel
 
-    fit_kernel.fit(
-        order, fit_kernel.BEST if best else fit_kernel.FIRST, arrays.size, arrays.align, arrays.low, arrays.seg_ptr,
-        arrays.seg_lo, arrays.seg_hi, offsets,
-    )  # fmt: skip
+    fit_kernel.fit(order, arrays.size, arrays.align, arrays.low, arrays.seg_ptr, arrays.seg_lo, arrays.seg_hi, offsets)
 
 
 def on_skyline(arrays: ProblemArrays, order: Ints, max_offset: Ints, offsets: Ints) -> bool:
@@ -67,10 +64,9 @@ def first_answers(arrays: ProblemArrays) -> Iterator[Ints]:
     if arrays.n <= thresholds.MANY or arrays.pinned.any():
         life = arrays.hi - arrays.lo
         for key in (arrays.size, arrays.size * life, life):
-            for best in (False, True):
-                offsets = unplaced(arrays)
-                first_fit(arrays, free[np.lexsort((arrays.lo[free], -key[free]))], offsets, best=best)
-                yield offsets
+            offsets = unplaced(arrays)
+            first_fit(arrays, free[np.lexsort((arrays.lo[free], -key[free]))], offsets)
+            yield offsets
     else:
         yield from online(arrays, False, True)
 
