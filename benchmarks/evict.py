@@ -20,6 +20,7 @@ import logging
 import statistics
 import sys
 import time
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +43,6 @@ from memplan.evict.costs import DEVICES, CostModel
 from memplan.evict.measure import measure
 from memplan.evict.policies.dtr import dtr
 from memplan.evict.select import fit_policy
-from memplan.evict.simulator import AddressSpace
 from memplan.evict.workload import Workload, floor
 from memplan.planning.budget import plan_within
 from memplan.planning.fit import make_workload
@@ -91,6 +91,36 @@ NOTES = (
     "planning: from the ordered graph to placed offsets, oracle and validator included. Rockmate 2.0.0 installs from"
     " PyPI, but cannot be imported: the rkgb 2.0.0 that it needs has no module rkgb.core.",
 )
+
+
+class AddressSpace:
+    """`capacity` bytes from address 0, each block at the lowest address where it fits (first-fit)."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._blocks: list[tuple[int, int, int]] = []  # (offset, end, key), ascending
+
+    @property
+    def offsets(self) -> dict[int, int]:
+        """The offset of each key's block."""
+        return {key: offset for offset, _, key in self._blocks}
+
+    def take(self, key: int, size: int) -> bool:
+        offset = 0
+        for start, end, _ in self._blocks:
+            if start - offset >= size:
+                break
+            offset = end
+        if offset + size > self.capacity:
+            return False
+        insort(self._blocks, (offset, offset + size, key))
+        return True
+
+    def give(self, key: int) -> None:
+        self._blocks = [block for block in self._blocks if block[2] != key]
+
+    def hand_over(self, key: int, to: int) -> None:
+        self._blocks = [(a, b, to if k == key else k) for a, b, k in self._blocks]
 
 
 @dataclass(frozen=True, kw_only=True)

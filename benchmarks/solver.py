@@ -31,7 +31,7 @@ from memplan.core.problem import Problem, Status
 from memplan.solvers import SOLVERS, solve
 from memplan.solvers.base import Progress
 
-HEURISTICS = {name: s for name, s in SOLVERS.items() if name not in ("portfolio", "cpsat", "naive")}
+HEURISTICS = {name: s for name, s in SOLVERS.items() if name not in ("portfolio", "naive")}
 _QUADRATIC = {"partition"}  # pure Python: only up to 2,000 buffers
 _FIT_WORK = 3_000_000  # units: up to about 15 CPU seconds
 _MINIMIZE_WORK = 10_000_000  # units: up to about 60 CPU seconds

@@ -73,17 +73,6 @@ class InvalidSolution(MemplanError, ValueError):
         self.violation = violation
 
 
-class SolverFault(UserWarning):
-    """A warning: a part of the solver gave a wrong answer, which was dropped.
-
-    The plan is valid, but this is a bug: please report it.
-    """
-
-
-class WindowsIgnored(UserWarning):
-    """A warning: gaps of buffers have windows, and are read as no gaps: a smaller arena may exist."""
-
-
 class UnsupportedProblem(MemplanError, ValueError):
     """The named solver does not support this problem (pinned offsets, gaps, ...)."""
 

@@ -16,7 +16,6 @@ from memplan.analysis.rows import Group, grouped
 from memplan.core.evictions import OFFLOAD_WAIT
 from memplan.core.graph import Phase
 from memplan.core.plan import Plan
-from memplan.core.schedule import working_set_bound
 from memplan.core.units import format_bytes
 from memplan.errors import InvalidSize
 
@@ -210,8 +209,7 @@ def _layout(plan: Plan) -> Iterator[Lever]:
 
 
 def _order(plan: Plan) -> Iterator[Lever]:
-    least = working_set_bound(plan.graph) if plan.schedule.claimed else plan.schedule.bound
-    room = plan.schedule.max_live - least
+    room = plan.schedule.max_live - plan.schedule.bound
     if room > 0:
         what = f"a better order than {plan.schedule.policy!r} may exist"
         yield Lever(name="order", saves=room, text=f"{what}: no order can save more than {format_bytes(room)}")

@@ -2,9 +2,7 @@
 
 The columns are `id,lower,upper,size[,alignment][,gaps][,offset]`. `lower` and `upper` are steps (`upper` exclusive),
 `size`, `alignment` and `offset` bytes; a buffer with an offset is pinned to it. `gaps` are `FIRST-END` in steps, apart
-by spaces. What minimalloc's converter takes for these names is read as well: `buffer` and `buffer_id` for `id`, `begin`
-and `start` for `lower`, and `end` for an `upper` that is inclusive, in gaps too. The capacity in bytes may be part of
-the file name, as in `A.1048576.csv`.
+by spaces. The capacity in bytes may be part of the file name, as in `A.1048576.csv`.
 """
 
 from __future__ import annotations
@@ -13,18 +11,16 @@ import csv
 import io
 import os
 import re
-import warnings
 from pathlib import Path
 
 from memplan.core.files import write_atomic
 from memplan.core.jsonio import clip
 from memplan.core.problem import Buffer, Interval, Problem, Solution
-from memplan.errors import InvalidProblem, InvalidSolution, UnreadableFile, WindowsIgnored
+from memplan.errors import InvalidProblem, InvalidSolution, UnreadableFile
 
 _REQUIRED = ("id", "lower", "upper", "size")
 _OPTIONAL = ("alignment", "gaps", "offset")
-_ALIASES = {"buffer": "id", "buffer_id": "id", "begin": "lower", "start": "lower", "end": "upper"}
-_GAP = re.compile(r"(-?[0-9]+)-(-?[0-9]+)(?:@([0-9]+):([0-9]+))?", re.ASCII)
+_GAP = re.compile(r"(-?[0-9]+)-(-?[0-9]+)", re.ASCII)
 _WHOLE = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 _DIGITS = 18  # bytes and steps must fit into 64 bits
 
@@ -33,8 +29,7 @@ def read_problem(path: str | os.PathLike[str]) -> Problem:
     """Read a problem from a CSV file.
 
     The columns `id,lower,upper,size` are required, in any order; `alignment`, `gaps` and `offset` are optional, each
-    value of the last two too. A gap with a window (`FIRST-END@LOW:HIGH`: the buffer keeps these of its bytes) is read
-    as no gap, with a `WindowsIgnored` warning. A byte order mark is skipped.
+    value of the last two too. A byte order mark is skipped.
 
     Args:
         path: the CSV file; "NAME.CAPACITY.csv" sets the capacity in bytes.
@@ -96,79 +91,54 @@ def _parse(text: str, where: str) -> tuple[Buffer, ...]:
     rows = csv.reader(io.StringIO(text, newline=None), strict=True)
     try:
         header = [name.strip() for name in next(rows, [])]
-        named = {_ALIASES.get(name, name): name for name in header}
-        if not {*_REQUIRED} <= named.keys() <= {*_REQUIRED, *_OPTIONAL} or len(named) != len(header):
+        if not {*_REQUIRED} <= {*header} <= {*_REQUIRED, *_OPTIONAL} or len({*header}) != len(header):
             what = f"the header is {clip(repr(','.join(header)))}" if text.strip() else "is empty: it has no header"
             hint = "the first line must be id,lower,upper,size (upper exclusive)"
             raise UnreadableFile(what, where=f"{where}:1", hint=hint)
-        made = [_buffer(row, named, f"{where}:{rows.line_num}") for row in rows if row]
+        return tuple(_buffer(row, header, f"{where}:{rows.line_num}") for row in rows if row)
     except csv.Error as error:
         hint = "every line must be comma-separated fields; quotes must be closed"
         raise UnreadableFile(f"is not CSV: {error}", where=f"{where}:{rows.line_num}", hint=hint) from error
-    windows = sum(has_window for _, has_window in made)
-    if windows:
-        what = (
-            f"{where}: {windows} buffers have gaps with windows, which are read as no gaps: offsets are valid, but "
-            "with the windows a smaller arena may exist, and one within a capacity that is said to be too small"
-        )
-        warnings.warn(what, WindowsIgnored, stacklevel=4)
-    return tuple(buffer for buffer, _ in made)
 
 
-def _buffer(row: list[str], named: dict[str, str], where: str) -> tuple[Buffer, bool]:
-    """Return the buffer of a line, and whether a gap has a window. `named`: the names of the columns in the file."""
-    if len(row) != len(named):
+def _buffer(row: list[str], header: list[str], where: str) -> Buffer:
+    """Return the buffer of a line. `header`: the names of the columns."""
+    if len(row) != len(header):
         hint = "give a value for every column"
-        raise UnreadableFile(f"{len(row)} fields, the header has {len(named)}", where=where, hint=hint)
-    fields = dict(zip(named, row, strict=True))
-    lower, last, size = (_number(named[name], fields[name], where) for name in ("lower", "upper", "size"))
+        raise UnreadableFile(f"{len(row)} fields, the header has {len(header)}", where=where, hint=hint)
+    fields = dict(zip(header, row, strict=True))
+    lower, upper, size = (_number(name, fields[name], where) for name in ("lower", "upper", "size"))
     alignment = _number("alignment", fields.get("alignment", "1"), where)
-    inclusive = int(named["upper"] == "end")
-    if last + inclusive <= lower:
-        what = f"{named['upper']} is {last}, not above {named['lower']}, which is {lower}"
+    if upper <= lower:
         hint = "upper is exclusive: a buffer of one step has upper = lower + 1"
-        if inclusive:
-            what, hint = (
-                what.replace("not above", "below"),
-                "end is the last step: a buffer of one step has end = start",
-            )
-        raise UnreadableFile(what, where=where, hint=hint)
+        raise UnreadableFile(f"upper is {upper}, not above lower, which is {lower}", where=where, hint=hint)
     for name, number, least in (("size", size, 0), ("alignment", alignment, 1)):
         if number < least:
             hint = f"give a number of bytes of {least} or more"
             raise UnreadableFile(f"{name} is {number}", where=where, hint=hint)
     offset = fields.get("offset", "").strip()
     pinned = _number("offset", offset, where) if offset else None
-    free, has_window = _gaps(fields.get("gaps", ""), size, inclusive, where)
-    live, gaps = _inside(Interval(lower, last + inclusive), free, where)
+    live, gaps = _inside(Interval(lower, upper), _gaps(fields.get("gaps", ""), where), where)
     try:
         return Buffer(
             id=fields["id"].strip(), size=size, live=live, alignment=alignment, gaps=gaps, pinned_offset=pinned
-        ), has_window
+        )
     except InvalidProblem as error:
         hint = "an offset is 0 or more, and a multiple of the alignment"
         raise UnreadableFile(f"offset: {error.what}", where=where, hint=hint) from error
 
 
-def _gaps(text: str, size: int, inclusive: int, where: str) -> tuple[list[Interval], bool]:
-    """Return the gaps of a field in which all bytes of a buffer are free, and whether there are others."""
-    found, has_window = list[Interval](), False
+def _gaps(text: str, where: str) -> list[Interval]:
+    """Return the gaps of a field, in which all bytes of a buffer are free."""
+    found = list[Interval]()
     for written in text.split():
         match = _GAP.fullmatch(written)
-        hint = "write gaps as FIRST-END or FIRST-END@LOW:HIGH, apart by spaces, as in 7-9 12-14@0:8"
-        if match is None:
+        first, end = (_number("gaps", n, where) for n in match.groups()) if match else (0, 0)
+        if end <= first:
+            hint = "write gaps as FIRST-END, apart by spaces, as in 7-9 12-14"
             raise UnreadableFile(f"gaps has {clip(repr(written))}, which is no gap", where=where, hint=hint)
-        first, end, low, high = (None if n is None else _number("gaps", n, where) for n in match.groups())
-        assert first is not None
-        assert end is not None
-        if end + inclusive <= first or (low is not None and high is not None and not low <= high <= size):
-            what = f"gaps has {clip(repr(written))}, which ends before it begins or leaves the buffer"
-            raise UnreadableFile(what, where=where, hint=hint)
-        if low is None or low == high:
-            found.append(Interval(first, end + inclusive))
-        else:
-            has_window = True
-    return found, has_window
+        found.append(Interval(first, end))
+    return found
 
 
 def _inside(live: Interval, gaps: list[Interval], where: str) -> tuple[Interval, tuple[Interval, ...]]:

@@ -22,7 +22,7 @@ from memplan.core.graph import Graph, StorageKind
 from memplan.core.in_place import placed
 from memplan.core.later import later
 from memplan.core.problem import Problem, Solution
-from memplan.core.schedule import Schedule, is_proven_again
+from memplan.core.schedule import Schedule
 from memplan.core.totals import (
     beside_results,
     functional_transient,
@@ -63,9 +63,9 @@ class GraphSection:
 class Plan:
     """A validated plan. Sizes are in bytes; steps are positions in `schedule.order`.
 
-    The bounds of a new plan, over all orders and over all layouts, were proven in this process. For a loaded plan this
-    holds where loading it proved them again. Other bounds are claimed: `schedule.claimed` (then `schedule.certified`
-    is False) and `solution.claimed` are True, and `memplan check --verify` proves them.
+    The bounds of a new plan, over all orders and over all layouts, were proven in this process. Loading a plan proves
+    the bound of all orders again, and that of all layouts where it is max live. Else it is claimed: `solution.claimed`
+    is True, and `memplan check --verify` proves it.
 
     Args:
         model: the name of the model.
@@ -395,10 +395,9 @@ class Plan:
 def as_loaded(plan: Plan) -> Plan:
     """Return the plan of a file after its check, with the bounds that the check did not prove marked as claimed.
 
-    These are the bound of a long search through all orders, and a bound of all layouts that is above max live.
+    It is a bound of all layouts that is above max live.
     """
     return replace(
         plan,
-        schedule=replace(plan.schedule, claimed=not is_proven_again(plan.schedule)),
         solution=replace(plan.solution, claimed=plan.solution.bound > plan.max_live),
     )

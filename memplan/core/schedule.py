@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from memplan.core.graph import Graph, Op
 from memplan.core.in_place import placed
@@ -16,8 +16,7 @@ class Evidence(enum.Enum):
     WORKING_SET = "what {op} reads and writes"
     CUT = "the cut at {op}"
     BETWEEN = "the cut between forward and backward"
-    SEARCH = "a search through all orders"  # the portfolio's, repeated when a plan is loaded
-    LONG_SEARCH = "a long search through all orders"  # another policy's, not repeated when a plan is loaded
+    SEARCH = "a search through all orders"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +25,7 @@ class Schedule:
 
     `max_live` and `bound` are bytes of planned storages without alignment padding: the most that are alive at one
     step of this order, and a lower bound of that over all legal orders. `evidence` is the kind of proof of the bound,
-    `proof` the name of the op at which it holds ("" if the proof needs all ops). `claimed` means that the bound was
-    read from a plan file and was not proven again on loading (`memplan check --verify` proves it). `claimed` is not
-    saved and takes no part in comparisons: a file cannot say that its bound is proven.
+    `proof` the name of the op at which it holds ("" if the proof needs all ops). Loading a plan proves it again.
     """
 
     policy: str
@@ -37,17 +34,16 @@ class Schedule:
     bound: int
     evidence: Evidence = Evidence.WORKING_SET
     proof: str = ""
-    claimed: bool = field(default=False, compare=False)
 
     @property
     def gap(self) -> float:
-        """max_live / bound - 1: at most this share of max live could be saved; unproven if `claimed`."""
+        """max_live / bound - 1: at most this share of max live could be saved."""
         return self.max_live / self.bound - 1 if self.bound else 0.0
 
     @property
     def certified(self) -> bool:
-        """Whether it is proven, here or again on loading, that no order has a smaller max live."""
-        return self.max_live == self.bound and not self.claimed
+        """Whether it is proven that no order has a smaller max live."""
+        return self.max_live == self.bound
 
 
 def make_schedule(graph: Graph, order: tuple[int, ...], policy: str) -> Schedule:
@@ -112,8 +108,3 @@ def _touched_bytes(graph: Graph, op: Op) -> int:
 def working_set_bound(graph: Graph) -> int:
     """Return the bytes of the largest working set."""
     return working_set(graph)[0]
-
-
-def is_proven_again(schedule: Schedule) -> bool:
-    """Return whether the bound is proven again when a plan is read from a file; if not, it is only claimed then."""
-    return schedule.evidence is not Evidence.LONG_SEARCH

@@ -71,7 +71,6 @@ class DecisionSearch:
         self.extra = (self.arrays.use_ptr, self.arrays.use, self.arrays.redo_until, np.array(last, np.int64))
         room = 12 * len(w.graph.ops) + 1000
         self.kinds, self.indices = np.empty(room, np.int64), np.empty(room, np.int64)
-        self.evaluations = 0
         self.moves = self._moves(swaps=swaps, least=least)
 
     @property
@@ -89,7 +88,6 @@ class DecisionSearch:
 
     def judged(self, decision: Ints, gap: Ints) -> Decisions:
         """Return decisions with their cost; `area` is infinite when they are impossible."""
-        self.evaluations += 1
         budget, room = self.workload.budget, (self.kinds, self.indices)
         area, seconds, peak = judge(decision, gap, budget, *room, self.extra, self.tables)
         return Decisions(decision, gap, float(area), float(seconds), int(peak))
@@ -142,6 +140,7 @@ Option = tuple[Move, ...]  # moves of different storages that are made together
 
 _CHEAPEST = 1e-9  # seconds: options that cost no time are compared by bytes
 _HEAT = 0.1  # the first temperature, in mean costs of one decision
+_MOST_COUNTED = 1_000  # ops that a round of annealing counts in steps of more
 _ROUNDS = 100  # of annealing for each option: more found nothing better for nano models
 
 
@@ -261,11 +260,12 @@ def anneal_walk(
 ) -> Descended:
     """Anneal over one or two options at a time; `soft` is that of `search_kernel.anneal`.
 
-    `work` limits it, in ops measured; with few options, a number of rounds for each of them does.
+    `work` limits it, in ops measured, of which a round counts at most a thousand; with few options, a number of rounds
+    for each of them does.
     """
     plain = sum(search.workload.seconds)
     options = [option for options in choices for option in options]
-    rounds = min(work // (len(search.workload.graph.ops) + 1), _ROUNDS * len(options))
+    rounds = min(work // min(len(search.workload.graph.ops) + 1, _MOST_COUNTED), _ROUNDS * len(options))
     if rounds < 1 or state.seconds <= plain:
         return Descended(state if state.area == 0 else None, state)
     members = [move for option in options for move in option]
@@ -292,8 +292,8 @@ def anneal_walk(
 _TRIMS = 3  # of taking back what the budget does not need
 
 
-def trimmed(search: DecisionSearch, state: Decisions, *, classes: bool) -> Decisions:
-    """Return the state without the decisions that the budget does not need (reverse-delete), of storages or of classes.
+def trimmed(search: DecisionSearch, state: Decisions) -> Decisions:
+    """Return the state without the decisions of classes that the budget does not need (reverse-delete).
 
     The most expensive ones are tried first. Storages that would be recomputed although there is room for them are kept
     instead. The result keeps the budget, as `state` does, and takes no more time.
@@ -301,11 +301,11 @@ def trimmed(search: DecisionSearch, state: Decisions, *, classes: bool) -> Decis
     for _ in range(_TRIMS):
         before = state.seconds
         pins = [moves[-1] for moves in search.moves if moves[-1].decision == PIN]
-        for group in _grouped(search, pins, classes=classes):
+        for group in _grouped(search, pins):
             undecided = [move for move in group if state.decision[move.storage] == UNDECIDED]
             state = _most(search, state, undecided, lambda a, b: a.seconds < b.seconds)
         taken = [Move(s, UNDECIDED, -1) for s in np.flatnonzero(state.decision != UNDECIDED).tolist()]
-        groups = _grouped(search, taken, classes=classes, state=state)
+        groups = _grouped(search, taken, state)
         kept = [search.after(state, *group).seconds for group in groups]
         for _, group in sorted(zip(kept, groups, strict=True), key=lambda one: one[0]):
             state = _most(search, state, group, lambda a, b: a.seconds <= b.seconds)
@@ -325,15 +325,12 @@ def parts_of(classes: Sequence[Sequence[Option]], count: int) -> tuple[tuple[Opt
     return tuple(filter(None, found))
 
 
-def _grouped(
-    search: DecisionSearch, moves: Sequence[Move], *, classes: bool, state: Decisions | None = None
-) -> list[list[Move]]:
-    """Return moves one by one, or those of one class together, with equal decisions in `state`."""
+def _grouped(search: DecisionSearch, moves: Sequence[Move], state: Decisions | None = None) -> list[list[Move]]:
+    """Return the moves of one class together, with equal decisions in `state`."""
     found: dict[tuple[object, ...], list[Move]] = {}
     for move in moves:
         decided = -1 if state is None else int(state.decision[move.storage])
-        of = class_of(search, move.storage) if classes else (move.storage,)
-        found.setdefault((decided, *of), []).append(move)
+        found.setdefault((decided, *class_of(search, move.storage)), []).append(move)
     return list(found.values())
 
 

@@ -2,14 +2,14 @@
 
 When an allocation does not fit, the evictor selects a storage and whether it is dropped or swapped. An operand that is
 absent is recomputed, recursively, or reloaded. A storage is released after its last use, and may be recomputed after
-that as the source of another recompute. Every change is recorded as an event. Memory is a number of bytes, or addresses
-that can be fragmented.
+that as the source of another recompute. Every change is recorded as an event. Memory is a number of bytes, or what
+`SimulatedMemory` stands for.
 """
 
 from __future__ import annotations
 
 import enum
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -52,36 +52,6 @@ class ByteCounter:
 
     def hand_over(self, key: int, to: int) -> None:
         self._held[to] = self._held.pop(key)
-
-
-class AddressSpace:
-    """`capacity` bytes from address 0, each block at the lowest address where it fits (first-fit)."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._blocks: list[tuple[int, int, int]] = []  # (offset, end, key), ascending
-
-    @property
-    def offsets(self) -> dict[int, int]:
-        """The offset of each key's block."""
-        return {key: offset for offset, _, key in self._blocks}
-
-    def take(self, key: int, size: int) -> bool:
-        offset = 0
-        for start, end, _ in self._blocks:
-            if start - offset >= size:
-                break
-            offset = end
-        if offset + size > self.capacity:
-            return False
-        insort(self._blocks, (offset, offset + size, key))
-        return True
-
-    def give(self, key: int) -> None:
-        self._blocks = [block for block in self._blocks if block[2] != key]
-
-    def hand_over(self, key: int, to: int) -> None:
-        self._blocks = [(a, b, to if k == key else k) for a, b, k in self._blocks]
 
 
 class Location(enum.Enum):

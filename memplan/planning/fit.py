@@ -16,7 +16,7 @@ from memplan.evict.equivalent import require_equivalent
 from memplan.evict.measure import MeasuredEvents, measure
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.delta import delta
-from memplan.evict.policies.dtr import ahead, dtr
+from memplan.evict.policies.dtr import dtr
 from memplan.evict.policies.flow import flow
 from memplan.evict.policies.genoa import genoa
 from memplan.evict.rng_states import SavedStates, decide, with_saved_states, without_states
@@ -26,7 +26,6 @@ _KEEP_RANDOM: tuple[Policy, ...] = (flow, genoa, dtr, delta)  # they copy, or fr
 _CLOSE = 0.005  # share of the smallest budget found: the precision of the bisection
 _RUNGS = 16  # smaller budgets, as shares of the bytes without a budget, whose events are candidates for a larger one
 _PATIENCE = 2  # smaller budgets in a row that cost more, after which no smaller one is tried
-_BELOW = 4  # the search goes on where it beats on-demand eviction by 1 / _BELOW of the bytes above the floor
 
 
 Asked = TypeVar("Asked")
@@ -173,23 +172,10 @@ def smallest(workload: Workload, policy: Policy) -> int:
     policy that uses less than its budget need not find a solution for less.
     """
     quick, states = quick_of(policy), _states_for(workload, policy)
-    least, peak = floor(workload)[0], measure(workload, workload.plain).peak
-    if policy is not recompute or workload.host_resident:
-        return _bisected(states, quick, least - 1, peak, least)
-    found = _bisected(without_states(workload), ahead, least - 1, peak, least)  # what `recompute` falls back to
-    below = found - (found - least) // _BELOW
-    if below == found:
-        return found
-    return _bisected(states, quick, least - 1, below, least) if _keeps(states, quick, below) else found
-
-
-def _bisected(states: SavedStates, policy: Policy, low: int, high: int, tried: int) -> int:
-    """Return the smallest budget above `low`, at most `high`, that `policy` keeps, by bisection that begins at `tried`.
-
-    `high` is known to be kept.
-    """
-    while high - low > max(_CLOSE * high, states.plain.alignment):
-        low, high = (low, tried) if _keeps(states, policy, tried) else (tried, high)
+    least, high = floor(workload)[0], measure(workload, workload.plain).peak
+    low, tried = least - 1, least
+    while high - low > max(_CLOSE * high, workload.alignment):
+        low, high = (low, tried) if _keeps(states, quick, tried) else (tried, high)
         tried = (low + high) // 2
     return high
 

@@ -20,7 +20,7 @@ from memplan.core.evictions import DeviceArena, check_record
 from memplan.core.files import write_atomic
 from memplan.core.graph import Graph, check_graph
 from memplan.core.happens_before import require_no_races
-from memplan.core.jsonio import from_json, json_schema, read_json, show, to_json
+from memplan.core.jsonio import from_json, read_json, show, to_json
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import SCHEMA_VERSION, Plan, as_loaded
 from memplan.core.problem import Solution, Status
@@ -229,28 +229,6 @@ def checksum(body: dict[str, Any]) -> str:
     """SHA-256 (hex) of a plan's JSON without its head; independent of whitespace and of the order of keys."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def schema() -> dict[str, Any]:
-    """Return the JSON schema of a plan file, made from the dataclasses. `plan.schema.json` in this package is a copy of
-    it.
-
-    The schema describes the form of a plan file. `load` also checks its meaning: it can refuse a file that matches the
-    schema.
-    """
-    plan = json_schema(Plan)
-    head = {
-        "schema_version": {"const": SCHEMA_VERSION},
-        "fingerprint": {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "SHA-256 of the graph"},
-        "checksum": {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "SHA-256 of all below it"},
-    }
-    return {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "title": f"memplan plan file, version {SCHEMA_VERSION}",
-        **plan,
-        "properties": {**head, **plan["properties"]},
-        "required": [*head, *plan["required"]],
-    }
 
 
 def load(path: str | os.PathLike[str]) -> Plan:

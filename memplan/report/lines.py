@@ -68,8 +68,6 @@ def verdict(report: Report) -> str:
         return f"{by}: that no smaller arena than {format_bytes(report.bound)} exists in this order is {_CLAIMED}"
     if report.status != "optimal":
         return f"{by}: not proven; a smaller arena may exist, down to {format_bytes(report.bound)}"
-    if report.order_claimed and report.order_max_live == report.order_bound:
-        return f"{by}: no layout can need less in this order; that no order can is {_CLAIMED}"
     if not report.order_certified:
         return f"{by}: proven that no layout can need less in this order"
     apart = f", alignment ({format_bytes(report.padding)}) apart" if report.padding else ""  # not in orders' bounds
@@ -81,9 +79,7 @@ def certificate(report: Report) -> str:
     by = report.order_evidence.value.format(op=report.order_proof)
     proof = f"proven by {by}"
     needs, least = bytes_apart(report.order_max_live, report.order_bound)
-    if report.order_claimed:
-        text = f"{needs}; that no order of these ops needs less than {least}, by {by}, is {_CLAIMED}"
-    elif report.order_certified:
+    if report.order_certified:
         text = f"optimal: no order of these ops needs less than {least}, {proof}"
     else:
         most = format_share(report.order_gap)
@@ -94,22 +90,8 @@ def certificate(report: Report) -> str:
 
 
 def waiting_lines(report: Report) -> tuple[str, ...]:
-    """Return what it costs if updates wait for all gradients, as in clipping, or for several steps, and for ranks."""
+    """Return what the step sends to other ranks, and what it holds of theirs."""
     lines = []
-    if report.barrier is not None:
-        b = report.barrier
-        needs, least = bytes_apart(b.max_live, b.without)
-        price = f"{format_bytes(b.costs)} of max live; without it the step would need {least} instead of {needs}"
-        cost = price if b.costs else f"nothing: without it the step would need {needs} too"
-        lines.append(
-            f"{op_name(b.target)} ({b.op}), for which all updates wait, holds all {b.gradients} gradients "
-            f"({format_bytes(b.nbytes)}) until the last one: that costs {cost}"
-        )
-    if report.accumulated:
-        lines.append(
-            f"accumulated gradients hold {format_bytes(report.accumulated)} outside the arena from step to step; "
-            "an update in every step would not need them"
-        )
     if report.exchanged is not None:
         x = report.exchanged
         again = f" ({x.again} of them again)" if x.again else ""

@@ -17,7 +17,6 @@ from memplan.core.plan import GraphSection, Plan
 from memplan.core.problem import Status
 from memplan.core.schedule import Evidence, live_bytes
 from memplan.core.units import format_bytes
-from memplan.schedule import Barrier, accumulated, price
 
 LARGEST = 10
 
@@ -136,17 +135,14 @@ class Report:
 
     `order_max_live` is what this order needs, `order_traced` what the traced order needs, and `order_bound` the least
     that any order needs, all without alignment. `order_evidence` proves the bound (at the op `order_proof`, unless that
-    is empty). `order_certified`: this order needs no more than the bound. `order_claimed`: the bound is read from a
-    plan file and was not proven again (then `order_certified` is False).
+    is empty). `order_certified`: this order needs no more than the bound.
 
     `graphs` are those of a joint plan (empty: there is one graph).
 
-    `barrier` is the op that makes all updates of a whole step wait for all gradients, with its cost (None: there is
-    none); `accumulated` the bytes of gradients that are kept from step to step (part of the optimizer's state). `kept`
-    is how a budget is kept (None: there is none), whose recomputes and copies the order's figures include. `exchanged`
-    are the collectives (None: there are no other ranks). `division` is how ops were divided by rows (None: they were
-    not), `kernels` which kernels were chosen and why ("": there was no choice), `code` how Inductor generated them ("":
-    as it does by itself). `peak` is None when nothing is planned.
+    `kept` is how a budget is kept (None: there is none), whose recomputes and copies the order's figures include.
+    `exchanged` are the collectives (None: there are no other ranks). `division` is how ops were divided by rows (None:
+    they were not), `kernels` which kernels were chosen and why ("": there was no choice), `code` how Inductor generated
+    them ("": as it does by itself). `peak` is None when nothing is planned.
     `advice` are ways to save memory, each with the most that it saves.
     """
 
@@ -167,15 +163,12 @@ class Report:
     solver: str
     policy: str
     order_certified: bool
-    order_claimed: bool
     order_max_live: int
     order_traced: int
     order_bound: int
     order_gap: float
     order_evidence: Evidence
     order_proof: str
-    barrier: Barrier | None
-    accumulated: int
     kept: Kept | None
     exchanged: Exchanged | None
     division: Division | None
@@ -206,14 +199,14 @@ class Report:
 
 
 _OF_PLAN = ("model", "fingerprint", "arena_size", "max_live", "fragmentation", "padding", "total", "division")
-_OF_ORDER = ("certified", "claimed", "max_live", "bound", "gap", "evidence", "proof")
+_OF_ORDER = ("certified", "max_live", "bound", "gap", "evidence", "proof")
 _OF_EVICTION = ("budget", "arena_budget", "policy", "costs", "seconds", "base_seconds", "stall", "overhead", "device")
 
 
 def make_report(plan: Plan) -> Report:
     """Return the report of `plan`.
 
-    It takes milliseconds on thousands of ops; where all updates wait for all gradients, it orders the ops once more.
+    It takes milliseconds on thousands of ops.
     """
     graph, solution, outside = plan.graph, plan.solution, _outside(plan)
     claimed = solution.claimed and solution.status is Status.OPTIMAL
@@ -231,8 +224,6 @@ def make_report(plan: Plan) -> Report:
         solver=solution.solver,
         policy=plan.schedule.policy,
         order_traced=max(live_bytes(graph, tuple(range(len(graph.ops)))), default=0),
-        barrier=price(graph, plan.schedule.max_live),
-        accumulated=accumulated(graph),
         kept=_kept(plan),
         exchanged=_exchanged(plan),
         kernels=plan.kernels,

@@ -1,7 +1,4 @@
-"""Searches for an order within a target, forwards and backwards in time, and the policies `beam` and `exact`.
-
-Both policies run the same search: `beam` keeps a number of states, `exact` all that its memory limit holds.
-"""
+"""Searches for an order within a target, forwards and backwards in time."""
 
 from __future__ import annotations
 
@@ -11,10 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from memplan.core.graph import Graph
-from memplan.core.schedule import Evidence, Schedule
-from memplan.schedule.graph_arrays import GraphArrays, Ints, make_graph_arrays, reverse, step_bytes
-from memplan.schedule.prover import Prover
+from memplan.schedule.graph_arrays import GraphArrays, Ints, reverse, step_bytes
 from memplan.schedule.search_kernel import EXHAUSTED, FOUND, levels
 
 _USUAL = 64  # states: interpreted, a search of this width takes about as long as the other kernels
@@ -135,24 +129,3 @@ def _attempt(arrays: GraphArrays, best: Narrowed, target: int, width: int) -> Na
         if left <= 0:
             break
     return best
-
-
-def beam(graph: Graph, *, width: int = 64, work: int = 10**9) -> Schedule:
-    """Schedule `graph` by searches that keep `width` states, starting from the traced order, up to `work` units."""
-    return _by_search(graph, make_graph_arrays(graph), "beam", width, work)
-
-
-def exact(graph: Graph, *, work: int = 10**9) -> Schedule:
-    """Schedule `graph` by an exhaustive search; certified unless its memory limit or its limit of `work` is reached.
-
-    It is for graphs of some tens of ops, and for larger ones that have few legal orders.
-    """
-    arrays = make_graph_arrays(graph)
-    return _by_search(graph, arrays, "exact", widest(arrays), work)
-
-
-def _by_search(graph: Graph, arrays: GraphArrays, policy: str, width: int, work: int) -> Schedule:
-    prover = Prover(arrays, 0)
-    found = narrow(arrays, unsearched(arrays, arrays.traced, prover.bound, work), width=width)
-    prover.searched(found.bound, Evidence.LONG_SEARCH)
-    return prover.schedule(graph, found.order, policy)

@@ -1,4 +1,4 @@
-"""`auto`: tries the policies one after another, each improved by cut repair, until an order is proven optimal.
+"""`auto`: repairs the traced order by minimum cuts, and searches for a better one, until an order is proven optimal.
 
 The result is never worse than the traced order, and is the traced order if no other is better. All limits count work,
 so that a graph gets the same schedule on every machine.
@@ -13,9 +13,8 @@ import numpy as np
 
 from memplan.core.graph import Graph
 from memplan.core.schedule import Schedule
-from memplan.schedule.graph_arrays import GraphArrays, Ints, make_graph_arrays, step_bytes
+from memplan.schedule.graph_arrays import GraphArrays, make_graph_arrays, step_bytes
 from memplan.schedule.ideals import Narrowed, narrow, unsearched, widest
-from memplan.schedule.list_policies import RULES, listed
 from memplan.schedule.prover import Prover, repair
 
 _NARROW = (8, 64)  # states
@@ -23,10 +22,15 @@ _WIDE = (64, 512, 4096, 16384)
 
 
 def portfolio(graph: Graph) -> Schedule:
-    """Return the schedule with the smallest max live found by the policies, cut repair and a bounded search."""
+    """Return the schedule with the smallest max live found by cut repair and a bounded search."""
     arrays = make_graph_arrays(graph)
     prover = Prover(arrays, _cut_work(arrays))
-    best, name, peak = _best_policy(arrays, prover)
+    best, name = arrays.traced, "traced"
+    peak = int(step_bytes(arrays, best).max(initial=0))
+    if peak > prover.bound:
+        repaired = repair(arrays, best, prover.cut_at)
+        if (needs := int(step_bytes(arrays, repaired).max())) < peak:
+            best, name, peak = repaired, "traced + repair", needs
     if peak > prover.bound:
         prover.raise_bound(best)
     if peak > prover.bound:
@@ -35,26 +39,6 @@ def portfolio(graph: Graph) -> Schedule:
         if found.max_live < peak:
             best, name = found.order, "search"
     return prover.schedule(graph, best, name)
-
-
-def _best_policy(arrays: GraphArrays, prover: Prover) -> tuple[Ints, str, int]:
-    """Return the best order of the policies, with and without repair, its name and its max live.
-
-    Of equal orders, it is the first.
-    """
-    best, name = arrays.traced, "traced"
-    peak = int(step_bytes(arrays, best).max(initial=0))
-    for policy in ("traced", *RULES):
-        if peak == prover.bound:
-            break
-        order = arrays.traced if policy == "traced" else listed(arrays, policy)
-        for called in (policy, f"{policy} + repair"):
-            needs = int(step_bytes(arrays, order).max())
-            if needs < peak:
-                best, name, peak = order, called, needs
-            if called == policy and needs > prover.bound:
-                order = repair(arrays, order, prover.cut_at)
-    return best, name, peak
 
 
 def _searched(graph: Graph, arrays: GraphArrays, start: Narrowed) -> Narrowed:

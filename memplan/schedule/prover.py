@@ -41,10 +41,10 @@ class Prover:
             self.evidence = Evidence.BETWEEN if op == self.arrays.barrier else Evidence.CUT
         return found
 
-    def searched(self, bound: int, evidence: Evidence = Evidence.SEARCH) -> None:
+    def searched(self, bound: int) -> None:
         """Record that a search excluded all orders below `bound` bytes."""
         if bound > self.bound:
-            self.bound, self.evidence = bound, evidence
+            self.bound, self.evidence = bound, Evidence.SEARCH
 
     def raise_bound(self, order: Ints) -> None:
         """Compute cuts at the steps where `order` needs the most bytes, as long as they could raise the bound.

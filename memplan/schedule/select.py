@@ -1,7 +1,7 @@
 """The scheduling policies by name, and the check of the bounds that they prove.
 
 Each policy is imported on first use: the traced order needs neither numpy nor numba. The bound in a plan file is proven
-again from its evidence, or is only claimed.
+again from its evidence.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from memplan.core.graph import Graph
 from memplan.core.later import policy_in
-from memplan.core.schedule import Evidence, Schedule, is_proven_again, make_schedule, working_set
+from memplan.core.schedule import Evidence, Schedule, make_schedule, working_set
 from memplan.errors import InvalidPlan
 from memplan.schedule.cut import cut_bound
 
@@ -22,13 +22,6 @@ POLICIES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "auto": ("portfolio", "portfolio"),
         "traced": ("select", "traced"),
-        "early_free": ("list_policies", "early_free"),
-        "late_alloc": ("list_policies", "late_alloc"),
-        "lpmf": ("list_policies", "lpmf"),
-        "greedy": ("list_policies", "greedy"),
-        "reverse_greedy": ("list_policies", "reverse_greedy"),
-        "beam": ("ideals", "beam"),
-        "exact": ("ideals", "exact"),
     }
 )
 
@@ -52,14 +45,11 @@ def policy_of(schedule: str | Policy) -> Policy:
 def require_evidence(graph: Graph, schedule: Schedule) -> None:
     """Raise `InvalidPlan` unless the cut or the working set of the op named by `proof` gives the bound.
 
-    The portfolio's search is repeated: its limit is work, not seconds, so it proves the same bound on every machine. A
-    long search by another policy is not repeated: see `is_proven_again`.
+    The portfolio's search is repeated: its limit is work, not seconds, so it proves the same bound on every machine.
     """
-    if schedule.evidence in (Evidence.SEARCH, Evidence.LONG_SEARCH):
+    if schedule.evidence is Evidence.SEARCH:
         if schedule.proof:
             raise InvalidPlan("a search names no op", where="schedule.proof")
-        if not is_proven_again(schedule):
-            return
         proven = order(graph).bound
         if proven < schedule.bound:
             raise InvalidPlan(f"says {schedule.bound}, a search proves {proven}", where="schedule.bound")

@@ -1,22 +1,17 @@
 """Has what all solvers share: the protocol, the limits in time and work, and how an answer is made and checked.
 
 Work is counted in *units* that do not depend on the machine: a unit is one node of the search on up to 200 buffers, and
-a node on more buffers counts in proportion. A run that is limited by work alone is exactly reproducible. The portfolio
-shows the placement of a heuristic to the validator before it keeps it: one that is refused is a bug of memplan, but the
-user must still get a plan, so it is dropped with a `SolverFault`, a warning that asks for a report.
+a node on more buffers counts in proportion. A run that is limited by work alone is exactly reproducible.
 """
 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from memplan.core.problem import Infeasibility, Problem, Solution, Status
-from memplan.core.validate import validate
-from memplan.errors import InvalidSolution, SolverFault
 
 NODE_BUFFERS = 200
 DEFAULT_WORK = 1_000_000  # units when neither time nor work is limited: about four seconds
@@ -73,10 +68,6 @@ class WorkBudget:
             return True
         return self._parent is not None and self._parent.is_over
 
-    def remaining_seconds(self) -> float | None:
-        """Wall time that is left, seconds; None if only work is limited."""
-        return None if self._deadline is None else max(0.0, self._deadline - time.perf_counter())
-
     def remaining_work(self) -> int | None:
         """Units of work that are left; None if only time is limited."""
         return None if self._work is None else max(0, self._work - self.spent)
@@ -113,7 +104,8 @@ class WorkBudget:
         now = time.perf_counter()
         inner.began, inner.spent, inner._parent, inner._timed = now, 0, self, self._timed
         inner._deadline = None if self._deadline is None else now + part * max(0.0, self._deadline - now)
-        inner._work = None if self._work is None else int(part * max(0, self._work - self.spent))
+        left = self.remaining_work()
+        inner._work = None if left is None else int(part * left)
         return inner
 
 
@@ -171,25 +163,3 @@ def infeasible_step(problem: Problem) -> Infeasibility | None:
 def align_up(offset: int, alignment: int) -> int:
     """`offset` rounded up to a multiple of `alignment`, bytes."""
     return -(-offset // alignment) * alignment
-
-
-def refusal(problem: Problem, offsets: Mapping[str, int]) -> str | None:
-    """The reason that `offsets` (bytes) are not a valid placement, or None if they are. The capacity is ignored."""
-    end = max((offsets[b.id] + b.size for b in problem.buffers), default=0)
-    # UNKNOWN claims nothing about the capacity, which the best placement so far may exceed.
-    answer = Solution(offsets=offsets, arena_size=end, status=Status.UNKNOWN, bound=problem.max_live, solver="")
-    try:
-        validate(problem, answer)
-    except InvalidSolution as error:
-        return str(error)
-    return None
-
-
-def warn_of_fault(what: str) -> None:
-    """Warn that a part of the solver has a bug, and ask for a report."""
-    warnings.warn(
-        f"{what}; this was dropped, and what is returned does not rest on it. It is a bug in memplan: please report "
-        "it, if you can with the buffers (sizes, lifetimes, gaps, alignments, pins)",
-        SolverFault,
-        stacklevel=3,
-    )

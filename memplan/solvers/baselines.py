@@ -1,6 +1,6 @@
 """Solvers of one rule each. The portfolio starts from `greedy` and falls back to `naive`; users may select any.
 
-- `greedy` and `greedy-best` place buffers by descending size, first-fit or best-fit (Pisarchyk and Lee, "Efficient
+- `greedy` places buffers by descending size, first-fit (Pisarchyk and Lee, "Efficient
   Memory Management for Deep Neural Net Inference", 2020). It is within 1 % of max live on most graphs.
 - `naive` gives every buffer bytes of its own, which is the largest arena that a planner is compared with.
 - `online-first` and `online-best` simulate an allocator, which does not know the future: memory is allocated at birth
@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from bisect import insort
 from collections.abc import Callable, Sequence
@@ -49,42 +48,39 @@ class RuleSolver:
         return finish(problem, offsets, solver=self.name, seconds=time.perf_counter() - began)
 
 
-def in_order(problem: Problem, order: Sequence[Buffer], *, best: bool = False, compiled: bool | None = None) -> Offsets:
-    """Offsets (bytes) if each buffer of `order` takes the first (with `best`: tightest) free offset.
+def in_order(problem: Problem, order: Sequence[Buffer], *, compiled: bool | None = None) -> Offsets:
+    """Offsets (bytes) if each buffer of `order` takes the first free offset.
 
     An offset is free if the buffer overlaps no pinned buffer and no buffer before it in `order` during its whole live
-    interval. Ties go to the lower offset. `order` must hold every buffer that is not pinned. `compiled` selects the
+    interval. `order` must hold every buffer that is not pinned. `compiled` selects the
     compiled or the plain Python code; None selects by the number of buffers. Both give the same offsets.
     """
     if len(problem.buffers) > thresholds.COMPILED if compiled is None else compiled:
-        return _compiled(problem, order, best=best)
+        return _compiled(problem, order)
     placed: list[tuple[int, int, Buffer]] = []  # (offset, rank, buffer), by offset
     offsets: Offsets = {}
     pinned = [b for b in problem.buffers if b.pinned_offset is not None]
     for rank, buffer in enumerate([*pinned, *(b for b in order if b.pinned_offset is None)]):
         offset = buffer.pinned_offset
         if offset is None:
-            offset = _free_offset(buffer, placed, best=best) if buffer.size else 0
+            offset = _free_offset(buffer, placed) if buffer.size else 0
         offsets[buffer.id] = offset
         if buffer.size:
             insort(placed, (offset, rank, buffer), key=lambda entry: entry[:2])
     return offsets
 
 
-def _free_offset(buffer: Buffer, placed: list[tuple[int, int, Buffer]], *, best: bool) -> int:
-    """The lowest or tightest aligned offset at which `buffer` overlaps none of `placed` (sorted by offset)."""
-    at, chosen, least_room = 0, -1, sys.maxsize
+def _free_offset(buffer: Buffer, placed: list[tuple[int, int, Buffer]]) -> int:
+    """The lowest aligned offset at which `buffer` overlaps none of `placed` (sorted by offset)."""
+    at = 0
     for low, _, other in placed:
         if not _alive_together(buffer, other):
             continue
         if low >= at + buffer.size:
-            if not best:
-                return at
-            if low - at < least_room:
-                chosen, least_room = at, low - at
+            return at
         if low + other.size > at:
             at = align_up(low + other.size, buffer.alignment)
-    return at if chosen < 0 else chosen
+    return at
 
 
 def _alive_together(one: Buffer, two: Buffer) -> bool:
@@ -95,7 +91,7 @@ def _alive_together(one: Buffer, two: Buffer) -> bool:
     return any(not a.is_disjoint(b) for a in one.segments for b in two.segments)
 
 
-def _compiled(problem: Problem, order: Sequence[Buffer], *, best: bool) -> Offsets:
+def _compiled(problem: Problem, order: Sequence[Buffer]) -> Offsets:
     import numpy as np
 
     from memplan.solvers.arrays import make_problem_arrays
@@ -104,8 +100,7 @@ def _compiled(problem: Problem, order: Sequence[Buffer], *, best: bool) -> Offse
     arrays = make_problem_arrays(problem)
     place = {problem.buffers[i].id: at for at, i in enumerate(arrays.source.tolist())}
     offsets = unplaced(arrays)
-    first_fit(arrays, np.array([place[b.id] for b in order if b.size and b.pinned_offset is None], np.int64), offsets,
-              best=best)  # fmt: skip
+    first_fit(arrays, np.array([place[b.id] for b in order if b.size and b.pinned_offset is None], np.int64), offsets)
     found = {b.id: b.pinned_offset or 0 for b in problem.buffers}
     found.update(zip(place, (offsets * arrays.unit).tolist(), strict=True))
     return found
@@ -116,8 +111,8 @@ def by_size(problem: Problem) -> list[Buffer]:
     return sorted(problem.buffers, key=lambda b: (-b.size, b.live.start))
 
 
-def _greedy(problem: Problem, *, best: bool = False) -> Offsets:
-    return in_order(problem, by_size(problem), best=best)
+def _greedy(problem: Problem) -> Offsets:
+    return in_order(problem, by_size(problem))
 
 
 def _tstack(problem: Problem) -> Offsets:
@@ -179,7 +174,6 @@ _ALLOCATOR = "an allocator chooses addresses itself"
 GREEDY, NAIVE = RuleSolver(name="greedy", place=_greedy), RuleSolver(name="naive", place=_naive)
 RULES = (
     GREEDY,
-    RuleSolver(name="greedy-best", place=partial(_greedy, best=True)),
     RuleSolver(name="tstack", place=_tstack),
     RuleSolver(name="partition", place=_partition, unpinned="a partition has no fixed address"),
     RuleSolver(name="online-first", place=partial(_online, best=False), unpinned=_ALLOCATOR),

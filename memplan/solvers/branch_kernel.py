@@ -139,9 +139,9 @@ def slot(table, key):
 
 
 @njit(cache=True)
-def key_of(salt, placed, allowed, hole):
+def key_of(placed, allowed, hole):
     """The table's key of a state: the sum over its unplaced buffers."""
-    key = np.int64(salt)
+    key = np.int64(1)
     for b in range(placed.shape[0]):
         if not placed[b]:
             key += mix(b, allowed[b], hole[b])

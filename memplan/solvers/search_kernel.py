@@ -105,14 +105,14 @@ def _grow(array):
 @njit(cache=True, nogil=True)
 def search(
     capacity, size, align, low, maxoff, seg_ptr, seg_lo, seg_hi, sections, adj_ptr, adj, mem_ptr, mem, rank, few,
-    corners, node_limit, room, rounds, table, salt, offsets,
+    corners, node_limit, room, rounds, table, offsets,
 ):  # fmt: skip
     """Place all buffers under `capacity`, prove that no placement exists, or give up after `node_limit` nodes.
 
     Returns (SOLVED | EXHAUSTED | LIMIT, nodes, smallest unplaced area in units x sections). `few` and `corners` are
     those of the branching rule (`branch_kernel.py`), whose ties `rank` breaks. `room`: the trail
     entries per buffer that one propagation may add; `rounds`: of a propagation. `offsets` receives the placement;
-    `table` stores failed states between calls with the same `salt`.
+    `table` stores failed states between calls.
     """
     n = size.shape[0]
     allowed = low.copy()
@@ -149,7 +149,7 @@ def search(
     tp = np.int64(0)
 
     left = n
-    key = key_of(salt, placed, allowed, hole)
+    key = key_of(placed, allowed, hole)
     for b in range(n):
         if allowed[b] > maxoff[b]:
             return EXHAUSTED, 0, area

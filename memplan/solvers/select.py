@@ -10,9 +10,9 @@ from memplan.core.validate import validate
 from memplan.errors import InvalidProblem, UnsupportedProblem
 from memplan.solvers.base import Progress, Solver, SolverLimits
 from memplan.solvers.baselines import RULES
-from memplan.solvers.portfolio import CPSAT, Portfolio
+from memplan.solvers.portfolio import Portfolio
 
-_ALL: tuple[Solver, ...] = (Portfolio(), CPSAT(), *RULES)
+_ALL: tuple[Solver, ...] = (Portfolio(), *RULES)
 SOLVERS: Mapping[str, Solver] = {solver.name: solver for solver in _ALL}
 DEFAULT = "portfolio"
 _MOST = 1 << 60  # bytes, steps: sums of a few of them must stay within 64 bits

@@ -19,9 +19,9 @@ from itertools import islice
 import numpy as np
 
 from memplan.solvers import thresholds
-from memplan.solvers.arrays import Ints, PieceOutcome, ProblemArrays, instance_of, load_of, subset
+from memplan.solvers.arrays import Ints, PieceOutcome, ProblemArrays, instance_of, subset
 from memplan.solvers.base import WorkBudget
-from memplan.solvers.heuristics import SqueakyWheel, fill, first_answers, first_fit_work, on_skyline
+from memplan.solvers.heuristics import fill, first_answers, first_fit_work
 from memplan.solvers.tree_search import search
 
 
@@ -136,151 +136,47 @@ def _split(arrays: ProblemArrays, ids: Ints) -> list[Ints]:
 
 
 _OVERHEAD = 300  # units of work of an attempt, in addition to three per buffer
-_CORE_SHARE = 0.5  # share of the rest for one search of the core of a large piece
 
 
-def attempt(
-    arrays: ProblemArrays,
-    max_offset: Ints,
-    budget: WorkBudget,
-    seed: int,
-    *,
-    core: bool = False,
-) -> tuple[PieceOutcome, Ints]:
+def attempt(arrays: ProblemArrays, max_offset: Ints, budget: WorkBudget, seed: int) -> tuple[PieceOutcome, Ints]:
     """Place every buffer of `arrays` at its `max_offset` (units) or below.
 
     The offsets are complete if SOLVED. At a LIMIT they may be too, without a negative one: a valid placement that is
-    too high. Pieces of a `core` are searched whole up to a larger size.
+    too high.
     """
-    result = _attempt(arrays, max_offset, budget, seed, core=core)
+    result = _attempt(arrays, max_offset, budget, seed)
     budget.spend(_OVERHEAD + 3 * arrays.n, 1)  # so that attempts without a search also end
     return result
 
 
-def _attempt(
-    arrays: ProblemArrays,
-    max_offset: Ints,
-    budget: WorkBudget,
-    seed: int,
-    *,
-    core: bool,
-) -> tuple[PieceOutcome, Ints]:
+def _attempt(arrays: ProblemArrays, max_offset: Ints, budget: WorkBudget, seed: int) -> tuple[PieceOutcome, Ints]:
     offsets = np.full(arrays.n, -1, np.int64)
     if (max_offset < arrays.low).any():
         return PieceOutcome.EXHAUSTED, offsets
     reduced = reduce(arrays, max_offset)
     offsets[reduced.bottom] = reduced.bottom_offset
     solved: dict[bytes, Ints] = {}
-    is_within = True
     for piece in sorted(reduced.pieces, key=lambda p: len(p.ids)):
         part = subset(arrays, piece.ids, piece.base)
         content = part.content + max_offset[piece.ids].tobytes()
         if content in solved:  # repeated layers
             offsets[piece.ids] = solved[content]
             continue
-        outcome, placed = _place(part, max_offset[piece.ids], budget, seed, core=core)
+        outcome, placed = _place(part, max_offset[piece.ids], budget, seed)
         if outcome is not PieceOutcome.SOLVED:
-            if outcome is PieceOutcome.EXHAUSTED or part.n <= thresholds.LARGE or (placed < 0).any():
-                return outcome, offsets  # else it has a placement all the same, which is too high
-            is_within = False
+            return outcome, offsets
         offsets[piece.ids] = solved[content] = placed
     fill(arrays, reduced.fill, max_offset, offsets, budget)
-    if not is_within or (offsets > max_offset).any():
-        return PieceOutcome.LIMIT, offsets
-    return PieceOutcome.SOLVED, offsets
+    return PieceOutcome.LIMIT if (offsets > max_offset).any() else PieceOutcome.SOLVED, offsets
 
 
-def _place(
-    arrays: ProblemArrays, max_offset: Ints, budget: WorkBudget, seed: int, *, core: bool
-) -> tuple[PieceOutcome, Ints]:
-    offsets = np.full(arrays.n, -1, np.int64)
-    for offsets in islice(first_answers(arrays), thresholds.QUICK if arrays.n <= thresholds.LARGE else None):
+def _place(arrays: ProblemArrays, max_offset: Ints, budget: WorkBudget, seed: int) -> tuple[PieceOutcome, Ints]:
+    is_large = arrays.n > thresholds.LARGE
+    for offsets in islice(first_answers(arrays), None if is_large else thresholds.QUICK):
         if (offsets <= max_offset).all():
             return PieceOutcome.SOLVED, offsets
-    if arrays.n > (thresholds.CORE if core else thresholds.LARGE):
-        return _place_large(arrays, max_offset, budget, seed, offsets)
+        if is_large:
+            budget.spend(first_fit_work(arrays), 1)
+    if is_large:  # a training step of that size is placed by heuristics
+        return PieceOutcome.LIMIT, np.full(arrays.n, -1, np.int64)
     return search(instance_of(arrays, max_offset), budget, seed)
-
-
-def _place_large(
-    arrays: ProblemArrays, max_offset: Ints, budget: WorkBudget, seed: int, known: Ints
-) -> tuple[PieceOutcome, Ints]:
-    """Search only the core, the buffers alive in tracked sections; place the others around it, and track the sections
-    in which they overflow.
-
-    At a limit, the lowest placement is returned; `known` is one.
-    """
-    load = load_of(arrays)
-    wheel = SqueakyWheel(arrays, max_offset) if first_fit_work(arrays) <= thresholds.ROUND else None
-    tracked = np.zeros(arrays.sections, np.bool_)
-    tracked[np.argsort(-load, kind="stable")[: thresholds.TRACKED]] = True
-    if wheel is None:
-        _track_overflows(arrays, known, max_offset, load, tracked)
-    while not budget.is_over:
-        inside = _alive_in(arrays, tracked)
-        if len(inside) == arrays.n:
-            outcome, offsets = search(instance_of(arrays, max_offset), budget, seed)
-            return outcome, known if outcome is PieceOutcome.LIMIT else offsets
-        outcome, placed = attempt(
-            subset(arrays, inside), max_offset[inside], budget.share(_CORE_SHARE), seed, core=True
-        )
-        if outcome is not PieceOutcome.SOLVED:
-            return outcome, known
-        offsets = np.full(arrays.n, -1, np.int64)
-        offsets[inside] = placed
-        offsets = _around(arrays, offsets, max_offset, wheel, budget)
-        if (offsets <= max_offset).all():
-            return PieceOutcome.SOLVED, offsets
-        known = _lower(arrays, known, offsets)
-        _track_overflows(arrays, offsets, max_offset, load, tracked)
-    return PieceOutcome.LIMIT, known
-
-
-def _around(
-    arrays: ProblemArrays, core: Ints, max_offset: Ints, wheel: SqueakyWheel | None, budget: WorkBudget
-) -> Ints:
-    """Complete the offsets `core` (units, -1 for the others): on top of it if they fit there, else by first-fit."""
-    rest = np.flatnonzero(core < 0)
-    rest = rest[np.lexsort((arrays.lo[rest], -arrays.size[rest]))]
-    offsets = core.copy()
-    if wheel is None:
-        fill(arrays, rest, max_offset, offsets, budget)
-        return offsets
-    if on_skyline(arrays, rest, max_offset, offsets):
-        return offsets
-    offsets = wheel.round(core, budget)
-    for _ in range(thresholds.WHEEL - 1):
-        if (offsets <= max_offset).all() or not wheel.has_time(budget):
-            break
-        offsets = _lower(arrays, wheel.round(core, budget), offsets)
-    return offsets
-
-
-def _lower(arrays: ProblemArrays, one: Ints, two: Ints) -> Ints:
-    """The placement with the lower arena."""
-    return one if (one + arrays.size).max() < (two + arrays.size).max() else two
-
-
-def _alive_in(arrays: ProblemArrays, tracked: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
-    """The buffers that are alive in a tracked section, and the pinned buffers."""
-    before = np.concatenate((np.zeros(1, np.int64), np.cumsum(tracked, dtype=np.int64)))
-    touches = np.add.reduceat(before[arrays.seg_hi] - before[arrays.seg_lo], arrays.seg_ptr[:-1]) > 0
-    return np.flatnonzero(touches | arrays.pinned)
-
-
-def _track_overflows(
-    arrays: ProblemArrays,
-    offsets: Ints,
-    max_offset: Ints,
-    load: Ints,
-    tracked: np.ndarray[tuple[int], np.dtype[np.bool_]],
-) -> None:
-    """Track the section of largest load of each of the buffers that are furthest above their limit."""
-    over = offsets - max_offset
-    added = 0
-    for b in np.argsort(-over, kind="stable"):
-        if over[b] <= 0 or added == thresholds.ADDED:
-            return
-        busiest = int(arrays.lo[b] + load[arrays.lo[b] : arrays.hi[b]].argmax())
-        added += not tracked[busiest]
-        tracked[busiest] = True

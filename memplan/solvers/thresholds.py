@@ -9,23 +9,16 @@ from __future__ import annotations
 
 SMALL = 400  # buffers: up to here greedy in plain Python is tried before numba is imported
 COMPILED = 400  # buffers: above, compiling (or loading) the numba kernel pays for itself
-PLAIN = 10_000  # buffers: up to here greedy in plain Python replaces compiled heuristics that all failed
 
 STEPS_EACH = 4  # steps per segment: up to here a table of all steps is faster than sorting
-PAIRS = 2_000_000  # pairs of buffers alive together: above, first-fit takes longer than 0.3 s
-FEW = 2_000  # buffers: up to here a linear scan is faster than the segment tree
-SCANNED = 64  # pairs of buffers, for each pair alive together: up to here a linear scan is faster, for any number
+MANY = 20_000  # buffers: above, first-fit over all takes longer than 0.3 s
 PAINTED = 20_000  # buffers: above, the bound with alignment uses one padding for all sections
 
 QUICK = 2  # heuristics that are tried on a piece before it is searched
-LARGE = 2_000  # buffers: larger pieces are searched through their busiest sections
-TRACKED, ADDED = 32, 16  # sections searched at first, and added after every round
-CORE = 8_000  # buffers: the buffers of these sections are searched together up to here
+LARGE = 8_000  # buffers: larger pieces are not searched
 ROUND = 1_250_000  # units of work: more than that is too long for first-fit over all buffers, again and again
-WHEEL = 3  # rounds of squeaky-wheel optimization around a core, before sections are added
 
 EFFORT = 20_000  # units of work at first, on each capacity above the bound
-FORM_RUNS = 10  # runs on a variant with guessed joins before another one is made
 LEAST_NODES = 100  # the fewest nodes of one run of the tree search
 TABLE = 1 << 18  # states that the tree search remembers; a power of two
 

@@ -99,5 +99,5 @@ class SymbolicPlacer:
             yield offsets
         for order in orders if thorough else ():
             offsets = np.full(self.n, -1, np.int64)
-            fit_kernel.fit(order, fit_kernel.FIRST, units, self._ones, self._zeros, *times, offsets)
+            fit_kernel.fit(order, units, self._ones, self._zeros, *times[:3], offsets)
             yield offsets

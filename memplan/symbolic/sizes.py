@@ -133,7 +133,6 @@ def holder(conditions: Sequence[str], symbols: Sequence[str]) -> Evaluate:
 
     A condition that cannot be computed, because a divisor is 0, does not hold.
     """
-    together = evaluator(conditions, symbols)
     each = [evaluator([text], symbols) for text in conditions]
 
     def holds(one: Evaluate, values: tuple[int, ...]) -> int:
@@ -142,13 +141,7 @@ def holder(conditions: Sequence[str], symbols: Sequence[str]) -> Evaluate:
         except InvalidPlan:
             return 0
 
-    def held(*values: int) -> tuple[int, ...]:
-        try:
-            return together(*values)
-        except InvalidPlan:
-            return tuple(holds(one, values) for one in each)
-
-    return held
+    return lambda *values: tuple(holds(one, values) for one in each)
 
 
 def _placeholder(index: int) -> str:

@@ -1,18 +1,9 @@
-"""Repeats the proof of each claim of a plan, and reports how it ended.
-
-A proof runs for a limited time in a process of its own, because compiled searches cannot be interrupted.
-"""
+"""Repeats the proof of each claim of a plan, and reports how it ended."""
 
 from __future__ import annotations
 
 import enum
-import multiprocessing
-import signal
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from multiprocessing.connection import Connection
-from typing import Any, TypeVar
 
 from memplan.core import lifetimes
 from memplan.core.graph import Graph
@@ -20,16 +11,9 @@ from memplan.core.happens_before import follow, has_copies
 from memplan.core.plan import Plan
 from memplan.core.schedule import Evidence, Schedule
 from memplan.core.units import format_exact
-from memplan.errors import MemplanError
 from memplan.schedule import order
-from memplan.schedule.select import POLICIES
 from memplan.solvers import solve
 from memplan.verify.cut import between_phases, least_at
-
-T = TypeVar("T")
-
-_SEARCHES = ("exact", "beam")
-_UNLIMITED = 10**15  # a work limit that is never reached before the time limit
 
 
 class ProofState(enum.StrEnum):
@@ -82,33 +66,22 @@ def verify(plan: Plan, time_limit: float | None = None) -> tuple[Proof, ...]:
     """Prove the claims of `plan` about all orders and all layouts again, even if they were proven when it was loaded;
     of a plan with copies also that nothing races.
 
-    Cuts are found by networkx. The result of a search is proven by repeating that search, for at most `time_limit`
-    seconds each (None: within the search's own limits, which count work).
+    Cuts are found by networkx. The result of a search is proven by repeating that search, within its own limits, which
+    count work; that for a layout takes at most `time_limit` seconds (None: within its own limits).
     """
-    return _order(plan, time_limit), _layout(plan, time_limit), *((_races(plan),) if has_copies(plan) else ())
+    return _order(plan), _layout(plan, time_limit), *((_races(plan),) if has_copies(plan) else ())
 
 
-def _order(plan: Plan, seconds: float | None) -> Proof:
+def _order(plan: Plan) -> Proof:
     graph, schedule = plan.graph, plan.schedule
-    if schedule.evidence in (Evidence.SEARCH, Evidence.LONG_SEARCH):
-        return _searched(graph, schedule, seconds)
+    if schedule.evidence is Evidence.SEARCH:
+        return _searched(graph, schedule)
     if schedule.evidence is Evidence.BETWEEN:
         return _by_cut(schedule, between_phases(graph), "what is alive between forward and backward", "a sum")
     if not graph.ops:
         return _by_cut(schedule, 0, "no op", "a sum")
     op = next(index for index, op in enumerate(graph.ops) if op.name == schedule.proof)
-    least, how = _asked(seconds, f"networkx's minimum_cut at {schedule.proof}", least_at, graph, op)
-    if least is None:
-        return Proof(of="order", state=ProofState.CLAIMED, bound=schedule.bound, how=how, independent=True)
-    return _by_cut(schedule, least, f"the minimum cut at {schedule.proof}", "networkx's minimum_cut")
-
-
-def _asked(seconds: float | None, what: str, function: Callable[..., T], *args: Any) -> tuple[T | None, str]:
-    """Return the result of a proof, or None and why there is none, which says nothing of the claim."""
-    try:
-        return within(seconds, function, *args), f"{what} did not end within {seconds or 0:g} s"
-    except MemplanError as error:
-        return None, f"{what} gave no answer: {error.what}"
+    return _by_cut(schedule, least_at(graph, op), f"the minimum cut at {schedule.proof}", "networkx's minimum_cut")
 
 
 def _by_cut(schedule: Schedule, least: int, what: str, by: str) -> Proof:
@@ -118,29 +91,15 @@ def _by_cut(schedule: Schedule, least: int, what: str, by: str) -> Proof:
     return Proof(of="order", state=state, bound=schedule.bound, how=how, independent=True)
 
 
-def _searched(graph: Graph, schedule: Schedule, seconds: float | None) -> Proof:
+def _searched(graph: Graph, schedule: Schedule) -> Proof:
     """Return the proof of the bound by repeating the search that is said to have proven it."""
-    first = schedule.policy.split(" + ", maxsplit=1)[0]  # of the policy's name: the long search that it begins with
-    name = "auto" if schedule.evidence is Evidence.SEARCH else first if first in _SEARCHES else "exact"
-    called = "the portfolio's search" if name == "auto" else f"the long search {name!r}"
-    state = ProofState.CLAIMED
-    found, how = _asked(seconds, called, _repeat_search, graph, name, seconds is not None)
-    if found is not None and found.bound >= schedule.bound:
-        state, how = ProofState.PROVEN, f"by repeating {called}, the code that proves it first"
-    elif found is not None and found.max_live < schedule.bound:
-        state, how = ProofState.FALSE, f"{called} finds an order that needs {format_exact(found.max_live)}"
-    elif found is not None:
-        how = f"{called} reached its limits and proves {format_exact(found.bound)}"
+    found, state = order(graph), ProofState.CLAIMED
+    how = f"the portfolio's search reached its limits and proves {format_exact(found.bound)}"
+    if found.bound >= schedule.bound:
+        state, how = ProofState.PROVEN, "by repeating the portfolio's search, the code that proves it first"
+    elif found.max_live < schedule.bound:
+        state, how = ProofState.FALSE, f"the search finds an order that needs {format_exact(found.max_live)}"
     return Proof(of="order", state=state, bound=schedule.bound, how=how, independent=False)
-
-
-def _repeat_search(graph: Graph, name: str, unlimited: bool) -> Schedule:
-    """Return the schedule and the bound that a policy finds; if `unlimited`, the caller stops a long search."""
-    if not unlimited or name == "auto":
-        return order(graph, name)
-    module, function = POLICIES[name]
-    found: Schedule = getattr(import_module(f"memplan.schedule.{module}"), function)(graph, work=_UNLIMITED)
-    return found
 
 
 def _layout(plan: Plan, seconds: float | None) -> Proof:
@@ -169,43 +128,3 @@ def _races(plan: Plan) -> Proof:
         how = f"{found.races[0].text}; {len(found.races)} such pairs in two steps"
     state = ProofState.FALSE if found.races else ProofState.PROVEN
     return Proof(of="races", state=state, bound=0, how=how, independent=False)
-
-
-def within(seconds: float | None, function: Callable[..., T], *args: Any) -> T | None:
-    """Return the result of `function(*args)`, or None when it takes longer than `seconds`.
-
-    `seconds` is wall time, the start of the process included; None means no limit and no other process. Raises what
-    the function raises, and `MemplanError` when its process ends without a result.
-    """
-    if seconds is None:
-        return function(*args)
-    context = multiprocessing.get_context("spawn")  # fork is not safe beside the threads of numerical libraries
-    answers, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(sender, function, args), daemon=True)
-    child.start()
-    sender.close()
-    try:
-        if not answers.poll(seconds):
-            return None
-        returned, answer = answers.recv()
-    except EOFError:
-        child.join()
-        what = f"the process that proves again ended with exit code {child.exitcode}"
-        raise MemplanError(what, hint="it may have run out of memory: try without --time-limit") from None
-    finally:
-        child.kill()
-        child.join()
-        child.close()
-        answers.close()
-    if not returned:
-        raise answer
-    found: T = answer
-    return found
-
-
-def _answer(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt ends the parent, and the parent this process
-    try:
-        sender.send((True, function(*args)))
-    except Exception as error:
-        sender.send((False, error))

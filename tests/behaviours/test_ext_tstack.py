@@ -9,6 +9,7 @@ import pytest
 
 import memplan
 from benchmarks import zoo
+from benchmarks.evict import AddressSpace
 from memplan.core import lifetimes
 from memplan.core.evictions import OFFLOAD, RELOAD, evictions_of
 from memplan.core.graph import Graph, Phase, StorageKind
@@ -21,7 +22,7 @@ from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.delta import Released, delta, direct
 from memplan.evict.policies.dtr import Candidate, dtr, h_dtr
 from memplan.evict.policies.flow import flow
-from memplan.evict.simulator import AddressSpace, EvictionKind
+from memplan.evict.simulator import EvictionKind
 from memplan.evict.workload import Events, Kind, Policy, Workload
 from memplan.report.text_diagrams import stack_text
 from memplan.schedule import make_schedule

@@ -1,4 +1,4 @@
-"""The search over classes of storages, which large steps get; here small steps get it too, and are held to the same."""
+"""The search over classes of storages."""
 
 from __future__ import annotations
 
@@ -10,22 +10,15 @@ from hypothesis import given, settings
 from memplan.core.graph import Graph
 from memplan.errors import BudgetInfeasible
 from memplan.evict.measure import measure
-from memplan.evict.policies import auto as auto_module
-from memplan.evict.policies.auto import MANY_OPS, auto, recompute
+from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.dtr import Neighbourhoods, dtr
 from memplan.evict.search import DecisionSearch, descend, parts_of, storage_classes, trimmed
 from memplan.evict.search_kernel import UNDECIDED
 from memplan.evict.simulator import ByteCounter, DeviceState, EvictionKind, EvictionSimulator, Location
-from memplan.evict.workload import Policy, Workload, floor
+from memplan.evict.workload import Workload, floor
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import graphs
 from tests.models import traced_nano
-
-
-@pytest.fixture
-def by_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step is large."""
-    monkeypatch.setattr(auto_module, "MANY_OPS", 1)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +34,7 @@ def _within(graph: Graph, share: float) -> Workload:
 
 @settings(max_examples=25)
 @given(graph=graphs(max_ops=10))
-def test_events_are_valid_repeatable_and_no_slower_than_dtr(graph: Graph, by_classes: None) -> None:
+def test_events_are_valid_repeatable_and_no_slower_than_dtr(graph: Graph) -> None:
     workload = workload_of(graph)
     plain = measure(workload, workload.plain).peak
     for share in (0.8, 0.5):
@@ -62,21 +55,7 @@ def test_events_are_valid_repeatable_and_no_slower_than_dtr(graph: Graph, by_cla
             assert figures.seconds <= theirs * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("policy", "share"), [(auto, 0.6), (recompute, 0.6), (recompute, 0.4)])
-def test_little_is_lost_beside_a_search_over_single_storages(
-    llama: Graph, policy: Policy, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workload = _within(llama, share)
-    assert len(llama.ops) < MANY_OPS  # so this is the search over single storages
-    base, single = (measure(workload, events).seconds for events in (workload.plain, policy(workload)))
-    monkeypatch.setattr(auto_module, "MANY_OPS", 1)
-    events = policy(workload)
-    _, figures = judged(llama, workload, events)
-    assert figures.peak <= workload.budget
-    assert figures.seconds <= single + 0.02 * base
-
-
-def test_the_first_events_are_enough_without_work(llama: Graph, by_classes: None) -> None:
+def test_the_first_events_are_enough_without_work(llama: Graph) -> None:
     workload = _within(llama, 0.6)
     quick, whole = (measure(workload, recompute(workload, work=work)) for work in (0, 200_000))
     assert max(quick.peak, whole.peak) <= workload.budget
@@ -95,7 +74,7 @@ def test_of_the_last_class_only_what_is_needed_is_taken(llama: Graph, *, swaps: 
         for options in classes:
             taken = {int(found.decision[move.storage]) for option in options for move in option}
             divided += len(taken) > 1
-        less = trimmed(search, found, classes=True)
+        less = trimmed(search, found)
         assert less.area == 0
         assert less.seconds <= found.seconds
         again = search.judged(less.decision, less.gap)
@@ -108,7 +87,7 @@ def test_what_nothing_needs_is_taken_back(llama: Graph) -> None:
     state = descend(tight, tight.start(), 1.0)
     assert state is not None
     before = loose.judged(state.decision.copy(), state.gap.copy())
-    after = trimmed(loose, before, classes=True)
+    after = trimmed(loose, before)
     assert after.area == 0
     assert after.seconds < before.seconds
     assert (after.decision != UNDECIDED).sum() < (before.decision != UNDECIDED).sum()

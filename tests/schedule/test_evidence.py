@@ -12,7 +12,7 @@ from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import InvalidPlan
 from memplan.planning.planfile import check_consistency, load
-from memplan.schedule import Evidence, is_proven_again, order, require_evidence
+from memplan.schedule import Evidence, order, require_evidence
 from tests.graph_strategies import GraphBuilder, graphs
 from tests.samples import branching_graph, branching_plan
 from tests.schedule.brute import optimum
@@ -23,12 +23,12 @@ from tests.schedule.test_bound import diamonds
 def test_what_a_policy_says_holds_and_a_byte_more_does_not(graph: Graph) -> None:
     """By brute force, and by its evidence, which proves that bound and no higher one."""
     least = optimum(graph)
-    for policy in ("auto", "exact", "traced"):
+    for policy in ("auto", "traced"):
         found = order(graph, policy)
         assert found.bound <= least <= found.max_live
-        assert found.certified or policy != "exact"
+        assert found.certified or policy != "auto"
         require_evidence(graph, found)
-        if graph.ops and is_proven_again(found):
+        if graph.ops:
             with pytest.raises(InvalidPlan, match=r"schedule\.bound"):
                 require_evidence(graph, dataclasses.replace(found, bound=found.bound + 1))
 
@@ -53,7 +53,7 @@ def test_a_false_certificate_is_refused(changes: dict[str, object], where: str) 
         check_consistency(false)
 
 
-def test_a_search_is_repeated_unless_it_was_a_long_one() -> None:
+def test_a_search_is_repeated() -> None:
     """Of two branches either may come last, and the other's result is alive then: no cut says so."""
     graph = diamonds(2)
     found = order(graph)
@@ -62,12 +62,10 @@ def test_a_search_is_repeated_unless_it_was_a_long_one() -> None:
     worse = dataclasses.replace(found, bound=found.bound + 1, max_live=found.max_live + 1)
     with pytest.raises(InvalidPlan, match="a search proves"):
         require_evidence(graph, worse)
-    assert order(graph, "exact").evidence is Evidence.LONG_SEARCH
-    require_evidence(graph, order(graph, "exact"))
 
 
 def test_the_certificate_is_saved_and_loaded(tmp_path: Path) -> None:
-    for policy in ("auto", "exact", "traced"):
+    for policy in ("auto", "traced"):
         plan = branching_plan(policy)
         plan.save(tmp_path / "plan.json")
         assert load(tmp_path / "plan.json").schedule == plan.schedule

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+from ortools.sat.python import cp_model
+
 from memplan.core.problem import Buffer, Interval, Problem
-from memplan.solvers.arrays import ProblemArrays, make_problem_arrays
+from memplan.solvers.arrays import Ints, PieceOutcome, ProblemArrays, make_problem_arrays
 
 
 def small_problem(seed: int, *, most: int = 9, aligned: bool = True, gaps: bool = True, pins: bool = False) -> Problem:
@@ -59,3 +61,35 @@ def sections_of_buffer(arrays: ProblemArrays, b: int) -> set[int]:
 def alive_together(arrays: ProblemArrays, one: int, two: int) -> bool:
     """Whether two buffers share a section."""
     return bool(sections_of_buffer(arrays, one) & sections_of_buffer(arrays, two))
+
+
+def decide(arrays: ProblemArrays, max_offset: Ints) -> PieceOutcome:
+    """Whether a placement up to these offsets (units) exists, by CP-SAT, which shares nothing with the solvers."""
+    model, solver = cp_model.CpModel(), cp_model.CpSolver()
+    in_time, in_space = [], []
+    for b in range(arrays.n):
+        size, align = int(arrays.size[b]), int(arrays.align[b])
+        if max_offset[b] < arrays.low[b]:
+            return PieceOutcome.EXHAUSTED
+        step = model.new_int_var(-(-int(arrays.low[b]) // align), int(max_offset[b]) // align, "")
+        for k in range(int(arrays.seg_ptr[b]), int(arrays.seg_ptr[b + 1])):
+            start, end = int(arrays.seg_lo[k]), int(arrays.seg_hi[k])
+            in_time.append(model.new_fixed_size_interval_var(start, end - start, ""))
+            in_space.append(model.new_fixed_size_interval_var(step * align, size, ""))
+    model.add_no_overlap_2d(in_time, in_space)
+    solver.parameters.num_workers = 1
+    status = solver.solve(model)
+    assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.INFEASIBLE)
+    return PieceOutcome.EXHAUSTED if status == cp_model.INFEASIBLE else PieceOutcome.SOLVED
+
+
+def least_arena(problem: Problem) -> int:
+    """The bytes of the smallest arena, by `decide`."""
+    arrays = make_problem_arrays(problem)
+    low, high = problem.max_live - 1, sum(b.size + b.alignment for b in problem.buffers)
+    high = max([high, *((b.pinned_offset or 0) + b.size for b in problem.buffers)])
+    while arrays.n and high - low > 1:
+        middle = (low + high) // 2
+        solved = decide(arrays, arrays.max_offset(middle)) is PieceOutcome.SOLVED
+        low, high = (low, middle) if solved else (middle, high)
+    return high if arrays.n else 0

@@ -1,4 +1,4 @@
-"""First-fit and best-fit, and the pairs alive together, against their definitions on small problems."""
+"""First-fit, and the pairs alive together, against their definitions on small problems."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from memplan.solvers import fit_kernel
 from memplan.solvers.arrays import Ints, ProblemArrays, instance_of
@@ -35,31 +34,28 @@ def _holes(arrays: ProblemArrays, b: int, offsets: list[int]) -> list[tuple[int,
     return found
 
 
-def _placed(arrays: ProblemArrays, order: Ints, offsets: Ints, *, best: bool) -> list[int]:
-    """The offsets of first-fit (best-fit: the least room, then the lowest) by the definition."""
+def _placed(arrays: ProblemArrays, order: Ints, offsets: Ints) -> list[int]:
+    """The offsets of first-fit by the definition."""
     found: list[int] = offsets.tolist()
     for b in order.tolist():
-        holes = _holes(arrays, b, found)
-        found[b] = min(holes, key=lambda hole: (hole[1] if best else 0, hole[0]))[0]
+        found[b] = _holes(arrays, b, found)[0][0]
     return found
 
 
-def _both(arrays: ProblemArrays, order: Ints, start: Ints, policy: int) -> list[list[int]]:
-    many, few = start.copy(), start.copy()
+def _fitted(arrays: ProblemArrays, order: Ints, start: Ints) -> list[int]:
+    offsets = start.copy()
     rest = (arrays.size, arrays.align, arrays.low, arrays.seg_ptr, arrays.seg_lo, arrays.seg_hi)
-    fit_kernel.fit(order, policy, *rest, arrays.sections, many)
-    fit_kernel.fit_few(order, policy, *rest, few)
-    return [many.tolist(), few.tolist()]
+    fit_kernel.fit(order, *rest, offsets)
+    found: list[int] = offsets.tolist()
+    return found
 
 
-@pytest.mark.parametrize("policy", [fit_kernel.FIRST, fit_kernel.BEST])
-def test_each_buffer_takes_the_first_or_the_tightest_free_offset(policy: int) -> None:
+def test_each_buffer_takes_the_first_free_offset() -> None:
     for seed, arrays in small_cores(150, most=12, pins=True):
         lifted = replace(arrays, low=np.where(arrays.pinned, arrays.low, arrays.low + seed % 4))
         start = unplaced(lifted)
         order = np.random.default_rng(seed).permutation(np.flatnonzero(~arrays.pinned))
-        expected = _placed(lifted, order, start, best=policy == fit_kernel.BEST)
-        assert _both(lifted, order, start, policy) == [expected, expected], seed
+        assert _fitted(lifted, order, start) == _placed(lifted, order, start), seed
 
 
 def test_placed_buffers_are_met_in_any_order_of_their_offsets() -> None:
@@ -68,9 +64,7 @@ def test_placed_buffers_are_met_in_any_order_of_their_offsets() -> None:
         chance = random.Random(seed)
         start = np.array([chance.choice((-1, chance.randrange(20))) for _ in range(arrays.n)], np.int64)
         order = np.flatnonzero(start < 0)
-        for policy, best in ((fit_kernel.FIRST, False), (fit_kernel.BEST, True)):
-            expected = _placed(arrays, order, start, best=best)
-            assert _both(arrays, order, start, policy) == [expected, expected], seed
+        assert _fitted(arrays, order, start) == _placed(arrays, order, start), seed
 
 
 def test_an_exact_hole_is_used_and_equal_holes_go_to_the_lower_one() -> None:
@@ -78,28 +72,8 @@ def test_an_exact_hole_is_used_and_equal_holes_go_to_the_lower_one() -> None:
     start = np.array([0, -1, 5, -1, 10, -1, -1], np.int64)  # holes [2, 5), [7, 10) and from 12 on
     n = len(size)
     segments = (np.arange(n + 1), np.zeros(n, np.int64), np.ones(n, np.int64))
-    for policy in (fit_kernel.FIRST, fit_kernel.BEST):
-        offsets = start.copy()
-        fit_kernel.fit_few(np.array([1, 3, 5, 6]), policy, size, np.ones(n, np.int64), np.zeros(n, np.int64),
-                           *segments, offsets)  # fmt: skip
-        assert offsets.tolist() == [0, 2, 5, 7, 10, 12, 15]
-
-
-def test_many_sections_are_searched_as_few_are() -> None:
-    """A segment tree of up to 32 leaves, with intervals of every length in it."""
-    for seed in range(12):
-        chance = random.Random(seed)
-        sections = chance.randint(9, 32)
-        lo = np.array([chance.randrange(sections) for _ in range(30)], np.int64)
-        hi = np.array([chance.randint(a + 1, sections) for a in lo.tolist()], np.int64)
-        size = np.array([chance.randint(1, 9) for _ in range(30)], np.int64)
-        rest = (size, np.ones(30, np.int64), np.zeros(30, np.int64), np.arange(31), lo, hi)
-        order = np.array(chance.sample(range(30), 30), np.int64)
-        for policy in (fit_kernel.FIRST, fit_kernel.BEST):
-            many, few = np.full(30, -1, np.int64), np.full(30, -1, np.int64)
-            fit_kernel.fit(order, policy, *rest, sections, many)
-            fit_kernel.fit_few(order, policy, *rest, few)
-            assert many.tolist() == few.tolist()
+    fit_kernel.fit(np.array([1, 3, 5, 6]), size, np.ones(n, np.int64), np.zeros(n, np.int64), *segments, start)
+    assert start.tolist() == [0, 2, 5, 7, 10, 12, 15]
 
 
 def test_neighbours_and_members_are_who_is_alive_together() -> None:

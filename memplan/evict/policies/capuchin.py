@@ -43,31 +43,22 @@ def capuchin(workload: Workload) -> Events:
 def _guided(workload: Workload) -> Events:
     require_floor(workload)
     search = DecisionSearch(workload)
-    state = guided(search)
-    if state.area > 0:
-        raise infeasible(workload)
-    return search.events(state)
-
-
-def guided(search: DecisionSearch, *, evaluations: int | None = None) -> Decisions:
-    """Return decisions within the budget, or the last ones when none helps or `evaluations` states were measured.
-
-    Swaps nothing where `search` does not.
-    """
     state = search.start()
     gaps = gaps_of(search.workload)
     shown: dict[Gap, float] = {}
-    limit = float("inf") if evaluations is None else search.evaluations + evaluations
-    while state.area > 0 and search.evaluations < limit:
+    while state.area > 0:
         peak = _peak_op(search, state)
         free = [g for g in gaps if state.decision[g.storage] == UNDECIDED]
         idle = [g for g in free if g.evicted_access < peak < g.back_access]
-        after = _hidden(search, state, idle, shown) if search.swaps else None
-        after = after or _cheapest(search, state, idle, shown) or _cheapest(search, state, free, shown)
+        after = (
+            _hidden(search, state, idle, shown)
+            or _cheapest(search, state, idle, shown)
+            or _cheapest(search, state, free, shown)
+        )
         if after is None:
-            break
+            raise infeasible(workload)
         state = after
-    return state
+    return search.events(state)
 
 
 def gaps_of(workload: Workload) -> tuple[Gap, ...]:

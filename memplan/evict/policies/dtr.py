@@ -1,11 +1,11 @@
 """`dtr`: Dynamic Tensor Rematerialization (Kirisame et al. 2021), a published policy that `auto` starts from.
 
 It has no knowledge of later ops: ops run in order, and when an allocation does not fit, the storage with the smallest
-h is dropped, to be recomputed when it is needed. `dtr` counts bytes, as the paper does; with an `AddressSpace` as its
-memory, every storage has an address, first-fit, so that free memory can be fragmented. Random ops are not run again, so
+h is dropped, to be recomputed when it is needed. `dtr` counts bytes, as the paper does; with another `memory`,
+every storage may have an address, so that free memory can be fragmented. Random ops are not run again, so
 what depends on their results is dropped only while those are there; host-resident storages stay once they are loaded.
 
-`ahead` evicts on demand too, but the step is known here, so the time until the next use takes the place of the time
+`on_demand` does so too, but the step is known here, so the time until the next use takes the place of the time
 since the last (Belady 1966). An exponent weighs the time of recomputing: with a smaller one the step tends to take
 longer, and may need fewer bytes where blocks run several times. `auto` starts from both.
 """
@@ -32,7 +32,7 @@ from memplan.evict.simulator import (
     Location,
     SimulatedMemory,
 )
-from memplan.evict.workload import Events, Workload, infeasible
+from memplan.evict.workload import Events, Workload
 
 _LOST = {Location.GONE: DROPPED, Location.DEAD: RELEASED}
 
@@ -173,24 +173,3 @@ def on_demand(workload: Workload) -> Iterator[Events]:
             events = dtr(workload, heuristic=partial(h_ahead, exponent=exponent), most_runs=_MOST_RUNS)
             if measure(workload, events).peak <= workload.budget:
                 yield events
-
-
-def ahead(workload: Workload) -> Events:
-    """Return the first events of `on_demand` that keep the budget. Raises `BudgetInfeasible` when there are none.
-
-    Args:
-        workload: The step, and its budget in bytes.
-
-    Returns:
-        Events that run, drop and recompute, but copy nothing.
-
-    Raises:
-        BudgetInfeasible: None keep the budget; others may.
-
-    Example:
-        >>> events = ahead(workload.within(8 << 30))
-        >>> measure(workload, events).peak  # at most 8 GiB
-    """
-    for events in on_demand(workload):
-        return events
-    raise infeasible(workload)

@@ -6,12 +6,19 @@ The search is that of the default policy (`auto.py`), with these decisions alone
 
 from __future__ import annotations
 
-from memplan.evict.policies.auto import improve
-from memplan.evict.search import DecisionSearch, Move, descend, descend_classes, drastic, storage_classes
+from memplan.evict.policies.auto import EXPONENTS, improve
+from memplan.evict.search import (
+    DecisionSearch,
+    Move,
+    descend,
+    descend_classes,
+    drastic,
+    singles,
+    storage_classes,
+)
 from memplan.evict.search_kernel import PIN, RECOMPUTE_ONCE
 from memplan.evict.workload import Events, Kind, Workload, infeasible
 
-_EXPONENTS = (1.0, 0.5)  # a gain is bytes saved / seconds ** exponent
 _WORK = 1_000_000  # ops measured by annealing
 
 
@@ -26,12 +33,12 @@ def partition(workload: Workload, *, work: int = _WORK, seed: int = 0) -> Events
     if start.area == 0:
         return search.events(start)
     classes = storage_classes(search)
-    starts = [start, *(descend_classes(search, start, a, classes) for a in _EXPONENTS)]
+    starts = [start, *(descend_classes(search, start, a, classes) for a in EXPONENTS)]
     starts += drastic(search, (RECOMPUTE_ONCE,))
-    found = [fitted for one in starts for a in _EXPONENTS if (fitted := descend(search, one, a))]
+    found = [fitted for one in starts for a in EXPONENTS if (fitted := descend(search, one, a))]
     if not found:
         raise infeasible(workload)
-    return search.events(improve(search, found, work=work, seed=seed))
+    return search.events(improve(search, found, singles(search), work=work, seed=seed))
 
 
 def kept_for_backward(workload: Workload, events: Events) -> tuple[int, ...]:
