@@ -15,7 +15,7 @@ from memplan.cli.console import Format, opt, show, stages
 _NEEDED = {
     "numpy": "solvers",
     "numba": "fast search of the portfolio solver",
-    "ortools": "minimum cuts that prove orders; CP-SAT, the exact solver",
+    "ortools": "minimum cuts that prove orders",
     "networkx": "reports of whole steps, Graph.to_networkx, check --verify",
 }
 _OPTIONAL = {
