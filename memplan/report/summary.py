@@ -45,7 +45,6 @@ class Outside:
     optimizer_state: int
     parameters: int
     constants: int
-    folded: int
     reserve: int
     numbers: int
     workspaces: bool
@@ -297,7 +296,6 @@ def _outside(plan: Plan) -> Outside:
         **{name: plan.graph.bytes_of(kind) for name, kind in _BEFORE.items()},
         temporaries=None if plan.temporaries is None else plan.outside["temporaries"],
         during=max(plan.outside_profile, default=0),
-        folded=plan.graph.folded_bytes,
         reserve=plan.reserve,
         numbers=plan.numbers,
         workspaces=plan.on_accelerator,

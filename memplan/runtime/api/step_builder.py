@@ -241,12 +241,9 @@ class StepBuilder:
             arena = self._new_arenas.keep(arena_for_all([*plans, *others], device, room))
             if self._arena is not None:
                 arena.numbers.update(self._arena.numbers)
-        known = [one.traced for plan in self.plans for one in plan.programs]
         made = []
         for found, plan, _ in planned:
-            traced = found.sharing_constants(known)
-            known.append(traced)
-            made.append(Built(traced=traced, runner=self._runner(arena, traced, plan)))
+            made.append(Built(traced=found, runner=self._runner(arena, found, plan)))
         if self.options.budget == "min":
             for one in made:
                 adopt_need(one.runner)

@@ -26,10 +26,9 @@ from memplan.trace.dynamic.symbols import Translator
 from memplan.trace.graph.build import build
 from memplan.trace.graph.values import AliasClasses
 from memplan.trace.passes.checkpoints import mark_checkpoints
-from memplan.trace.passes.fold import fold
 from memplan.trace.passes.lowering import lower
 from memplan.trace.passes.own_outputs import own_outputs, returned_by, tangents_needed, write_back_mutations
-from memplan.trace.passes.simplify import accumulate_in_place, write_in_place
+from memplan.trace.passes.simplify import write_in_place
 from memplan.trace.traced import KernelCall, TracedGraph
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -171,10 +170,8 @@ def _read(
     needs = tangents_needed(graph)
     mark_checkpoints(graph)
     write_back_mutations(graph, got.alias_of, at_once=True)
-    fold(got.graph_module)
     lower(graph)
     write_in_place(graph)
-    accumulate_in_place(graph)
     own_outputs(graph, copy_gradients=copy_gradients)
     return build(got, model, needs, alias_classes, gradients_in_arena=gradients_in_arena)
 
