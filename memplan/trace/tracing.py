@@ -29,6 +29,7 @@ from memplan.trace.chunking.chunk import divide
 from memplan.trace.collectives.parallel_graph import capture_parallel
 from memplan.trace.graph.build import build
 from memplan.trace.graph.offload_target import Target, require_on_cpu, target_of, with_host_residents
+from memplan.trace.graph.values import AliasClasses
 from memplan.trace.passes.checkpoints import mark_checkpoints
 from memplan.trace.passes.compression import pack_masks, quantize
 from memplan.trace.passes.lowering import lower
@@ -184,17 +185,20 @@ def trace_captured(
     compress: str = "",
     *,
     gradients_in_arena: bool = False,
+    alias_classes: AliasClasses | None = None,
 ) -> TracedGraph:
     """Run the passes over a captured graph (which they change) and read it.
 
     `finish` is the last pass. `division` and `compress`: how to divide chains of rows, and how to compress saved
-    activations. `gradients_in_arena`: parameters' gradients stay there to the end of the step.
+    activations. `gradients_in_arena`: parameters' gradients stay there to the end of the step. `alias_classes`:
+    as in `build`, for sizes that are symbols.
     """
     graph = captured.graph_module.graph
     needs = tangents_needed(graph)
     mark_checkpoints(graph)
     write_back_mutations(graph, captured.alias_of, at_once=True)
-    simplify(graph)
+    if alias_classes is None:
+        simplify(graph)
     made = None if division is None else divide(graph, division)
     if compression_of(compress):
         pack_masks(graph)
@@ -204,7 +208,9 @@ def trace_captured(
     write_in_place(graph)
     finish(graph)
     return replace(
-        build(captured, model, needs, gradients_in_arena=gradients_in_arena), division=made, compress=compress
+        build(captured, model, needs, alias_classes, gradients_in_arena=gradients_in_arena),
+        division=made,
+        compress=compress,
     )
 
 

@@ -269,17 +269,6 @@ def test_evaluation_has_nothing_to_follow() -> None:
     assert found.max_live == plan(Net(_PLAIN).eval(), _x(), train=False).max_live
 
 
-def test_a_checkpoint_that_only_export_can_read_is_refused() -> None:
-    class Prints(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            torch._dynamo.graph_break()
-            return super().forward(x)
-
-    with pytest.raises(UnsupportedGraph, match="has activation checkpoints"):
-        plan(Prints(), _x())
-    plan(Prints(_PLAIN), _x())  # without checkpoints, export reads it
-
-
 def test_a_plan_with_checkpoints_is_saved_and_loaded(tmp_path: Any) -> None:
     found = plan(Net(), _x())
     found.save(tmp_path / "plan.json")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from itertools import accumulate
 
 import pytest
 import torch
-from torch import nn
 
 from benchmarks.peak_measure import live_bytes
 from benchmarks.zoo import ZOO
@@ -73,31 +71,3 @@ def test_nothing_is_left_out_of_the_total() -> None:
     assert plan.total == parts + plan.numbers + max(plan.outside_profile)
     assert max(plan.outside_profile) >= plan.outside["outputs"] + plan.outside["gradients"]
     assert plan.temporaries is not None
-
-
-class _Scaled(nn.Module):
-    """Layers that divide by the same number, each by a tensor of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x) / torch.tensor(48.0).sqrt()
-        return x.sum()
-
-
-def test_constants_of_the_same_bits_are_one_tensor() -> None:
-    model, x = _Scaled(), torch.randn(2, 4)
-    twin = copy.deepcopy(model)
-    compiled = memplan_compile(model, (x,))
-    own = [b.tensor for b in compiled._calls.selector.main.traced.bindings if b.own]
-    assert len(own) == 3
-    assert len({t.data_ptr() for t in own if t is not None}) == 1
-    compiled(x).backward()
-    twin(x).backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.equal(p.grad, q.grad)

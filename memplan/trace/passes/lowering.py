@@ -190,7 +190,6 @@ def safe_softmax(rw: Rewriter, x: fx.Node, dim: int, dtype: torch.dtype | None =
     return result
 
 
-_ROLLED = 2  # the most dimensions: three would make eight pieces
 Rule = Callable[..., Any]  # (rewriter, *the node's args, **kwargs) -> node, tuple of nodes, or None: leave it
 
 
@@ -319,27 +318,6 @@ def _then_in_place(target: Any) -> Rule:
     return rule
 
 
-def _roll(rw: Rewriter, x: fx.Node, shifts: list[int], dims: Any = ()) -> fx.Node | None:
-    """Copy every piece to its new place: each dimension that is shifted cuts the tensor in two."""
-    different = {dim % max(value(x).dim(), 1) for dim in dims}
-    if not len(different) == len(dims) == len(shifts) <= _ROLLED or not value(x).numel():
-        return None
-    result = rw.memory(value(rw.node))
-    pieces: list[tuple[fx.Node, fx.Node]] = [(x, result)]
-    for shift, dim in zip(shifts, dims, strict=True):
-        size = value(x).shape[dim]
-        start = shift % size  # where the first element goes
-        cuts = [((0, size - start), (start, size)), ((size - start, size), (0, start))] if start else []
-        pieces = [
-            (rw.call(aten.slice.Tensor, source, dim, *taken), rw.call(aten.slice.Tensor, target, dim, *put))
-            for source, target in pieces
-            for taken, put in cuts
-        ] or pieces
-    for source, target in pieces:
-        rw.call(aten.copy_.default, target, source)
-    return result
-
-
 def _overwrite(rw: Rewriter, x: fx.Node, source: fx.Node, *_: Any) -> fx.Node:
     """Lower `copy`: the layout of its first argument with the numbers of its second.
 
@@ -386,7 +364,6 @@ def _scalar_tensor(rw: Rewriter, fill: Any, **_: Any) -> fx.Node:
 
 RULES: dict[Any, Rule] = {
     aten._safe_softmax.default: safe_softmax,
-    aten.roll.default: _roll,
     aten.copy.default: _overwrite,
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,

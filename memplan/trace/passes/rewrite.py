@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class Rewriter:
     written: frozenset[int] | set[int] = frozenset()  # storages that ops wrote in place before the pass
     phase: str | None = None  # the tag of new nodes; None: the node's own
     checkpoint: int = 0  # the activation checkpoint that drops results of new nodes; 0: the node's own
+    also: Mapping[str, Any] = MappingProxyType({})  # further metadata of new nodes
+    made: set[fx.Node] | None = None  # collects new nodes
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, before: fx.Node | None = None) -> None:
         self.graph = graph
@@ -101,6 +104,9 @@ class Rewriter:
         if self.checkpoint:
             new.meta[CHECKPOINT] = self.checkpoint
             new.meta.pop(WITHIN, None)
+        new.meta.update(self.also)
+        if self.made is not None:
+            self.made.add(new)
         return new
 
 
