@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from memplan.errors import InvalidSize
+from memplan.errors import InvalidSize, UnsupportedCall
 
 WITHOUT_SUMS = "Inductor's kernels hold no tensor between the matrix products of a chain: only with these it is divided"
+_WITH_SUMS = "sums=True is for Inductor's kernels: what is divided of eager's keeps its bits"
 SUMS_HINT = "pass divide=memplan.Division(sums=True), with which results are equal up to rounding"
 NOTHING = -1  # `Division.over` where there was nothing to divide
 _HINT = "pass True, a number of blocks (2 or more), or memplan.Division(...)"
@@ -22,11 +23,11 @@ class Division:
 
     Args:
         blocks: the number of blocks, 2 or more. None: as few as the budget needs, and no division without need. 1,
-            with `sums` and Inductor's kernels: no chain is divided.
-        sums: divide the matrix products at the ends of a chain too, so that its widest tensor never exists whole.
-            Results are then equal only up to rounding: other numbers of rows use other kernels, and gradients of
-            weights are summed block by block. With Inductor's kernels, gradients that are added up are added in place,
-            and those of a loss head are computed in the forward.
+            with `sums`: no chain is divided.
+        sums: for Inductor's kernels: divide the matrix products at the ends of a chain too, so that its widest tensor
+            never exists whole. Results are then equal only up to rounding: other numbers of rows use other kernels, and
+            gradients of weights are summed block by block. Gradients that are added up are added in place, and those
+            of a loss head are computed in the forward.
         over: divide the chains with an op that reads and writes more than this many bytes. None: the chains with
             the op of the largest working set.
 
@@ -49,6 +50,15 @@ class Division:
             raise InvalidSize(f"{self.blocks!r} is not a number of blocks", where="divide", hint=_HINT)
         if self.over is not None and type(self.over) is not int:
             raise InvalidSize(f"{self.over!r} is not a number of bytes", where="divide.over", hint=_HINT)
+
+
+def require_sums(division: Division | None, kernels: str | None) -> None:
+    """Raise `UnsupportedCall` unless a division has sums with Inductor's kernels, and none with eager's."""
+    if division is None or kernels is None or division.sums is (kernels == "inductor"):
+        return
+    hint = 'leave out sums=, or pass kernels="inductor"' if division.sums else SUMS_HINT
+    what = _WITH_SUMS if division.sums else WITHOUT_SUMS
+    raise UnsupportedCall(what, where="divide", hint=hint, see="inductor-options")
 
 
 Divide = bool | int | Division | None

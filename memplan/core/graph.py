@@ -213,12 +213,6 @@ class Graph:
         """Total bytes of the storages of these kinds whose `planned` equals the argument."""
         return sum(s.nbytes for s in self.storages if s.kind in kinds and s.planned == planned)
 
-    @property
-    def folded_bytes(self) -> int:
-        """Bytes of the constants that tracing folded: results of ops that no training step runs."""
-        constants = (s for s in self.storages if s.kind is StorageKind.CONSTANT)
-        return sum(s.nbytes for s in constants if s.origin.op != GIVEN)
-
     def functional_bytes(self, op: Op) -> int:
         """Return the bytes that `op` returns in fresh tensors before they are copied to their planned place (0 if
         direct).

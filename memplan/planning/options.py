@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, get_args
 
 from memplan.core.choices import Checkpoint, Gradients, Kernels, Layout, require_choices
-from memplan.core.division import SUMS_HINT, WITHOUT_SUMS, Compression, Divide, Division, compression_of, division_of
+from memplan.core.division import Compression, Divide, Division, compression_of, division_of, require_sums
 from memplan.core.units import parse_share, parse_size
 from memplan.errors import InvalidShapes, InvalidSize, UnsupportedCall, UnsupportedProblem
 
@@ -97,6 +97,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         require_choices(self)
+        require_sums(self.division, self.kernels)
         if self.kernels == "inductor":
             self._refuse_beside_kernels()
         if self.dynamic_shapes is not None:
@@ -218,9 +219,6 @@ class PlanOptions:
 
     def _refuse_beside_kernels(self) -> None:
         """Raise `UnsupportedCall` for options that cannot be combined with generated kernels yet."""
-        division = self.division
-        if division is not None and not division.sums:
-            raise UnsupportedCall(WITHOUT_SUMS, where="divide", hint=SUMS_HINT, see="inductor-options")
         others = {"device": None, "dynamic_shapes": None, "compress": None, "checkpoint": "follow"}
         for name, default in others.items():  # Inductor's partition follows the model's checkpoints
             if getattr(self, name) not in (default, ""):

@@ -42,7 +42,7 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
         ("tangents", out.tangents, "gradients of the outputs, made by autograd"),
         ("parameters", out.parameters, ""),
         ("optimizer state", out.optimizer_state, ""),
-        ("constants", out.constants, f"{format_bytes(out.folded)} of it computed once" if out.folded else ""),
+        ("constants", out.constants, ""),
         *((("reserve", out.reserve, "what the step does not show"),) if out.reserve else ()),
         *((("libraries' workspaces", None, _WORKSPACES),) if out.workspaces else ()),
         ("outside the arena", report.outside_total, "all of these"),

@@ -44,7 +44,6 @@ class Outside:
     optimizer_state: int
     parameters: int
     constants: int
-    folded: int
     reserve: int
     workspaces: bool
 
@@ -287,7 +286,6 @@ def _outside(plan: Plan) -> Outside:
         **{name: plan.graph.bytes_of(kind) for name, kind in _BEFORE.items()},
         temporaries=None if plan.temporaries is None else plan.outside["temporaries"],
         during=max(plan.outside_profile, default=0),
-        folded=plan.graph.folded_bytes,
         reserve=plan.reserve,
         workspaces=plan.on_accelerator,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -159,8 +159,7 @@ class Binding:
 
     A parameter or buffer is bound by `name`, an input or tangent by `index`, a constant by `tensor`, and optimizer
     state by its `key` and the parameter `name` (or the parameters `names`, one element each). `requires_grad`: the
-    input, parameter or buffer required a gradient when it was traced. `written`: the step changes the tensor. `own`: it
-    is a constant that the passes have made, which nobody else can change.
+    input, parameter or buffer required a gradient when it was traced. `written`: the step changes the tensor.
     """
 
     source: Source
@@ -172,7 +171,6 @@ class Binding:
     tensor: torch.Tensor | None = None
     requires_grad: bool = False
     written: bool = False
-    own: bool = False
 
 
 class ReturnKind(enum.Enum):
@@ -252,24 +250,6 @@ class TracedGraph:
         """Return the graph with tensors on the meta device in place of the example's."""
         return replace(self, example_inputs=without_data(self.example_inputs))
 
-    def sharing_constants(self, others: Iterable[TracedGraph] = ()) -> TracedGraph:
-        """Return the graph with one tensor for all of its constants, and those of `others`, that are the same bits.
-
-        These are constants that the passes have made, and that hold numbers. Tensors of the user's model, which may
-        change them, and constants that a step writes to stay its own.
-        """
-        own = _constants_of(self)
-        if not own:
-            return self
-        known: dict[Any, torch.Tensor] = {}
-        for one in others:
-            for _, tensor in _constants_of(one):
-                known.setdefault(_bits_of(tensor), tensor)
-        bindings = list(self.bindings)
-        for i, tensor in own:
-            bindings[i] = replace(bindings[i], tensor=known.setdefault(_bits_of(tensor), tensor))
-        return replace(self, bindings=tuple(bindings))
-
     def bound(self, source: Source) -> tuple[Binding, ...]:
         """Return the bindings of one source, in order."""
         return tuple(b for b in self.bindings if b.source is source)
@@ -292,17 +272,3 @@ def without_data(leaves: Collection[Any]) -> tuple[Any, ...]:
 def _meta(x: torch.Tensor) -> torch.Tensor:
     made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return made.requires_grad_() if x.requires_grad else made
-
-
-def _constants_of(traced: TracedGraph) -> list[tuple[int, torch.Tensor]]:
-    """Return the constants that the passes have made and no op writes, with the numbers of their bindings."""
-    pairs = enumerate(traced.bindings)
-    return [(i, b.tensor) for i, b in pairs if b.own and not b.written and b.tensor is not None]
-
-
-def _bits_of(tensor: torch.Tensor) -> Any:
-    """Return a key that is equal for tensors of the same layout and bits, in memory that is just as large."""
-    nbytes = tensor.untyped_storage().nbytes()
-    layout = (tensor.dtype, tensor.device, tensor.size(), tensor.stride(), tensor.storage_offset(), nbytes)
-    memory = tensor.as_strided((nbytes // tensor.itemsize,), (1,), 0)
-    return (*layout, memory.cpu().view(torch.uint8).numpy().tobytes())

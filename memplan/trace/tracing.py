@@ -29,14 +29,14 @@ from memplan.trace.chunking.chunk import divide
 from memplan.trace.collectives.parallel_graph import capture_parallel
 from memplan.trace.graph.build import build
 from memplan.trace.graph.offload_target import Target, require_on_cpu, target_of, with_host_residents
+from memplan.trace.graph.values import AliasClasses
 from memplan.trace.passes.checkpoints import mark_checkpoints
 from memplan.trace.passes.compression import pack_masks, quantize
-from memplan.trace.passes.fold import fold
 from memplan.trace.passes.lowering import lower
 from memplan.trace.passes.nodes import allocate_at_end
 from memplan.trace.passes.own_outputs import own_outputs, tangents_needed, write_back_mutations
 from memplan.trace.passes.rewrite import copy_of
-from memplan.trace.passes.simplify import accumulate_in_place, simplify, write_in_place
+from memplan.trace.passes.simplify import simplify, write_in_place
 from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
@@ -122,7 +122,6 @@ class CapturedCall:
             division,
             compress,
             gradients_in_arena=self.options.gradients_in_arena,
-            host_resident=self.target is not None,
         )
         traced = traced if self.target is None else with_host_residents(traced, self.target)
         return replace(traced, graph=with_inplace_candidates(traced.graph)) if self.options.in_place else traced
@@ -186,32 +185,32 @@ def trace_captured(
     compress: str = "",
     *,
     gradients_in_arena: bool = False,
-    host_resident: bool = False,
+    alias_classes: AliasClasses | None = None,
 ) -> TracedGraph:
     """Run the passes over a captured graph (which they change) and read it.
 
     `finish` is the last pass. `division` and `compress`: how to divide chains of rows, and how to compress saved
-    activations. `gradients_in_arena`: parameters' gradients stay there to the end of the step. `host_resident`: what is
-    not planned is on the host. A constant would then be copied to the device at each use, so the passes make none.
+    activations. `gradients_in_arena`: parameters' gradients stay there to the end of the step. `alias_classes`:
+    as in `build`, for sizes that are symbols.
     """
     graph = captured.graph_module.graph
     needs = tangents_needed(graph)
     mark_checkpoints(graph)
     write_back_mutations(graph, captured.alias_of, at_once=True)
-    if not host_resident:
-        fold(captured.graph_module)
-    simplify(graph)
+    if alias_classes is None:
+        simplify(graph)
     made = None if division is None else divide(graph, division)
     if compression_of(compress):
         pack_masks(graph)
     if compress == "int8":
         quantize(graph)
-    lower(graph, constants=not host_resident)
+    lower(graph)
     write_in_place(graph)
-    accumulate_in_place(graph)
     finish(graph)
     return replace(
-        build(captured, model, needs, gradients_in_arena=gradients_in_arena), division=made, compress=compress
+        build(captured, model, needs, alias_classes, gradients_in_arena=gradients_in_arena),
+        division=made,
+        compress=compress,
     )
 
 

@@ -163,8 +163,9 @@ def test_a_budget_takes_as_few_blocks_as_it_needs_and_says_what_they_would_bring
 def test_one_block_is_for_sums_and_inductors_kernels() -> None:
     with pytest.raises(InvalidSize, match="not a number of blocks"):
         Division(blocks=1)
-    with pytest.raises(InvalidSize, match="one block is for Inductor's kernels"):
-        memplan.plan(_made(shifted=False), _tokens(), divide=Division(blocks=1, sums=True))
+    for blocks in (None, 1, 4):
+        with pytest.raises(UnsupportedCall, match="sums=True is for Inductor's kernels"):
+            memplan.plan(_made(shifted=False), _tokens(), divide=Division(blocks=blocks, sums=True))
 
 
 def test_nothing_is_divided_without_sums() -> None:

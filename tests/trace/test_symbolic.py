@@ -16,7 +16,6 @@ from memplan.core.graph import Graph
 from memplan.errors import InvalidShapes, UnsupportedGraph
 from memplan.trace import trace
 from memplan.trace.dynamic.symbolic import trace_symbolic
-from memplan.trace.passes import lowering
 from tests.slow import slow
 
 BATCH, SEQ = Dim("batch", min=1, max=64), Dim("seq", min=2, max=48)
@@ -43,13 +42,7 @@ def _same(one: Graph, two: Graph) -> bool:
         slow("resnet", ({0: BATCH}, {0: BATCH}), ({"batch": 3}, {"batch": 40})),
     ],
 )
-def test_a_symbolic_trace_is_every_concrete_one(
-    name: str, shapes: Any, values: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But for means, whose count is a constant only where it does not vary."""
-    for op in (torch.ops.aten.mean.default, torch.ops.aten.mean.dim):
-        monkeypatch.delitem(lowering.RULES, op)
-    monkeypatch.setattr(lowering, "mean", lambda *_, **__: None)  # the mean of a loss
+def test_a_symbolic_trace_is_every_concrete_one(name: str, shapes: Any, values: Any) -> None:
     model, example = ZOO[name]("nano")
     symbolic = trace_symbolic(model, example, {}, dynamic_shapes=shapes, train=True)
     assert symbolic.conditions == ("batch >= 2",), "the guards of conv's backend are no condition: both sides agree"

@@ -231,12 +231,9 @@ class StepBuilder:
             arena = self._arena = self._new_arenas.keep(arena_for_all([*plans, *others], device, room))
             if others:
                 _log.info("%s: the arena grows to %s", type(self._loss).__name__, format_bytes(arena.nbytes))
-        known = [one.traced for one in self._programs]
         made = []
         for found, plan, _ in planned:
-            traced = found.sharing_constants(known)
-            known.append(traced)
-            made.append(Built(traced=traced, runner=self._runner(arena, traced, plan)))
+            made.append(Built(traced=found, runner=self._runner(arena, found, plan)))
         if self.options.budget == "min":
             for one in made:
                 adopt_need(one.runner)

@@ -62,7 +62,6 @@ class Runner:
         hooks that observe the steps. `unused`: no other
         program runs in this arena, and it need not be locked. `input_guards`: those of the same step.
         """
-        traced = traced.sharing_constants()
         self._module_guards, self._before_plan = module_guards, traced
         self._options: dict[str, Any] = {"sanitize": sanitize, "added": added, "whole": whole, "hooks": hooks}
         traced = remap_to_plan(traced, plan)  # values now have the places of the plan

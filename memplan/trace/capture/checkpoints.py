@@ -1,21 +1,16 @@
 """Activation checkpoints: which ones each op is within, and those whose step computes something else than eager's.
 
 AOTAutograd gives an op the number of the outermost checkpoint around it. Dynamo's graphs have one graph for each, and
-what is in a node's `meta["custom"]` reaches the joint graph. `torch.export` runs forward as Python and leaves no
-trace of a checkpoint in its graph, so that one is refused there.
+what is in a node's `meta["custom"]` reaches the joint graph.
 """
 
 from __future__ import annotations
 
-import contextlib
 import operator
-import threading
-from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
 from torch import fx, nn
-from torch.utils import checkpoint as torch_checkpoint
 
 from memplan.torch_inside.graphs import InputMutationAOTOutput
 from memplan.trace.capture.origins import origin_of
@@ -99,47 +94,3 @@ def updates_run_once(graph: fx.Graph) -> tuple[str, ...]:
 def _requires_grad(node: fx.Node) -> bool:
     """Return whether the tensor of a node requires a gradient."""
     return bool(getattr(node.meta.get("example_value"), "requires_grad", False))
-
-
-_ENTRIES = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")  # what `checkpoint()` calls, by name
-
-
-class LostCheckpoint(Exception):
-    """A front end reached a checkpoint that its graph would not show."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "torch.utils.checkpoint in a forward that only torch.export can read, whose graph has no checkpoints"
-        )
-
-
-@contextlib.contextmanager
-def refusing_checkpoints() -> Iterator[None]:
-    """Raise `LostCheckpoint` where this thread enters a checkpoint; other threads are not concerned."""
-    ours, before = threading.get_ident(), {name: getattr(torch_checkpoint, name) for name in _ENTRIES}
-
-    class Refused:
-        """Stands for an entry of torch's."""
-
-        def __init__(self, entry: Any) -> None:
-            self.entry = entry
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            self._refuse()
-            return self.entry(*args, **kwargs)
-
-        def apply(self, *args: Any, **kwargs: Any) -> Any:
-            self._refuse()
-            return self.entry.apply(*args, **kwargs)
-
-        def _refuse(self) -> None:
-            if threading.get_ident() == ours:
-                raise LostCheckpoint
-
-    try:
-        for name, entry in before.items():
-            setattr(torch_checkpoint, name, Refused(entry))
-        yield
-    finally:
-        for name, entry in before.items():
-            setattr(torch_checkpoint, name, entry)

@@ -9,13 +9,9 @@ are traced. All other side effects are refused.
 from __future__ import annotations
 
 import ast
-import contextlib
 import copy
 import operator
-import pickle
-import random
-import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -110,46 +106,6 @@ def _is_library_state(model: nn.Module, source: str) -> bool:
     return "_active_collector" in source or source.startswith("G['__import_torch_dot_") or torchs
 
 
-@contextlib.contextmanager
-def exporting(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Check the side effects of a front end that runs forward as Python, once, and reports none of them.
-
-    Raises `UnsupportedGraph` for attributes that do not settle, for hooks that forward registers or removes, and for
-    random numbers that no kernel draws.
-    """
-    hooks = [(table, dict(table)) for table in _hook_tables(model)]
-    seen: list[_Attributes] = []
-    hook = model.register_forward_hook(lambda *_: seen.append(_attributes(model)))  # export restores them afterwards
-    before, drawn = _attributes(model), _generators()
-    try:
-        yield
-    finally:
-        hook.remove()
-        rehooked = [(table, held) for table, held in hooks if table != held]
-        for table, held in rehooked:  # export restores no hooks
-            table.clear()
-            table.update(held)
-    if rehooked:
-        raise _changes(model, "hooks of modules")
-    after = seen[0] if seen else before
-    plain = {
-        key: v for key, v in after.items() if _is_plain(tuple(v) if isinstance(v, list) else v)
-    }  # no traced stand-ins
-    names = [key for key, value in plain.items() if not _same(before.get(key), value)]
-    if names and _settle(model, args, kwargs) is None:
-        raise _changes(model, ", ".join(".".join(filter(None, key)) for key in names))
-    which = [name for name, state in _generators().items() if state != drawn.get(name, state)]
-    if which:
-        raise _draws(model, " and ".join(which))
-
-
-def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:
-    """Yield the tables of all hooks that the modules of a model have."""
-    kinds = [name for name in vars(nn.Module()) if "_hooks" in name]
-    for module in model.modules():
-        yield from (vars(module)[kind] for kind in kinds if kind in vars(module))
-
-
 def refuse_random(model: nn.Module, graph: fx.Graph) -> None:
     """Raise `UnsupportedGraph` if Python's `random` draws (dynamo adds an input to its graph for that), or numpy's."""
     if any(str(node.target).startswith("random_value_") for node in graph.find_nodes(op="placeholder")):
@@ -165,14 +121,6 @@ def _draws(model: nn.Module, which: str) -> UnsupportedGraph:
     reason = f"forward changes the state of {which}, which a compiled step would leave unchanged"
     hint = "draw random numbers with torch, and seed outside the model, or pass the numbers as an input"
     return UnsupportedGraph(type(model).__name__, reason, hint, see="random-numbers")
-
-
-def _generators() -> dict[str, Any]:
-    """Return the states of the random number generators by name; on fake tensors, torch draws from none."""
-    states: dict[str, Any] = {"Python's random numbers": random.getstate()}
-    if "numpy" in sys.modules:
-        states["numpy's random numbers"] = pickle.dumps(sys.modules["numpy"].random.get_state(legacy=False))
-    return states | {"torch's random numbers": torch.get_rng_state().tolist()}
 
 
 def _changes(model: nn.Module, what: str) -> UnsupportedGraph:

@@ -1,32 +1,27 @@
-"""The two front ends that read the Python of `forward` into a graph: dynamo, and `torch.export` where dynamo cannot.
+"""Reads the Python of `forward` into a graph, by dynamo; what torch says about its own internals is kept quiet.
 
-What they say about their own internals is kept quiet.
-
-A front end is a function from a model and the arguments of a call to a module, which AOTAutograd traces next
-(`joint_graph.py`). The Python values that it read are in the metadata of the graph.
+AOTAutograd traces the graph next (`joint_graph.py`). The Python values that dynamo read are in its metadata.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
-import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 
+from memplan.errors import UnsupportedGraph
 from memplan.torch_inside.dynamo import read_python, traced_function
-from memplan.trace.capture.checkpoints import gradients_that_eager_lacks, refusing_checkpoints
+from memplan.trace.capture.checkpoints import gradients_that_eager_lacks
 from memplan.trace.capture.constant_masks import drop_constant_masks
-from memplan.trace.capture.effects import exporting, refuse_random, require_same_call, settle_side_effects
-from memplan.trace.capture.python_values import options_of_layers, readings_of
-from memplan.trace.capture.recurrent import RecurrentAsEager
+from memplan.trace.capture.effects import refuse_random, require_same_call, settle_side_effects
+from memplan.trace.capture.python_values import readings_of
+from memplan.trace.capture.refusals import SEVERAL
 from memplan.trace.capture.results import returning_objects
 
 
@@ -77,16 +72,10 @@ def _handlers() -> set[logging.Handler]:
 
 READINGS = "memplan's readings"  # key of a graph's Python values in its metadata
 WARNINGS = "memplan's warnings"  # key of what a graph computes unlike eager
-FrontEnd = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], nn.Module]
-
-
-def identity(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
-    """Return the model: the front end for dynamo's own graphs."""
-    return model
 
 
 def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
-    """Return dynamo's graph of the model as a module: the front end that reads Python.
+    """Return dynamo's graph of the model as a module.
 
     Raises `UnsupportedGraph` for what forward changes beside tensors.
     """
@@ -127,36 +116,9 @@ def _take_real_tensors(module: nn.Module) -> None:
     codegen.process_inputs = process_inputs
 
 
-def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
-    """Return `torch.export`'s graph of the model as a module: the front end that runs forward as Python."""
-    asked = mock.patch.object(torch.compiler, "is_exporting", _is_exporting)
-    with asked, exporting(model, args, kwargs), RecurrentAsEager(), _without_prints(), refusing_checkpoints():
-        module: nn.Module = torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
-    meta_of(module)[READINGS] = tuple(options_of_layers(model))
-    return module
-
-
-def _is_exporting() -> bool:
-    """Return True to torch, whose own functions have to know, and False to others: they compute as in eager."""
-    caller: str = sys._getframe(1).f_globals.get("__name__", "")
-    return torch.compiler._is_exporting_flag and caller.partition(".")[0] == "torch"
-
-
-@contextlib.contextmanager
-def _without_prints() -> Iterator[None]:
-    """Suppress export's print of the graph so far, to stderr, of what it cannot trace; other prints of the process
-    remain.
-    """
-    from torch.export import _trace
-
-    vars(_trace)["print"] = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        vars(_trace).pop("print", None)
-
-
-def is_patched(model: nn.Module) -> bool:
-    """Return whether the model's forward is another object's function, whose parameters dynamo would make constants."""
+def require_own_forward(model: nn.Module) -> None:
+    """Raise `UnsupportedGraph` if forward is another object's function: dynamo would make its parameters constants."""
     forward = vars(model).get("forward")
-    return forward is not None and getattr(forward, "__self__", None) is not model
+    if forward is not None and getattr(forward, "__self__", None) is not model:
+        what, hint = "its forward was replaced on the object by another function", "define it in the class"
+        raise UnsupportedGraph(type(model).__name__, what, f"{hint}; {SEVERAL}", see="graph-breaks")

@@ -1,7 +1,7 @@
 """Capture one forward (and backward) of a module as a single functional graph of ATen ops, on fake tensors.
 
-A front end (`front_ends.py`) reads the Python: dynamo first, because it keeps activation checkpoint tags. AOTAutograd
-then traces the joint graph. Nothing is computed and no memory of the model's size is allocated.
+Dynamo reads the Python (`front_ends.py`), and AOTAutograd traces the joint graph. Nothing is computed and no memory of
+the model's size is allocated.
 """
 
 from __future__ import annotations
@@ -19,28 +19,23 @@ from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.torch_inside.dynamo import compile_lock
 from memplan.torch_inside.graphs import backward_outside_autocast, joint_graph
 from memplan.trace.capture.as_eager import compute_conjugates, correct_statistics, layout_decompositions, settle_layouts
-from memplan.trace.capture.checkpoints import LostCheckpoint, note_checkpoints, updates_run_once
+from memplan.trace.capture.checkpoints import note_checkpoints, updates_run_once
 from memplan.trace.capture.effects import with_fake_tensors
 from memplan.trace.capture.front_ends import (
     READINGS,
     WARNINGS,
-    FrontEnd,
     dynamo,
-    export,
-    identity,
-    is_patched,
     meta_of,
     quiet,
+    require_own_forward,
 )
 from memplan.trace.capture.python_values import Reading, with_values
 from memplan.trace.capture.recurrent import (
     RecurrentAsEager,
     require_modules_dropout_kept,
-    separate_gradients,
     size_workspaces,
 )
 from memplan.trace.capture.refusals import (
-    lost_checkpoints,
     refuse_unfinished,
     require_same_types,
     require_traceable,
@@ -51,7 +46,6 @@ from memplan.trace.passes.nodes import order_checks, overlapping_tangents
 from memplan.trace.passes.own_outputs import return_new_values, tag_backward
 from memplan.trace.passes.rewrite import separate_tangents
 
-_LOST_BY_EXPORT = ("fork_rng", "rng_state", "manual_seed")  # dynamo refuses these; export would leave them out
 Decompositions = Mapping[Any, Callable[..., Any]]  # ops, and functions that compute them from other ops
 _OF_INPUT = ("is_input", "alias_of_input")  # AOTAutograd's output types
 _ONCE = "memplan's results"  # key of the structure of the result, and of what is which tensor in it, in the metadata
@@ -120,8 +114,7 @@ def capture(
     with contextlib.ExitStack() as stack:
         require_modules_dropout_kept(traced)
         prepare(stack, traced, train=train)
-        front_ends = (identity,) if by_dynamo else (export,) if is_patched(traced) else (dynamo, export)
-        joint = _capture_joint(stack, traced, args, kwargs, front_ends, decompositions=decompositions)
+        joint = _capture_joint(stack, traced, args, kwargs, by_dynamo=by_dynamo, decompositions=decompositions)
     if settle is not None:
         settle(joint)
     as_eager = decompositions is None
@@ -170,11 +163,9 @@ def captured(
     tag_backward(graph_module.graph)
     views = views_among(graph_module.graph)
     separate_tangents(graph_module.graph)
-    _without_assertions(graph_module.graph)
     if as_eager:
         compute_conjugates(graph_module.graph)
         size_workspaces(graph_module.graph)
-        separate_gradients(graph_module.graph)
         settle_layouts(graph_module.graph)
         correct_statistics(graph_module.graph)
     unlike_eager = (*graph_module.meta.get(WARNINGS, ()), *updates_run_once(graph_module.graph))
@@ -234,12 +225,6 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
-def _without_assertions(graph: fx.Graph) -> None:
-    """Erase export's assertions on the dtypes of what it converts: the trace has settled them."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
-        graph.erase_node(node)
-
-
 @contextlib.contextmanager
 def _without_cudnn() -> Iterator[None]:
     """Turn cuDNN off. `torch.backends.cudnn.flags` would also set other flags."""
@@ -283,30 +268,22 @@ def _capture_joint(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    front_ends: tuple[FrontEnd, ...],
     *,
+    by_dynamo: bool,
     decompositions: Decompositions | None,
 ) -> Any:
-    """Try each front end in turn. If all fail, raise the error that is clearest to the user."""
-    complaints: list[Exception] = []
-    for front_end in front_ends:
-        try:
-            module = front_end(model, args, kwargs)
-            joint = export_joint(stack, module, args, kwargs, decompositions)
-            joint.graph_module.meta.update({key: meta_of(module).get(key, ()) for key in (READINGS, WARNINGS)})
-            return joint
-        except MemplanError:
-            raise
-        except Exception as error:  # whatever a front end raises, the next one may succeed
-            complaints.append(error)
-            if any(word in str(error) for word in _LOST_BY_EXPORT):
-                break
-    if isinstance(complaints[-1], LostCheckpoint):
-        raise lost_checkpoints(model, complaints[0]) from complaints[0]
-    # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
-    own = "Observed exception" in str(complaints[0])
-    clearest = complaints[-1 if own else 0]
-    raise unsupported(model, clearest, own=own) from clearest
+    """Return AOTAutograd's joint graph of what dynamo reads, or of the model itself if dynamo has read it already."""
+    try:
+        if not by_dynamo:
+            require_own_forward(model)
+        module = model if by_dynamo else dynamo(model, args, kwargs)
+        joint = export_joint(stack, module, args, kwargs, decompositions)
+    except MemplanError:
+        raise
+    except Exception as error:  # whatever torch raises
+        raise unsupported(model, error, own="Observed exception" in str(error)) from error
+    joint.graph_module.meta.update({key: meta_of(module).get(key, ()) for key in (READINGS, WARNINGS)})
+    return joint
 
 
 def export_joint(

@@ -14,7 +14,7 @@ import enum
 import inspect
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -150,18 +150,6 @@ def _object_of_class(call: Any) -> ast.expr | None:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type":
         return node.args[0]
     return None
-
-
-def options_of_layers(model: nn.Module) -> Iterator[Reading]:
-    """Yield the options of torch's own layers, for a front end that does not report what forward reads."""
-    for name, module in model.named_modules():
-        parts = name.split(".") if name else []
-        path = tuple(
-            link for part in parts for link in (PathStep("_modules", attribute=True), PathStep(part, attribute=False))
-        )
-        for key in vars(module) if type(module).__module__.startswith("torch.nn.") else ():
-            if not key.startswith("_"):
-                yield Reading(root=None, path=(*path, PathStep(key, attribute=True)))
 
 
 def with_values(readings: Iterable[Reading], model: nn.Module) -> tuple[Reading, ...]:

@@ -17,11 +17,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.errors import UnsupportedGraph
 from memplan.trace.passes.nodes import is_fixed
-from memplan.trace.passes.rewrite import aten, correct_results, fake_mode_of, storage_key, value
+from memplan.trace.passes.rewrite import aten, correct_results, fake_mode_of, value
 
 _LSTM = 2  # oneDNN's number (ideep's rnn_kind)
 _WORKSPACE = 3  # position among the results of `mkldnn_rnn_layer`
-_FIRST_BIAS = 3  # position among the gradients of its backward, where that of the second one follows
 _LAYERS = {getattr(torch, name): getattr(aten, name).input for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 
 
@@ -106,41 +105,6 @@ def size_workspaces(graph: fx.Graph) -> None:
         with fake_mode_of(graph):
             workspace = torch.empty(nbytes, dtype=torch.uint8)
         correct_results(node, (*value(node)[:_WORKSPACE], workspace))
-
-
-def separate_gradients(graph: fx.Graph) -> None:
-    """Give the gradients of both biases of a layer memory of their own, in place, as the kernel does.
-
-    Torch's fakes are one tensor, which is then returned twice: the kernel's second result would be copied there, and
-    copied once more for the caller.
-    """
-    returned = graph.output_node()
-    for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer_backward.default):
-        results = value(node)
-        one, two = results[_FIRST_BIAS : _FIRST_BIAS + 2]
-        if storage_key(one) != storage_key(two):
-            continue
-        with fake_mode_of(graph):
-            two = torch.empty_like(two)
-        correct_results(node, (*results[:_FIRST_BIAS], one, two, *results[_FIRST_BIAS + 2 :]))
-        items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-        used = [item for position, item in items.items() if position in (_FIRST_BIAS, _FIRST_BIAS + 1) and item.users]
-        if len(used) == 1:
-            _return_apart(returned, node, used[0], (one, two))
-
-
-def _return_apart(returned: fx.Node, node: fx.Node, item: fx.Node, biases: tuple[Any, Any]) -> None:
-    """Have the graph return both results where it returns one of them twice."""
-    (known,) = returned.args
-    assert isinstance(known, (list, tuple))
-    places = [i for i, result in enumerate(known) if result is item]
-    if len(places) < 2:
-        return
-    other = 1 if item.args[1] == _FIRST_BIAS else 0
-    with node.graph.inserting_after(item):
-        made = node.graph.call_function(operator.getitem, (node, _FIRST_BIAS + other))
-    made.meta = {**item.meta, "val": biases[other]}
-    returned.args = (tuple(made if i == places[1] else result for i, result in enumerate(known)),)
 
 
 @lru_cache(maxsize=256)

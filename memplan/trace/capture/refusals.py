@@ -1,4 +1,4 @@
-"""Refuse models that no front end can trace correctly, and turn a front end's error into one that users can act on.
+"""Refuse models that cannot be traced correctly, and turn torch's errors into ones that users can act on.
 
 Ops that may return before their results have arrived are refused too: collectives, and ops on another stream. Their
 `wait` is registered with the storage that torch allocated for the result. A result in the arena would be a copy of
@@ -16,7 +16,6 @@ from torch._ops import OpOverload
 from torch.nn.parameter import is_lazy
 
 from memplan.errors import UnsupportedGraph
-from memplan.trace.capture.checkpoints import LostCheckpoint
 from memplan.trace.capture.origins import place_at_end, place_in_user_code, place_of
 from memplan.trace.passes.rewrite import aten
 
@@ -38,10 +37,11 @@ _NORMALISATIONS = {  # of one type, but for activations in half precision beside
     *(aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats),
     *(aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit_no_training.default),
 }
+_DETAILS = ("Explanation:", "Developer debug context:", "from user code", "File ", "Hint:")
 _HALVES = ("float16", "bfloat16")
 _BREAKS = {  # headings of refusals of one graph that a graph break, or Python between graphs, resolves
     *("data-dependent", "data-dependent-size", "graph-breaks", "python-state", "first-call", "random-numbers"),
-    *("not-a-buffer", "types", "lost-checkpoints"),
+    *("not-a-buffer", "types"),
 }
 # Headings of what would be wrong, or has nothing to run, in any way.
 _WRONG = {"not-a-module", "data-parallel", "sharded", "no-gradient", "example-fails"}
@@ -94,15 +94,6 @@ def _refusal(module: nn.Module) -> tuple[str, str, str] | None:
     return None
 
 
-def lost_checkpoints(model: nn.Module, reason: Exception) -> UnsupportedGraph:
-    """Return the error of a model with activation checkpoints that dynamo, which keeps them, cannot read."""
-    lines = str(reason).strip().splitlines()
-    because = "" if isinstance(reason, LostCheckpoint) or not lines else f"; dynamo says: {lines[0]}"
-    what = f"has activation checkpoints, and only torch.export can read it, which drops them{because}"
-    hint = "make forward traceable by torch.compile(fullgraph=True), or leave the checkpoints out and give a budget"
-    return UnsupportedGraph(type(model).__name__, what, f"{hint}; {SEVERAL}", see="lost-checkpoints")
-
-
 def unsupported(model: nn.Module, error: Exception, *, own: bool = False) -> UnsupportedGraph:
     """Return the front end's error as one sentence and a hint. `own`: the model raised it, as it does in eager."""
     name = type(model).__name__
@@ -117,7 +108,7 @@ def unsupported(model: nn.Module, error: Exception, *, own: bool = False) -> Uns
         return UnsupportedGraph(name, f"forward fails on inputs like the example's: {words}", hint, see="example-fails")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = f"cannot be traced as one graph: {type(error).__name__}: {lines[0] if lines else 'no message'}"
-    details = [line for line in lines[1:] if line.startswith(("Explanation:", "from user code", "File ", "Hint:"))]
+    details = [line for line in lines[1:] if line.startswith(_DETAILS)]
     text = " ".join([type(error).__name__, *lines]).lower()
     if any(word in text for word in _DATA_DEPENDENT):
         see = "data-dependent"

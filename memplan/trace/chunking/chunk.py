@@ -25,11 +25,8 @@ from memplan.torch_inside.graphs import FakeTensorMode
 from memplan.trace.chunking.rows import (
     COPIES,
     NLL,
-    PRODUCTS,
     SLICE,
     SLICE_BACKWARD,
-    SUM,
-    TRANSPOSE,
     Box,
     Chain,
     block_shape,
@@ -46,7 +43,7 @@ def overwritten(chain: Chain, sink: fx.Node, ours: set[fx.Node]) -> fx.Node | No
 
     The chain reads that tensor row by row, and nothing else reads it. `ours`: the nodes made from the chain's so far.
     """
-    if not is_backward(sink) or chain.sums or not chain.parts(sink).rows:
+    if not is_backward(sink) or not chain.parts(sink).rows:
         return None
     for x in _read_by_backward(chain, sink):
         found = _same_layout(sink, x)
@@ -94,19 +91,6 @@ def _same_layout(sink: fx.Node, x: fx.Node) -> fx.Node | None:
 
 
 _NOT_A_CLASS = -100  # torch's default for the class to ignore
-_NOT_PLACED = (SUM, *PRODUCTS, NLL)  # ops that add up or reduce
-
-
-class _RecordingRewriter(Rewriter):
-    """A rewriter that records the nodes it makes."""
-
-    ours: set[fx.Node]
-
-    def _node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Add a node and record it."""
-        node = super()._node(*args, **kwargs)
-        self.ours.add(node)
-        return node
 
 
 class ChunkRewriter:
@@ -119,7 +103,6 @@ class ChunkRewriter:
         self.mode: FakeTensorMode = fake_mode_of(graph)
         self.members = set(chain.nodes)
         self.made: dict[tuple[fx.Node, Box], fx.Node] = {}
-        self.whole: dict[fx.Node, fx.Node] = {}
         self.ours: set[fx.Node] = set()
 
     def run(self, moved: list[list[fx.Node]]) -> None:
@@ -130,8 +113,7 @@ class ChunkRewriter:
             self._phase(part)
             for node in late:
                 self.anchor.prepend(node)
-            if not self.chain.sums:  # the backward recomputes its blocks
-                self.made.clear()
+            self.made.clear()  # the backward recomputes its blocks
         for node in reversed(self.chain.nodes):
             if not node.users:
                 self.graph.erase_node(node)
@@ -142,17 +124,16 @@ class ChunkRewriter:
         found = ((s, overwritten(self.chain, s, self.ours)) for s in reversed(sinks))
         last, memory = next(((s, memory) for s, memory in found if memory is not None), (None, None))
         sinks.sort(key=lambda s: s is last)  # this one overwrites what the others may read
-        places = {s: self._place(s, memory if s is last else None) for s in sinks if s.target not in _NOT_PLACED}
+        places = {s: self._place(s, memory if s is last else None) for s in sinks if s.target is not NLL}
         places |= {s: self._losses(s) for s in sinks if s.target is NLL}
-        places |= {s: self._place(s) for s in sinks if s.target in PRODUCTS and self.chain.parts(s).result}
         for box in self.boxes:
             for sink in sinks:
-                self._store(sink, places.get(sink), box)
+                self._store(sink, places[sink], box)
         for sink in sinks:
             if sink.target is NLL:
                 self._total(sink, places[sink])
             else:
-                self._replace(sink, places[sink] if sink in places else self.whole[sink])
+                self._replace(sink, places[sink])
 
     def _leaves(self, node: fx.Node) -> bool:
         """Return whether something outside the chain uses the node's result."""
@@ -162,8 +143,8 @@ class ChunkRewriter:
 
     def _writer(self, node: fx.Node, label: str = "") -> Rewriter:
         """Return a rewriter for a node, at the current position and phase."""
-        rewriter = _RecordingRewriter(self.graph, self.mode, node, before=self.anchor)
-        rewriter.phase, rewriter.label, rewriter.ours = self.phase, label, self.ours
+        rewriter = Rewriter(self.graph, self.mode, node, before=self.anchor)
+        rewriter.phase, rewriter.label, rewriter.made = self.phase, label, self.ours
         return rewriter
 
     # -- blocks ------------------------------------------------------------------------------------------
@@ -206,8 +187,6 @@ class ChunkRewriter:
         args = tuple(self._block(a, box) if a in own.rows else a for a in node.args)
         if node.target in COPIES:
             return self._copy(rw, node, self._block(node.args[0], box), shape)
-        if node.target is SLICE_BACKWARD:
-            args = (args[0], shape, *args[2:])
         if out is not None:
             return rw.call(out_variant(node.target), *args, **{out_names(out_variant(node.target))[0]: out})  # type: ignore[arg-type]
         return rw.call(node.target, *args, **node.kwargs)
@@ -228,8 +207,6 @@ class ChunkRewriter:
 
     def _shape(self, node: fx.Node, box: Box) -> list[int]:
         """Return the shape of a block of a node's result."""
-        if node.target is SLICE:
-            return [box[1] - box[0], *value(node).shape[1:]]
         return block_shape(value(node).shape, self.chain.n, box[1] - box[0])
 
     # -- what leaves the chain ---------------------------------------------------------------------------
@@ -237,7 +214,7 @@ class ChunkRewriter:
     def _place(self, sink: fx.Node, memory: fx.Node | None = None) -> fx.Node:
         """Return the memory for a result that is needed whole, `memory` or new; its padding is set to zero."""
         rw = self._writer(sink)
-        padded = sink.target is SLICE_BACKWARD and not self.chain.parts(sink).result
+        padded = sink.target is SLICE_BACKWARD
         if memory is None:
             memory = rw.memory(value(sink))
             if padded:
@@ -251,13 +228,11 @@ class ChunkRewriter:
                     rw.call(aten.zero_.default, rw.call(SLICE, memory, dim, a, b))
         return memory
 
-    def _store(self, sink: fx.Node, place: fx.Node | None, box: Box) -> None:
+    def _store(self, sink: fx.Node, place: fx.Node, box: Box) -> None:
         """Run the sink on a block, and write the block to its place."""
         if sink.target is NLL:
             self._block_loss(sink, place, box)
-        elif place is None:
-            self._add_up(sink, box)
-        elif sink.target is SLICE_BACKWARD and not self.chain.parts(sink).result:
+        elif sink.target is SLICE_BACKWARD:
             _, _, dim, start, end, step = sink.args
             rows = self._boxed(self._writer(sink).call(SLICE, place, dim, start, end, step), box)
             self._fill(sink.args[0], rows, box)  # type: ignore[arg-type]
@@ -270,7 +245,7 @@ class ChunkRewriter:
         while base in self.members and base.target in VIEWS:
             base = base.args[0]  # type: ignore[assignment]
         inside = base in self.members and self.chain.parts(base).result and (base, box) not in self.made
-        if inside and base.target not in COPIES | {SLICE, SLICE_BACKWARD} and value(rows).is_contiguous():
+        if inside and base.target not in COPIES and value(rows).is_contiguous():
             own, variant = self.chain.parts(base), out_variant(base.target)
             given = [self._block(a, box) for a in own.rows]
             apart = all(storage_key(value(g)) != storage_key(value(rows)) for g in given)
@@ -282,23 +257,6 @@ class ChunkRewriter:
         rw = self._writer(node)
         rw.call(aten.copy_.default, rows, self._as(block, list(value(rows).shape)))
 
-    def _add_up(self, sink: fx.Node, box: Box) -> None:
-        """Compute a sum over rows: the first block's sum, to which those of the other blocks are added."""
-        rw = self._writer(sink, f"{sink.name}_rows{self.boxes.index(box)}")
-        if sink.target is SUM:
-            block = rw.call(SUM, self._block(sink.args[0], box), *sink.args[1:])
-            if sink in self.whole:
-                rw.call(aten.add_.Tensor, self.whole[sink], block)
-            self.whole.setdefault(sink, block)
-        else:
-            transposed, other = sink.args
-            x = self._writer(sink).call(TRANSPOSE, self._block(transposed.args[0], box))  # type: ignore[union-attr]
-            y = self._block(other, box)
-            if sink in self.whole:
-                rw.call(aten.addmm_.default, self.whole[sink], x, y)
-            else:
-                self.whole[sink] = rw.call(aten.mm.default, x, y)
-
     # -- cross-entropy -----------------------------------------------------------------------------------
 
     def _losses(self, sink: fx.Node) -> fx.Node:
@@ -308,9 +266,8 @@ class ChunkRewriter:
             like = torch.empty(x.shape[0], dtype=x.dtype, device=x.device)
         return self._writer(sink).scratch(like)
 
-    def _block_loss(self, sink: fx.Node, losses: fx.Node | None, box: Box) -> None:
+    def _block_loss(self, sink: fx.Node, losses: fx.Node, box: Box) -> None:
         """Write the losses of a block's rows."""
-        assert losses is not None
         x, target, _, _, ignored = sink.args
         rw = self._writer(sink, f"{sink.name}_rows{self.boxes.index(box)}")
         rows = (self._block(x, box), self._block(target, box))
@@ -348,12 +305,8 @@ def divide(graph: fx.Graph, division: Division) -> Division:
     """
     if division.blocks is None:
         raise InvalidSize("no number of blocks was chosen", where="divide", hint="pass one")
-    if division.blocks == 1:
-        raise InvalidSize(
-            "one block is for Inductor's kernels", where="divide", hint="pass 2 or more, or kernels='inductor'"
-        )
     written = written_in(graph)
-    found = chains(graph, lambda chain: _can_move(chain, written) is not None, sums=division.sums)
+    found = chains(graph, lambda chain: _can_move(chain, written) is not None)
     over = division.over
     if over is None:
         over = max((c.need for c in found), default=0) - 1

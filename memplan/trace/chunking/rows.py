@@ -4,7 +4,7 @@ graph.
 A tensor of `n` rows is any tensor whose elements, in order, fall into `n` equal runs: a row is what an op does not
 cross. The ops listed here have kernels that give a row the same bits whatever other rows they process. Pointwise
 kernels of transcendental functions do not: the last elements of a call go through scalar code. Matrix products do not
-either: they are divided only on request (`sums`).
+either: only Inductor's are divided (`fused/row_division.py`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ _POINTWISE = {
 SOFTMAX = {aten._softmax.default, aten._log_softmax.default}
 SOFTMAX_BACKWARD = {aten._softmax_backward_data.default, aten._log_softmax_backward_data.default}
 NLL, NLL_BACKWARD = aten.nll_loss_forward.default, aten.nll_loss_backward.default
-SLICE, SLICE_BACKWARD, TRANSPOSE = aten.slice.Tensor, aten.slice_backward.default, aten.t.default
-PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}  # and which argument has the rows
-SUM = aten.sum.dim_IntList
+SLICE, SLICE_BACKWARD = aten.slice.Tensor, aten.slice_backward.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +52,28 @@ def block_shape(shape: torch.Size, n: int, rows: int) -> list[int]:
     raise AssertionError(f"a tensor of shape {list(shape)} has no {n} rows")
 
 
-def parts(node: fx.Node, n: int, *, sums: bool) -> Parts | None:
+def parts(node: fx.Node, n: int) -> Parts | None:
     """Return how `node` takes part in a chain of `n` rows; None if it does not."""
     if node.op != "call_function" or not _is_dense_strided(node):
         return None
     args, target = node.args, node.target
     tensors = tuple(a for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor))
     if target in VIEWS:
-        return _parts_if(_by_rows(node, n) and _by_rows(tensors[0], n), tensors)
+        return parts_if(_by_rows(node, n) and _by_rows(tensors[0], n), tensors)
     if target in COPIES:
         rows = has_rows(tensors[0], n) or _has_lead(tensors[0], n)
-        return _parts_if(rows and _by_rows(node, n) and value(node).device == value(tensors[0]).device, tensors)
+        return parts_if(rows and _by_rows(node, n) and value(node).device == value(tensors[0]).device, tensors)
     if target in _POINTWISE:
         return _pointwise(node, n, tensors)
     if target in SOFTMAX | SOFTMAX_BACKWARD:
         dim, rank = args[1 if target in SOFTMAX else 2], value(node).dim()
         last = dim in (-1, rank - 1) and rank > 1 and value(node).shape[:-1].numel() % n == 0
-        return _parts_if(last and all(_by_rows(t, n) for t in (node, *tensors)), tensors)
+        return parts_if(last and all(_by_rows(t, n) for t in (node, *tensors)), tensors)
     if target is NLL or target is NLL_BACKWARD:
         return _loss(node, n)
-    return _ends(node, n, sums=sums)
+    if target is SLICE_BACKWARD:
+        return parts_if(args[5] == 1 and _has_lead(args[0], n), (args[0],), result=False)  # type: ignore[arg-type]
+    return None
 
 
 def _loss(node: fx.Node, n: int) -> Parts | None:
@@ -82,34 +82,7 @@ def _loss(node: fx.Node, n: int) -> Parts | None:
     x, target, weight, reduction = node.args[shift : shift + 4]
     fits = weight is None and reduction in (1, 2) and value(x).dim() == 2  # type: ignore[arg-type]
     by_rows = fits and _by_rows(x, n) and _by_rows(target, n)  # type: ignore[arg-type]
-    return _parts_if(by_rows, (x, target), result=node.target is NLL_BACKWARD)  # type: ignore[arg-type]
-
-
-def _ends(node: fx.Node, n: int, *, sums: bool) -> Parts | None:
-    """Return the parts of an op that cuts rows off or pads them; with `sums`, also of products and sums over rows."""
-    args, target = node.args, node.target
-    if target is SLICE_BACKWARD:
-        grad, sizes, dim, _, _, step = args
-        if sums:
-            return _parts_if(dim >= 1 and sizes[0] == n and _by_rows(grad, n), (grad,))  # type: ignore[arg-type, operator, index]
-        return _parts_if(step == 1 and _has_lead(grad, n), (grad,), result=False)  # type: ignore[arg-type]
-    if not sums:
-        return None
-    if target is SLICE:
-        x, dim = args[0], args[1] if len(args) > 1 else 0
-        return _parts_if(dim >= 1 and value(x).shape[0] == n and _by_rows(x, n), (x,))  # type: ignore[arg-type, operator]
-    if target is TRANSPOSE:
-        return _parts_if(_by_rows(args[0], n) and value(args[0]).shape[0] % n == 0, (args[0],), result=False)  # type: ignore[arg-type]
-    if target is SUM:
-        fits = args[1] == [0] and not node.kwargs and value(args[0]).shape[0] % n == 0  # type: ignore[arg-type]
-        return _parts_if(fits and _by_rows(args[0], n), (args[0],), result=False)  # type: ignore[arg-type]
-    if target in PRODUCTS and (len(args) == 2 + PRODUCTS[target] and not node.kwargs):
-        x, y = args[-2:]
-        if x.target is TRANSPOSE and parts(x, n, sums=True) and _by_rows(y, n):  # type: ignore[union-attr, arg-type]
-            whole = target is aten.mm.default and value(y).shape[0] % n == 0  # type: ignore[arg-type]
-            return _parts_if(whole, (x, y), result=False)  # type: ignore[arg-type]
-        return _parts_if(_by_rows(x, n) and _by_rows(node, n) and value(x).shape[0] % n == 0, (x,))  # type: ignore[arg-type]
-    return None
+    return parts_if(by_rows, (x, target), result=node.target is NLL_BACKWARD)  # type: ignore[arg-type]
 
 
 def _pointwise(node: fx.Node, n: int, tensors: tuple[fx.Node, ...]) -> Parts | None:
@@ -119,10 +92,10 @@ def _pointwise(node: fx.Node, n: int, tensors: tuple[fx.Node, ...]) -> Parts | N
     rows = tuple(t for t in tensors if value(t).shape == value(node).shape)
     others = [t for t in tensors if t not in rows]
     fits = rows and all(value(t).dim() == 0 for t in others)
-    return _parts_if(bool(fits) and _by_rows(node, n) and all(has_rows(t, n) for t in rows), rows)
+    return parts_if(bool(fits) and _by_rows(node, n) and all(has_rows(t, n) for t in rows), rows)
 
 
-def _parts_if(holds: Any, rows: tuple[fx.Node, ...], *, result: bool = True) -> Parts | None:
+def parts_if(holds: Any, rows: tuple[fx.Node, ...], *, result: bool = True) -> Parts | None:
     """Return the parts if the condition holds, else None."""
     return Parts(rows, result) if holds else None
 
@@ -160,18 +133,17 @@ class Chain:
     """Nodes (in graph order) that can run block by block of `n` rows.
 
     `lead`: the dimensions that make up the rows of what is not contiguous; a block must be a box of them. `need`: the
-    most bytes that one node reads and writes. `sums`: the chain includes matrix products.
+    most bytes that one node reads and writes.
     """
 
     nodes: tuple[fx.Node, ...]
     n: int
     lead: tuple[int, ...]
     need: int
-    sums: bool
 
     def parts(self, node: fx.Node) -> Parts:
         """Return how a node of the chain takes part in it."""
-        found = parts(node, self.n, sums=self.sums)
+        found = parts(node, self.n)
         assert found is not None
         return found
 
@@ -182,20 +154,15 @@ class Chain:
         return [part for part in both if part]
 
 
-def chains(graph: fx.Graph, fits: Callable[[Chain], bool], *, sums: bool) -> list[Chain]:
-    """Return the maximal chains around the softmaxes of `graph` that `fits` accepts, disjoint, in graph order.
-
-    `sums`: see `Division`. A chain that does not fit with its matrix products may fit without.
-    """
+def chains(graph: fx.Graph, fits: Callable[[Chain], bool]) -> list[Chain]:
+    """Return the maximal chains around the softmaxes of `graph` that `fits` accepts, disjoint, in graph order."""
     found: list[Chain] = []
     taken: set[fx.Node] = set()
     place = {node: i for i, node in enumerate(graph.nodes)}
     for seed in graph.nodes:
         if seed.target in SOFTMAX | SOFTMAX_BACKWARD and seed not in taken:
-            tried = (_largest_chain(seed, place, sums=True), _largest_chain(seed, place, sums=False))[not sums :]
-            new = (c for c in tried if c is not None and c.n > 1 and not taken & set(c.nodes))
-            chain = next(filter(fits, new), None)
-            if chain is not None:
+            chain = _largest_chain(seed, place)
+            if chain is not None and chain.n > 1 and not taken & set(chain.nodes) and fits(chain):
                 found.append(chain)
                 taken.update(chain.nodes)
     return found
@@ -216,46 +183,35 @@ def _ranges(n: int, blocks: int) -> list[Box]:
     return list(pairwise(cuts))
 
 
-def _largest_chain(seed: fx.Node, place: dict[fx.Node, int], *, sums: bool) -> Chain | None:
+def _largest_chain(seed: fx.Node, place: dict[fx.Node, int]) -> Chain | None:
     """Return the largest chain around a softmax, or None."""
     n = value(seed).shape[:-1].numel()
-    nodes = _trimmed(_reach(seed, n, sums=sums), place)
-    if sums:  # a chain that slices off the last token is divided by sequences
-        shorter = [
-            value(x).shape[0]
-            for node in nodes
-            for x in (*node.all_input_nodes, *node.users)
-            if x.target in (SLICE, SLICE_BACKWARD) and value(x).dim() == 3
-        ]
-        if shorter and shorter[0] < n:
-            n = shorter[0]
-            nodes = _trimmed(_reach(seed, n, sums=True), place)
+    nodes = _trimmed(_reach(seed, n), place)
     if seed not in nodes:
         return None
-    lead = {lead for node in nodes for lead in _required_boxes(node, n, nodes, sums=sums)}
+    lead = {lead for node in nodes for lead in _required_boxes(node, n, nodes)}
     if len(lead) > 1:
         return None
     ordered = tuple(sorted(nodes, key=place.__getitem__))
-    return Chain(nodes=ordered, n=n, lead=lead.pop() if lead else (n,), need=max(map(_bytes, ordered)), sums=sums)
+    return Chain(nodes=ordered, n=n, lead=lead.pop() if lead else (n,), need=max(map(bytes_touched, ordered)))
 
 
-def _reach(seed: fx.Node, n: int, *, sums: bool) -> set[fx.Node]:
-    """Return all nodes that are joined to the seed by tensors that come by rows; matrix products end a chain."""
-    if parts(seed, n, sums=sums) is None:
+def _reach(seed: fx.Node, n: int) -> set[fx.Node]:
+    """Return all nodes that are joined to the seed by tensors that come by rows."""
+    if parts(seed, n) is None:
         return set()
     nodes, todo = {seed}, [seed]
     while todo:
         node = todo.pop()
-        own = parts(node, n, sums=sums)
+        own = parts(node, n)
         assert own is not None
-        makers = () if node.target in PRODUCTS else [x for x in own.rows if value(x).numel() > n]
-        for near in (*makers, *_row_users(node, own)):
-            found = parts(near, n, sums=sums)
+        makers = [x for x in own.rows if value(x).numel() > n]
+        for near in (*makers, *(node.users if own.result else ())):
+            found = parts(near, n)
             connected = found and ((near in own.rows and found.result) or node in found.rows)
             if connected and near not in nodes:
                 nodes.add(near)
-                if near.target not in PRODUCTS or near in own.rows:
-                    todo.append(near)
+                todo.append(near)
     return nodes
 
 
@@ -266,8 +222,7 @@ def _trimmed(nodes: set[fx.Node], place: dict[fx.Node, int]) -> set[fx.Node]:
     node.
     """
     while True:
-        out = {x for x in nodes if x.target in VIEWS | {SLICE, TRANSPOSE} and set(x.users) - nodes}
-        out |= {user for x in out if x.target is TRANSPOSE for user in x.users}
+        out = {x for x in nodes if x.target in VIEWS and set(x.users) - nodes}
         for backward in (False, True):
             out |= _indirect_dependents({n for n in nodes if is_backward(n) is backward}, place)
         if not out & nodes:
@@ -291,26 +246,19 @@ def _indirect_dependents(part: set[fx.Node], place: dict[fx.Node, int]) -> set[f
     return found
 
 
-def _row_users(node: fx.Node, own: Parts) -> Iterator[fx.Node]:
-    """Yield the users that take a node's result by rows."""
-    if own.result or node.target is TRANSPOSE:
-        yield from node.users
-
-
-def _required_boxes(node: fx.Node, n: int, nodes: set[fx.Node], *, sums: bool) -> Iterator[tuple[int, ...]]:
+def _required_boxes(node: fx.Node, n: int, nodes: set[fx.Node]) -> Iterator[tuple[int, ...]]:
     """Yield the dimensions that a block of a node must be a box of: where it reads what is not contiguous, or pads
     rows.
     """
-    own = parts(node, n, sums=sums)
+    own = parts(node, n)
     assert own is not None
     for x in own.rows:
-        padded = node.target is SLICE_BACKWARD and not sums
-        if padded or (x not in nodes and not has_rows(x, n)):
+        if node.target is SLICE_BACKWARD or (x not in nodes and not has_rows(x, n)):
             shape = value(x).shape
             yield (n,) if shape[0] == n else tuple(shape[:2])
 
 
-def _bytes(node: fx.Node) -> int:
+def bytes_touched(node: fx.Node) -> int:
     """Return the bytes that a node reads and writes."""
     touched = tensors_of((node, *node.all_input_nodes))
     return sum({storage_key(t): t.numel() * t.itemsize for t in touched}.values())

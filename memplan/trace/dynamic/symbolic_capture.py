@@ -19,18 +19,14 @@ from memplan.errors import InvalidShapes, MemplanError, UnsupportedGraph
 from memplan.symbolic.sizes import SizesWriter
 from memplan.torch_inside.dynamo import mark_varying, named_source
 from memplan.trace.capture.front_ends import READINGS, dynamo
-from memplan.trace.capture.joint_graph import Captured, captured, export_joint, prepare
+from memplan.trace.capture.joint_graph import captured, export_joint, prepare
 from memplan.trace.capture.refusals import unsupported
 from memplan.trace.dynamic.dims import Dims, Range, Sized
 from memplan.trace.dynamic.symbols import Translator
-from memplan.trace.graph.build import build
 from memplan.trace.graph.values import AliasClasses
-from memplan.trace.passes.checkpoints import mark_checkpoints
-from memplan.trace.passes.fold import fold
-from memplan.trace.passes.lowering import lower
-from memplan.trace.passes.own_outputs import own_outputs, returned_by, tangents_needed, write_back_mutations
-from memplan.trace.passes.simplify import accumulate_in_place, write_in_place
+from memplan.trace.passes.own_outputs import own_outputs, returned_by
 from memplan.trace.traced import KernelCall, TracedGraph
+from memplan.trace.tracing import trace_captured
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -56,9 +52,13 @@ def read_symbolic(
         call = pytree.tree_unflatten(leaves, spec)
         joint, translator = _capture(stack, model, call, dims, hints)
         got = captured(model, joint, spec, flat, train=train)
+        _inline_sizes(got.graph_module.graph)
         alias_classes = SymbolicAliasClasses(translator)
-        read = partial(_read, gradients_in_arena=gradients_in_arena, copy_gradients=copy_gradients)
-        return alias_classes, read(got, type(model).__name__, alias_classes)
+        finish = partial(own_outputs, copy_gradients=copy_gradients)
+        name = type(model).__name__
+        return alias_classes, trace_captured(
+            got, name, finish, gradients_in_arena=gradients_in_arena, alias_classes=alias_classes
+        )
 
 
 def tracing_hints(model: nn.Module, flat: Sequence[Any], dims: Dims) -> dict[str, int]:
@@ -160,23 +160,6 @@ def _fake(x: torch.Tensor, varying: Mapping[int, Any], sizes: Mapping[str, Any],
     with mode:
         made = torch.empty(shape, dtype=x.dtype, device=x.device)
     return made.requires_grad_(x.requires_grad)
-
-
-def _read(
-    got: Captured, model: str, alias_classes: SymbolicAliasClasses, *, gradients_in_arena: bool, copy_gradients: bool
-) -> TracedGraph:
-    """Run the passes over a graph whose sizes are symbols; sizes are inlined in arguments before."""
-    graph = got.graph_module.graph
-    _inline_sizes(graph)
-    needs = tangents_needed(graph)
-    mark_checkpoints(graph)
-    write_back_mutations(graph, got.alias_of, at_once=True)
-    fold(got.graph_module)
-    lower(graph)
-    write_in_place(graph)
-    accumulate_in_place(graph)
-    own_outputs(graph, copy_gradients=copy_gradients)
-    return build(got, model, needs, alias_classes, gradients_in_arena=gradients_in_arena)
 
 
 def _inline_sizes(graph: fx.Graph) -> None:

@@ -20,19 +20,19 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from memplan.core.division import NOTHING, Division
 from memplan.errors import InvalidSize
+from memplan.trace.chunking.rows import Box, Parts, bytes_touched
 from memplan.trace.fused.early_gradients import compute_gradients_early
-from memplan.trace.fused.row_parts import BLOCK, FULL, NAMED, PRODUCTS, Part, is_transpose, part_of
+from memplan.trace.fused.row_parts import BLOCK, FULL, NAMED, PRODUCTS, is_transpose, part_of
 from memplan.trace.fused.sums import scatter_into_summands, sum_products
 from memplan.trace.passes.nodes import keys_of, tensors_of, written_in
 from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.partitions import TAG
-from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, storage_key, value
+from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, value
 
 _log = logging.getLogger("memplan")
 _SLICE, _CAT = aten.slice.Tensor, aten.cat.default
 _FEWEST = 2  # rows of a chain
 _PART = 2  # a tensor is wide if it has at least one in so many of the elements of the first product of its chain
-Box = tuple[int, int]  # rows from, to
 
 
 def divide_rows(graph: fx.Graph, division: Division) -> Division:
@@ -74,7 +74,7 @@ class _Chain:
     wide: int
     need: int
 
-    def part(self, node: fx.Node) -> Part:
+    def part(self, node: fx.Node) -> Parts:
         """Return how a node of the chain takes part in it."""
         found = part_of(node, self.n)
         assert found is not None
@@ -96,7 +96,7 @@ def _chains(graph: fx.Graph) -> Iterator[_Chain]:
             continue
         taken |= nodes
         ordered = tuple(sorted(nodes, key=place.__getitem__))
-        yield _Chain(nodes=ordered, n=n, wide=value(seed).numel() // _PART, need=max(map(_bytes, ordered)))
+        yield _Chain(nodes=ordered, n=n, wide=value(seed).numel() // _PART, need=max(map(bytes_touched, ordered)))
 
 
 def _reach(seed: fx.Node, n: int) -> tuple[set[fx.Node], int]:
@@ -149,25 +149,6 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def _bytes(node: fx.Node) -> int:
-    """Return the bytes that a node reads and writes."""
-    touched = tensors_of((node, *node.all_input_nodes))
-    return sum({storage_key(t): t.numel() * t.itemsize for t in touched}.values())
-
-
-class _BlockNodes(Rewriter):
-    """A rewriter whose nodes belong to one block of rows of a chain."""
-
-    block: tuple[int, int] | None = None
-
-    def _node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        new = super()._node(*args, **kwargs)
-        new.meta.update({key: self.node.meta[key] for key in NAMED if key in self.node.meta})
-        if self.block is not None:
-            new.meta[BLOCK] = self.block
-        return new
-
-
 class _BlockRewriter:
     """Rewrites one chain. `made[node, box]` is a block of a node's result, `whole[node]` the whole of it."""
 
@@ -198,12 +179,13 @@ class _BlockRewriter:
         users = list(_users(node))
         return any(u not in self.members or node not in self.chain.part(u).rows for u in users)
 
-    def _writer(self, node: fx.Node, box: Box | None) -> _BlockNodes:
-        """Return a rewriter for a node, at the current position."""
-        writer = _BlockNodes(self.graph, self.mode, node, before=self.anchor)
+    def _writer(self, node: fx.Node, box: Box | None) -> Rewriter:
+        """Return a rewriter for a node, at the current position, whose nodes belong to one block of rows, if any."""
+        writer = Rewriter(self.graph, self.mode, node, before=self.anchor)
+        writer.also = {key: node.meta[key] for key in NAMED if key in node.meta}
         if box is not None:
-            writer.block = self.number, self.boxes.index(box)
-            writer.label = f"{node.name}_rows{writer.block[1]}"
+            block = self.boxes.index(box)
+            writer.also, writer.label = {**writer.also, BLOCK: (self.number, block)}, f"{node.name}_rows{block}"
         return writer
 
     def _joined(self, node: fx.Node) -> fx.Node:
@@ -257,7 +239,7 @@ class _BlockRewriter:
             new.meta[TAG] = CheckpointPolicy.MUST_RECOMPUTE
         return new
 
-    def _argument(self, arg: Any, own: Part, box: Box) -> Any:
+    def _argument(self, arg: Any, own: Parts, box: Box) -> Any:
         if not isinstance(arg, fx.Node):
             return arg
         return self._block(arg, box) if arg in own.rows else self.whole.get(arg, arg)

@@ -5,13 +5,13 @@ A tensor has `n` rows if its first dimension is a multiple of `n`: a row is a ru
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from memplan.trace.chunking.rows import Parts, parts_if
 from memplan.trace.passes.rewrite import VIEWS, aten, value
 
 BLOCK = "memplan_block"  # in the meta of a node: the number of its chain, and the block of rows that it computes
@@ -32,15 +32,7 @@ _ALONG = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The part of an op in a chain: the operands that come by rows, and whether its result does, or is their sum."""
-
-    rows: tuple[fx.Node, ...]
-    result: bool = True
-
-
-def part_of(node: fx.Node, n: int) -> Part | None:
+def part_of(node: fx.Node, n: int) -> Parts | None:
     """Return how an op can run on a block of `n` rows; None if it cannot."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, OpOverload) or not _is_plain(node):
@@ -55,19 +47,19 @@ def part_of(node: fx.Node, n: int) -> Part | None:
     if any(isinstance(arg, fx.Node) for arg in node.kwargs.values()):
         return None
     if target is FULL:
-        return Part(())
+        return Parts(())
     if target in VIEWS:
-        return _if(has_rows(tensors[0], n) and value(tensors[0]).is_contiguous(), tensors)
+        return parts_if(has_rows(tensors[0], n) and value(tensors[0]).is_contiguous(), tensors)
     if target in _COPIES:
-        return _if(has_rows(tensors[0], n), tensors)
+        return parts_if(has_rows(tensors[0], n), tensors)
     if target is PERMUTE:
-        return _if(node.args[1][0] == 0, tensors)  # type: ignore[index]
+        return parts_if(node.args[1][0] == 0, tensors)  # type: ignore[index]
     if target in _ALONG:
         at = _ALONG[target]
         dim = node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0)
         rank = max(value(node).dim(), value(tensors[0]).dim())
         same = all(has_rows(t, n) and value(t).shape[0] == value(node).shape[0] for t in tensors)
-        return _if(isinstance(dim, int) and dim % rank != 0 and same, tensors)
+        return parts_if(isinstance(dim, int) and dim % rank != 0 and same, tensors)
     if torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags:
         return _pointwise(node, n, tensors)
     return None
@@ -84,20 +76,20 @@ def is_transpose(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is PERMUTE and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
 
 
-def _product(node: fx.Node, n: int) -> Part | None:
+def _product(node: fx.Node, n: int) -> Parts | None:
     """Return the part of a matrix product: by rows, or a sum over the rows of two tensors."""
     at = PRODUCTS[node.target]  # type: ignore[index]
     if len(node.args) != 2 + at or node.kwargs:
         return None
     x, y = node.args[at:]
     if at == 0 and is_transpose(x) and has_rows(x.args[0], n) and has_rows(y, n):  # type: ignore[union-attr]
-        return Part((x.args[0], y), result=False)  # type: ignore[union-attr, arg-type]
+        return Parts((x.args[0], y), result=False)  # type: ignore[union-attr, arg-type]
     if at and value(node.args[0]).dim() != 1:  # type: ignore[arg-type]
         return None
-    return _if(x is not y and has_rows(x, n) and has_rows(node, n), (x,))  # type: ignore[arg-type]
+    return parts_if(x is not y and has_rows(x, n) and has_rows(node, n), (x,))  # type: ignore[arg-type]
 
 
-def _reduction(node: fx.Node, n: int) -> Part | None:
+def _reduction(node: fx.Node, n: int) -> Parts | None:
     """Return the part of a reduction: of each row, or a sum over all rows."""
     x = node.args[0]
     if not has_rows(x, n):
@@ -109,21 +101,17 @@ def _reduction(node: fx.Node, n: int) -> Part | None:
         return None
     over = {dim % rank for dim in dims if isinstance(dim, int)}
     if 0 in over:
-        return _if(node.target is SUM and over == {0} and not node.kwargs, (x,), result=False)  # type: ignore[arg-type]
-    return _if(has_rows(node, n), (x,))  # type: ignore[arg-type]
+        return parts_if(node.target is SUM and over == {0} and not node.kwargs, (x,), result=False)  # type: ignore[arg-type]
+    return parts_if(has_rows(node, n), (x,))  # type: ignore[arg-type]
 
 
-def _pointwise(node: fx.Node, n: int, tensors: tuple[fx.Node, ...]) -> Part | None:
+def _pointwise(node: fx.Node, n: int, tensors: tuple[fx.Node, ...]) -> Parts | None:
     """Return the part of a pointwise op: operands with the rows of its result come by rows, the others are the same for
     each row.
     """
     shape = value(node).shape
     rows = tuple(t for t in tensors if value(t).dim() == len(shape) and value(t).shape[0] == shape[0])
-    return _if(bool(rows) and all(has_rows(t, n) for t in rows), rows)
-
-
-def _if(holds: Any, rows: tuple[fx.Node, ...], *, result: bool = True) -> Part | None:
-    return Part(rows, result) if holds else None
+    return parts_if(bool(rows) and all(has_rows(t, n) for t in rows), rows)
 
 
 def _is_plain(node: fx.Node) -> bool:

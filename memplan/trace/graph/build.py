@@ -39,10 +39,9 @@ from memplan.trace.graph.values import (
     used_positions,
 )
 from memplan.trace.optimizer.updates import StateInput
-from memplan.trace.passes.fold import FOLDED
 from memplan.trace.passes.nodes import draws, is_check, out_variant, written_names
 from memplan.trace.passes.own_outputs import is_backward, returned_by
-from memplan.trace.passes.rewrite import CHECKPOINT, MEMORY_ONLY, OWN, WITHIN, aten, storage_key
+from memplan.trace.passes.rewrite import CHECKPOINT, MEMORY_ONLY, WITHIN, aten, storage_key
 from memplan.trace.traced import Binding, KernelCall, OpaqueResult, Ref, Source, TracedGraph
 
 KIND_OF = {
@@ -205,17 +204,14 @@ class _FxReader:
                 )
                 see = "no-tensor"
             raise self._unsupported(node, what, hint, see=see)
-        made_here = bool({FOLDED, OWN} & node.meta.keys())  # fake where the device is not there
-        fake = isinstance(tensor, FakeTensor) and not made_here
-        if fake or isinstance(node.meta.get("val"), FunctionalTensor):  # no bytes behind it
+        if isinstance(tensor, FakeTensor) or isinstance(node.meta.get("val"), FunctionalTensor):  # no bytes behind it
             what = "a view of a parameter or an input that tracing took for a constant"
             raise self._unsupported(node, what, "return a copy of it (.clone())", see="views")
         val = node.meta.get("val", tensor)
-        origin = replace(origin_of(node), op=node.meta.get(FOLDED, GIVEN))
+        origin = replace(origin_of(node), op=GIVEN)
         storage = self.alias_classes.storage(val, node.name, StorageKind.CONSTANT, planned=False, origin=origin)
         self.value_of[node] = self.alias_classes.value(val, node.name, storage)
-        own = OWN in node.meta
-        self.bindings.append(Binding(source=Source.CONSTANT, value=self.value_of[node], tensor=tensor, own=own))
+        self.bindings.append(Binding(source=Source.CONSTANT, value=self.value_of[node], tensor=tensor))
 
     # -- what runs ---------------------------------------------------------------------------------------
 

@@ -9,18 +9,19 @@ import contextlib
 import copy
 import random
 import sys
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memplan.distributed.local import largest_part
 from memplan.errors import InvalidModel
-from memplan.torch_inside.graphs import FakeTensorMode
-from memplan.trace.allocations import Allocations, storage_of
+from memplan.torch_inside.graphs import FakeTensor, FakeTensorMode
 
 Parameters = Iterable[torch.nn.Parameter]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -69,17 +70,15 @@ def update_bytes(
         for group in made.param_groups:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True
-    counted = Allocations(storage_of(p)[0] for one in own for p in (one, one.grad) if p is not None)
     try:
-        with counted, torch.no_grad():
-            made.step()
+        found = _counted(made)
     except Exception as error:
         raise _failed(made, error) from error
-    state = _bytes_of(made.state.values(), counters=False)
-    temporaries = max(counted.peak - state, 0)
-    if counters:
-        state, temporaries = _bytes_of(made.state.values(), counters=True), temporaries + _NUMBER
-    return UpdateBytes(name=type(made).__name__, state=state, temporaries=temporaries)
+    if not counters:
+        return found
+    leaves = (x for state in made.state.values() for x in tree_leaves(dict(state)) if isinstance(x, torch.Tensor))
+    on_host = sum(dict(storage_of(x) for x in leaves if not x.is_meta).values())
+    return replace(found, state=found.state + on_host, temporaries=found.temporaries + _NUMBER)
 
 
 def bytes_of_updates(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> UpdateBytes | None:
@@ -98,7 +97,7 @@ def bytes_of_updates(optimizer: torch.optim.Optimizer, parameters: Iterable[torc
     own = {id(p) for p in parameters if p.requires_grad}
     with _unnoticed(type(optimizer)), FakeTensorMode(allow_non_fake_inputs=True):
         try:
-            made = _copied(optimizer, lambda group, p: id(p) in own, device=None)
+            made = _copied(optimizer, own)
             for group in made.param_groups:
                 if group.get("fused"):
                     group.update(fused=None, foreach=False)
@@ -107,43 +106,73 @@ def bytes_of_updates(optimizer: torch.optim.Optimizer, parameters: Iterable[torc
             return None
 
 
-class _NumbersRead(Allocations):  # type: ignore[no-untyped-call]
-    """Counts allocations of an update, in which each number that is read from a tensor is 0.5, True or 1."""
+def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the identity of a tensor's storage, and its bytes."""
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage.nbytes()
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+
+class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the storages without bytes, of meta tensors and fake ones, that ops make while it is on.
+
+    `live` is the sum now, `peak` the most; storages in `known` exist already. A number that is read from a tensor is
+    0.5, True or 1: there are none.
+    """
+
+    def __init__(self, known: Iterable[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = set(known)
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op, and count its new results."""
+        if func is torch.ops.aten._local_scalar_dense.default and (args[0].is_meta or isinstance(args[0], FakeTensor)):
             return True if args[0].dtype is torch.bool else 0.5 if args[0].dtype.is_floating_point else 1
-        return super().run(func, args, kwargs)
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.Tensor) and leaf.is_meta):
+                self._count(leaf)
+        return out
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        key, nbytes = storage_of(tensor)
+        if key not in self._known:
+            self._known.add(key)
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(tensor.untyped_storage(), self._freed, key, nbytes)
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.live -= nbytes
 
 
 def _counted(made: torch.optim.Optimizer) -> UpdateBytes:
-    """Return what a copy of an optimizer keeps and allocates."""
+    """Return what an optimizer of tensors without bytes keeps and allocates: it makes its state in a first step."""
     step: Any = type(made).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without the hooks of all optimizers
     updated = [p for group in made.param_groups for p in group["params"]]
     known = [storage_of(x)[0] for p in updated for x in (p, p.grad)]
-    with _NumbersRead(known) as counted, torch.no_grad():
+    with _Allocations(known) as counted, torch.no_grad():
         step(made)
         state = counted.peak = counted.live
         step(made)
     return UpdateBytes(name=type(made).__name__, state=state, temporaries=counted.peak - state)
 
 
-def _copied(
-    optimizer: torch.optim.Optimizer, updates: Callable[[Mapping[str, Any], torch.Tensor], bool], *, device: str | None
-) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer without state and hooks, on copies of the parameters that it `updates`."""
+def _copied(optimizer: torch.optim.Optimizer, updated: Collection[int]) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer without state and hooks, on copies of those of its parameters with these ids."""
     own = {key: value for key, value in vars(optimizer).items() if key not in _LEFT_OUT}
     own.update({key: type(value)() for key, value in own.items() if key in _HOOKS})
     held = [p for group in optimizer.param_groups for p in group["params"]]
     tensors = [x for x in (*held, *tree_leaves(own)) if isinstance(x, torch.Tensor)]
-    memo: dict[int, Any] = {id(x): _with_gradient(x, device) for x in tensors}
+    memo: dict[int, Any] = {id(x): _with_gradient(x, x.device) for x in tensors}
     made: Any = object.__new__(type(optimizer))
     made.__dict__.update(copy.deepcopy(own, memo), state=defaultdict(dict))
     for group, real in zip(made.param_groups, optimizer.param_groups, strict=True):
         if "foreach" in real and real["foreach"] is None and not real.get("fused"):
             group["foreach"] = _foreach_by_default(real)
-        group["params"] = [memo[id(p)] for p in real["params"] if updates(real, p)]
+        group["params"] = [memo[id(p)] for p in real["params"] if id(p) in updated]
     return made  # type: ignore[no-any-return]
 
 
@@ -175,9 +204,9 @@ def _unnoticed(kind: type) -> Iterator[None]:
                     setattr(x, name, value)
 
 
-def _with_gradient(x: torch.Tensor, device: torch.device | str | None = "meta") -> Any:
+def _with_gradient(x: torch.Tensor, device: torch.device | str = "meta") -> Any:
     """Return a tensor like another, or like the largest part that a rank has; of a parameter, with a gradient."""
-    made = torch.empty_like(largest_part(x).detach(), device=device or x.device)
+    made = torch.empty_like(largest_part(x).detach(), device=device)
     if not isinstance(x, torch.nn.Parameter):
         return made
     made = torch.nn.Parameter(made)
@@ -215,9 +244,3 @@ def _failed(optimizer: Any, error: Exception) -> InvalidModel:
     first = f"{type(error).__name__}: {error}".splitlines()[0]
     hint = "name another optimizer, 'none', or pass a function that makes it: lambda parameters: AdamW(parameters)"
     return InvalidModel(f"{name} cannot update these parameters: {first}", where="optimizer", hint=hint)
-
-
-def _bytes_of(states: Iterable[Mapping[str, Any]], *, counters: bool) -> int:
-    """Return the bytes of the tensors in the state, with or without the counters that stay on the host."""
-    leaves = (leaf for state in states for leaf in tree_leaves(dict(state)) if isinstance(leaf, torch.Tensor))
-    return sum(dict(storage_of(leaf) for leaf in leaves if counters or leaf.is_meta).values())

@@ -124,16 +124,6 @@ def updated_parameters(graph: fx.Graph, model: nn.Module, optimizer: torch.optim
     return gradients
 
 
-class _InBackward(Rewriter):
-    """A rewriter whose nodes belong to the backward, whatever node they are made for."""
-
-    def _node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Add a node of the backward."""
-        node = super()._node(*args, **kwargs)
-        node.meta["partitioner_tag"] = "is_backward"
-        return node
-
-
 class _Updates:
     """Makes the nodes of the updates.
 
@@ -161,11 +151,17 @@ class _Updates:
         self.device = device
         self.rates: dict[int, fx.Node] = {}
 
+    def _writer(self, node: fx.Node, before: fx.Node | None = None) -> Rewriter:
+        """Return a rewriter whose nodes belong to the backward, whatever node they are made for."""
+        writer = Rewriter(self.graph, self.mode, node, before)
+        writer.phase = "is_backward"
+        return writer
+
     def add(self, name: str, parameter: fx.Node, gradient: fx.Node) -> fx.Node:
         """Add a gradient, as soon as it exists, to the accumulated one, and return the sum."""
         accumulated = self._state(name, ACCUMULATED, value(parameter))
         place = after_last(self.graph, touching(self.graph, gradient))
-        rw = _InBackward(self.graph, self.mode, gradient, before=place)
+        rw = self._writer(gradient, before=place)
         rw.call(aten.add_.Tensor, accumulated, gradient)
         return accumulated
 
@@ -177,18 +173,18 @@ class _Updates:
         """
         found = list(accumulated)
         if self.device is None and found:
-            rw = _InBackward(self.graph, self.mode, found[-1], before=self.output)
+            rw = self._writer(found[-1], before=self.output)
             rw.call(aten._foreach_zero_.default, found)
             return
         for gradient in found:
             place = after_last(self.graph, touching(self.graph, gradient))
-            _InBackward(self.graph, self.mode, gradient, before=place).call(aten.zero_.default, gradient)
+            self._writer(gradient, before=place).call(aten.zero_.default, gradient)
 
     def clip(self, gradients: Mapping[str, fx.Node], max_norm: float, *, in_place: bool) -> dict[str, fx.Node]:
         """Return the gradients clipped as by `torch.nn.utils.clip_grad_norm_`: norm of norms, coefficient, one product
         each.
         """
-        rw = _InBackward(self.graph, self.mode, list(gradients.values())[-1], before=self.output)
+        rw = self._writer(list(gradients.values())[-1], before=self.output)
         norms = [rw.call(aten.linalg_vector_norm.default, g, 2.0) for g in gradients.values()]
         total = rw.call(aten.linalg_vector_norm.default, rw.call(aten.stack.default, norms), 2.0)
         inverse = rw.call(aten.reciprocal.default, rw.call(aten.add.Tensor, total, _CLIP_EPSILON))
@@ -214,7 +210,7 @@ class _Updates:
     def update(self, name: str, parameter: fx.Node, gradient: fx.Node, state: Mapping[str, Any], group: int) -> None:
         """Add one fused kernel after the gradient's definition and the parameter's last reader."""
         place = after_last(self.graph, [*touching(self.graph, gradient), *touching(self.graph, parameter)])
-        rw = _InBackward(self.graph, self.mode, gradient, before=place)
+        rw = self._writer(gradient, before=place)
         if value(gradient).stride() != value(parameter).stride():  # the kernel walks both in the same order
             laid_out = rw.scratch(value(parameter))
             rw.call(aten.copy_.default, laid_out, gradient)
@@ -255,7 +251,7 @@ class _Updates:
         if self.counters is None and not self.steps:
             return
         first = next(n for n in self.graph.nodes if n.op == "call_function" and "live" in n.meta)
-        rw = _InBackward(self.graph, self.mode, first)
+        rw = self._writer(first)
         if self.counters is not None:
             rw.call(aten.add_.Tensor, self.counters, 1)
         else:

@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from memplan.trace.passes.nodes import is_fixed, keys_of, written_in
-from memplan.trace.passes.products import multiplied, product
+from memplan.trace.passes.nodes import keys_of, written_in
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
 from memplan.trace.passes.simplify import SLICES
 
 _RESHAPES = {aten.view.default, aten._unsafe_view.default}
-_DIVIDED = (torch.float32, torch.float64)  # divided after summing; a mean in half precision is rounded once
 _MEAN, _SUM = 1, 2  # `at::Reduction` of losses
 
 
@@ -48,8 +46,6 @@ def dropout(rw: Rewriter, x: fx.Node, p: float, train: bool | None) -> tuple[fx.
     out, mask = value(rw.node)
     keep = rw.memory(mask)
     rw.call(aten.bernoulli_.float, keep, 1 - p)
-    if out.dtype is torch.float32 and rw.constants:
-        return multiplied(rw, out, keep, x, 1.0 / (1 - p)), keep
     if out.dtype is torch.float32:  # a kept element is rounded once either way
         result = rw.making(out, aten.mul.Tensor, keep, 1.0 / (1 - p))
         rw.call(aten.mul_.Tensor, result, x)
@@ -68,8 +64,6 @@ def dropout_backward(rw: Rewriter, grad: fx.Node, mask: fx.Node, scale: float) -
     """
     if value(grad).device.type != "cpu" or value(grad).is_complex():
         return None
-    if value(rw.node).dtype is torch.float32 and rw.constants:
-        return multiplied(rw, value(rw.node), mask, grad, scale)
     if value(rw.node).dtype is torch.float32:
         result = rw.instead(aten.mul.Tensor, mask, scale)
     else:
@@ -77,21 +71,6 @@ def dropout_backward(rw: Rewriter, grad: fx.Node, mask: fx.Node, scale: float) -
         rw.call(aten.mul_.Tensor, result, scale)
     rw.call(aten.mul_.Tensor, result, grad)
     return result
-
-
-def mean(rw: Rewriter, x: fx.Node, dims: Any = None, keepdim: bool = False, **_: Any) -> fx.Node | None:
-    """Divide the sum by the count, on the CPU: the kernel makes a new tensor for the count in each call
-    (native/ReduceOps.cpp).
-    """
-    given, result = value(x), value(rw.node)
-    if not rw.constants or result.device.type != "cpu" or given.dtype is not result.dtype or not is_fixed(given):
-        return None
-    if result.dtype not in _DIVIDED or not given.numel():
-        return None
-    count = rw.number(float(given.numel() // result.numel()), result.dtype, result.device)
-    made = rw.instead(aten.sum.dim_IntList, x, dims or None, keepdim)
-    rw.call(aten.div_.Tensor, made, count)
-    return made
 
 
 def mse_loss(rw: Rewriter, x: fx.Node, y: fx.Node, reduction: int = 1) -> fx.Node | None:
@@ -122,7 +101,7 @@ def _reduced(rw: Rewriter, losses: fx.Node, reduction: int) -> fx.Node:
     """Return the mean or the sum of all elements, in place of the op."""
     if reduction == _SUM:
         return rw.instead(aten.sum.dim_IntList, losses, None)
-    return mean(rw, losses) or rw.instead(aten.mean.default, losses)
+    return rw.instead(aten.mean.default, losses)
 
 
 def batch_norm(  # noqa: PLR0917  (the op's own signature)
@@ -205,29 +184,24 @@ def safe_softmax(rw: Rewriter, x: fx.Node, dim: int, dtype: torch.dtype | None =
     """Compute a softmax, then zero the rows of nothing but -inf, as the op does (native/transformers/attention.cpp)."""
     if dtype not in (None, value(x).dtype):
         return None
-    if rw.constants and value(x).dim() and value(x).shape[dim]:  # a row's maximum is -inf only if all of it is
-        lowest = rw.number(float("-inf"), value(x).dtype, value(x).device)
-        empty = rw.call(aten.eq.Tensor, rw.call(aten.amax.default, x, [dim], True), lowest)
-    else:
-        empty = rw.call(aten.all.dim, rw.call(aten.eq.Scalar, x, float("-inf")), dim, True)
+    empty = rw.call(aten.all.dim, rw.call(aten.eq.Scalar, x, float("-inf")), dim, True)
     result = rw.instead(aten._softmax.default, x, dim, False)  # last, so that it may take the bytes of x
     rw.call(aten.masked_fill_.Scalar, result, empty, 0.0)
     return result
 
 
-_ROLLED = 2  # the most dimensions: three would make eight pieces
 Rule = Callable[..., Any]  # (rewriter, *the node's args, **kwargs) -> node, tuple of nodes, or None: leave it
 
 
-def lower(graph: fx.Graph, *, constants: bool = True) -> None:
-    """Apply the rules to every node that has one, in place. `constants`: rules may add constants to the program."""
+def lower(graph: fx.Graph) -> None:
+    """Apply the rules to every node that has one, in place."""
     mode, written = fake_mode_of(graph), written_in(graph)
     for node in list(graph.nodes):
         rule = RULES.get(node.target) if node.op == "call_function" else None
         if rule is None:
             continue
         rewriter = Rewriter(graph, mode, node)
-        rewriter.constants, rewriter.written = constants, written
+        rewriter.written = written
         new = rule(rewriter, *node.args, **node.kwargs)
         if new is not None:
             _replace(graph, node, new)
@@ -344,27 +318,6 @@ def _then_in_place(target: Any) -> Rule:
     return rule
 
 
-def _roll(rw: Rewriter, x: fx.Node, shifts: list[int], dims: Any = ()) -> fx.Node | None:
-    """Copy every piece to its new place: each dimension that is shifted cuts the tensor in two."""
-    different = {dim % max(value(x).dim(), 1) for dim in dims}
-    if not len(different) == len(dims) == len(shifts) <= _ROLLED or not value(x).numel():
-        return None
-    result = rw.memory(value(rw.node))
-    pieces: list[tuple[fx.Node, fx.Node]] = [(x, result)]
-    for shift, dim in zip(shifts, dims, strict=True):
-        size = value(x).shape[dim]
-        start = shift % size  # where the first element goes
-        cuts = [((0, size - start), (start, size)), ((size - start, size), (0, start))] if start else []
-        pieces = [
-            (rw.call(aten.slice.Tensor, source, dim, *taken), rw.call(aten.slice.Tensor, target, dim, *put))
-            for source, target in pieces
-            for taken, put in cuts
-        ] or pieces
-    for source, target in pieces:
-        rw.call(aten.copy_.default, target, source)
-    return result
-
-
 def _overwrite(rw: Rewriter, x: fx.Node, source: fx.Node, *_: Any) -> fx.Node:
     """Lower `copy`: the layout of its first argument with the numbers of its second.
 
@@ -411,11 +364,9 @@ def _scalar_tensor(rw: Rewriter, fill: Any, **_: Any) -> fx.Node:
 
 RULES: dict[Any, Rule] = {
     aten._safe_softmax.default: safe_softmax,
-    aten.roll.default: _roll,
     aten.copy.default: _overwrite,
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,
-    aten.mul.Tensor: product,
     aten.mul.Scalar: _as_tensor_op(aten.mul.Tensor),
     aten.div.Scalar: _as_tensor_op(aten.div.Tensor),
     aten.add.Scalar: _as_tensor_op(aten.add.Tensor),
@@ -423,8 +374,6 @@ RULES: dict[Any, Rule] = {
     aten.relu.default: _relu,
     aten.sum.default: _sum,
     aten.sum.dim_IntList: _sum_over,
-    aten.mean.default: mean,
-    aten.mean.dim: mean,
     aten.embedding.default: embedding,
     aten.embedding_dense_backward.default: embedding_backward,
     aten.native_dropout.default: dropout,

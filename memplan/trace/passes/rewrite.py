@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
-from memplan.devices.kinds import is_available
 from memplan.errors import UnsupportedGraph
-from memplan.torch_inside.graphs import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from memplan.torch_inside.graphs import FakeTensor, FakeTensorMode
 
 CHECKPOINT = (
     "memplan_checkpoint"  # key of a node's meta: the number of the activation checkpoint that drops its results
@@ -26,8 +26,6 @@ INHERITED = (
     CHECKPOINT,
     WITHIN,
 )
-OWN = "memplan_own"  # in the meta of a constant: a pass has made it, and nobody else holds it
-_WRITTEN = str.maketrans({"-": "minus_", ".": "_", "+": "_"})  # characters of numbers, for use in names
 aten = torch.ops.aten
 # Ops that make memory and write nothing.
 MEMORY_ONLY = {aten.empty_strided.default, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
@@ -39,10 +37,11 @@ class Rewriter:
     """Inserts nodes before `before` (default: `node`) with the name and origin of `node`, evaluated on fake tensors."""
 
     label = ""  # the name of new nodes; "": the node's and the op's
-    constants = True  # whether the program may have constants (see `trace_captured`)
     written: frozenset[int] | set[int] = frozenset()  # storages that ops wrote in place before the pass
     phase: str | None = None  # the tag of new nodes; None: the node's own
     checkpoint: int = 0  # the activation checkpoint that drops results of new nodes; 0: the node's own
+    also: Mapping[str, Any] = MappingProxyType({})  # further metadata of new nodes
+    made: set[fx.Node] | None = None  # collects new nodes
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, before: fx.Node | None = None) -> None:
         self.graph = graph
@@ -94,25 +93,6 @@ class Rewriter:
         with self.mode:
             return self.memory(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device))
 
-    def number(self, number: float, dtype: torch.dtype, device: torch.device) -> fx.Node:
-        """Return a tensor without dimensions that is a constant of the program; the same node each time."""
-        module = self.graph.owning_module
-        assert module is not None
-        name = f"_number_{str(number).translate(_WRITTEN)}_{dtype}_{device}".replace("torch.", "").replace(":", "_")
-        known: list[fx.Node] = list(self.graph.find_nodes(op="get_attr", target=name))
-        if known:
-            return known[0]
-        with unset_fake_temporarily():
-            real = is_available(device.type)
-            tensor = torch.tensor(number, dtype=dtype, device=device) if real else None
-        with self.mode:
-            val = torch.empty((), dtype=dtype, device=device)
-        setattr(module, name, val if tensor is None else tensor)
-        with self.graph.inserting_before(next(n for n in self.graph.nodes if n.op != "placeholder")):
-            node = self.graph.create_node("get_attr", name, name=name)
-        node.meta.update({"val": val, OWN: True})
-        return node
-
     def _node(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], suffix: str = "") -> fx.Node:
         """Add a node with the origin and the phase of the rewriter's node."""
         name = self.label or f"{self.node.name}_{suffix or target._opname.strip('_')}"
@@ -124,6 +104,9 @@ class Rewriter:
         if self.checkpoint:
             new.meta[CHECKPOINT] = self.checkpoint
             new.meta.pop(WITHIN, None)
+        new.meta.update(self.also)
+        if self.made is not None:
+            self.made.add(new)
         return new
 
 

@@ -1,27 +1,21 @@
-"""Remove ops that need not run: those that change no bit, repeated ones, and copies of what can be made or written
-in place.
+"""Remove ops that need not run: those that change no bit, and copies of what can be written in place.
 
 Each rule leaves every number as it was, and keeps no bytes alive that were not: a value replaces another one only
 where its storage is no larger. What the caller passes or is returned, and what an op writes, is left alone.
 
-`simplify` comes before lowering; `write_in_place` and `accumulate_in_place` come after it. A parameter that is used
-several times (tied weights, blocks that run twice) gets a gradient for each use, and the graph adds them pairwise into
-new tensors: each sum is written over one of its terms. A loop that writes rows of a tensor (`out[:, t] = h`) becomes a
-chain of copies, each with one row changed: the rows are written into the first of them, or into the input or buffer
-that the loop changes.
+`simplify` comes before lowering, `write_in_place` after it. A loop that writes rows of a tensor (`out[:, t] = h`)
+becomes a chain of copies, each with one row changed: the rows are written into the first of them, or into the input or
+buffer that the loop changes.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
-from memplan.torch_inside.graphs import FakeTensorMode
 from memplan.trace.passes.nodes import (
     has_effects,
     is_fixed,
@@ -44,7 +38,6 @@ from memplan.trace.passes.rewrite import (
     value,
 )
 
-_SMALL = 4096  # bytes of a result that is shared, and so may live longer
 _BY_ONE = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar}
 SLICES = {  # ops that write a tensor to a view of a copy of another, and that view
     aten.slice_scatter.default: aten.slice.Tensor,
@@ -61,7 +54,7 @@ ANYWHERE = {
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Remove ops that need not run, in place. `graph` is functional, and its constants are folded."""
+    """Remove ops that need not run, in place. `graph` is functional."""
     made = _made(graph)
     for node in reversed(graph.nodes):
         write = node.target in SLICES or node.target is aten.copy.default
@@ -74,11 +67,6 @@ def simplify(graph: fx.Graph) -> None:
             same = _unchanged(node)
             if same is not None and keys_of(same) <= made.keys() and _size(same, made) <= _size(node, made):
                 replace_by(graph, node, same)
-    _share(graph, made)
-    mode = fake_mode_of(graph)
-    for node in list(graph.nodes):
-        if node.target in _COPIES and _is_fixed(node) and keys_of(node) <= made.keys():
-            _make_in_place(graph, mode, node, made)
 
 
 def _made(graph: fx.Graph) -> dict[int, int]:
@@ -158,77 +146,6 @@ def _is_at(node: Any, place: torch.Tensor) -> bool:
     one = value(node)
     same = (one.dtype, one.shape, one.stride()) == (place.dtype, place.shape, place.stride())
     return same and one.storage_offset() == place.storage_offset()
-
-
-def _share(graph: fx.Graph, made: dict[int, int]) -> None:
-    """Replace repeated computations of a small result, within one phase of the step, by the first; views likewise.
-
-    What an activation checkpoint drops stays apart: making the first again would make its whole region again.
-    """
-    known: dict[Any, fx.Node] = {}
-    for node in list(graph.nodes):
-        if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
-            continue  # a user's op may do more than its schema says
-        if has_effects(node) or not _is_fixed(node):
-            continue
-        if any(user.op == "output" for user in node.users):
-            continue
-        small = keys_of(node) <= made.keys() and _size(node, made) <= _SMALL and "empty" not in node.target._opname
-        if small or is_view(node):
-            dropped = 0 if is_view(node) else node.meta.get(CHECKPOINT, 0)
-            first = known.setdefault((is_backward(node), dropped, str((node.target, node.args, node.kwargs))), node)
-            if first is not node:
-                replace_by(graph, node, first)
-
-
-def _make_in_place(graph: fx.Graph, mode: FakeTensorMode, copy: fx.Node, made: dict[int, int]) -> None:
-    """Let a pointwise op write its result in the layout that `copy` gives it, where the result is for `copy` alone."""
-    views, op = [], copy.args[0]
-    while isinstance(op, fx.Node) and is_view(op) and len(op.users) == 1:
-        views.append(op)
-        op = op.args[0]
-    if not isinstance(op, fx.Node) or op.target not in ANYWHERE or not _is_its_own(op, copy, made):
-        return
-    with contextlib.suppress(RuntimeError, ValueError), mode, torch.no_grad():  # a view that these strides do not allow
-        layout = value(copy)
-        for view in views:
-            layout = _undone(view, layout)
-        remade = [layout]
-        for view in reversed(views):
-            remade.append(view.target(remade[-1], *view.args[1:]))  # type: ignore[operator]
-        if remade[-1].shape != value(copy).shape or remade[-1].stride() != value(copy).stride():
-            return
-        for node, val in zip((op, *reversed(views)), remade, strict=True):
-            node.meta["val"] = val
-        copy.replace_all_uses_with(views[0] if views else op)
-        graph.erase_node(copy)
-
-
-def _is_its_own(op: fx.Node, copy: fx.Node, made: dict[int, int]) -> bool:
-    """Return whether the result of `op` is for `copy` alone, and of the same type and size."""
-    if len(op.users) != 1 or op.kwargs or not _is_fixed(op) or not keys_of(op) <= made.keys():
-        return False
-    if any(tensor.is_complex() for tensor in (value(op), *tensors_of(op.args))):
-        return False
-    one, two = value(op), value(copy)
-    same_kind = (one.dtype, one.device, one.numel()) == (two.dtype, two.device, two.numel())
-    return same_kind and _size(op, made) == _size(copy, made) and is_backward(op) == is_backward(copy)
-
-
-def _undone(view: fx.Node, of: torch.Tensor) -> torch.Tensor:
-    """Return the tensor whose `view` is `of`. Raises `RuntimeError` where there is none."""
-    source = view.args[0]
-    assert isinstance(source, fx.Node)
-    if view.target is aten.transpose.int:
-        return of.transpose(*view.args[1:])  # type: ignore[arg-type]
-    if view.target is aten.t.default:
-        return of.t()
-    if view.target is aten.permute.default:
-        dims: Any = view.args[1]
-        return of.permute([dims.index(i) for i in range(len(dims))])
-    if view.target in (aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.unsqueeze.default):
-        return of.view(value(source).shape)
-    raise RuntimeError(view.target)
 
 
 def write_in_place(graph: fx.Graph) -> None:
@@ -343,42 +260,6 @@ def _is_whole(base: fx.Node, node: fx.Node) -> bool:
     return bool(span(value(base)) == value(base).numel() * value(base).dtype.itemsize)
 
 
-def accumulate_in_place(graph: fx.Graph) -> None:
-    """Turn `add(one, two)` into `one.add_(two)`, or `two.add_(one)`, where the sum is a gradient that is returned, or a
-    term of one, and that operand has its last use there.
-    """
-    wanted = keys_of([n for n in returned_by(graph)[1] if isinstance(n, fx.Node) and is_backward(n)])
-    last = {key: nodes[-1] for key, nodes in _uses(graph).items()}
-    for node in list(reversed(graph.nodes)):  # an outer sum first: its operand may be a sum as well
-        if _is_plain_sum(node) and storage_key(value(node)) in wanted:
-            one, two = node.all_input_nodes
-            for into, other in ((one, two), (two, one)):
-                if _can_hold(into, node, last):
-                    wanted.add(storage_key(value(into)))
-                    _write_over(graph, node, into, other)
-                    break
-
-
-def _is_plain_sum(node: fx.Node) -> bool:
-    """Return whether a node of the backward adds two tensors as they are."""
-    return (
-        node.op == "call_function"
-        and node.target is aten.add.Tensor
-        and is_backward(node)
-        and not node.kwargs
-        and len(node.all_input_nodes) == 2
-        and len(keys_of(node.all_input_nodes)) == 2  # not a tensor and its transpose
-        and not value(node).is_complex()
-    )
-
-
-def _can_hold(term: fx.Node, total: fx.Node, last: dict[int, fx.Node]) -> bool:
-    """Return whether a sum may overwrite a term: its layout is the sum's, and it is whole, new and read no more."""
-    if not is_backward(term) or not _alike(term, total) or last[storage_key(value(term))] is not total:
-        return False
-    return _is_whole(term, total)
-
-
 def _maker(term: fx.Node) -> fx.Node | None:
     """Return the node that makes the memory of a term, unless that is an argument of the graph or larger than it."""
     key, node = storage_key(value(term)), term
@@ -392,12 +273,3 @@ def _maker(term: fx.Node) -> fx.Node | None:
         if value(base).numel() != value(term).numel():
             return None
         node = base
-
-
-def _write_over(graph: fx.Graph, total: fx.Node, into: fx.Node, other: fx.Node) -> None:
-    """Replace a sum by the addition in place of `other` into `into`; views of the sum become views of `into`."""
-    with graph.inserting_before(total):
-        written = graph.create_node("call_function", aten.add_.Tensor, (into, other), name=f"{total.name}_in_place")
-    written.meta.update(total.meta)
-    written.meta["val"] = value(into)
-    replace_by(graph, total, written)
