@@ -464,10 +464,7 @@ def left_on_host(device: LateDevice) -> dict[str, Any]:
 
     expected = step(model)
     compiled = memplan.compile(model, x, arena_budget=0.8, gradients="outside")
-    return {
-        "wrong": wrong_orders(device, lambda: step(compiled), expected),
-        "evictions": len(compiled.plan.evictions),
-    }
+    return {"wrong": wrong_orders(device, lambda: step(compiled), expected), "evictions": len(compiled.plan.evictions)}
 
 
 def grown(device: LateDevice) -> dict[str, Any]:

@@ -267,10 +267,7 @@ _VARYING: Any = {"ranks": 2, "dynamic_shapes": ({0: "batch"},)}
         (lambda: _planned(0), "is no number of ranks"),
         (lambda: _within_two(lambda: _planned(3)), "this process is one of 2 ranks already"),
         (lambda: memplan.plan(_Scaled(), vectors(0, 0), ranks=2), "is a number, which has no rows"),
-        (
-            lambda: memplan.plan(nn.Linear(10, 2), vectors(0, 0), **_VARYING),
-            "a rank has one shape",
-        ),
+        (lambda: memplan.plan(nn.Linear(10, 2), vectors(0, 0), **_VARYING), "a rank has one shape"),
     ],
 )
 def test_what_no_rank_can_be_is_refused(make: Callable[[], Any], words: str) -> None:
@@ -464,8 +461,7 @@ def test_fsdp_of_hooks_and_exchanges_between_experts_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("of", "name"),
-    [("state", "_mp_policy"), ("group", "_all_gather_comm"), ("param", "padded_sharded_param_size")],
+    ("of", "name"), [("state", "_mp_policy"), ("group", "_all_gather_comm"), ("param", "padded_sharded_param_size")]
 )
 def test_another_torch_that_keeps_its_knowledge_elsewhere_is_refused(ranks: None, of: str, name: str) -> None:
     """Every name is looked for before any of it is read."""

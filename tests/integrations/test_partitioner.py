@@ -258,12 +258,7 @@ def test_any_budget_is_kept_or_refused_after_few_questions(
     assert len(partitioner.tried) <= COMPILATIONS
 
 
-@given(
-    limit=st.integers(0, 10**12),
-    aim=st.integers(-(10**12), 10**12),
-    high=st.integers(0, 10**12),
-    answers=st.data(),
-)
+@given(limit=st.integers(0, 10**12), aim=st.integers(-(10**12), 10**12), high=st.integers(0, 10**12), answers=st.data())
 def test_a_search_ends_whatever_the_policy_answers(limit: int, aim: int, high: int, answers: st.DataObject) -> None:
     kept, lowered, asked = st.none() | st.sampled_from("abcdef"), list[str](), list[int]()
 

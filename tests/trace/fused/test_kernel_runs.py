@@ -47,11 +47,7 @@ def _call(text: str, *written: int | str, **options: Any) -> KernelLine:
 
 
 def test_a_first_write_reads_nothing_and_a_later_one_does() -> None:
-    lines = [
-        Allocation(name="buf0"),
-        _call("cpp_fused(x, buf0)", 1),
-        _call("cpp_fused(x, buf0)", 1),
-    ]
+    lines = [Allocation(name="buf0"), _call("cpp_fused(x, buf0)", 1), _call("cpp_fused(x, buf0)", 1)]
     first, second = _replay(lines, x=_given("x", 4, 4)).run()
     assert [p.block.name for p in first.reads] == ["x"]
     assert [p.block.name for p in first.writes] == ["buf0"]

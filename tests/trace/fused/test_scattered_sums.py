@@ -60,9 +60,7 @@ def test_rows_are_scattered_into_the_other_summand() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
-    [{"base": "ones"}, {"accumulate": False}, {"late": True}, {"reads_twice": True}],
-    ids=str,
+    "other", [{"base": "ones"}, {"accumulate": False}, {"late": True}, {"reads_twice": True}], ids=str
 )
 def test_other_sums_stay_as_they_are(other: dict[str, Any]) -> None:
     graph = _graph(**other)
