@@ -194,12 +194,6 @@ def test_what_cannot_be_written_leaves_no_scratch_file(tmp_path: Path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
-def test_lines_may_end_as_on_any_system_and_numbers_begin_with_zeros() -> None:
-    for end in ("\n", "\r\n", "\r"):
-        problem = parse_problem(end.join([HEAD, f"a,0,1,{'0' * 30}7", ""]).encode(), "x")
-        assert problem.buffers == (Buffer(id="a", size=7, live=Interval(0, 1)),)
-
-
 def test_a_pipe_is_written_to_and_a_link_to_itself_is_no_place(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     try:
