@@ -40,12 +40,3 @@ def test_the_command_line_writes_a_table(tmp_path: Path) -> None:
     assert 0 < row["after_ms"] < row["painted_ms"]
     assert row["redrawn_ms"] > 0
     assert row["hover_ms"] <= row["hover99_ms"]
-
-
-def test_without_a_browser_it_says_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr("benchmarks.page.CHROMIUM", None)
-    assert main(["--directory", str(tmp_path)]) == 1
-    assert "apt-get install chromium" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []

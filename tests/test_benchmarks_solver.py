@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import solver_traces
-from benchmarks.instances import LIVES, mixed_lives
+from benchmarks.instances import LIVES
 from benchmarks.solver_traces import graphs, of_nodes, read
 
 pytestmark = pytest.mark.slow
@@ -30,16 +30,6 @@ def test_a_graph_of_iopddl_is_a_buffer_for_each_node(tmp_path: Path) -> None:
     assert [b.size for b in of_nodes(NODES, usage="smallest").buffers] == [8, 4, 2]
 
 
-@pytest.mark.parametrize("lives", LIVES)
-def test_traces_mix_long_and_short_lives(lives: str) -> None:
-    problem = mixed_lives(400, seed=1, lives=lives)
-    assert problem == mixed_lives(400, seed=1, lives=lives) != mixed_lives(400, seed=2, lives=lives)
-    spans = sorted(b.live.end - b.live.start for b in problem.buffers)
-    assert spans[100] <= 50
-    assert spans[-1] > 100
-    assert all(0 <= b.live.start < b.live.end <= 400 for b in problem.buffers)
-
-
 def test_the_table_of_traces_has_the_solver_beside_plain_heuristics(tmp_path: Path) -> None:
     assert solver_traces.main(["--sizes", "300", "--seconds", "0", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "solver-traces.json").read_text())["rows"]
@@ -47,13 +37,3 @@ def test_the_table_of_traces_has_the_solver_beside_plain_heuristics(tmp_path: Pa
     for row in rows:
         assert 0 <= row["default"] <= row["greedy"]
         assert row["proven"] == (row["default"] == 0)
-
-
-def test_the_table_of_iopddl_takes_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "A.json").write_text(json.dumps({"problem": {"nodes": NODES}}))
-    assert solver_traces.main(["--iopddl", str(tmp_path), "--seconds", "0", "--out", str(tmp_path / "out")]) == 0
-    rows = json.loads((tmp_path / "out" / "solver-iopddl.json").read_text())["rows"]
-    assert [(row["instance"], row["default"], row["proven"]) for row in rows] == [
-        ("A-biggest", 0, True),
-        ("A-smallest", 0, True),
-    ]

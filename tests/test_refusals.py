@@ -7,10 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from memplan import errors
-from memplan.errors import REFUSED, BudgetInfeasible, InputMismatch, MemplanError, UnsupportedGraph
+from memplan.errors import REFUSED, MemplanError, UnsupportedGraph
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / REFUSED).read_text(encoding="utf-8")
@@ -66,19 +63,3 @@ def test_the_heading_is_the_last_line_of_an_error() -> None:
         f"  more: {REFUSED}#backward-hooks",
     ]
     assert str(MemplanError("is wrong")) == "is wrong"
-
-
-@pytest.mark.parametrize(
-    ("error", "see"),
-    [
-        (InputMismatch("is another shape"), "other-call"),
-        (InputMismatch("has other hooks", see="other-model"), "other-model"),
-        (errors.ShapeOutOfRange("is too large"), "shape-out-of-range"),
-        (BudgetInfeasible("does not fit", op="mm", smallest=1), "budget"),
-        (MemplanError("is wrong"), None),
-    ],
-)
-def test_an_error_names_the_heading_of_its_class_unless_it_has_one_of_its_own(
-    error: MemplanError, see: str | None
-) -> None:
-    assert error.see == see

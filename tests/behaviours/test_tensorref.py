@@ -68,13 +68,3 @@ def test_T3_flow_is_faster_the_more_bytes_there_are_and_faster_than_genoa(name: 
     if not host_resident:
         whole = replace(workload, budget=plain)
         assert flow(whole) == workload.plain
-
-
-def test_T3_what_is_needed_last_leaves_first() -> None:  # noqa: N802
-    graph, workload = _model("gpt2", host_resident=False)
-    fitted = replace(workload, budget=measure(workload, workload.plain).peak * 8 // 10)
-    position = -1
-    for kind, index in flow(fitted):
-        position = index if kind is Kind.RUN else position
-        if kind is Kind.OFFLOAD:
-            assert min(u for u in fitted.uses[index] if u > position) > graph.forward_ops

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -20,9 +19,7 @@ from memplan.distributed import internals
 from memplan.distributed.fake_ranks import fake_ranks
 from memplan.distributed.parallelism import parallelism_of
 from memplan.errors import InvalidCosts, InvalidPlan, InvalidShapes, UnsupportedCall, UnsupportedGraph
-from memplan.evict.costs import DEVICES, LINKS, CostModel, Link, cost_model
-from memplan.planning import overlapped
-from memplan.planning.planfile import check_consistency
+from memplan.evict.costs import DEVICES, LINKS, cost_model
 from memplan.report.lines import waiting_lines
 from memplan.report.picture import picture_of_plan
 from memplan.report.trace_events import trace_events
@@ -93,17 +90,6 @@ def test_a_report_has_the_bytes_of_one_rank() -> None:
     counters = [e for e in trace_events(picture_of_plan(plan))["traceEvents"] if e["name"] == "gathered bytes"]
     assert [e["args"]["bytes"] for e in counters] == list(plan.gathered)
     assert replace(plan.collectives[0], kind="all_reduce").sent == 2 * plan.collectives[0].nbytes
-
-
-def test_what_a_model_holds_is_neither_copied_nor_changed() -> None:
-    """A lock cannot be copied; `fully_shard` changes classes and hooks of what it divides."""
-    model = nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8))
-    model.lock, before = threading.Lock(), model[1].running_mean  # type: ignore[assignment]
-    plan = memplan.plan(model, vectors(0, 0), ranks=4)
-    assert [c.kind for c in plan.collectives].count("gather_parameter") >= 4
-    assert type(model) is nn.Sequential
-    assert not model._forward_pre_hooks
-    assert model[1].running_mean is before
 
 
 def test_a_budget_gathers_again_and_repeats_nothing_else() -> None:
@@ -192,58 +178,6 @@ def _comes_before(graph: Graph, first: int, last: int) -> bool:
             return True
         waiting += [other for other in before[op] if other >= first]
     return False
-
-
-class _Wide(nn.Module):
-    """Layers with more bytes of parameters than of activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 128, bias=False), nn.GELU(), nn.Linear(128, 32, bias=False)) for _ in range(4)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
-
-
-def test_gathers_that_run_beside_ops_cost_a_budget_less_than_ops_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are chosen as if each stopped the step, and then as if none did; the plan that is faster is taken."""
-    link = Link(bytes_per_second=1e8, latency=0.0)
-    slow: dict[str, Any] = {"matrix_flops": 1e9, "narrow_flops": 1e9, "bytes_per_second": 1e9, "launch": 1e-7}
-    costs = replace(DEVICES["h100"], name="idle link", between_ranks=link, **slow)
-
-    def planned(costs: CostModel = costs, **options: Any) -> memplan.Plan:
-        with torch.device("meta"):
-            return memplan.plan(_Wide(), torch.empty(64, 32), ranks=4, policy="recompute", costs=costs, **options)
-
-    def again(plan: memplan.Plan) -> int:
-        return sum(c.again for c in plan.collectives)
-
-    made = planned(arena_budget=0.7)
-    assert made.eviction is not None
-    assert made.eviction.costs == "idle link"
-    asked: list[Any] = []
-    monkeypatch.setattr(overlapped, "with_hidden_collectives", lambda *given: asked.append(given))
-    before = planned(arena_budget=0.7)
-    assert before.eviction is not None
-    assert made.eviction.seconds < 0.99 * before.eviction.seconds
-    assert again(made) > again(before)
-    assert made.arena_size <= before.eviction.arena_budget
-    check_consistency(made)
-    monkeypatch.undo()
-    plan, options, _ = asked[0]
-    hidden = overlapped.with_hidden_collectives
-    assert hidden(plan, options, costs) is not None
-    for useless in (
-        hidden(plan, replace(options, arena_budget="min"), costs),
-        hidden(plan, replace(options, in_flight=0), costs),
-        hidden(plan, options, replace(costs, between_ranks=replace(link, bytes_per_second=1e6))),
-        hidden(replace(plan, eviction=replace(plan.eviction, seconds=plan.eviction.base_seconds)), options, costs),
-    ):
-        assert useless is None
 
 
 def test_a_link_between_ranks_is_a_part_of_the_costs() -> None:
@@ -481,44 +415,10 @@ def test_another_torch_that_keeps_its_knowledge_elsewhere_is_refused(ranks: None
     assert f"install torch {KNOWN[-1]}" in str(error.value.hint)
 
 
-def test_a_private_function_that_is_gone_is_refused(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
-    monkeypatch.delattr(f"{home}._get_gradient_divide_factors")
-    with pytest.raises(UnsupportedGraph, match="has no '_get_gradient_divide_factors' in torch"):
-        _step(_sharded())
-    with pytest.raises(UnsupportedGraph, match="has no '_fsdp_param_groups' in torch"):
-        internals.groups_of(object())
-    with pytest.raises(UnsupportedGraph, match="has no 'nothing' in torch"):
-        internals.internal("torch.no_such_module", "nothing")
-    with pytest.raises(UnsupportedGraph, match="has no '_comm_hooks' in torch"):
-        internals.require_attributes(object(), ("__class__", "_comm_hooks"))
-
-
 def _columns() -> Any:
     from torch.distributed.tensor import Shard
 
     return Shard(-1)
-
-
-def test_a_divided_model_can_be_planned_and_compiled(ranks: None) -> None:
-    assert len(memplan.plan(_sharded(), vectors(0, 0)).collectives) == 4
-    assert len(memplan.compile(_sharded(), vectors(0, 0)).plan.collectives) == 4
-    placed = _placed(output_layouts=_placement("Replicate"))
-    assert [c.kind for c in memplan.plan(placed, vectors(0, 0), ranks=2).collectives] == ["all_gather"]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"kernels": "inductor"}, "runs the kernels of eager"),
-        ({"on_mismatch": "eager"}, "a step by torch alone runs other collectives"),
-        ({"dynamic_shapes": ({0: torch.export.Dim("rows", max=8)},)}, "a plan of several ranks is for one shape"),
-    ],
-)
-def test_options_of_calls_that_ranks_cannot_have_are_refused(ranks: None, options: Any, words: str) -> None:
-    with pytest.raises(UnsupportedCall, match=words) as error:
-        memplan.compile(_sharded(), vectors(0, 0), **options)
-    assert error.value.see == "ranks-refused"
 
 
 def test_a_compiled_model_of_ranks_has_few_programs(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from memplan.core.evictions import SAVE_RNG
 from memplan.core.graph import Graph, Origin, Phase, StorageKind
-from memplan.errors import InvalidCosts
-from memplan.evict.costs import DEVICES, load_costs
+from memplan.evict.costs import DEVICES
 from tests.graph_strategies import GraphBuilder
 
 NBYTES = 4096  # of a mask, and its elements
@@ -38,24 +34,3 @@ def test_a_random_number_takes_time_on_the_cpu(random: bool, seeds: bool, draws:
     more = cpu.op_seconds(graph, graph.ops[0]) - cpu.op_seconds(plain, plain.ops[0])
     assert more == pytest.approx(draws * cpu.draw * elements)
     assert h100.op_seconds(graph, graph.ops[0]) == h100.op_seconds(plain, plain.ops[0])
-
-
-def test_saving_the_state_of_a_generator_draws_nothing() -> None:
-    graph = _graph(random=True, seeds=False)
-    saves = replace(graph.ops[0], target=SAVE_RNG)
-    assert DEVICES["cpu"].op_seconds(graph, saves) < DEVICES["cpu"].op_seconds(graph, graph.ops[0])
-
-
-def test_costs_of_drawing_are_saved_and_those_of_before_are_read(tmp_path: Path) -> None:
-    DEVICES["cpu"].save(tmp_path / "costs.json")
-    assert load_costs(tmp_path / "costs.json") == DEVICES["cpu"]
-    body = json.loads((tmp_path / "costs.json").read_text())
-    assert body.pop("draw") == DEVICES["cpu"].draw
-    (tmp_path / "before.json").write_text(json.dumps(body))
-    assert load_costs(tmp_path / "before.json") == replace(DEVICES["cpu"], draw=0.0)
-
-
-@pytest.mark.parametrize("draw", [-1e-9, float("inf"), float("nan")])
-def test_an_impossible_time_to_draw_is_refused(draw: float) -> None:
-    with pytest.raises(InvalidCosts, match="draw"):
-        replace(DEVICES["cpu"], draw=draw)

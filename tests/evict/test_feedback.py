@@ -12,7 +12,7 @@ from memplan.core.evictions import RNG_STATE_BYTES
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import Link
-from memplan.evict.feedback import ProfileGuidedPolicy, RecordingPolicy, link_of, with_lateness
+from memplan.evict.feedback import ProfileGuidedPolicy, RecordingPolicy, link_of
 from memplan.evict.measure import measure, overlapped
 from memplan.evict.policies.genoa import genoa
 from memplan.evict.rng_states import decide, with_saved_states
@@ -76,14 +76,6 @@ def test_reloads_come_earlier_within_the_budget_and_never_later(graph: Graph, ex
     if figures.peak > workload.budget:
         with pytest.raises(BudgetInfeasible):
             ProfileGuidedPolicy(events, dict.fromkeys(list(before)[::2], lead))(workload)
-
-
-def test_leads_add_up() -> None:
-    assert with_lateness({(1, 0): 1.0, (2, 0): 2.0}, {(2, 0): 0.5, (3, 1): 4.0}) == {
-        (1, 0): 1.0,
-        (2, 0): 2.5,
-        (3, 1): 4.0,
-    }
 
 
 def _chain(ops: int) -> Graph:

@@ -13,8 +13,7 @@ from memplan.evict.measure import measure
 from memplan.evict.policies import auto as auto_module
 from memplan.evict.policies.auto import MANY_OPS, auto, recompute
 from memplan.evict.policies.dtr import Neighbourhoods, dtr
-from memplan.evict.search import DecisionSearch, descend, parts_of, storage_classes, trimmed
-from memplan.evict.search_kernel import UNDECIDED
+from memplan.evict.search import DecisionSearch, descend, storage_classes, trimmed
 from memplan.evict.simulator import ByteCounter, DeviceState, EvictionKind, EvictionSimulator, Location
 from memplan.evict.workload import Policy, Workload, floor
 from tests.evict.judge import judged, workload_of
@@ -76,13 +75,6 @@ def test_little_is_lost_beside_a_search_over_single_storages(
     assert figures.seconds <= single + 0.02 * base
 
 
-def test_the_first_events_are_enough_without_work(llama: Graph, by_classes: None) -> None:
-    workload = _within(llama, 0.6)
-    quick, whole = (measure(workload, recompute(workload, work=work)) for work in (0, 200_000))
-    assert max(quick.peak, whole.peak) <= workload.budget
-    assert whole.seconds <= quick.seconds
-
-
 @pytest.mark.parametrize("swaps", [True, False])
 def test_of_the_last_class_only_what_is_needed_is_taken(llama: Graph, *, swaps: bool) -> None:
     divided = 0
@@ -101,28 +93,6 @@ def test_of_the_last_class_only_what_is_needed_is_taken(llama: Graph, *, swaps: 
         again = search.judged(less.decision, less.gap)
         assert (again.area, again.seconds) == (less.area, less.seconds)
     assert divided or swaps  # copies are so cheap here that whole classes are taken
-
-
-def test_what_nothing_needs_is_taken_back(llama: Graph) -> None:
-    tight, loose = (DecisionSearch(_within(llama, share), swaps=False) for share in (0.5, 0.9))
-    state = descend(tight, tight.start(), 1.0)
-    assert state is not None
-    before = loose.judged(state.decision.copy(), state.gap.copy())
-    after = trimmed(loose, before, classes=True)
-    assert after.area == 0
-    assert after.seconds < before.seconds
-    assert (after.decision != UNDECIDED).sum() < (before.decision != UNDECIDED).sum()
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 1000])
-def test_parts_have_every_move_of_a_class_once(llama: Graph, count: int) -> None:
-    classes = storage_classes(DecisionSearch(_within(llama, 0.6)))
-    parts = parts_of(classes, count)
-    moves = [[m for options in choices for option in options for m in option] for choices in (classes, parts)]
-    assert sorted(moves[0], key=repr) == sorted(moves[1], key=repr)
-    members = [max(map(len, options)) for options in classes]
-    assert len(parts) == sum(min(count, n) for n in members)
-    assert all(part for options in parts for part in options)
 
 
 class _Compared:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks import zoo
 from memplan.core.graph import Graph, Phase, StorageKind
-from memplan.errors import BudgetInfeasible, MemplanError
+from memplan.errors import BudgetInfeasible
 from memplan.evict.measure import measure
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.dtr import Heuristic, ahead, dtr, h_ahead, h_dtr, on_demand
@@ -26,7 +26,6 @@ from tests.graph_strategies import GraphBuilder, graphs
 
 _SLOW = {"auto", "recompute"}
 _WORK = 200_000  # ops measured: 20,000 changes of a step with at most ten ops
-_SHORT = partial(recompute, work=_WORK)
 _SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.0)  # of what the step needs without eviction; 0.0: the floor
 _FEW = settings(max_examples=15)
 
@@ -135,31 +134,3 @@ def test_the_storage_that_is_used_last_is_dropped_first() -> None:
     taken = [measure(workload, policy(workload)).seconds for policy in (ahead, dtr)]
     assert taken[0] < taken[1]
     assert next(index for kind, index in ahead(workload) if kind is Kind.DROP) == graph.values[made[2]].storage
-
-
-def test_what_is_dropped_for_its_own_maker_is_made_by_that() -> None:
-    """An op of two results runs again for one of them; the room that it takes is the other's."""
-    b = GraphBuilder()
-    _, one, two, three, four, five, six = (b.storage(StorageKind.ACTIVATION, 64, planned=i > 0) for i in range(7))
-    b.op(Phase.BACKWARD, (), (one, two))
-    b.op(Phase.BACKWARD, (), (three, four))
-    b.op(Phase.BACKWARD, (), (five,))
-    b.op(Phase.BACKWARD, (), (six,))
-    b.op(Phase.BACKWARD, (three,), (b.view(1, 0),))
-    b.op(Phase.BACKWARD, (one, four), (b.storage(StorageKind.ACTIVATION, 64, planned=True),))
-    graph = b.graph()
-    events = _fitted(graph, replace(workload_of(graph), budget=192), dtr)
-    assert events is not None
-    assert sum(event == (Kind.RUN, 1) for event in events) == 2
-
-
-def test_a_function_is_a_policy() -> None:
-    def keep(workload: Workload) -> Events:
-        return workload.plain
-
-    assert fit_policy(keep) is keep
-
-
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(MemplanError, match="'auto', 'recompute'"):
-        fit_policy("best")

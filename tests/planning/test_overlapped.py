@@ -17,7 +17,7 @@ from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
 from memplan.core.problem import Interval, Problem
 from memplan.core.schedule import Schedule
-from memplan.errors import InvalidEviction, InvalidPlan, InvalidSize, InvalidSolution
+from memplan.errors import InvalidEviction, InvalidPlan, InvalidSolution
 from memplan.evict.costs import DEVICES, CostModel, Link, simulate
 from memplan.evict.equivalent import require_equivalent
 from memplan.planning.base_graph import without_evictions
@@ -95,10 +95,6 @@ def _gathers(plan: Plan) -> list[Collective]:
     return [c for c in plan.collectives if c.gathers]
 
 
-def _names(plan: Plan) -> list[str]:
-    return [plan.graph.ops[i].name for i in plan.schedule.order]
-
-
 @pytest.mark.parametrize("cast", [False, True])
 def test_gathers_start_in_bytes_that_are_free(cast: bool) -> None:
     step = _step(cast=cast)
@@ -149,33 +145,6 @@ def test_no_more_is_in_flight_than_asked(limit: int) -> None:
     assert max(flying) <= limit
     assert any(g.early for g in _gathers(plan)) is (limit > 0)
     assert max(flying) == limit
-
-
-def test_the_link_is_one_queue_and_a_wait_takes_what_is_left() -> None:
-    step = _step()
-    op = COSTS.launch
-    gather, reduce = 3 * op, 3 * op
-    expected = LAYERS * (gather + op) + LAYERS * (op + reduce)
-    seconds, stall = simulate(step.graph, COSTS)
-    assert seconds == pytest.approx(expected)
-    assert stall == 0.0
-    plan = _early(step, room=1 << 20)
-    assert plan.eviction is not None
-    # The link takes 2 us for each collective, whatever runs beside it.
-    assert plan.eviction.seconds == pytest.approx(simulate(plan.graph, COSTS)[0])
-    assert plan.eviction.base_seconds == pytest.approx(plan.eviction.seconds)
-    assert 4 * LAYERS * op < plan.eviction.seconds < 0.7 * expected
-
-
-def test_what_is_in_flight_is_in_the_arena_until_its_wait() -> None:
-    plan = _early(_step(cast=True))
-    buffers = {b.id: b.live for b in plan.problem.buffers}
-    for gather in _gathers(plan):
-        op = plan.graph.ops[plan.schedule.order[gather.step]]
-        for value in (*op.reads, *op.writes):
-            live = buffers[plan.graph.storages[plan.graph.values[value].storage].name]
-            assert live.start <= gather.step
-            assert live.end > gather.waited
 
 
 def test_what_a_collective_takes_beside_the_arena_is_counted_until_its_wait() -> None:
@@ -355,11 +324,3 @@ def test_a_saved_plan_knows_its_starts_and_waits(tmp_path: Any) -> None:
 
 def _never_started(op: Op) -> Op:
     return replace(op, starts=False)
-
-
-def test_bytes_in_flight_are_bytes() -> None:
-    assert PlanOptions(in_flight="2KiB").in_flight_bytes == 2048
-    assert PlanOptions().in_flight_bytes is None
-    with pytest.raises(InvalidSize) as error:
-        PlanOptions(in_flight=-1)
-    assert error.value.where == "in_flight"

@@ -57,11 +57,6 @@ def test_what_is_saved_is_loaded_equal(plan: Plan) -> None:
         assert planfile.to_text(loaded) == planfile.to_text(plan)
 
 
-def test_seconds_spent_are_no_part_of_the_file() -> None:
-    assert planfile.to_text(sample_plan()) == planfile.to_text(sample_plan())
-    assert "seconds" not in planfile.to_text(sample_plan())
-
-
 def test_two_hash_seeds_give_the_same_bytes() -> None:
     code = (
         "from memplan.planning.planfile import to_text; from tests.samples import sample_plan; "
@@ -85,13 +80,6 @@ def test_layout_and_order_of_keys_do_not_matter(path: Path) -> None:
     assert planfile.load(path) == sample_plan()
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00\x01\x02", b"\xff\xfe\xfd", b'{"a":' * 200_000, b"1" * 10_000])
-def test_what_is_no_json_is_unreadable(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    with pytest.raises(UnreadableFile, match=r"plan\.json"):
-        planfile.load(path)
-
-
 @pytest.mark.parametrize(
     "content", [b"3", b"null", b'"x"', b"{}", b'{"schema_version":1e999}', b'{"schema_version":%d}' % 10**22]
 )
@@ -102,9 +90,10 @@ def test_what_is_no_plan_of_this_version_is_refused(path: Path, content: bytes) 
 
 
 def test_a_missing_file_and_a_folder_are_unreadable(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.json", tmp_path, "bad\0name"):
-        with pytest.raises(UnreadableFile):
+    for path, what in ((tmp_path / "none.json", "No such file or directory"), (tmp_path, ""), ("bad\0name", "")):
+        with pytest.raises(UnreadableFile, match=f"cannot be read: {what}") as caught:
             planfile.load(path)
+        assert caught.value.where == str(path)
 
 
 def test_an_unwritable_place_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
@@ -291,6 +280,8 @@ _HINT = "make the plan anew: memplan.plan(model, example_inputs).save(path)"
         ),
         (b"{", "is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
         (b"[" * 200_000, "is not JSON: nested too deeply"),
+        (b'{"a":' * 200_000, "is not JSON: nested too deeply"),
+        *((content, "is not JSON: ") for content in (b"", b"\x00\x01\x02", b"\xff\xfe\xfd", b"1" * 10_000)),
     ],
 )
 def test_what_is_no_json_is_unreadable_and_no_invalid_plan(path: Path, content: bytes, what: str) -> None:
@@ -299,7 +290,8 @@ def test_what_is_no_json_is_unreadable_and_no_invalid_plan(path: Path, content: 
         planfile.load(path)
     error = caught.value
     assert type(error) is UnreadableFile
-    assert (error.what, error.where, error.hint) == (what, str(path), _HINT)
+    assert error.what.startswith(what)
+    assert (error.where, error.hint) == (str(path), _HINT)
 
 
 @pytest.mark.parametrize(
@@ -352,16 +344,6 @@ def test_other_kinds_of_files_say_who_reads_them(path: Path) -> None:
     with pytest.raises(InvalidPlan, match="is not a symbolic plan") as caught:
         load_symbolic(path)
     assert caught.value.hint == "read it with memplan.load"
-
-
-def test_what_the_system_says_is_passed_on(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableFile) as caught:
-        planfile.load(tmp_path / "none.json")
-    assert type(caught.value) is UnreadableFile
-    assert (caught.value.what, caught.value.where) == (
-        "cannot be read: No such file or directory",
-        str(tmp_path / "none.json"),
-    )
 
 
 def test_the_file_is_compact_and_its_checksum_is_of_sorted_compact_json() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.zoo import ZOO
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import DEVICES
@@ -23,7 +22,6 @@ from memplan.planning.frontier import frontier
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
 from memplan.schedule import traced
-from memplan.trace import trace
 from tests.graph_strategies import GraphBuilder
 from tests.runtime.budgets import QUICK, QUICK_RECOMPUTE
 from tests.slow import slow
@@ -116,32 +114,12 @@ def test_a_search_that_is_stuck_takes_what_it_finds_for_less(
     assert _seconds(graph, policy, budgets) == alone
 
 
-def test_separate_plans_of_a_model_take_no_less_time_under_smaller_budgets() -> None:
-    model, inputs = ZOO["vit"]("nano")
-    graph = trace(model, inputs).graph
-    scheduled = ScheduledGraph(model="vit", graph=graph, schedule=traced(graph), alignment=64, versions={})
-    seconds, refused = list[float](), set[int]()
-    for share in SHARES:
-        try:
-            plan = plan_within(scheduled, PlanOptions(arena_budget=share, policy=QUICK_RECOMPUTE), DEVICES["cpu"])
-        except BudgetInfeasible as error:
-            refused.add(error.smallest)
-            continue
-        assert not refused, "a smaller budget is kept"
-        assert plan.eviction is not None
-        assert plan.arena_size <= plan.eviction.arena_budget
-        seconds.append(plan.eviction.seconds)
-    assert len(seconds) > 8
-    assert seconds == sorted(seconds)
-    assert len(refused) == 1
-
-
 POLICIES = [QUICK, QUICK_RECOMPUTE, "flow", "genoa", "dtr", "delta", "capuchin"]
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpoints"])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy if isinstance(policy, str) else "quick")
-@pytest.mark.parametrize("seed", [1, 3, slow(4), slow(18), slow(21), slow(54)])
+@pytest.mark.parametrize("seed", [1, slow(3), slow(18)])
 def test_what_asks_for_less_never_gives_more(seed: int, policy: Any, checkpointed: bool) -> None:
     """Shares, "min", and numbers of bytes that are no more than what is needed without a limit."""
     graph = _checkpointed(generated(seed)) if checkpointed else generated(seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from memplan.evict.policies.auto import auto
 from memplan.planning.budget import plan_within
 from memplan.planning.eager_total import eager_total
 from memplan.planning.fit import make_workload
-from memplan.planning.frontier import frontier
 from memplan.planning.options import PlanOptions
 from memplan.planning.planfile import check_consistency
 from memplan.schedule import traced
@@ -120,17 +118,6 @@ def test_fifteen_budgets_are_kept_or_name_one_that_is(policy: Any) -> None:
     assert all(above)
     (smallest,) = named  # whatever was asked
     assert _plan(graph, budget=smallest, policy=policy).total <= smallest
-
-
-@pytest.mark.parametrize("policy", [QUICK, QUICK_RECOMPUTE], ids=["auto", "recompute"])
-def test_predicted_time_never_falls_as_the_budget_falls(policy: Any) -> None:
-    graph = chain(10)
-    shares = [budget / eager_total(graph) for budget in _fifteen(graph)]
-    found = frontier(scheduled(graph), PlanOptions(policy=policy), costs="a100", shares=shares)
-    kept = [p for p in found.points if p.plan is not None]
-    assert len(kept) > 5
-    assert all(one.seconds <= two.seconds for one, two in pairwise(kept))
-    assert kept[0].seconds < kept[-1].seconds
 
 
 # -- copies on the host ----------------------------------------------------------------------------------------

@@ -81,32 +81,8 @@ def test_any_op_that_stands_between_all_gradients_and_all_updates_is_one() -> No
     assert (found.max_live, found.without) == (310, 110)
 
 
-@pytest.mark.parametrize("waits", [1, 2])
-def test_an_op_that_only_some_updates_wait_for_is_none(waits: int) -> None:
-    b = GraphBuilder()
-    gradients = _made(b, 3)
-    flag = b.storage(StorageKind.ACTIVATION, 1, planned=True)
-    b.op(Phase.FORWARD, tuple(gradients[:waits]), (flag,))
-    _updates(b, gradients[:waits], flag)
-    _updates(b, gradients[waits:])
-    assert price(b.graph(), 0) is None
-
-
 @given(graphs())
 def test_graphs_without_updates_have_none(graph: Graph) -> None:
     if not any(graph.storages[s].kind is StorageKind.PARAMETER for op in graph.ops for s in graph.written(op)):
         assert price(graph, 0) is None
     assert accumulated(graph) == 0
-
-
-def test_gradients_that_outlive_the_step_are_counted() -> None:
-    b = GraphBuilder()
-    gradients = _made(b, 2)
-    sums = [b.storage(StorageKind.OPTIMIZER_STATE, 100, planned=False) for _ in gradients]
-    counter = b.storage(StorageKind.OPTIMIZER_STATE, 4, planned=False)
-    for gradient, total in zip(gradients, sums, strict=True):
-        b.op(Phase.FORWARD, (total, gradient), (total,))
-    b.op(Phase.FORWARD, (counter,), (counter,))
-    assert accumulated(b.graph()) == 200
-    _updates(b, sums)
-    assert accumulated(b.graph()) == 200

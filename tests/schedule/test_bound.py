@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Phase, StorageKind
-from memplan.schedule import Evidence, cut_bound, traced, working_set_bound
+from memplan.schedule import Evidence, cut_bound, working_set_bound
 from memplan.schedule.cut import cut, min_cut
-from memplan.schedule.graph_arrays import make_graph_arrays, reverse, step_bytes
+from memplan.schedule.graph_arrays import make_graph_arrays, step_bytes
 from memplan.schedule.portfolio import portfolio
 from tests.graph_strategies import GraphBuilder, graphs, schedules
 from tests.schedule.brute import core_order, least_at, optimum
@@ -107,25 +107,3 @@ def test_no_order_is_below_a_cut(data: st.DataObject) -> None:
         assert not found.ideal[op]
         for u in range(arrays.n):  # the ideal is one: with each op all that it needs
             assert not found.ideal[u] or found.ideal[arrays.pred[arrays.pred_ptr[u] : arrays.pred_ptr[u + 1]]].all()
-
-
-@given(st.data())
-def test_a_core_is_its_graph_and_so_is_its_reverse(data: st.DataObject) -> None:
-    graph = data.draw(graphs())
-    schedule = data.draw(schedules(graph))
-    arrays = make_graph_arrays(graph)
-    order = core_order(arrays, schedule.order)
-    assert arrays.graph_order(order) == schedule.order
-    steps = step_bytes(arrays, order)
-    assert steps.max(initial=0) == schedule.max_live
-    back = reverse(arrays)
-    assert (step_bytes(back, arrays.n - 1 - order[::-1]) == steps[::-1]).all()
-    assert all(
-        (getattr(reverse(back), f) == getattr(arrays, f)).all() for f in ("pred", "succ", "touch", "user", "size")
-    )
-
-
-def test_an_empty_graph_needs_nothing() -> None:
-    assert portfolio(GraphBuilder().graph()) == traced(GraphBuilder().graph()).__class__(
-        policy="traced", order=(), max_live=0, bound=0
-    )

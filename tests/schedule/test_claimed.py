@@ -93,14 +93,6 @@ def test_advice_does_not_count_from_a_claim(tmp_path: Path) -> None:
     assert saves["layout"] == 200 - 150
 
 
-def test_a_gap_above_a_claimed_bound_is_a_claim_too(tmp_path: Path) -> None:
-    plan = branching_plan("traced")
-    said = dataclasses.replace(plan.schedule, bound=180, evidence=Evidence.LONG_SEARCH, proof="")
-    text = certificate(loaded(dataclasses.replace(plan, schedule=said), tmp_path).report())
-    assert "190 B; that no order of these ops needs less than 180 B" in text
-    assert "is claimed by the plan file" in text
-
-
 _COMMANDS = (
     ("report", "plan.json"),
     ("report", "plan.json", "--format", "json"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,7 +10,7 @@ from hypothesis import given
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import InvalidPlan
-from memplan.planning.planfile import check_consistency, load
+from memplan.planning.planfile import check_consistency
 from memplan.schedule import Evidence, is_proven_again, order, require_evidence
 from tests.graph_strategies import GraphBuilder, graphs
 from tests.samples import branching_graph, branching_plan
@@ -64,13 +63,6 @@ def test_a_search_is_repeated_unless_it_was_a_long_one() -> None:
         require_evidence(graph, worse)
     assert order(graph, "exact").evidence is Evidence.LONG_SEARCH
     require_evidence(graph, order(graph, "exact"))
-
-
-def test_the_certificate_is_saved_and_loaded(tmp_path: Path) -> None:
-    for policy in ("auto", "exact", "traced"):
-        plan = branching_plan(policy)
-        plan.save(tmp_path / "plan.json")
-        assert load(tmp_path / "plan.json").schedule == plan.schedule
 
 
 def test_the_peak_can_lie_between_forward_and_backward() -> None:

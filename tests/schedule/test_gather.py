@@ -78,12 +78,6 @@ def test_updates_wait_where_there_is_room() -> None:
     assert _runs(flat, gather(flat, traced(flat), kinds, 1).order) == [1] * 6, "no room: each gradient is the peak"
 
 
-def test_what_needs_an_update_makes_it_run() -> None:
-    graph = _step(1024)
-    kinds = {i: "update" for i, op in enumerate(graph.ops) if op.target == "update"}
-    assert gather(graph, traced(graph), kinds, 1) == traced(graph), "the op behind each update reads the parameter"
-
-
 def _free(graph: Graph) -> Graph:
     """Without what reads a parameter that an update has written."""
 

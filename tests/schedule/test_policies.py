@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,18 +7,13 @@ from hypothesis import strategies as st
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.in_place import with_inplace_candidates
 from memplan.core.problem import Interval
-from memplan.core.schedule import Evidence
-from memplan.errors import MemplanError
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.planfile import check_consistency
-from memplan.schedule import POLICIES, cut_bound, live_bytes, make_schedule, order, require_legal, traced
+from memplan.schedule import POLICIES, live_bytes, make_schedule, order, require_legal, traced
 from memplan.schedule.graph_arrays import CompiledKernel, make_graph_arrays, step_bytes
 from memplan.schedule.ideals import SearchOutcome, search
-from memplan.schedule.prover import repair
 from tests.graph_strategies import GraphBuilder, graphs, schedules
-from tests.samples import sample_graph
 from tests.schedule.brute import core_order, optimum
-from tests.schedule.test_bound import diamonds
 
 
 @pytest.mark.parametrize("name", list(POLICIES))
@@ -50,25 +44,6 @@ def test_exact_and_auto_are_the_optimum_of_brute_force(graph: Graph) -> None:
 
 
 @given(graphs(max_ops=9))
-def test_evidence_holds(graph: Graph) -> None:
-    schedule = order(graph)
-    names = [op.name for op in graph.ops]
-    if schedule.evidence is Evidence.CUT:
-        assert cut_bound(graph, names.index(schedule.proof)) == schedule.bound
-    elif schedule.evidence is Evidence.BETWEEN:
-        assert cut_bound(graph, None) == schedule.bound
-    elif schedule.evidence in (Evidence.SEARCH, Evidence.LONG_SEARCH):
-        assert schedule.proof == ""
-    elif names:
-        op = graph.ops[names.index(schedule.proof)]
-        touched = sum(graph.storages[s].nbytes for s in graph.touched(op) if graph.storages[s].planned)
-        in_place = max(
-            (graph.storages[graph.values[read].storage].nbytes for _, read in op.inplace_candidates), default=0
-        )
-        assert touched - in_place == schedule.bound
-
-
-@given(graphs(max_ops=9))
 def test_a_search_is_right_about_every_target(graph: Graph) -> None:
     """FOUND at and above the optimum, EXHAUSTED below, in both directions of time, when nothing is dropped."""
     arrays, best = make_graph_arrays(graph), optimum(graph)
@@ -90,21 +65,6 @@ def test_compiled_and_interpreted_kernels_agree(graph: Graph) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompiledKernel, "__call__", lambda self, _, *args: call(self, 10**6, *args))
         assert order(graph) == schedule
-
-
-def test_repair_without_work_keeps_the_order() -> None:
-    arrays = make_graph_arrays(diamonds(3))
-    late = np.array([0, 1, 3, 5, 2, 4, 6, 7, 8])
-    assert (repair(arrays, late, lambda _: None) == late).all()
-
-
-def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(MemplanError, match="fastest"):
-        order(sample_graph(), "fastest")
-
-
-def test_a_policy_may_be_a_function() -> None:
-    assert order(sample_graph(), traced) == traced(sample_graph())
 
 
 def reused() -> Graph:

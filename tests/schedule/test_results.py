@@ -55,7 +55,7 @@ def results(
     return found | dict(own.named_buffers()), compiled.plan.schedule.order, compiled.plan.graph
 
 
-@pytest.mark.parametrize("name", ["mlp", slow("gpt2"), slow("resnet")])
+@pytest.mark.parametrize("name", ["mlp", slow("resnet")])
 def test_random_legal_orders_give_the_same_bits(name: str) -> None:
     model, args = ZOO[name]("nano")
     expected, plain, whole = results(model, args, "traced")
@@ -85,9 +85,7 @@ def trained(
     return found | own.state_dict() | state, step.plan.schedule.order, step.plan.graph
 
 
-@pytest.mark.parametrize(
-    ("name", "clip"), [("mlp", 0.1), ("mlp", None), slow("gpt2", None), slow("bert", None), slow("resnet", 0.1)]
-)
+@pytest.mark.parametrize(("name", "clip"), [("mlp", 0.1), ("mlp", None), slow("bert", None)])
 def test_random_legal_orders_of_whole_steps_give_the_same_bits(name: str, clip: float | None) -> None:
     """Updates between gradients, weights that readers of the old value must have seen, and in-place reuse."""
     model, batch = ZOO[name]("nano")

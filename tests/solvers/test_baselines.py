@@ -42,18 +42,6 @@ def test_plain_python_places_in_order_at_the_first_or_tightest_free_offset(best:
         assert {b.id: at for at, b in placed} == found, seed
 
 
-def test_compiled_code_is_selected_by_the_number_of_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memplan.solvers import baselines as sequence
-    from memplan.solvers import thresholds
-
-    monkeypatch.setattr(sequence, "_compiled", lambda *_, best: {"compiled": best})
-    problem = problem_of((1, 0, 1), (1, 0, 1))
-    for threshold, compiled in ((1, True), (2, False)):
-        monkeypatch.setattr(thresholds, "COMPILED", threshold)
-        assert ("compiled" in in_order(problem, problem.buffers)) == compiled
-    assert in_order(problem, problem.buffers, best=True, compiled=True) == {"compiled": True}
-
-
 def test_weightless_buffers_lie_at_zero_or_at_their_pin() -> None:
     made = (
         Buffer(id="a", size=4, live=Interval(0, 2)),

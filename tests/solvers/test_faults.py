@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.instances import planted
 from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
 from memplan.core.validate import validate
 from memplan.errors import SolverFault
@@ -169,11 +168,3 @@ def test_a_bound_that_a_placement_refutes_is_dropped(monkeypatch: pytest.MonkeyP
     assert (solution.status, solution.arena_size, solution.bound) == (Status.OPTIMAL, 6, 6)
     with pytest.warns(SolverFault, match="refuted"):
         assert solve(_ring(capacity=7)).status in (Status.OPTIMAL, Status.FEASIBLE)
-
-
-def test_the_search_goes_on_from_what_stepped_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem(buffers=planted(60, seed=1).buffers)
-    assert solve(problem, solver="greedy").arena_size > problem.max_live
-    monkeypatch.setattr(capacity_search, "first_answers", _zeros)
-    with pytest.warns(SolverFault, match=r"heuristics\.first_answers"):
-        assert solve(problem).arena_size == problem.max_live

@@ -73,35 +73,6 @@ def test_placed_buffers_are_met_in_any_order_of_their_offsets() -> None:
             assert _both(arrays, order, start, policy) == [expected, expected], seed
 
 
-def test_an_exact_hole_is_used_and_equal_holes_go_to_the_lower_one() -> None:
-    size = np.array([2, 3, 2, 3, 2, 3, 3], np.int64)
-    start = np.array([0, -1, 5, -1, 10, -1, -1], np.int64)  # holes [2, 5), [7, 10) and from 12 on
-    n = len(size)
-    segments = (np.arange(n + 1), np.zeros(n, np.int64), np.ones(n, np.int64))
-    for policy in (fit_kernel.FIRST, fit_kernel.BEST):
-        offsets = start.copy()
-        fit_kernel.fit_few(np.array([1, 3, 5, 6]), policy, size, np.ones(n, np.int64), np.zeros(n, np.int64),
-                           *segments, offsets)  # fmt: skip
-        assert offsets.tolist() == [0, 2, 5, 7, 10, 12, 15]
-
-
-def test_many_sections_are_searched_as_few_are() -> None:
-    """A segment tree of up to 32 leaves, with intervals of every length in it."""
-    for seed in range(12):
-        chance = random.Random(seed)
-        sections = chance.randint(9, 32)
-        lo = np.array([chance.randrange(sections) for _ in range(30)], np.int64)
-        hi = np.array([chance.randint(a + 1, sections) for a in lo.tolist()], np.int64)
-        size = np.array([chance.randint(1, 9) for _ in range(30)], np.int64)
-        rest = (size, np.ones(30, np.int64), np.zeros(30, np.int64), np.arange(31), lo, hi)
-        order = np.array(chance.sample(range(30), 30), np.int64)
-        for policy in (fit_kernel.FIRST, fit_kernel.BEST):
-            many, few = np.full(30, -1, np.int64), np.full(30, -1, np.int64)
-            fit_kernel.fit(order, policy, *rest, sections, many)
-            fit_kernel.fit_few(order, policy, *rest, few)
-            assert many.tolist() == few.tolist()
-
-
 def test_neighbours_and_members_are_who_is_alive_together() -> None:
     for seed, arrays in small_cores(150):
         piece = instance_of(arrays, arrays.max_offset(100))

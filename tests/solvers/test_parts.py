@@ -10,23 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.instances import network, planted, scattered
-from memplan.core.problem import Buffer, Interval, Problem
+from benchmarks.instances import network, planted
+from memplan.core.problem import Problem
 from memplan.core.validate import validate
 from memplan.solvers import SolverLimits, cpsat_model, solve
-from memplan.solvers import heuristics as squeaky_wheel
 from memplan.solvers.arrays import (
     Instance,
     Ints,
     PieceOutcome,
     ProblemArrays,
     instance_of,
-    lower_bound,
     make_problem_arrays,
 )
 from memplan.solvers.base import WorkBudget, finish
 from memplan.solvers.heuristics import first_fit, unplaced
-from memplan.solvers.solve_at_capacity import Piece, _peel, reduce
+from memplan.solvers.solve_at_capacity import Piece, _peel
 from memplan.solvers.tree_search import RULES, joined, search_once
 from tests.strategies import problems
 
@@ -46,23 +44,6 @@ def test_peeled_buffers_find_room_wherever_the_others_lie(seed: int) -> None:
     offsets[kept] = greedy[kept]
     first_fit(arrays, np.concatenate(peeled[::-1]), offsets)
     assert (offsets <= max_offset).all()
-
-
-def test_reduce_keeps_every_buffer_once() -> None:
-    arrays = make_problem_arrays(planted(200, seed=3, density=0.9))
-    reduced = reduce(arrays, arrays.max_offset(1024))
-    parts = [p.ids for p in reduced.pieces]
-    assert sorted(np.concatenate([*parts, reduced.bottom, reduced.fill]).tolist()) == list(range(arrays.n))
-
-
-def test_promotion_stops_with_its_budget_and_improves_on_first_fit() -> None:
-    arrays = make_problem_arrays(scattered(2_500, seed=1, mean_life=400))
-    budget = WorkBudget(SolverLimits(work=800_000))
-    goal = arrays.max_offset(lower_bound(arrays))
-    ends = [int((offsets + arrays.size).max()) for offsets in squeaky_wheel.rounds(arrays, goal, budget)]
-    assert budget.is_over
-    assert min(ends) < ends[0]
-    assert not list(squeaky_wheel.rounds(arrays, goal, WorkBudget(SolverLimits(seconds=0.001))))
 
 
 @settings(max_examples=100)
@@ -106,20 +87,6 @@ def test_what_is_placed_with_joins_is_valid(seed: int, n: int, moved: bool) -> N
         if outcome is PieceOutcome.SOLVED:
             assert (smaller.expand(offsets) <= max_offset).all()
             _check(problem, arrays, smaller.expand(offsets))
-
-
-def test_a_joined_piece_is_smaller_and_its_buffers_lie_in_one_another() -> None:
-    rows = ((7, 0, 2), (7, 2, 4), (3, 4, 6), (4, 4, 6), (5, 0, 3), (5, 3, 6))
-    problem = Problem(
-        buffers=tuple(Buffer(id=f"b{i}", size=row[0], live=Interval(*row[1:])) for i, row in enumerate(rows))
-    )
-    arrays = make_problem_arrays(problem)
-    piece = instance_of(arrays, arrays.max_offset(problem.max_live))
-    smaller = joined(piece, chance=1.0)
-    assert smaller.piece.arrays.n == 2
-    assert smaller.group.tolist() == [0, 0, 0, 0, 1, 1]
-    assert sorted(smaller.above.tolist()) in ([0, 0, 0, 0, 0, 3], [0, 0, 0, 0, 0, 4])
-    assert joined(piece).piece.arrays.n == 6
 
 
 def _searched(piece: Instance, *, rule: tuple[int, bool]) -> tuple[PieceOutcome, Ints]:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.instances import network, planted, scattered, tiled
+from benchmarks.instances import planted
 from memplan.core.problem import Buffer, Interval, Problem, Status
 from memplan.core.validate import validate
 from memplan.errors import InvalidProblem
@@ -31,27 +31,6 @@ def test_planted_perfect_packings_are_found(seed: int) -> None:
     problem = planted(100, seed=seed)
     solution = solve(problem, work_limit=2_000_000)
     assert (solution.status, solution.arena_size) == (Status.OPTIMAL, problem.capacity)
-
-
-def test_networks_reach_max_live() -> None:
-    problem = network(60, seed=1)
-    solution = solve(problem)
-    assert (solution.status, solution.arena_size) == (Status.OPTIMAL, problem.max_live)
-
-
-def test_large_problems_that_do_not_split_are_searched_through_their_busiest_sections() -> None:
-    problem = scattered(5_000, seed=2)
-    greedy = solve(problem, solver="greedy")
-    solution = solve(problem)
-    assert problem.max_live < greedy.arena_size
-    assert solution.arena_size == problem.max_live
-
-
-def test_repeated_layers_do_not_change_the_arena() -> None:
-    layer = planted(60, seed=3)
-    once = solve(_without_capacity(layer), work_limit=500_000)
-    many = solve(tiled(layer, 20), work_limit=500_000)
-    assert once.arena_size == many.arena_size == layer.capacity
 
 
 def test_work_limits_are_reproducible() -> None:
@@ -101,14 +80,6 @@ def test_infeasible_names_the_step_and_the_buffers() -> None:
     assert (solution.proof.step, solution.proof.ids, solution.proof.needed) == (2, ("b0", "b1", "b2"), 30)
 
 
-def test_alignment_raises_the_bound_above_max_live() -> None:
-    made = [Buffer(id=f"b{i}", size=33, live=Interval(0, 2), alignment=64) for i in range(3)]
-    solution = solve(made)
-    assert (solution.arena_size, solution.bound, solution.status) == (161, 161, Status.OPTIMAL)
-    refused = solve(made, capacity=160)
-    assert (refused.status, refused.proof) == (Status.INFEASIBLE, None)
-
-
 def test_a_search_that_exhausts_a_capacity_raises_the_bound() -> None:
     problem = _find_above_max_live()
     solution = solve(problem)
@@ -150,19 +121,6 @@ def test_colliding_pins_are_an_invalid_problem() -> None:
         solve(made)
 
 
-def test_empty_and_weightless_problems() -> None:
-    assert solve(()).arena_size == 0
-    nothing = Buffer(id="nothing", size=0, live=Interval(0, 1))
-    solution = solve((nothing,))
-    assert (dict(solution.offsets), solution.status) == ({"nothing": 0}, Status.OPTIMAL)
-
-
-def test_importing_the_solvers_is_light() -> None:
-    code = "import sys, memplan.solvers; print([m for m in ('torch', 'numpy', 'numba', 'ortools') if m in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert run.stdout.strip() == "[]"
-
-
 def test_small_problems_are_solved_without_numba() -> None:
     code = (
         "import sys; from memplan.solvers import solve; from memplan.core.problem import Buffer, Interval\n"
@@ -177,12 +135,6 @@ def test_the_solution_is_valid_at_every_budget() -> None:
     problem = _without_capacity(planted(200, seed=9, density=0.95))
     for work in (0, 1, 100, 5_000, 50_000):
         validate(problem, solve(problem, work_limit=work))
-
-
-@pytest.mark.parametrize("limits", [{"time_limit": -1.0}, {"time_limit": float("nan")}, {"work_limit": -1}])
-def test_limits_that_are_none_are_refused(limits: dict[str, float]) -> None:
-    with pytest.raises(InvalidProblem, match=next(iter(limits))):
-        solve((), **limits)  # type: ignore[arg-type]
 
 
 def test_more_bytes_than_can_be_counted_are_refused() -> None:

@@ -95,15 +95,6 @@ def _is_alive(b: Buffer, step: int) -> bool:
     return any(segment.start <= step < segment.end for segment in b.segments)
 
 
-def test_steps_far_from_zero_and_far_apart() -> None:
-    problem = Problem(buffers=(_buffer("a", 1, -50, 10**9), _buffer("b", 1, 7, 8), _buffer("c", 1, 10**8, 10**9)))
-    arrays = make_problem_arrays(problem)
-    assert (arrays.lo.tolist(), arrays.hi.tolist(), arrays.steps.tolist()) == ([0, 0, 1], [2, 1, 2], [7, 10**8])
-    assert arrays.start.tolist() == [-50, 7, 10**8]
-    near = make_problem_arrays(Problem(buffers=(_buffer("a", 1, -5, -2), _buffer("b", 1, -4, -3))))
-    assert (near.lo.tolist(), near.hi.tolist(), near.steps.tolist()) == ([0, 0], [1, 1], [-4])
-
-
 def test_a_subset_is_the_problem_of_its_buffers_alone() -> None:
     for seed in range(80):
         problem = small_problem(seed, most=12, pins=True)
@@ -127,24 +118,6 @@ def test_a_subset_is_the_problem_of_its_buffers_alone() -> None:
         for s, step in enumerate(part.steps.tolist()):
             alive = {k for k, b in enumerate(ids.tolist()) if _is_alive(problem.buffers[b], step)}
             assert alive == {k for k in range(part.n) if s in sections_of_buffer(part, k)}
-
-
-def test_the_load_is_what_is_alive() -> None:
-    for seed in range(80):
-        arrays = make_problem_arrays(small_problem(seed))
-        expected = [
-            sum(int(arrays.size[b]) for b in range(arrays.n) if s in sections_of_buffer(arrays, b))
-            for s in range(arrays.sections)
-        ]
-        assert load_of(arrays).tolist() == expected
-
-
-def test_content_tells_repeated_layers_from_others() -> None:
-    rows = [("a", 4, 0, 2), ("b", 6, 1, 3)]
-    first = make_problem_arrays(Problem(buffers=tuple(_buffer(*row) for row in rows)))
-    later = make_problem_arrays(Problem(buffers=tuple(_buffer(n, size, a + 50, b + 50) for n, size, a, b in rows)))
-    other = make_problem_arrays(Problem(buffers=(_buffer("a", 4, 0, 2), _buffer("b", 8, 1, 3))))
-    assert first.content == later.content != other.content
 
 
 def test_empty_and_weightless_buffers_have_no_arrays() -> None:

@@ -13,11 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.instances import planted
 from memplan.core.problem import Buffer, Interval, Problem, Status
-from memplan.core.validate import validate
-from memplan.errors import UnsupportedProblem
-from memplan.solvers import SOLVERS, select_solver, solve
+from memplan.solvers import SOLVERS, solve
 from tests.slow import slow
 from tests.strategies import problems, random_problem
 
@@ -48,7 +45,7 @@ def test_search_and_cpsat_agree(problem: Problem) -> None:
     assert (searched.status, searched.arena_size) == (Status.OPTIMAL, exact.arena_size)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_search_and_cpsat_reach_the_brute_force_optimum(seed: int) -> None:
     chance = random.Random(seed)
     made = []
@@ -61,17 +58,6 @@ def test_search_and_cpsat_reach_the_brute_force_optimum(seed: int) -> None:
     for name in ("portfolio", "cpsat"):
         solution = solve(problem, solver=name)
         assert (solution.arena_size, solution.status) == (best, Status.OPTIMAL), name
-
-
-def test_a_hole_may_be_blocked_under_a_neighbour_that_lies_higher() -> None:
-    """b3 cannot sink to 0 for b4's sake; b2, which lies above that, is placed before b4."""
-    given = ((1, 0, 1, 2), (1, 0, 1, 2), (3, 0, 2, 1), (1, 1, 3, 1), (2, 2, 3, 4))  # size, live, alignment
-    buffers = (
-        Buffer(id=f"b{i}", size=size, live=Interval(low, high), alignment=alignment)
-        for i, (size, low, high, alignment) in enumerate(given)
-    )
-    solution = solve(Problem(buffers=tuple(buffers)))
-    assert (solution.arena_size, solution.status) == (5, Status.OPTIMAL)
 
 
 def _brute_force(problem: Problem) -> int:
@@ -125,15 +111,6 @@ def test_fuzz_ten_thousand_problems_against_the_validator(part: int) -> None:
     assert seen[Status.INFEASIBLE] > 0
 
 
-@pytest.mark.parametrize("name", [n for n in SOLVERS if n != "cpsat"])
-def test_fuzz_every_solver_on_larger_problems(name: str) -> None:
-    for seed in range(3):
-        problem = planted(450, seed=seed, density=0.9)  # above 400 buffers the heuristics run compiled
-        problem = Problem(buffers=problem.buffers)
-        solution = solve(problem, solver=SOLVERS[name], work_limit=500)
-        validate(problem, solution)
-
-
 _SCRIPT = """
 import json
 from benchmarks.instances import planted
@@ -151,12 +128,3 @@ def test_same_plan_byte_for_byte_under_any_hash_seed() -> None:
         outputs.append(run.stdout)
     assert outputs[0] == outputs[1]
     assert len(json.loads(outputs[0])[0]) == 120
-
-
-def test_select_solver_says_which_would_run_and_why_not() -> None:
-    pinned = Problem(buffers=(Buffer(id="a", size=4, live=Interval(0, 2), pinned_offset=8),))
-    assert select_solver(pinned).name == "portfolio"
-    with pytest.raises(UnsupportedProblem, match="pinned"):
-        select_solver(pinned, "partition")
-    with pytest.raises(UnsupportedProblem, match="no solver 'best'"):
-        select_solver(pinned, "best")

@@ -77,20 +77,6 @@ def test_nothing_is_stacked_where_that_could_cost_room() -> None:
         assert not moved(make_problem_arrays(Problem(buffers=tuple(buffers)))), change
 
 
-def test_with_gaps_only_buffers_that_cover_all_others_are_stacked() -> None:
-    """One with a gap is not in all sections of its hull, so a stacked one must cover the whole piece."""
-    made = [
-        Buffer(id="whole", size=3, live=Interval(0, 9)),
-        Buffer(id="most", size=2, live=Interval(1, 9)),
-        Buffer(id="gap", size=5, live=Interval(0, 8), gaps=(Interval(1, 6),)),
-        Buffer(id="late", size=1, live=Interval(7, 9)),
-    ]
-    arrays = make_problem_arrays(Problem(buffers=tuple(made)))
-    bottoms: list[tuple[int, int]] = []
-    kept, base, moved = _bottom(arrays, np.arange(4), 0, arrays.max_offset(30), bottoms)
-    assert (kept.tolist(), base, moved, bottoms) == ([1, 2, 3], 3, True, [(0, 0)])
-
-
 def test_parts_share_no_hull_and_are_ascending() -> None:
     arrays = arrays_of((1, 4, 6), (1, 0, 2), (1, 1, 4), (1, 5, 7), (1, 8, 9), (1, 7, 9))
     assert [part.tolist() for part in _split(arrays, np.arange(6))] == [[1, 2], [0, 3], [4, 5]]
@@ -108,17 +94,3 @@ def test_reduction_by_hand() -> None:
     tight = reduce(arrays, arrays.max_offset(20))  # nothing always fits: all are stacked, the first part too high
     assert (tight.bottom.tolist(), tight.fill.tolist()) == ([0, 2, 3, 1, 4, 5, 6, 7], [])
     assert tight.bottom_offset.tolist() == [0, 4, 9, 15, 15, 4, 12, 12]
-
-
-def test_pieces_that_cannot_be_reduced_keep_what_lies_below_them() -> None:
-    """Two rings of three: in each, every two are alive together somewhere, and no one with both others at once."""
-    ring = [(0, 5, 1, 4), (0, 3, 0, 0), (2, 5, 0, 0)]
-    made = [Buffer(id="below", size=5, live=Interval(0, 20))]
-    for shift in (0, 10):
-        for i, (start, end, low, high) in enumerate(ring):
-            gaps = (Interval(low + shift, high + shift),) if high else ()
-            made.append(Buffer(id=f"{shift}.{i}", size=4 + i, live=Interval(start + shift, end + shift), gaps=gaps))
-    arrays = make_problem_arrays(Problem(buffers=tuple(made)))
-    reduced = reduce(arrays, arrays.max_offset(16))
-    assert (reduced.bottom.tolist(), reduced.bottom_offset.tolist(), reduced.fill.tolist()) == ([0], [0], [])
-    assert [(piece.ids.tolist(), piece.base) for piece in reduced.pieces] == [([1, 2, 3], 5), ([4, 5, 6], 5)]

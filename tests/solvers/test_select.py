@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
 from memplan.errors import InvalidProblem, InvalidSolution, UnsupportedProblem
 from memplan.solvers import Progress, SolverLimits, select_solver, solve
-from memplan.solvers.arrays import make_problem_arrays
-from memplan.solvers.base import align_up, finish, infeasible_step, refusal
+from memplan.solvers.base import finish, infeasible_step, refusal
 from memplan.solvers.baselines import GREEDY
-from memplan.solvers.capacity_search import Answers
 from memplan.solvers.select import check_numbers, check_pins
 
 
@@ -163,44 +160,11 @@ def test_the_proof_names_the_step_and_what_is_alive_there() -> None:
     assert (proof.step, proof.ids, proof.needed) == (1, ("a", "b"), 10)
 
 
-def test_rounding_up() -> None:
-    assert [align_up(n, 4) for n in (0, 1, 3, 4, 5, 8)] == [0, 4, 4, 4, 8, 8]
-    assert align_up(7, 1) == 7
-
-
 def test_a_placement_is_refused_for_what_the_validator_says_and_not_for_its_capacity() -> None:
     problem = Problem(buffers=_TWO, capacity=3)
     assert refusal(problem, {"a": 0, "b": 4}) is None
     assert "a" in str(refusal(problem, {"a": 0, "b": 3}))
     assert refusal(Problem(buffers=()), {}) is None
-
-
-def test_only_smaller_valid_placements_are_kept() -> None:
-    problem = Problem(buffers=(*_TWO, _buffer("none", 0, 0, 1), _buffer("pin", 0, 0, 1, pinned_offset=8)))
-    arrays = make_problem_arrays(problem)
-    assert arrays.unit == 2
-    answers = Answers(problem, arrays)
-    assert answers.offer(np.array([4, 0]), "x")
-    assert (answers.arena, answers.offsets.tolist()) == (12, [4, 0])
-    assert not answers.offer(np.array([4, 0]), "x")
-    assert not answers.offer(np.array([5, 0]), "x")
-    kept = np.array([0, 2])
-    assert answers.offer(kept, "x")
-    kept[0] = 9
-    assert (answers.arena, answers.offsets.tolist()) == (10, [0, 2])
-    assert answers.named(answers.offsets) == {"a": 0, "b": 4, "none": 0, "pin": 8}
-
-
-def test_the_simplest_placements_come_smallest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memplan.solvers import thresholds
-
-    problem = Problem(buffers=(*_TWO, _buffer("c", 2, 5, 6)))
-    answers = Answers(problem, make_problem_arrays(problem))
-    found = [(source, offsets.tolist()) for source, offsets in answers.simple()]
-    assert found == [("greedy", [3, 0, 0]), ("greedy in plain Python", [3, 0, 0]), ("naive", [0, 2, 5])]
-    for most, sources in ((3, 3), (2, 2)):
-        monkeypatch.setattr(thresholds, "PLAIN", most)
-        assert len(list(answers.simple())) == sources
 
 
 _RING = (_buffer("a", 20, 0, 5, gaps=(Interval(1, 4),)), _buffer("b", 20, 0, 3), _buffer("c", 20, 2, 5))
@@ -247,16 +211,3 @@ def test_the_portfolio_stops_where_greedy_is_enough(
     assert (solution.arena_size, solution.bound >= problem.max_live) == (10 if buffers is _TWO else 60, True)
     assert (reports[-1].incumbent, reports[-1].bound) == (solution.arena_size, solution.bound)
     assert searched or len(reports) == 1
-
-
-def test_the_exact_solver_improves_on_greedy_and_proves_it() -> None:
-    rows = ((4, 0, 3), (3, 2, 5), (3, 1, 4), (5, 4, 7), (2, 3, 6), (6, 5, 8))
-    problem = Problem(buffers=(*(_buffer(str(i), *row) for i, row in enumerate(rows)), _buffer("none", 0, 0, 1)))
-    exact = solve(problem, solver="cpsat")
-    assert (exact.status, exact.solver) == (Status.OPTIMAL, "cpsat")
-    assert exact.arena_size == exact.bound <= solve(problem, solver="greedy").arena_size
-    assert exact.offsets["none"] == 0
-    empty = solve((), solver="cpsat")
-    assert (empty.arena_size, empty.status) == (0, Status.OPTIMAL)
-    ring = solve(_RING, solver="cpsat")
-    assert (ring.status, ring.arena_size, ring.bound) == (Status.OPTIMAL, 60, 60)

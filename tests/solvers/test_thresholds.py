@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,13 +9,11 @@ from hypothesis import strategies as st
 
 from memplan.core.problem import Buffer, Interval, Problem, Status
 from memplan.core.validate import validate
-from memplan.solvers import baselines as sequence
-from memplan.solvers import cpsat_model, fit_kernel, heuristics, solve, solve_at_capacity, thresholds, tree_search
-from memplan.solvers import heuristics as squeaky_wheel
-from memplan.solvers.arrays import Ints, PieceOutcome, ProblemArrays, make_problem_arrays, subset
+from memplan.solvers import cpsat_model, heuristics, solve, solve_at_capacity, thresholds
+from memplan.solvers.arrays import Ints, PieceOutcome, make_problem_arrays, subset
 from memplan.solvers.base import SolverLimits, WorkBudget, finish
 from memplan.solvers.solve_at_capacity import reduce
-from tests.strategies import knotted, layered_problems
+from tests.strategies import layered_problems
 
 # Values under which a dozen buffers are many. No `SolverFault` may come: here a warning is an error.
 LOWERED = {
@@ -104,80 +99,6 @@ def test_room_below_a_piece_does_not_count_when_it_is_peeled() -> None:
     raised = subset(whole, np.arange(2), base=8)
     assert not len(reduce(raised, raised.max_offset(36)).fill)  # one place, above 32 bytes that are not theirs
     assert len(reduce(raised, raised.max_offset(40)).fill) == 2
-
-
-def test_promotion_may_go_on_for_ever() -> None:
-    arrays = make_problem_arrays(Problem(buffers=(Buffer(id="a", size=3, live=Interval(0, 2)),)))
-    endless = squeaky_wheel.rounds(
-        arrays, np.array([-1]), WorkBudget(SolverLimits(seconds=3_600.0))
-    )  # each round promotes it
-    assert [next(endless).tolist() for _ in range(3_000)] == [[0]] * 3_000
-
-
-def _calls(patch: pytest.MonkeyPatch, module: Any, name: str, counts: Callable[..., bool]) -> list[str]:
-    """Wrap a function so that calls whose arguments count are noted."""
-    real, noted = getattr(module, name), []
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if counts(*args):
-            noted.append(name)
-        return real(*args, **kwargs)
-
-    patch.setattr(module, name, wrapped)
-    return noted
-
-
-def _is_raised(arrays: ProblemArrays, *_: object) -> bool:
-    return bool((arrays.low > 0)[~arrays.pinned].any())
-
-
-def _always(*_: object) -> bool:
-    return True
-
-
-@pytest.mark.parametrize(
-    ("lowered", "module", "name", "counts"),
-    [
-        (("PAIRS",), heuristics, "online", _is_raised),
-        (("FEW", "SCANNED"), fit_kernel, "fit", lambda *args: bool((args[4] > 0).any())),
-        ((), fit_kernel, "fit_few", lambda *args: bool((args[4] > 0).any())),
-        (("LARGE",), solve_at_capacity, "_place_large", _is_raised),
-        (("LARGE", "PAIRS"), solve_at_capacity, "_place_large", _is_raised),
-        (
-            ("LARGE", "TRACKED", "ADDED"),
-            solve_at_capacity,
-            "fill",
-            lambda arrays, order, *_: _is_raised(arrays) and len(order) > 0,
-        ),
-        (("LARGE",), squeaky_wheel, "rounds", _always),
-        ((), tree_search, "joined", lambda piece, *_: _is_raised(piece.arrays)),
-        (("COMPILED",), sequence, "_compiled", _always),
-    ],
-)
-def test_small_problems_go_down_every_path(
-    monkeypatch: pytest.MonkeyPatch, lowered: tuple[str, ...], module: Any, name: str, counts: Callable[..., bool]
-) -> None:
-    """With a base above 0 where the path has one; each solution is validated."""
-    _lower(monkeypatch, *lowered)
-    noted = _calls(monkeypatch, module, name, counts)
-    for seed in range(20):
-        whole = Buffer(id="whole", size=7, live=Interval(0, 5))  # goes to the bottom
-        solve((*knotted(seed), whole), work_limit=5_000, solver="greedy" if name == "_compiled" else "auto")
-        if noted:
-            return
-    pytest.fail(f"{name} was never called")
-
-
-def test_a_piece_of_a_piece_lies_as_high_as_the_piece() -> None:
-    made = [Buffer(id="whole", size=4, live=Interval(0, 9)), Buffer(id="part", size=2, live=Interval(3, 5))]
-    arrays = subset(make_problem_arrays(Problem(buffers=tuple(made))), np.arange(2), base=7)
-    outcome, offsets = solve_at_capacity.attempt(arrays, arrays.max_offset(20), WorkBudget(SolverLimits(work=1_000)), 0)
-    assert outcome is PieceOutcome.SOLVED
-    assert offsets.min() == 7
-    assert (
-        solve_at_capacity.attempt(arrays, arrays.max_offset(18), WorkBudget(SolverLimits(work=1_000)), 0)[0]
-        is not PieceOutcome.SOLVED
-    )
 
 
 def _check(problem: Problem, places: Ints, offsets: Ints, unit: int) -> None:

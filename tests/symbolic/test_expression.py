@@ -47,10 +47,3 @@ def test_a_condition_that_cannot_be_computed_does_not_hold() -> None:
     held = holder(["a > 0", "a % (a - 2) == 0", "a < 9"], ["a"])
     assert held(2) == (1, 0, 1)
     assert held(3) == (1, 1, 1)
-
-
-def test_conditions_are_told_from_sizes() -> None:
-    assert Expression("a < 3 or a % 8 == 0", ["a"]).condition
-    assert not Expression("a*(a + 1)", ["a"]).condition
-    assert Expression("a", ["a"]) == Expression("a", ["a"])
-    assert Expression("a", ["a"]) != Expression("a", ["a", "b"])

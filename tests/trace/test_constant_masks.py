@@ -70,15 +70,11 @@ def _masked(mask: Mask, x: torch.Tensor) -> bool:
     ("mask", "stays"),
     [
         *((mask, False) for mask in (_all_true, _triangle)),
-        *((mask, True) for mask in (_window, _of_numbers, _of_the_input)),
+        *((mask, True) for mask in (_window, _of_numbers, _of_the_input, _random)),
     ],
 )
 def test_a_mask_stays_unless_it_is_constant_and_hides_nothing_or_the_future(mask: Mask, stays: bool) -> None:
     assert _masked(mask, torch.randn(2, LENGTH, 8)) is stays
-
-
-def test_a_random_mask_is_no_constant() -> None:
-    assert _masked(_random, torch.randn(2, LENGTH, 8))
 
 
 @pytest.mark.parametrize("how", ["compile", "backend"])

@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
 
 import memplan
 from benchmarks.zoo import ZOO
 from memplan.core.graph import StorageKind
 from memplan.report.lines import report_markdown
 from memplan.trace import trace
-from memplan.trace.passes.fold import SMALL
 from memplan.trace.traced import Source
-from tests.runtime.budgets import QUICK
 from tests.runtime.reference import Interpreted
 from tests.slow import slow
 
@@ -137,34 +134,6 @@ def test_a_buffer_that_is_set_to_a_constant_is_set_by_every_step() -> None:
         assert torch.equal(model.get_buffer("state"), torch.arange(4.0).add(1))
 
 
-def test_a_large_result_is_computed_from_small_constants() -> None:
-    wide = SMALL // 4 + 1
-    model = Apply(lambda m, x: (x * m.w).sum() + (torch.arange(3.0)[:, None] * torch.arange(wide).sin()).cos() * m.w)
-    traced = trace(model, X)
-    kept = [s.nbytes for s in traced.graph.storages if s.kind is StorageKind.CONSTANT]
-    assert kept == [12]
-    assert max(kept) <= SMALL
-    assert any(op.target == "aten.cos.default" for op in traced.graph.ops)
-    assert torch.equal(memplan.compile(model, X)(X), model(X))
-
-
-def test_equal_constants_are_one() -> None:
-    def layers(count: int) -> list[int]:
-        def apply(m: Any, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(count):
-                x = torch.where(torch.arange(4) < 2, x * m.w, 0.0)
-            return x
-
-        return [s.nbytes for s in trace(Apply(apply), X).graph.storages if s.kind is StorageKind.CONSTANT]
-
-    assert layers(3) == layers(1)
-
-
-def test_a_streamed_step_copies_no_constants() -> None:
-    traced = trace(Apply(mask), X, device="cpu")
-    assert not traced.graph.folded_bytes
-
-
 def test_sizes_that_vary_are_not_folded() -> None:
     model = Apply(lambda m, x: x * m.w + torch.arange(x.shape[0])[:, None] * torch.arange(4).sin())
     compiled = memplan.compile(model, X, dynamic_shapes={"x": {0: torch.export.Dim("n", min=2, max=64)}})
@@ -188,40 +157,3 @@ def test_a_loaded_plan_folds_alike(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     assert torch.equal(loss, model(*args))
     assert "computed once" in report_markdown(plan.report())
-
-
-def test_a_fold_is_the_same_without_numbers() -> None:
-    model, args = ZOO["llama"]("nano")
-    real = memplan.plan(model, args)
-    meta = memplan.plan(model.to("meta"), tuple(a.to("meta") for a in args))
-    assert meta.fingerprint == real.fingerprint
-    assert real.graph.folded_bytes
-
-
-def test_a_budget_recomputes_no_constant() -> None:
-    model, args = ZOO["t5"]("nano")
-    plan = memplan.plan(model, args, gradients="outside", arena_budget=0.7, policy=QUICK)
-    constants = {s.name for s in plan.graph.storages if s.kind is StorageKind.CONSTANT}
-    assert constants
-    assert not constants & {e.storage for e in plan.evictions}
-
-
-def test_autocast_does_not_reach_what_is_folded() -> None:
-    def product(m: Any, x: torch.Tensor) -> Any:
-        with torch.autocast("cpu", enabled=False):
-            table = torch.arange(16.0).view(4, 4).sin() @ torch.arange(16.0).view(4, 4).cos()
-        return (x * m.w) @ table
-
-    model = Apply(product)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        compiled = memplan.compile(model, X)
-        assert torch.equal(compiled(X), model(X))
-
-
-def test_dropout_keeps_its_place() -> None:
-    model = Apply(lambda m, x: F.dropout(x * m.w, 0.5) + F.dropout(torch.ones(4), 0.5) * m.w)
-    compiled = memplan.compile(model, X)
-    torch.manual_seed(3)
-    expected = model(X)
-    torch.manual_seed(3)
-    assert torch.equal(compiled(X), expected)

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from memplan.runtime import compile as memplan_compile
-from memplan.trace import trace
 from memplan.trace.capture.as_eager import LAYOUTS
 
 aten = torch.ops.aten
@@ -131,12 +130,6 @@ def test_the_table_says_what_the_kernels_do(op: Any) -> None:
     assert held
 
 
-def test_what_is_resized_to_another_shape_is_contiguous() -> None:
-    for x, other in itertools.product(_laid_out(4, 6), _laid_out(3, 8)):
-        made = aten.resize_as.default(x, other)
-        assert made.stride() == tuple(LAYOUTS[aten.resize_as.default](made.shape, x, other))
-
-
 class Odd(nn.Module):
     """Convolutions whose results are laid out one way, in a loss that sees them another way."""
 
@@ -214,12 +207,6 @@ def test_numbers_are_drawn_in_the_order_of_eager_s_memory() -> None:
     ours = compiled(mean, deviation)
     torch.manual_seed(0)
     assert torch.equal(ours, Drawn()(mean, deviation))
-
-
-def test_what_a_kernel_lays_out_is_not_copied() -> None:
-    model = Odd(ODD["mean squares"]).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    x, y = torch.randn(2, 3, 11, 11).contiguous(memory_format=torch.channels_last), torch.randn(2, 8, 9, 9)
-    assert not any(op.target in ("aten.copy_.default", "aten.clone.default") for op in trace(model, (x, y)).graph.ops)
 
 
 def test_an_operand_that_is_broadcast_says_nothing_of_the_layout() -> None:

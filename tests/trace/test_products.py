@@ -81,9 +81,3 @@ def test_odd_products_are_eager_s(name: str) -> None:
     model, x = Apply(ODD[name]), torch.tensor(SPECIAL)
     with torch.no_grad():
         assert _bits(memplan_compile(model, x, train=False)(x)) == _bits(model(x))
-
-
-def test_a_streamed_step_has_no_numbers_to_copy() -> None:
-    traced = trace(Product(8.0), torch.ones(13, 1), train=False, device="cpu")
-    assert not any(op.target == "aten.addcmul.default" for op in traced.graph.ops)
-    assert not traced.graph.folded_bytes

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from memplan.core.code_options import CodeOptions
 from memplan.core.division import Division
-from memplan.errors import UnsupportedProblem
 from memplan.planning.options import PlanOptions
-from memplan.trace import TracedGraph, capture_call, plan_step, plan_traced
+from memplan.trace import TracedGraph, capture_call, plan_step
 from memplan.trace.tracing import retraced
 
 
@@ -66,12 +64,3 @@ def test_a_plan_is_of_the_form_that_comes_with_it() -> None:
     assert variant is not traced
     assert (plan.division, plan.compress) == (variant.division, variant.compress)
     assert plan.graph == variant.graph
-
-
-@pytest.mark.parametrize(
-    "options", [{"divide": 4}, {"divide": True, "arena_budget": 0.9}, {"compress": "bits"}], ids=str
-)
-def test_another_form_needs_a_retracer(options: dict[str, Any]) -> None:
-    traced = Counting().captured.retrace()
-    with pytest.raises(UnsupportedProblem, match="cannot be traced again"):
-        plan_traced(traced, PlanOptions(**options))

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import memplan
-from benchmarks.zoo import ZOO
 from memplan.core.choices import Gradients
-from memplan.core.graph import Graph, Phase, StorageKind
-from memplan.trace import trace
+from memplan.core.graph import Graph, Phase
 from tests.models import Shared
 from tests.slow import slow
 
@@ -54,23 +52,6 @@ def test_shared_weights(times: int, gradients: Gradients) -> None:
     assert outside == (0 if gradients == "arena" else sum(p.numel() * 4 for p in model.parameters()))
 
 
-def test_arena_needs_one_buffer_for_each_sum() -> None:
-    """Twelve uses of a weight need no more than two: the gradient so far, and the term that is added to it."""
-
-    class Powers(nn.Module):
-        def __init__(self, times: int) -> None:
-            super().__init__()
-            self.layer, self.times = nn.Linear(64, 64, bias=False), times
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(self.times):
-                x = self.layer(x).tanh()
-            return x.sum()
-
-    few, many = (memplan.plan(Powers(times), torch.randn(2, 64), gradients="arena") for times in (2, 12))
-    assert many.max_live - few.max_live < 64 * 64 * 4
-
-
 CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a tensor and its transpose": lambda w, x: ((w + w.t()) * x).sum(),
     "the same gradient for two": lambda w, x: (w + x).tanh().sum(),
@@ -106,12 +87,3 @@ def test_small_sums(name: str, gradients: Gradients) -> None:
         assert found is not None
         assert gradient is not None
         assert torch.equal(found, gradient)
-
-
-def test_terms_in_eager_order_on_the_zoo() -> None:
-    """Tied weights of GPT-2: the sum is the gradient that leaves the graph, one storage for each parameter."""
-    model, inputs = ZOO["gpt2"]("nano")
-    graph = trace(model, inputs).graph
-    tied = [s for s in graph.storages if s.kind is StorageKind.GRADIENT and not s.planned]
-    assert _sums(graph).count("aten.add_.Tensor") == 1
-    assert len(tied) == len(list(model.parameters()))

@@ -29,10 +29,6 @@ def test_cuts_are_those_of_the_prover(graph: Graph) -> None:
         assert between_phases(graph) == cut_bound(graph, None)
 
 
-def test_a_ladder_needs_more_than_any_of_its_ops_touches() -> None:
-    assert max(least_at(ladder(4), op) for op in range(8)) == 410
-
-
 def test_a_result_takes_the_bytes_of_an_input_that_nothing_needs_later() -> None:
     """x -> y in place: 64 bytes where y is made, unless another op needs x after it."""
     for reads_again, least in (((), 64), (("x",), 64), (("x", "y"), 128)):
@@ -43,18 +39,6 @@ def test_a_result_takes_the_bytes_of_an_input_that_nothing_needs_later() -> None
         if reads_again:
             b.op(Phase.FORWARD, tuple({"x": x, "y": y}[name] for name in reads_again), (z,))
         assert least_at(with_inplace_candidates(b.graph()), 1) == least
-
-
-def test_what_the_caller_keeps_stays_alive() -> None:
-    """a is planned and returned: alive beside c and d, although only op0 touches it."""
-    b = GraphBuilder()
-    a, c, d = (b.storage(StorageKind.ACTIVATION, nbytes, planned=True) for nbytes in (100, 20, 3))
-    b.op(Phase.FORWARD, (), (a, c))
-    b.op(Phase.FORWARD, (c,), (d,))
-    b.op(Phase.BACKWARD, (d,), ())
-    graph = b.graph((a,))
-    assert [least_at(graph, op) for op in range(3)] == [brute.least_at(graph, op) for op in range(3)] == [120, 123, 103]
-    assert between_phases(graph) == 103
 
 
 def test_the_prover_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

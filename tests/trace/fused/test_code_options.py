@@ -120,17 +120,6 @@ def test_convolutions_keep_their_layout_where_that_needs_less() -> None:
     torch._dynamo.reset()
 
 
-def test_who_forces_layouts_gets_them() -> None:
-    from torch._inductor import config
-
-    with config.patch(force_layout_optimization=True):
-        plan = memplan.plan(Images(), torch.randn(1, 8, 4, 4), kernels="inductor")
-    assert plan.code is None or plan.code.layouts
-    last = Images().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    plan = memplan.plan(last, torch.randn(1, 8, 4, 4), kernels="inductor")
-    assert plan.code is None or plan.code.layouts  # there is no weight to copy
-
-
 @pytest.mark.slow
 def test_a_budget_takes_the_fastest_variant_and_a_saved_plan_runs_it_again(tmp_path: Any) -> None:
     torch.manual_seed(0)

@@ -89,11 +89,6 @@ def test_a_kernel_that_reads_what_it_wrote_itself_reads_nothing_from_before() ->
     assert [p.offset for p in run.writes] == [0, 8, 0]
 
 
-def test_an_input_that_is_written_is_read_too() -> None:
-    (run,) = _replay([_call("cpp_fused(x)", 0)], x=_given("x", 4, 4)).run()
-    assert run.reads == run.writes
-
-
 def test_results_of_an_op_are_new_blocks_by_position() -> None:
     overload = torch.ops.aten.native_dropout.default
     lines = [
@@ -142,26 +137,3 @@ def test_a_call_of_which_nothing_is_known_may_change_all_of_its_arguments() -> N
 def test_code_that_cannot_be_replayed_is_refused(line: Any, words: str) -> None:
     with pytest.raises(UnsupportedGraph, match=words):
         _replay([line], x=_given("x", 4, 4)).run()
-
-
-def test_an_output_that_cannot_be_replayed_is_refused() -> None:
-    replay = _replay([], x=_given("x", 4, 4))
-    replay._code.outputs = ("x + 1",)
-    with pytest.raises(UnsupportedGraph, match=r"cannot be replayed \(x \+ 1\)"):
-        replay.outputs()
-
-
-def test_parts_of_one_buffer_and_other_layouts_keep_their_strides() -> None:
-    lines = [
-        Allocation(name="buf0"),
-        Renaming(text="buf1 = reinterpret_tensor(buf0, (4, 2), (4, 1), 0)  # alias"),
-        Renaming(text="buf2 = reinterpret_tensor(buf0, (4, 2), (4, 1), 2)  # alias"),
-        _call("cpp_fused(x, buf1)", 1),
-        _call("cpp_fused(x, buf2)", 1),
-        _call("cpp_fused(reinterpret_tensor(buf0, (1, 2, 2, 4), (16, 1, 8, 2), 0), x)"),
-    ]
-    one, two, last = _replay(lines, x=_given("x", 4, 4)).run()
-    assert one.writes[0].block is two.writes[0].block is last.reads[0].block
-    assert [(p.strides, p.offset) for p in (*one.writes, *two.writes)] == [((4, 1), 0), ((4, 1), 2)]
-    assert not one.reads[1:]
-    assert (last.reads[0].shape, last.reads[0].strides) == ((1, 2, 2, 4), (16, 1, 8, 2))  # channels last

@@ -98,15 +98,3 @@ def test_a_mask_of_values_and_an_index_of_values_are_unknown() -> None:
 
     assert not _asked(_Loop(masked_by_values))
     assert not _asked(_Loop(at_values))
-
-
-def test_loops_of_another_kind_are_not_looked_at() -> None:
-    def twice(ops: Any, row: sympy.Symbol, column: sympy.Symbol) -> None:
-        value = ops.load("logits", COLUMNS * row + column)
-        ops.store("result", COLUMNS * row + column, value)
-        ops.store("other", COLUMNS * row + column, value)
-
-    assert not _asked(_Loop(twice))
-    assert not _asked(_padded(reduces=True))
-    assert not _asked(_padded(template=True))
-    assert not _asked(SimpleNamespace())  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch._inductor.virtualized import V
 
 import memplan
 from memplan.core.graph import Op, Phase
-from memplan.trace import capture_call
 from memplan.trace.fused.kernel_runs import (
     Allocation,
     Block,
@@ -95,12 +93,6 @@ def test_a_result_that_is_smaller_than_the_range_of_its_kernel_has_bytes_of_its_
     whole = _dep("r").get_numel()
     assert _found([[loop]], elements=whole) == {"r": ("a",)}
     assert not _found([[loop]], elements=4 * whole)
-
-
-def test_an_earlier_loop_and_another_kernel_may_read_it() -> None:
-    earlier = [[_Loop("s", _dep("a", ROW))], [_Loop("r", _dep("a"))]]
-    assert _found(earlier) == {"r": ("a",)}
-    assert _found([[_Loop("r", _dep("a"))]], [[_Loop("s", _dep("a", ROW))]]) == {"r": ("a",)}  # the order decides
 
 
 def test_what_inductor_never_reuses_or_changes_elsewhere_stays() -> None:
@@ -186,25 +178,8 @@ def test_the_gradient_of_logits_takes_their_bytes_and_has_inductors_bits(kind: t
     torch._dynamo.reset()
 
 
-def test_results_have_bytes_of_their_own_where_in_place_is_off() -> None:
-    captured = capture_call(Head(), (torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)), kernels="inductor")
-    apart = replace(captured, options=replace(captured.options, in_place=False)).retrace()
-    assert any(op.inplace_candidates for op in captured.retrace().graph.ops)
-    assert not any(op.inplace_candidates for op in apart.graph.ops)
-
-
 def _overwrites(op: Op, plan: memplan.Plan, nbytes: int) -> bool:
     """Whether an op of the backward may write over a tensor of the forward of so many bytes."""
     graph = plan.graph
     sizes = (graph.storages[graph.values[read].storage].nbytes for _, read in op.inplace_candidates)
     return op.phase is Phase.BACKWARD and nbytes in sizes
-
-
-def test_a_budget_may_drop_what_a_kernel_could_have_overwritten() -> None:
-    torch.manual_seed(0)
-    data = torch.randn(256, 8), torch.randint(512, (256,))
-    whole = memplan.plan(Head(), data, kernels="inductor")
-    saved = {s for op in whole.graph.ops for _, r in op.inplace_candidates for s in [whole.graph.values[r].storage]}
-    assert saved
-    written = {s for op in whole.graph.ops if op.phase is Phase.BACKWARD for s in whole.graph.written(op)}
-    assert not saved & written  # an op that changes what is saved would keep it from being computed again

@@ -6,9 +6,7 @@ What needs a GPU is in `tests/runtime/test_cuda_fused.py`.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +18,7 @@ from torch._inductor.codecache import LambdaFuture
 from torch._inductor.codegen import wrapper as lines
 
 from memplan.errors import InputMismatch, UnsupportedGraph
-from memplan.torch_inside.versions import KNOWN, partition
+from memplan.torch_inside.versions import partition
 from memplan.trace.fused import wrapper
 from memplan.trace.fused.code_generation import _device_of
 from memplan.trace.fused.deferred import AligningKernel, DeferredTritonKernel, DeferringCompile, TunedKernel
@@ -35,9 +33,8 @@ from memplan.trace.fused.kernel_runs import (
     TensorSpec,
     WrittenCode,
 )
-from memplan.trace.fused.wrapper import followed, read_line
+from memplan.trace.fused.wrapper import read_line
 
-ROOT = Path(__file__).resolve().parents[3]
 FLOAT, COUNT = torch.float32, int
 CUDA = torch.device("cuda:0")
 
@@ -205,15 +202,6 @@ def test_an_input_at_any_address_is_copied_for_a_triton_kernel(monkeypatch: pyte
     assert second[1] is out
 
 
-def test_a_copy_has_the_layout_of_an_expanded_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, made = _aligning(monkeypatch, written=False)
-    x = torch.arange(9.0)[1:2].expand(8)
-    run(torch.zeros(8), x, 8)
-    ((first, _),) = made.launches
-    assert first[1].stride() == (0,)
-    assert torch.equal(first[1], x)
-
-
 def test_an_input_that_is_changed_must_begin_where_triton_kernels_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     run, made = _aligning(monkeypatch, written=True)
     with pytest.raises(InputMismatch, match="begins 4 bytes behind a multiple of 16"):
@@ -265,59 +253,12 @@ def test_what_a_kernel_changes_beside_is_changed_once(monkeypatch: pytest.Monkey
     assert torch.equal(x, torch.ones(8))
 
 
-def test_a_kernel_with_results_of_its_own_is_tuned_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = _Tuner()
-    monkeypatch.setattr(AsyncCompile, "triton", lambda *_, **__: made)
-    x, out = torch.zeros(8), torch.zeros(8)
-    TunedKernel(DeferredTritonKernel("triton_0", "source", "cpu"), over=[1], written=[1]).compiled()(x, out)
-    assert made.calls == 1
-    assert torch.equal(out, torch.ones(8))
-
-
-class _Scheduling:
-    """A scheduling of Inductor's that writes one kernel for each node."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self.written: list[Any] = []
-
-    def codegen_node(self, node: Any) -> None:
-        self.written.append(node)
-
-    def can_fuse_vertical(self, node1: Any, node2: Any) -> bool:
-        return True
-
-    can_fuse_horizontal = can_fuse_vertical
-
-
-@pytest.mark.parametrize("in_blocks", [True, False])
-def test_each_kernel_of_a_device_is_followed_and_blocks_of_rows_stay_apart(
-    monkeypatch: pytest.MonkeyPatch, in_blocks: bool
-) -> None:
-    told: list[Any] = []
-    overwriting: Any = SimpleNamespace(add=lambda *said: told.append(said), end=lambda: told.append("end"))
-    made = followed(_Scheduling, "cuda", overwriting, in_blocks=in_blocks)(None)
-    assert isinstance(made, _Scheduling)
-    one, two = (SimpleNamespace(get_nodes=lambda i=i: [i], group=(CUDA, (8, 4))) for i in range(2))
-    monkeypatch.setattr(wrapper, "_blocks_of", lambda node: set(node.get_nodes()))
-    made.codegen_node(one)
-    assert told == [([0], 32), "end"]
-    assert made.written == [one]
-    assert made.can_fuse_vertical(one, two) is made.can_fuse_horizontal(one, two) is not in_blocks
-    assert made.can_fuse_vertical(one, one)
-
-
 def test_tensors_of_two_devices_are_refused() -> None:
     assert _device_of([torch.empty(2), 3]) == "cpu"
     assert _device_of([torch.empty(2, device="meta")]) == "meta"
     assert _device_of([]) == "cpu"
     with pytest.raises(UnsupportedGraph, match="tensors on cpu, meta"):
         _device_of([torch.empty(2, device="meta"), torch.empty(())])
-
-
-def test_the_releases_that_are_said_to_be_tested_have_constraints() -> None:
-    others = {path.stem.removeprefix("torch-") for path in (ROOT / "constraints").glob("torch-*.txt")}
-    (newest,) = re.findall(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert set(KNOWN) == others | {newest}
 
 
 def test_an_older_inductor_partitions_by_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch._inductor.codegen import common
 from torch._inductor.codegen import wrapper as lines
 from torch._inductor.exc import InvalidCxxCompiler
-from torch._inductor.virtualized import V
 
 import memplan
 from memplan.errors import UnsupportedDevice, UnsupportedGraph
@@ -20,7 +19,7 @@ from memplan.integrations.inductor.wrapper_lines import _changes as changes
 from memplan.torch_inside import versions as torch_versions
 from memplan.torch_inside.versions import UNPLANNED_LINES
 from memplan.trace.fused import environment
-from memplan.trace.fused.kernel_runs import Allocation, KernelLine
+from memplan.trace.fused.kernel_runs import Allocation
 from memplan.trace.fused.wrapper import _READERS, _SILENT, RecordingWrapper, read_line, recording
 
 # What memplan reads of each line of Inductor's code: the names of its fields, in torch 2.13.
@@ -37,13 +36,6 @@ FIELDS = {
     "FreeLine": {"wrapper", "node"},
     "FreeIfNotReusedLine": {"wrapper", "node", "is_reused", "comm_buffer"},
     "KernelDefinitionLine": {"wrapper", "kernel_name", "kernel_body", "metadata", "gpu", "cpp_definition"},
-}
-# What other releases of torch write: before 2.13, 2.14, and only from 2.14 on. `LineContext` is of another module.
-OF_OTHER_RELEASES = {
-    *("ExternKernelMultiOutLine", "AssertSizeStrideLine", "AssertDivByZeroLine", "ConditionalLine", "SwitchLine"),
-    *("GroupedAssertSizeStrideLine", "EnterCudaMemPoolContextLine", "ExitCudaMemPoolContextLine", "LineContext"),
-    *("EnterCudaStreamContextLine", "ExitCudaStreamContextLine"),
-    *("EnterDeviceContextManagerWithStreamInfoLine", "ExitDeviceContextManagerWithStreamInfoLine"),
 }
 RENAMED = {"ReuseLine", "ReinterpretLine", "MultiOutputLine"}
 SINCE_2_13 = {"ExternKernelMultiOutLine"}
@@ -111,12 +103,6 @@ def test_every_line_of_this_torch_is_known_and_what_torch_adds_is_refused_by_nam
         assert error.hint
 
 
-def test_a_known_name_is_a_line_of_some_torch() -> None:
-    """Names that no torch has would hide a spelling mistake."""
-    ours = _SILENT | RENAMED | set(_READERS) | set(UNPLANNED_LINES) | HARMLESS
-    assert {name for name in ours if not hasattr(lines, name)} <= OF_OTHER_RELEASES
-
-
 def test_a_buffer_of_a_collective_and_a_kernel_of_another_compiler_are_refused() -> None:
     node = SimpleNamespace(get_name=lambda: "buf0")
     allocate: Any = object.__new__(lines.AllocateLine)
@@ -129,24 +115,6 @@ def test_a_buffer_of_a_collective_and_a_kernel_of_another_compiler_are_refused()
     call.triton, call.device = False, torch.device("cuda")
     with pytest.raises(UnsupportedGraph, match="a kernel for cuda that Triton did not compile"):
         read_line(call, "")
-
-
-def test_text_without_an_object_is_a_call_of_which_nothing_is_known() -> None:
-    assert read_line("# a comment", "# a comment") is None
-    assert read_line("del buf0", "del buf0") is None
-    assert read_line("aten.f(buf0)", "aten.f(buf0)") == KernelLine(text="aten.f(buf0)", known=False)
-
-
-def test_lines_that_align_inputs_are_those_that_torch_writes() -> None:
-    """memplan aligns inputs where it calls a kernel. Torch 2.11 aligns them outside of the code."""
-    write = getattr(lines.PythonWrapperCodegen, "codegen_deferred_alignment_copies", None)
-    written: list[str] = []
-    if write is not None:
-        with V.set_graph_handler(cast("Any", SimpleNamespace(cpp_wrapper=False))):
-            write(SimpleNamespace(_pending_alignment_copies={"arg0_1"}, writeline=written.append), ["arg0_1"])
-    assert len(written) == (write is not None)
-    assert [read_line(line, line) for line in written] == [None] * len(written)
-    assert read_line("arg0_1 = copy_of(arg0_1)", "arg0_1 = copy_of(arg0_1)") is not None
 
 
 def test_a_newer_torch_is_tried_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
