@@ -34,7 +34,7 @@ def _anew(batch: int, seq: int) -> Plan:
 
 
 @given(batch=batches, seq=lengths)
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_C4_resolved_for_any_values_the_schema_is_valid(batch: int, seq: int) -> None:  # noqa: N802
     plan = _symbolic().resolve({"batch": batch, "seq": seq})
     validate(plan.problem, plan.solution)
@@ -76,7 +76,7 @@ def test_C4_sizes_are_those_of_a_trace_with_these_values(monkeypatch: pytest.Mon
 
 
 @given(batch=batches, seq=lengths)
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_C5_peak_and_usage_for_given_values(batch: int, seq: int) -> None:  # noqa: N802
     symbolic = _symbolic()
     values = {"batch": batch, "seq": seq}

@@ -49,11 +49,6 @@ def test_it_is_found_from_below_and_files_are_named_from_there(tmp_path: Path) -
     assert project.entries[0].name == "model.py:a"
 
 
-def test_no_table_is_no_project(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
-    assert find_project(tmp_path) is None
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -112,19 +112,6 @@ def test_each_fault_says_what_where_and_the_next_step(tmp_path: Path, content: s
     assert caught.value.hint
 
 
-def test_the_largest_numbers_and_those_with_signs_and_spaces_are_read() -> None:
-    problem = parse_problem(f"{HEAD}\na, -5 ,+7,{'9' * 18}\nb,0,1,0\n".encode(), "x")
-    assert problem.buffers[0] == Buffer(id="a", size=10**18 - 1, live=Interval(-5, 7))
-    assert problem.buffers[1] == Buffer(id="b", size=0, live=Interval(0, 1))
-
-
-def test_a_header_may_have_spaces_and_an_offset_is_kept_unless_it_is_empty() -> None:
-    assert parse_problem(b"id , lower,upper,size,offset\na,0,1,2,77\nb,0,1,2,\n", "x").buffers == (
-        Buffer(id="a", size=2, live=Interval(0, 1), pinned_offset=77),
-        Buffer(id="b", size=2, live=Interval(0, 1)),
-    )
-
-
 @pytest.mark.parametrize("name", ["id", "buffer", "buffer_id"])
 @pytest.mark.parametrize("first", ["lower", "begin", "start"])
 @pytest.mark.parametrize(("last", "text", "gaps"), [("upper", "12", "7-8 9-11 "), ("end", "11", "7-7 9-10")])

@@ -168,24 +168,6 @@ def test_faults_say_what_was_found_and_what_is_expected(kind: Any, data: object,
         from_json(kind, data, "n")
 
 
-def _read(kind: Any, data: object, where: str) -> Any:
-    return from_json(kind, data, where)
-
-
-def test_items_and_keys_are_read_one_by_one() -> None:
-    assert _read(tuple[int, ...], [1, 2], "n") == (1, 2)
-    assert _read(tuple[int, ...], [], "n") == ()
-    assert _read(tuple[int, str], [1, "a"], "n") == (1, "a")
-    assert _read(tuple[int], [1], "n") == (1,)
-    assert _read(Mapping[str, float], {"a": 1}, "n") == {"a": 1.0}
-    assert _read(int | None, None, "n") is None
-    assert _read(int | None, 4, "n") == 4
-    with pytest.raises(InvalidPlan, match=r"^n\[1\]"):
-        _read(tuple[int, ...], [1, "a"], "n")
-    with pytest.raises(InvalidPlan, match=r"^n\.kkkkkkkkkk[k]*\.\.\.: "):
-        _read(Mapping[str, int], {"k" * 100: "a"}, "n")
-
-
 def test_values_are_written_as_plain_json() -> None:
     assert to_json([Colour.BLUE, (1, 2), {5: Inner(size=3, colour=Colour.BLUE)}]) == [
         "blue", [1, 2], {"5": {"size": 3, "colour": "blue"}},

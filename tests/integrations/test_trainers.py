@@ -102,13 +102,6 @@ def test_the_trainer_of_transformers_trains_and_evaluates_as_without(tmp_path: P
         assert (tmp_path / how / "plans" / "largest.html").exists()
 
 
-def test_the_closed_list_of_backends_of_accelerate_is_what_the_guide_says(tmp_path: Path) -> None:
-    """If it opens, the guide can be shorter."""
-    accelerate = pytest.importorskip("accelerate", reason="pip install 'memplan[programs]'")
-    with pytest.raises(ValueError, match=r"(?i)memplan"):
-        accelerate.Accelerator(cpu=True, dynamo_backend="memplan")
-
-
 # -- Lightning ---------------------------------------------------------------------------------------------
 
 

@@ -219,24 +219,3 @@ def _moved(graph: Graph, options: PlanOptions, costs: CostModel) -> set[Action]:
     """Return how storages return in the plans of a frontier."""
     points = frontier(scheduled(graph), options, costs=costs, shares=(0.5,)).points
     return {e.action for point in points if point.plan is not None for e in point.plan.evictions}
-
-
-def test_red_zones_come_on_top_of_a_budget() -> None:
-    """They evict nothing more, although the arena is larger than the budget with them."""
-    plain, guarded = within("5MiB"), within("5MiB", redzone=64)
-    assert guarded.eviction is not None
-    assert plain.eviction is not None
-    assert guarded.arena_size > 5 * SIZE == guarded.eviction.arena_budget
-    assert guarded.eviction.sources == plain.eviction.sources
-    check_consistency(guarded)
-
-
-def test_min_is_raised_by_what_places_lose(tmp_path: Path) -> None:
-    """The budget of the plan is its arena then; where evictions lose more than they gain, nothing is evicted."""
-    tight, plan = within("min", policy="recompute"), within("min", policy="recompute", solver="naive")
-    assert plan.arena_size > plan.max_live > tight.arena_size == tight.max_live
-    assert not plan.evictions
-    assert plan.eviction is not None
-    assert plan.eviction.arena_budget == plan.arena_size
-    plan.save(tmp_path / "plan.json")
-    assert load(tmp_path / "plan.json") == plan

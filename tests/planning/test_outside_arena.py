@@ -84,13 +84,6 @@ def test_what_is_dead_at_the_peak_beside_the_arena_leaves_it(direct: bool, in_pl
     check_consistency(replace(found, temporaries=None))
 
 
-def test_a_limit_that_cannot_be_kept_gives_the_smallest_total_found() -> None:
-    plan = _two_peaks()
-    found = _smaller(plan, 100)
-    assert found is not None
-    assert 100 < found.total == _alive(found) < plan.total
-
-
 def test_nothing_leaves_where_nothing_is_gained() -> None:
     assert _smaller(_two_peaks(), _two_peaks().total) is None
     b = GraphBuilder()

@@ -12,7 +12,6 @@ from memplan.core.collectives import GATHER, WAIT, Collective
 from memplan.core.evictions import EvictionPlan, check_record
 from memplan.core.graph import Graph, Op, Phase, StorageKind
 from memplan.core.happens_before import follow, require_no_races
-from memplan.core.in_place import used_candidates
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
 from memplan.core.problem import Interval, Problem
@@ -213,23 +212,6 @@ def test_without_its_wait_a_gather_races() -> None:
         require_no_races(_placed(plan, gone, order))
 
 
-def test_two_gathers_of_a_group_keep_their_order() -> None:
-    plan = _early(_step())
-    one, two = [g.step for g in _gathers(plan) if g.early][:2]
-    order = list(plan.schedule.order)
-    order[one], order[two] = order[two], order[one]
-    with pytest.raises(InvalidPlan, match="which it needs"):
-        require_legal(plan.graph, tuple(order))
-    with pytest.raises(InvalidPlan):
-        check_consistency(replace(plan, schedule=replace(plan.schedule, order=tuple(order))))
-    ops = list(plan.graph.ops)
-    ops[order[one]] = replace(ops[order[one]], group="other")
-    others = replace(plan.graph, ops=tuple(ops))
-    first, second = sorted((order[one], order[two]))
-    assert first not in _before(others, second)
-    assert first in _before(plan.graph, second)
-
-
 def test_groups_share_a_link_unless_each_has_its_own() -> None:
     """A gather that starts behind a reduction of another group waits for it, or has a link to itself."""
     b = GraphBuilder()
@@ -247,35 +229,6 @@ def test_groups_share_a_link_unless_each_has_its_own() -> None:
     assert shared - apart == pytest.approx(took - COSTS.launch), "less what the second launch hides"
     together = replace(graph, ops=tuple(replace(op, group="0") for op in graph.ops))
     assert simulate(together, COSTS) == simulate(together, COSTS, one_link=False) == simulate(graph, COSTS)
-
-
-def _before(graph: Graph, op: int) -> frozenset[int]:
-    from memplan.core.legal_orders import predecessors
-
-    return predecessors(graph)[op]
-
-
-def test_no_result_takes_the_bytes_of_what_a_gather_still_reads() -> None:
-    """Without the wait, the last use of what is gathered would be the op in between, whose result might take it."""
-    b = GraphBuilder()
-    shard, x = (b.storage(StorageKind.PARAMETER, SIZE, planned=False) for _ in range(2))
-    given, whole, result = (b.storage(StorageKind.ACTIVATION, SIZE, planned=True) for _ in range(3))
-    out = b.storage(StorageKind.OUTPUT, SIZE, planned=False)
-    b.op(Phase.FORWARD, (shard,), (given,))
-    b.op(Phase.FORWARD, (given,), (whole,), target="memplan_distributed.gather_parameter.default")
-    b.op(Phase.FORWARD, (given, x), (result,), target="aten.add.Tensor")
-    b.op(Phase.FORWARD, (given, whole), (whole,), target=WAIT)
-    b.op(Phase.FORWARD, (whole, result), (out,))
-    ops = list(b.ops)
-    ops[2] = replace(ops[2], inplace_candidates=((result, given),))
-    together = replace(b.graph((out,)), ops=tuple(ops))
-    ops[1] = replace(ops[1], starts=True)
-    graph = replace(together, ops=tuple(ops))
-    order = tuple(range(len(graph.ops)))
-    assert list(used_candidates(graph, order)) == []
-    alone = replace(graph, ops=(*ops[:3], ops[4]))
-    assert list(used_candidates(alone, (0, 1, 2, 3))) == [(2, (result, given))]
-    assert follow(_placed(make_plan(_step()), graph, make_schedule(graph, order, "given"))).races == ()
 
 
 def _placed(plan: Plan, graph: Graph, schedule: Schedule) -> Plan:
@@ -298,18 +251,6 @@ def test_graphs_that_do_not_wait_for_what_they_start_are_refused(change: Any, wo
     changed = replace(plan.graph, ops=tuple(change(op) for op in plan.graph.ops))
     with pytest.raises(InvalidEviction, match=words):
         require_equivalent(step.graph, changed, plan.eviction.sources)
-
-
-def test_what_is_used_before_its_wait_is_refused() -> None:
-    step = _step()
-    plan = _early(step)
-    assert plan.eviction is not None
-    wait = next(i for i, op in enumerate(plan.graph.ops) if op.target == WAIT)
-    order = list(range(len(plan.graph.ops)))
-    order[wait], order[wait + 1] = order[wait + 1], order[wait]
-    graph = replace(plan.graph, ops=tuple(plan.graph.ops[i] for i in order))
-    with pytest.raises(InvalidEviction, match=r"before op.* has ended"):
-        require_equivalent(step.graph, graph, [plan.eviction.sources[i] for i in order])
 
 
 def test_a_saved_plan_knows_its_starts_and_waits(tmp_path: Any) -> None:

@@ -42,15 +42,6 @@ def test_clipping_costs_what_the_step_without_it_saves(optimizer: str) -> None:
     assert "gradients (" not in report_markdown(free)
 
 
-def test_a_barrier_can_cost_nothing() -> None:
-    """At a large batch the peak lies where no gradient is."""
-    plan = _plan(clip=1.0, batch=4096)
-    found = plan.report().barrier
-    assert found is not None
-    assert found.costs == 0
-    assert "that costs nothing" in report_markdown(plan.report())
-
-
 def _updates(b: GraphBuilder, gradients: list[int], *more: int) -> None:
     for gradient in gradients:
         size = b.storages[b.values[gradient].storage].nbytes

@@ -8,7 +8,7 @@ import pytest
 
 from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
 from memplan.errors import InvalidProblem, InvalidSolution, UnsupportedProblem
-from memplan.solvers import Progress, SolverLimits, select_solver, solve
+from memplan.solvers import SolverLimits, select_solver, solve
 from memplan.solvers.base import finish, infeasible_step, refusal
 from memplan.solvers.baselines import GREEDY
 from memplan.solvers.select import check_numbers, check_pins
@@ -165,49 +165,3 @@ def test_a_placement_is_refused_for_what_the_validator_says_and_not_for_its_capa
     assert refusal(problem, {"a": 0, "b": 4}) is None
     assert "a" in str(refusal(problem, {"a": 0, "b": 3}))
     assert refusal(Problem(buffers=()), {}) is None
-
-
-_RING = (_buffer("a", 20, 0, 5, gaps=(Interval(1, 4),)), _buffer("b", 20, 0, 3), _buffer("c", 20, 2, 5))
-
-
-@pytest.mark.parametrize(
-    ("buffers", "capacity", "minimize", "small", "searched"),
-    [
-        (_TWO, None, True, 2, False),  # greedy reaches max live
-        (_TWO, None, True, 1, True),
-        (_RING, None, True, 3, True),
-        (_RING, 60, False, 3, False),
-        (_RING, 59, False, 3, True),
-        (_RING, 60, True, 3, True),
-        (_RING, None, False, 3, True),
-    ],
-)
-def test_the_portfolio_stops_where_greedy_is_enough(
-    monkeypatch: pytest.MonkeyPatch,
-    buffers: tuple[Buffer, ...],
-    *,
-    capacity: int | None,
-    minimize: bool,
-    small: int,
-    searched: bool,
-) -> None:
-    from memplan.solvers import thresholds
-    from memplan.solvers.capacity_search import CapacitySearch
-
-    runs: list[int] = []
-    real = CapacitySearch.run
-
-    def run(self: CapacitySearch, seed: int) -> None:
-        runs.append(seed)
-        real(self, seed)
-
-    monkeypatch.setattr(CapacitySearch, "run", run)
-    monkeypatch.setattr(thresholds, "SMALL", small)
-    reports: list[Progress] = []
-    problem = Problem(buffers=buffers, capacity=capacity)
-    solution = solve(problem, minimize=minimize, work_limit=20_000, seed=7, on_progress=reports.append)
-    assert runs == ([7] if searched else [])
-    assert solution.solver == "portfolio"
-    assert (solution.arena_size, solution.bound >= problem.max_live) == (10 if buffers is _TWO else 60, True)
-    assert (reports[-1].incumbent, reports[-1].bound) == (solution.arena_size, solution.bound)
-    assert searched or len(reports) == 1

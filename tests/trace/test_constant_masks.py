@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -132,46 +130,3 @@ def test_a_mask_that_is_written_to_stays(write: str, how: str) -> None:
     eager = model(x)
     compiled = memplan.compile(model, x) if how == "compile" else torch.compile(model, backend=memplan.Backend())
     torch.testing.assert_close(compiled(x), eager, rtol=0, atol=0)
-
-
-class Writing(Attention):
-    """Attention with a mask that hides nothing, in a model that writes in place."""
-
-    def __init__(self, write: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
-        super().__init__(_all_true)
-        self.register_buffer("steps", torch.zeros(LENGTH, 8))
-        self.write = write
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        z = x * 2
-        assert isinstance(self.steps, torch.Tensor)
-        self.write(z, self.steps)
-        return super().forward(z)
-
-
-IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
-    "a method": lambda z, steps: z.relu_(),
-    "inplace": lambda z, steps: torch.nn.functional.relu(z, inplace=True),
-    "masked": lambda z, steps: z.masked_fill_(z > 0, 0.5),
-    "a buffer": lambda z, steps: steps.add_(1),
-    "chained": lambda z, steps: steps.add_(2).mul_(3).add_(1),
-    "out": lambda z, steps: torch.add(steps, 1, out=steps),
-    "setitem": lambda z, steps: z.__setitem__((slice(None), 0), 0.0),
-}
-
-
-@pytest.mark.parametrize("how", ["compile", "backend"])
-@pytest.mark.parametrize("write", IN_PLACE)
-def test_what_a_model_writes_in_place_is_written_where_a_mask_is_dropped(write: str, how: str) -> None:
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    model, x = Writing(IN_PLACE[write]), torch.randn(2, LENGTH, 8)
-    other = copy.deepcopy(model)
-    eager = model(x)
-    with torch.no_grad():
-        compiled: Any = memplan.compile(other, x, train=False)
-        if how == "backend":
-            compiled = torch.compile(other, backend=memplan.Backend())
-        assert torch.equal(compiled(x), eager)
-    for (name, one), (_, two) in zip(other.named_buffers(), model.named_buffers(), strict=True):
-        assert torch.equal(one, two), name

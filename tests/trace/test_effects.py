@@ -141,29 +141,6 @@ def test_scripts_are_refused_and_named(trace: bool) -> None:
             compile_step(model, optimizer, torch.sum, x)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_scripted_functions_are_traced_through() -> None:
-    def plain(x: torch.Tensor) -> torch.Tensor:
-        if x.size(0) > 1:
-            return torch.dropout(x.sin() * 2, 0.5, True)
-        return x
-
-    script = torch.jit.script(plain)
-
-    def function(model: Applies, y: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = script(y)
-        return made
-
-    model, x = Applies(function), torch.ones(2, 4)
-    found = []
-    for call in (memplan_compile(model, x), model):
-        torch.manual_seed(0)
-        call(x).square().sum().backward()
-        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-        model.zero_grad()
-    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
-
-
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_lazy_modules_are_compiled_after_their_first_call() -> None:
     first = nn.LazyLinear(3)
@@ -190,35 +167,6 @@ def test_kernels_that_resize_their_results_are_refused() -> None:
         memplan_compile(model, x, fullgraph=True)
     model(x)
     assert torch.equal(memplan_compile(model, x)(x), model(x))
-
-
-class Halves(torch.autograd.Function):
-    """Saves its input, and draws numbers in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.exp()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return grad * x.exp() * torch.rand_like(x)
-
-
-def test_a_function_with_a_backward_of_its_own() -> None:
-    def function(model: Applies, y: torch.Tensor) -> Any:
-        return F.dropout(Halves.apply(F.dropout(y)))  # type: ignore[no-untyped-call]
-
-    model, x = Applies(function), torch.randn(3, 4)
-    found = []
-    for call in (memplan_compile(model, x), model):
-        torch.manual_seed(0)
-        for _ in range(3):
-            call(x).square().sum().backward()
-        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-        model.zero_grad()
-    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
 class _HookedAtFirst(nn.Module):

@@ -191,33 +191,6 @@ def test_inputs_without_a_common_batch_are_said() -> None:
         memplan.fits(nn.Embedding(8, 4), (torch.tensor(3),), device="1MiB", batch=4)
 
 
-def test_on_the_host_nothing_is_offloaded_to_make_a_step_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = (nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))
-    model, example = nn.Sequential(*blocks), torch.empty(512, 32)
-    whole = memplan.fits(model, example, device="cpu", search=False, allowance=0, slack=0).total
-    monkeypatch.setattr("memplan.planning.capacity._physical", lambda: int(whole * 0.9))
-    answer = memplan.fits(model, example, device="cpu", allowance=0, slack=0)
-    assert answer.within is not None
-    assert answer.within.host_size == 0
-    assert "policy='recompute'" in str(answer)
-
-
-def test_a_model_that_takes_no_batch_of_one_gets_an_answer() -> None:
-    model, example = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), torch.empty(4096, 8)
-    whole = memplan.fits(model, example, device="1GiB", search=False).total
-    answer = memplan.fits(model, example, device=whole // 2, slack=0)
-    assert not answer
-    assert answer.largest_batch is not None
-    assert 1024 < answer.largest_batch < 4096
-
-    def make(batch: int) -> tuple[nn.Module, torch.Tensor]:
-        assert batch % 4096 == 0, "by 4096"
-        return model, torch.empty(batch, 8)
-
-    unknown = memplan.fits(make, device=whole // 2, slack=0, batch=4096)
-    assert (unknown.fits, unknown.largest_batch) == (False, None)
-
-
 def test_parameters_without_a_gradient_have_no_state() -> None:
     class Unused(nn.Module):
         def __init__(self) -> None:

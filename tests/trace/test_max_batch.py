@@ -56,14 +56,6 @@ def test_P7_gradients_in_the_arena_leave_room_for_more() -> None:  # noqa: N802
         memplan.max_batch(make, limit, gradients="stolen")  # type: ignore[arg-type]
 
 
-def test_bounds_are_kept() -> None:
-    assert memplan.max_batch(make, "1GiB", highest=3) == 3
-    with pytest.raises(BudgetInfeasible, match="batch of 100000"):
-        memplan.max_batch(make, "1MiB", lowest=100_000, policy=None)
-    with pytest.raises(InvalidSize):
-        memplan.max_batch(make, "1MiB", lowest=0)
-
-
 def test_nothing_of_the_models_size_is_allocated() -> None:
     def huge(batch: int) -> tuple[nn.Module, tuple[Any, ...]]:
         model, _ = make(1)

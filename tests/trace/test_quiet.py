@@ -49,12 +49,3 @@ def test_threads_that_overlap_leave_everything_as_it_was(caplog: pytest.LogCaptu
     assert after == before
     logging.getLogger("torch.some_internal").warning("afterwards")
     assert caplog.messages == ["afterwards"]
-
-
-def test_filters_that_were_copied_inside_do_not_stay_silent() -> None:
-    with quiet():
-        copied = list(warnings.filters)
-    with warnings.catch_warnings():
-        warnings.filters[:] = [*copied, ("error", None, UserWarning, None, 0)]  # type: ignore[index]
-        with pytest.raises(UserWarning, match="afterwards"):
-            warnings.warn("afterwards", stacklevel=1)

@@ -124,19 +124,9 @@ def test_an_example_of_the_special_size_is_refused_with_the_line() -> None:
         memplan.plan(Branches("equal"), torch.zeros(5, 8), dynamic_shapes={"x": {0: BATCH}})
 
 
-def test_a_fixed_view_is_refused() -> None:
-    with pytest.raises((InvalidShapes, UnsupportedGraph), match=r"next step"):
-        memplan.plan(Branches("fixed"), torch.zeros(5, 8), dynamic_shapes={"x": {0: BATCH}})
-
-
 def test_numbers_that_follow_from_sizes_but_are_none() -> None:
     with pytest.raises(UnsupportedGraph, match=r"leave that dimension out|next step"):
         memplan.plan(Branches("size"), torch.zeros(5, 8), dynamic_shapes={"x": {0: BATCH}})
-
-
-def test_a_width_that_a_layer_fixes_names_the_line() -> None:
-    with pytest.raises(InvalidShapes, match=r"the model fixes width.*width == 8"):
-        memplan.plan(Branches(""), torch.zeros(5, 8), dynamic_shapes={"x": {0: BATCH, 1: Dim("width", max=9)}})
 
 
 def test_budgets_and_meta_tensors_are_refused() -> None:

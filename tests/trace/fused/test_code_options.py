@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,22 +57,6 @@ class Wide(nn.Module):
 
 def _kernels(traced: TracedGraph) -> list[GeneratedCall]:
     return [k for k in traced.kernels if isinstance(k, GeneratedCall) and k.kernel.source]
-
-
-@pytest.mark.slow
-def test_groups_of_loops_are_bounded_and_keep_their_bits() -> None:
-    given = tuple(torch.linspace(0, 1, n) for n in (8, 12, 2000, 3000))
-    captured = capture_call(Loops(), given, kernels="inductor", train=False)
-    whole = captured.retrace()
-    parts = captured.retrace(code=CodeOptions(group_bytes=1024))
-    assert (len(_kernels(whole)), len(_kernels(parts))) == (1, 3)  # the two small loops stay together
-    assert parts.code == CodeOptions(group_bytes=1024)
-    plan = memplan.plan(Loops(), given, kernels="inductor", train=False)
-    made = replace(plan_of(parts), code=parts.code)
-    compiled = memplan.compile(Loops(), given, kernels="inductor", train=False, plan=made)
-    assert len(compiled.plan.graph.ops) == len(plan.graph.ops) + 2
-    expected = memplan.compile(Loops(), given, kernels="inductor", train=False)(*given)
-    assert all(map(torch.equal, compiled(*given), expected))
 
 
 def plan_of(traced: TracedGraph) -> memplan.Plan:

@@ -106,15 +106,6 @@ def test_results_of_an_op_are_new_blocks_by_position() -> None:
     assert [p.block.name for p in second.reads] == ["buf0", "buf1"]
 
 
-def test_what_is_written_by_name_and_constants_of_the_code() -> None:
-    lines = [Allocation(name="buf0"), _call("cpp_fused(table, out=buf0)", "out")]
-    replay = _replay(lines)
-    (run,) = replay.run()
-    assert [p.block.name for p in run.writes] == ["buf0"]
-    assert run.reads[0].block.constant is not None
-    assert list(replay.constants) == ["table"]
-
-
 def test_a_call_of_which_nothing_is_known_may_change_all_of_its_arguments() -> None:
     (run,) = _replay([KernelLine(text="aten.bernoulli_(x, 0.5)", known=False)], x=_given("x", 4, 4)).run()
     assert run.reads == run.writes != ()

@@ -15,22 +15,11 @@ from torch._inductor.virtualized import V
 
 import memplan
 from memplan.core.graph import Op, Phase
-from memplan.trace.fused.kernel_runs import (
-    Allocation,
-    Block,
-    BlockView,
-    KernelLine,
-    Renaming,
-    Replay,
-    TensorSpec,
-    WrittenCode,
-)
 from memplan.trace.fused.wrapper import Overwriting
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-CPU = torch.device("cpu")
 ROW, COLUMN = sympy.Symbol("d0"), sympy.Symbol("d1")
 
 
@@ -98,41 +87,6 @@ def test_a_result_that_is_smaller_than_the_range_of_its_kernel_has_bytes_of_its_
 def test_what_inductor_never_reuses_or_changes_elsewhere_stays() -> None:
     loop = [[_Loop("r", _dep("a"))]]
     assert _found(loop, fixed=("a",)) == _found(loop, fixed=("r",)) == _found(loop, changed=("a",)) == {}
-
-
-def _replayed(text: str, at: int, made: TensorSpec | None = None) -> list[tuple[str, str]]:
-    """The pairs of a call that reads the saved tensor `x` and writes its argument `at`, `buf1`, later called `buf2`."""
-    code = WrittenCode(specs={"buf1": made or _spec(16)}, inputs=("x",))
-    code.overwritable = {"buf1": ("x", "unknown"), "buf2": ("y",)}
-    code.sources["cpp_fused"], code.namespace = "void kernel() {}", {"cpp_fused": len}
-    call = KernelLine(text=text, kernel="cpp_fused", written=frozenset((at,)))
-    code.lines = [Allocation(name="buf1"), call, Renaming(text="buf2 = buf1; del buf1  # reuse")]
-    blocks = [Block(name=name, device=CPU, nbytes=64, touched=True) for name in ("x", "y")]
-    views = [BlockView(block=b, dtype=torch.float32, shape=(16,), strides=(1,), offset=0) for b in blocks]
-    (run,) = Replay(code, dict(zip("xy", views, strict=True))).run()
-    return [(made.block.name, read.block.name) for made, read in run.overwritable]
-
-
-def _spec(elements: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
-    return TensorSpec(dtype=dtype, device=CPU, shape=(elements,), strides=(1,), offset=0, nbytes=4 * elements)
-
-
-def test_a_call_has_the_pairs_of_its_loops() -> None:
-    assert _replayed("cpp_fused(x, buf1)", 1) == [("buf1", "x")]
-    assert _replayed("cpp_fused(x, y, buf1)", 2) == [("buf1", "x")]  # `y` is a pair of a later kernel's
-
-
-@pytest.mark.parametrize(
-    ("text", "at", "made"),
-    [
-        ("cpp_fused(x, reinterpret_tensor(x, (4, 4), (1, 4), 0), buf1)", 2, None),  # two views, one transposed
-        ("cpp_fused(x, x, buf1)", 2, None),  # two names of the same place: only one was looked at
-        ("cpp_fused(reinterpret_tensor(x, (8,), (1,), 8), buf1)", 1, None),  # another place
-        ("cpp_fused(x, buf1)", 1, _spec(16, torch.int32)),
-    ],
-)
-def test_a_call_that_sees_other_places_has_none(text: str, at: int, made: TensorSpec | None) -> None:
-    assert _replayed(text, at, made) == []
 
 
 class Head(nn.Module):
