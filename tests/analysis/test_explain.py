@@ -1,4 +1,4 @@
-"""Explanations, levers and differences: what they say follows from the plan, to the byte."""
+"""Explanations, levers, differences and records: what they say follows from the plan, to the byte."""
 
 from __future__ import annotations
 
@@ -176,3 +176,18 @@ def test_the_differences_of_a_budget_are_said_as_such() -> None:
     evicted = {module[one.storage] for one in kept.evictions}
     assert {h.module for h in found.came} | {b.module for _, b in found.shrank} <= evicted
     assert diff(kept, kept).same
+
+
+@given(plans())
+def test_there_is_a_row_for_each_buffer(plan: Plan) -> None:
+    rows = plan.to_records()
+    assert [row["buffer"] for row in rows] == [b.id for b in plan.problem.buffers]
+    assert max((row["offset"] + row["nbytes"] for row in rows), default=0) == plan.arena_size
+    assert sum(row["nbytes"] for row in rows if row["at_peak"]) == plan.max_live
+    assert all(0 <= row["start"] < row["end"] <= len(plan.schedule.order) for row in rows)
+    assert len({frozenset(row) for row in rows}) <= 1, "the same columns in each row"
+
+
+def test_a_row_says_where_its_buffer_is_from() -> None:
+    row = next(r for r in sample_plan(alignment=1).to_records() if r["nbytes"] == 100)
+    assert (row["module"], row["source"], row["kind"]) == ("h.0.attn", "model.py:12", "activation")

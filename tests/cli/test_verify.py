@@ -10,7 +10,7 @@ import pytest
 from memplan.planning.planfile import load
 from tests.cli.helpers import Run
 from tests.samples import branching_plan
-from tests.schedule.test_claimed import false_order
+from tests.schedule.test_evidence import false_order
 
 
 def test_the_command_exits_by_what_is_proven(run: Run, tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""Compiled steps of several ranks: the bits of torch's FSDP2 and DDP, ranks that differ, and ranks that die."""
+"""Compiled steps and calls of several ranks: torch's own bits, ranks that differ, and ranks that die."""
 
 from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import distributed
@@ -130,3 +131,61 @@ def test_a_launch_ends_when_a_rank_fails_or_hangs() -> None:
     assert "said before it failed" in found.logs[0]
     with pytest.raises(AssertionError, match=r"(?s)ranks \[0, 1\] did not end in time.*said before it hung"):
         launch("hangs", ranks=2, timeout=4, module="tests.distributed.bare")
+
+
+def test_two_ranks_have_the_gradients_of_torch_with_their_own_optimizer() -> None:
+    """Training, evaluation and other rows, of FSDP2, DDP and tensor parallelism, with poison and a budget."""
+    ranks = launch("compiled_alike", module="tests.distributed.compiled_calls")
+    for found in ranks.results:
+        assert {case: one["different"] for case, one in found["alike"].items() if one["different"]} == {}
+        assert {case: one["different"] for case, one in found["backends"].items() if one["different"]} == {}
+        assert all(one["graphs"] for one in found["backends"].values())
+        assert found["placed"][0] == "UnsupportedGraph"
+        assert "an input of type DTensor" in found["placed"][1]
+    alike, refused = ranks.results[0]["alike"], ranks.results[0]["refused"]
+    assert alike["fsdp"]["collectives"] == {"gather_parameter": 6 + alike["fsdp"]["again"], "reduce_scatter": 6}
+    assert alike["ddp"]["collectives"] == {"broadcast": 6, "all_reduce": 2}
+    assert alike["placed"]["collectives"] == {"all_reduce": 1}
+    assert refused["waits"][0] == "ArenaInUse", "another call would need the bytes of the one that waits"
+    assert refused["twice"][0] == "StaleActivationsError"
+    assert "it has collectives, in which the other ranks would not take part" in refused["twice"][1]
+    assert refused["no sync"][1].endswith("also under set_requires_gradient_sync(False)")
+    assert refused["copied"][0] == "UnsupportedCall"
+    assert refused["differ"][0] == "RanksDiffer"
+
+
+_SCENARIOS = "tests.distributed.tensor_parallelism"
+
+
+def test_two_ranks_have_the_bits_of_torchs_tensor_parallelism() -> None:
+    """An uneven vocabulary, other optimizers, sums of gradients, and a sequence that is divided, with recomputation."""
+    found = _alike("placed_on_two", ranks=2)
+    assert found["mlp"]["collectives"] == {"all_reduce": 1}
+    columns, sequence = found["columns"], found["sequence min"]
+    assert columns["collectives"] == {"all_reduce": 9, "all_gather": 1}
+    assert "all_reduce all_reduce_model_blocks_0_o (float32 2x12x32)" in columns["lines"]
+    assert sequence["collectives"]["reduce_scatter"] > 0
+    assert "all_reduce reduce_model_blocks_0_one_weight (float32 32)" in sequence["lines"]
+    assert sequence["arena"] < columns["arena"] * 0.7
+    assert sequence["again"] == 0, "what other ranks take part in never runs twice"
+
+
+@pytest.mark.slow
+def test_four_ranks_have_the_bits_of_torchs_two_dimensions() -> None:
+    """FSDP2 divides the parts of tensor parallelism again: they are gathered among other ranks than they are used."""
+    found = _alike("placed_on_four", ranks=4)
+    assert found["whole"]["collectives"]["reduce_scatter"] > 8, "of activations, and of a gradient of each parameter"
+    assert "all_reduce reduce_model_3_weight (float32 8)" in found["whole"]["lines"]
+    gathers = found["min"]["collectives"]["gather_parameter"]
+    assert gathers == 8 + found["min"]["again"] > 8
+    assert found["min"]["arena"] < found["whole"]["arena"]
+
+
+def _alike(scenario: str, *, ranks: int) -> dict[str, Any]:
+    """Return what the first rank has found, after comparing all ranks with torch and with each other."""
+    results = launch(scenario, ranks=ranks, module=_SCENARIOS).results
+    for found in results:
+        assert {case: one["different"] for case, one in found.items() if one["different"]} == {}
+        assert [one["lines"] for one in found.values()] == [one["lines"] for one in results[0].values()]
+    first: dict[str, Any] = results[0]
+    return first

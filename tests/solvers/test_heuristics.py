@@ -1,18 +1,32 @@
-"""The heuristics over arrays, and the bounds of CP-SAT, on problems whose answers are known."""
+"""The heuristics and the pieces of the search, each against its definition."""
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.instances import network, planted
 from memplan.core.problem import Buffer, Interval, Problem
-from memplan.solvers import SolverLimits, cpsat_model
+from memplan.core.validate import validate
+from memplan.solvers import SolverLimits, cpsat_model, solve
 from memplan.solvers import heuristics as squeaky_wheel
-from memplan.solvers.arrays import Ints, PieceOutcome, ProblemArrays, make_problem_arrays
-from memplan.solvers.base import WorkBudget
+from memplan.solvers.arrays import (
+    Instance,
+    Ints,
+    PieceOutcome,
+    ProblemArrays,
+    instance_of,
+    make_problem_arrays,
+)
+from memplan.solvers.base import WorkBudget, finish
 from memplan.solvers.heuristics import fill, first_answers, first_fit, unplaced
+from memplan.solvers.solve_at_capacity import Piece, _peel
+from memplan.solvers.tree_search import RULES, joined, search_once
 from tests.solvers.small import arrays_of, small_cores
 from tests.strategies import problems
 
@@ -129,3 +143,78 @@ def test_cpsat_respects_lowest_offsets_and_alignments() -> None:
     assert cpsat_model.decide(arrays, arrays.max_offset(9), arrays.low, WorkBudget(SolverLimits(work=10**6)))[0] is (
         PieceOutcome.EXHAUSTED
     )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_peeled_buffers_find_room_wherever_the_others_lie(seed: int) -> None:
+    problem = network(8, seed=seed)
+    arrays = make_problem_arrays(problem)
+    greedy = unplaced(arrays)
+    first_fit(arrays, np.lexsort((arrays.lo, -arrays.size)), greedy)
+    capacity = int((greedy * arrays.unit + arrays.raw).max())
+    max_offset = arrays.max_offset(capacity)
+    peeled: list[np.ndarray] = []
+    kept = _peel(arrays, Piece(ids=np.arange(arrays.n), base=0), max_offset, peeled)
+    assert peeled
+    offsets = np.full(arrays.n, -1, np.int64)
+    offsets[kept] = greedy[kept]
+    first_fit(arrays, np.concatenate(peeled[::-1]), offsets)
+    assert (offsets <= max_offset).all()
+
+
+@settings(max_examples=100)
+@given(problem=problems(most=9), data=st.data())
+def test_every_rule_of_the_search_decides_a_capacity_as_cpsat_does(problem: Problem, data: st.DataObject) -> None:
+    arrays = make_problem_arrays(problem)
+    if not arrays.n:
+        return
+    capacity = data.draw(st.integers(problem.max_live, solve(problem, solver="greedy").arena_size))
+    max_offset = arrays.max_offset(capacity)
+    if (max_offset < arrays.low).any():
+        return
+    expected, _ = cpsat_model.decide(arrays, max_offset, arrays.low, WorkBudget(SolverLimits(work=5_000_000)))
+    assert expected is not PieceOutcome.LIMIT
+    for rule in RULES:
+        outcome, offsets = _searched(instance_of(arrays, max_offset), rule=rule)
+        assert outcome is expected, rule
+        if outcome is PieceOutcome.SOLVED:
+            assert (offsets <= max_offset).all()
+            _check(problem, arrays, offsets)
+
+
+@settings(max_examples=100)
+@given(seed=st.integers(0, 100_000), n=st.integers(4, 12), moved=st.booleans())
+def test_what_is_placed_with_joins_is_valid(seed: int, n: int, moved: bool) -> None:
+    problem = planted(n, seed=seed, height=24, steps=10, density=random.Random(seed).choice((1.0, 0.9)))
+    if moved:  # sizes that change places may leave no placement within max live
+        sizes = random.Random(seed).sample([b.size for b in problem.buffers], n)
+        buffers = tuple(replace(b, size=size) for b, size in zip(problem.buffers, sizes, strict=True))
+        problem = Problem(buffers=buffers)
+    arrays = make_problem_arrays(problem)
+    max_offset = arrays.max_offset(problem.max_live)
+    piece = instance_of(arrays, max_offset)
+    expected, _ = _searched(piece, rule=RULES[0])
+    assert expected is not PieceOutcome.LIMIT
+    for chance in (0.0, 0.7, 1.0):
+        smaller = joined(piece, chance=chance, seed=seed)
+        outcome, offsets = _searched(smaller.piece, rule=RULES[0])
+        if chance == 0.0:
+            assert outcome is expected
+        if outcome is PieceOutcome.SOLVED:
+            assert (smaller.expand(offsets) <= max_offset).all()
+            _check(problem, arrays, smaller.expand(offsets))
+
+
+def _searched(piece: Instance, *, rule: tuple[int, bool]) -> tuple[PieceOutcome, Ints]:
+    outcome, _, offsets = search_once(
+        piece, piece.arrays.size.astype(np.float64), rule=rule, nodes=1_000_000,
+        table=np.zeros(1 << 10, np.int64), salt=1, budget=WorkBudget(SolverLimits(work=2_000_000)),
+    )  # fmt: skip
+    return outcome, offsets
+
+
+def _check(problem: Problem, arrays: ProblemArrays, offsets: Ints) -> None:
+    """`offsets` (units, by place in `arrays`) are a valid placement of `problem`."""
+    placed = dict.fromkeys((b.id for b in problem.buffers), 0)
+    placed |= {problem.buffers[i].id: int(at) * arrays.unit for i, at in zip(arrays.source, offsets, strict=True)}
+    validate(problem, finish(problem, placed, solver="search", seconds=0.0))

@@ -8,11 +8,12 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.instances import planted
+from benchmarks.instances import mixed_lives, planted
 from memplan.core.problem import Buffer, Interval, Problem, Status
 from memplan.core.validate import validate
 from memplan.errors import InvalidProblem
 from memplan.solvers import Progress, solve, thresholds
+from tests.slow import slow
 
 
 def _without_capacity(problem: Problem) -> Problem:
@@ -143,3 +144,15 @@ def test_more_bytes_than_can_be_counted_are_refused() -> None:
         solve(huge)
     with pytest.raises(InvalidProblem, match="number the steps from 0"):
         solve([Buffer(id="late", size=1, live=Interval(1 << 70, (1 << 70) + 1))])
+
+
+@pytest.mark.parametrize("seed", [0, *map(slow, range(1, 4))])
+def test_a_large_problem_reaches_max_live_through_its_core(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Long and short lives mixed: first-fit alone ends far above."""
+    problem = mixed_lives(1_500, seed=seed)
+    greedy = solve(problem, solver="greedy")
+    monkeypatch.setattr(thresholds, "LARGE", 200)
+    solution = solve(problem, work_limit=400_000)
+    validate(problem, solution)
+    assert greedy.gap > 0.01
+    assert solution.gap < greedy.gap / 4

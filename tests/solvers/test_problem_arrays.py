@@ -1,17 +1,21 @@
-"""Units, sections and limits of the arrays, against their definitions."""
+"""Units, sections, limits, bounds and reductions of the arrays, against their definitions."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
 
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import arrays as problem_arrays
-from memplan.solvers import thresholds
-from memplan.solvers.arrays import load_of, make_problem_arrays, subset
-from tests.solvers.small import alive_together, sections_of_buffer, small_problem
+from memplan.solvers import solve, thresholds
+from memplan.solvers.arrays import ProblemArrays, load_of, lower_bound, make_problem_arrays, subset
+from memplan.solvers.solve_at_capacity import Piece, _bottom, _peel, _split, reduce
+from tests.solvers.small import alive_together, arrays_of, sections_of_buffer, small_problem
+from tests.strategies import layered_problems
 
 
 def _buffer(name: str, size: int, start: int, end: int, *, alignment: int = 1, pin: int | None = None) -> Buffer:
@@ -126,3 +130,121 @@ def test_empty_and_weightless_buffers_have_no_arrays() -> None:
     empty = make_problem_arrays(Problem(buffers=()))
     assert (empty.n, empty.sections, empty.unit, empty.ceiling(9)) == (0, 0, 1, 0)
     assert problem_arrays.sections_of(empty.lo, empty.hi)[0].tolist() == []
+
+
+def _bound(*rows: tuple[int, int, int], alignment: int = 64, pin: int | None = None) -> int:
+    """The bound of buffers (size, start, end); the last one is pinned."""
+    made = [
+        Buffer(id=str(i), size=size, live=Interval(start, end), alignment=alignment,
+               pinned_offset=pin if i == len(rows) - 1 else None)
+        for i, (size, start, end) in enumerate(rows)
+    ]  # fmt: skip
+    return lower_bound(make_problem_arrays(Problem(buffers=tuple(made))))
+
+
+def test_padding_counts_but_for_the_topmost_buffer_of_each_section() -> None:
+    assert _bound((33, 0, 2), (33, 0, 2), (33, 0, 2)) == 64 + 64 + 33
+    assert _bound((33, 0, 2), (60, 0, 2)) == 64 + 33  # the one with the most padding on top
+    # 256 bytes without padding in one section, 200 with much of it in another: the first counts whole.
+    assert _bound((256, 0, 2), (200, 3, 5)) == 256
+    assert _bound((128, 0, 2), (128, 0, 2), (130, 3, 5)) == 256
+    assert _bound((33, 0, 5), (33, 0, 5), (64, 2, 3)) == 64 + 64 + 33
+    assert _bound((7, 0, 2), (9, 1, 3), alignment=1) == 16
+
+
+def test_no_arena_ends_below_a_pinned_or_a_large_buffer() -> None:
+    assert _bound((8, 0, 1), (8, 5, 6), pin=640) == 648
+    assert _bound((65, 0, 1), alignment=64) == 65
+
+
+@given(problem=layered_problems(most=6))
+def test_it_is_never_above_what_the_exact_solver_needs(problem: Problem) -> None:
+    exact = solve(problem, solver="cpsat", work_limit=2_000_000).arena_size
+    bound = lower_bound(make_problem_arrays(problem))
+    assert bound <= exact
+    if all(b.alignment == 1 for b in problem.buffers):
+        assert bound >= problem.max_live
+
+
+def _hulls_overlap(arrays: ProblemArrays, b: int, c: int) -> bool:
+    return bool(arrays.lo[b] < arrays.hi[c] and arrays.lo[c] < arrays.hi[b])
+
+
+def _always_fits(arrays: ProblemArrays, b: int, ids: list[int], base: int, highest: int) -> bool:
+    """Whether the others rule out fewer offsets of `b` than there are, wherever they lie."""
+    if arrays.pinned[b]:
+        return False
+    size, align = int(arrays.size[b]), int(arrays.align[b])
+    near = [c for c in ids if c != b and _hulls_overlap(arrays, b, c)]
+    # Each rules out size_c + size - 1 consecutive offsets, and of any `align` in a row one is a multiple.
+    ruled_out = sum(int(arrays.size[c]) + size + align - 2 for c in near) // align
+    return ruled_out < (highest - max(int(arrays.low[b]), base)) // align + 1
+
+
+def test_buffers_that_always_fit_are_peeled_round_by_round() -> None:
+    peeled_ever = 0
+    for seed in range(200):
+        problem = small_problem(seed, pins=True)
+        arrays = make_problem_arrays(problem)
+        base = seed % 3
+        max_offset = arrays.max_offset(problem.max_live + arrays.unit * (seed % 9))
+        ids = list(range(arrays.n))
+        expected = []
+        while True:
+            free = [b for b in ids if _always_fits(arrays, b, ids, base, int(max_offset[b]))]
+            if not free:
+                break
+            expected.append(sorted(free, key=lambda b: (-arrays.size[b], arrays.lo[b], b)))
+            ids = [b for b in ids if b not in free]
+        peeled: list[np.ndarray] = []
+        kept = _peel(arrays, Piece(ids=np.arange(arrays.n), base=base), max_offset, peeled)
+        assert kept.tolist() == ids, seed
+        assert [round_.tolist() for round_ in peeled] == expected, seed
+        peeled_ever += len(peeled)
+    assert peeled_ever > 100
+
+
+def test_buffers_alive_with_all_others_are_stacked_at_the_bottom() -> None:
+    arrays = arrays_of((3, 0, 9), (5, 0, 4), (2, 2, 5), (7, 5, 9), (4, 2, 8))
+    bottoms: list[tuple[int, int]] = []
+    kept, base, moved = _bottom(arrays, np.arange(5), 10, arrays.max_offset(40), bottoms)
+    assert (kept.tolist(), base, moved) == ([1, 2, 3], 17, True)
+    assert bottoms == [(0, 10), (4, 13)]
+    kept, base, moved = _bottom(arrays, np.array([1, 3]), 6, arrays.max_offset(40), bottoms)
+    assert (kept.tolist(), base, moved) == ([1, 3], 6, False)
+
+
+def test_nothing_is_stacked_where_that_could_cost_room() -> None:
+    def moved(arrays: ProblemArrays, *, spare: int = 0) -> bool:
+        highest = arrays.max_offset(40)
+        highest[0] += spare
+        return _bottom(arrays, np.arange(arrays.n), 0, highest, [])[2]
+
+    rows = ((3, 0, 9), (5, 0, 4), (7, 5, 9))
+    assert moved(arrays_of(*rows))
+    assert not moved(arrays_of(*rows), spare=1)  # the one at the bottom may end higher than those above it
+    assert moved(arrays_of(*rows), spare=-1)
+    changes: tuple[dict[str, Any], ...] = ({"alignment": 4}, {"pinned_offset": 4}, {"gaps": (Interval(2, 3),)})
+    for change in changes:
+        buffers = [Buffer(id="a", size=3, live=Interval(0, 9), **change)]
+        buffers += [Buffer(id="b", size=5, live=Interval(0, 4)), Buffer(id="c", size=7, live=Interval(5, 9))]
+        assert not moved(make_problem_arrays(Problem(buffers=tuple(buffers)))), change
+
+
+def test_parts_share_no_hull_and_are_ascending() -> None:
+    arrays = arrays_of((1, 4, 6), (1, 0, 2), (1, 1, 4), (1, 5, 7), (1, 8, 9), (1, 7, 9))
+    assert [part.tolist() for part in _split(arrays, np.arange(6))] == [[1, 2], [0, 3], [4, 5]]
+    assert [part.tolist() for part in _split(arrays, np.array([0, 1]))] == [[1], [0]]
+    assert _split(arrays, np.zeros(0, np.int64)) == []
+
+
+def test_reduction_by_hand() -> None:
+    """Buffer 0 lies below all. Of the two parts above it, 5 lies below the second, 2 and then 3 below the first."""
+    arrays = arrays_of((4, 0, 9), (6, 0, 3), (5, 1, 4), (6, 2, 5), (6, 3, 5), (8, 5, 9), (9, 5, 7), (9, 7, 9))
+    reduced = reduce(arrays, arrays.max_offset(21))
+    assert (reduced.bottom.tolist(), reduced.bottom_offset.tolist()) == ([0, 2, 3, 5], [0, 4, 9, 4])
+    assert reduced.fill.tolist() == [7, 6, 4, 1]  # these find room wherever the others lie
+    assert reduced.pieces == ()
+    tight = reduce(arrays, arrays.max_offset(20))  # nothing always fits: all are stacked, the first part too high
+    assert (tight.bottom.tolist(), tight.fill.tolist()) == ([0, 2, 3, 1, 4, 5, 6, 7], [])
+    assert tight.bottom_offset.tolist() == [0, 4, 9, 15, 15, 4, 12, 12]

@@ -1,4 +1,4 @@
-"""Results are laid out as the kernels lay them out, whatever their fakes say; so sums of them have eager's bits."""
+"""Results are laid out, and statistics have the type, as the kernels give them, whatever their fakes say."""
 
 from __future__ import annotations
 
@@ -220,3 +220,43 @@ def test_an_operand_that_is_broadcast_says_nothing_of_the_layout() -> None:
 
     model, x = Broadcast(), torch.rand(4, 3)
     assert torch.equal(memplan_compile(model, x)(x), model(x))
+
+
+class Updating(nn.BatchNorm2d):
+    """Batch norm by the op that keeps a reserve for its backward."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        given = (input, self.weight, self.bias, self.running_mean, self.running_var)
+        out: torch.Tensor = torch.ops.aten._batch_norm_with_update(*given, 0.1, 1e-5)[0]
+        return out
+
+
+_LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "layer": lambda: nn.LayerNorm(5),
+    "layer, half": lambda: nn.LayerNorm(5).bfloat16(),
+    "layer, plain": lambda: nn.LayerNorm(5, elementwise_affine=False),
+    "group": lambda: nn.GroupNorm(2, 8),
+    "batch": lambda: nn.BatchNorm2d(8),
+    "batch, eval": lambda: nn.BatchNorm2d(8).eval(),
+    "batch, with update": lambda: Updating(8),
+    "instance": lambda: nn.InstanceNorm2d(8, affine=True),
+}
+
+
+def _step(model: nn.Module, call: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        out = call(x)
+    out.float().square().sum().backward()
+    return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+
+@pytest.mark.parametrize("name", _LAYERS)
+def test_under_autocast_the_bits_are_those_of_eager(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), _LAYERS[name](), nn.Conv2d(8, 8, 1))
+    eager, x = copy.deepcopy(model), torch.randn(4, 3, 5, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled = memplan_compile(model, x)
+    ours, theirs = _step(model, compiled, x), _step(eager, eager, x)
+    assert len(ours) == len(theirs) > len(list(model.parameters()))
+    assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))

@@ -1,4 +1,4 @@
-"""`memplan check --verify`: what a plan says is proven again, refuted, or stays a claim."""
+"""`memplan check --verify`: what a plan says is proven again, refuted, or stays a claim; cuts by networkx."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ import time
 from typing import Any
 
 import pytest
+from hypothesis import given
 
+from memplan.core.graph import Graph, Phase, StorageKind
+from memplan.core.in_place import with_inplace_candidates
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, InvalidPlan, InvalidSize, MemplanError, UnsupportedGraph
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.planfile import check_consistency
-from memplan.schedule import Evidence, order
+from memplan.schedule import Evidence, cut_bound, order
 from memplan.verify import Proof, ProofState, proofs, verify
+from memplan.verify.cut import between_phases, least_at
 from memplan.verify.proofs import within
 from tests.core.test_happens_before import offloaded
+from tests.graph_strategies import GraphBuilder, graphs
 from tests.samples import branching_plan, sample_plan
-from tests.schedule.test_bound import diamonds
-from tests.schedule.test_claimed import false_layout, false_order
+from tests.schedule import brute
+from tests.schedule.test_bound import diamonds, ladder
+from tests.schedule.test_evidence import false_layout, false_order
 
 
 def _said(plan: Plan, **changes: Any) -> Plan:
@@ -164,3 +170,39 @@ def test_errors_cross_processes_whole(error: MemplanError) -> None:
     for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(again) is type(error)
         assert (str(again), vars(again), again.args) == (str(error), vars(error), error.args)
+
+
+@given(graphs(max_ops=6))
+def test_a_cut_is_the_least_that_any_order_needs_there(graph: Graph) -> None:
+    for op in range(len(graph.ops)):
+        assert least_at(graph, op) == brute.least_at(graph, op)
+
+
+@given(graphs())
+def test_cuts_are_those_of_the_prover(graph: Graph) -> None:
+    assert [least_at(graph, op) for op in range(len(graph.ops))] == [
+        cut_bound(graph, op) for op in range(len(graph.ops))
+    ]
+    if graph.ops:
+        assert between_phases(graph) == cut_bound(graph, None)
+
+
+def test_a_result_takes_the_bytes_of_an_input_that_nothing_needs_later() -> None:
+    """x -> y in place: 64 bytes where y is made, unless another op needs x after it."""
+    for reads_again, least in (((), 64), (("x",), 64), (("x", "y"), 128)):
+        b = GraphBuilder()
+        x, y, z = (b.storage(StorageKind.ACTIVATION, 64, planned=True) for _ in range(3))
+        b.op(Phase.FORWARD, (), (x,))
+        b.op(Phase.FORWARD, (x,), (y,), target="aten.tanh.default")
+        if reads_again:
+            b.op(Phase.FORWARD, tuple({"x": x, "y": y}[name] for name in reads_again), (z,))
+        assert least_at(with_inplace_candidates(b.graph()), 1) == least
+
+
+def test_the_prover_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the prover was asked")
+
+    for name in ("cut.cut", "cut.cut_bound", "cut.min_cut", "graph_arrays.make_graph_arrays"):
+        monkeypatch.setattr(f"memplan.schedule.{name}", refuse)
+    assert least_at(ladder(3), 3) == 310

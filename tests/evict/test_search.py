@@ -1,8 +1,9 @@
-"""The search over classes of storages, which large steps get; here small steps get it too, and are held to the same."""
+"""The search for decisions: descents, walks, classes of storages, and where it starts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,16 @@ from memplan.evict.measure import measure
 from memplan.evict.policies import auto as auto_module
 from memplan.evict.policies.auto import MANY_OPS, auto, recompute
 from memplan.evict.policies.dtr import Neighbourhoods, dtr
-from memplan.evict.search import DecisionSearch, descend, storage_classes, trimmed
+from memplan.evict.search import (
+    DecisionSearch,
+    anneal_walk,
+    descend,
+    descend_classes,
+    singles,
+    storage_classes,
+    trimmed,
+)
+from memplan.evict.search_kernel import PIN
 from memplan.evict.simulator import ByteCounter, DeviceState, EvictionKind, EvictionSimulator, Location
 from memplan.evict.workload import Policy, Workload, floor
 from tests.evict.judge import judged, workload_of
@@ -137,3 +147,65 @@ def test_neighbourhoods_are_those_of_a_plain_walk(llama: Graph) -> None:
     evictor = _Compared(workload)
     EvictionSimulator(workload, ByteCounter(workload.budget), evictor).simulate()
     assert evictor.compared > 20
+
+
+def _search(share: float, **options: bool) -> DecisionSearch:
+    workload = workload_of(traced_nano("llama").graph, alignment=64)
+    return DecisionSearch(workload.within(int(measure(workload, workload.plain).peak * share)), **options)
+
+
+def test_classes_hold_every_move_once_and_storages_of_one_size() -> None:
+    search = _search(0.6)
+    moves = [move for choices in storage_classes(search) for option in choices for move in option]
+    expected = [m for choices in singles(search) for (m,) in choices if m.decision != PIN]
+    assert sorted(moves, key=repr) == sorted(expected, key=repr)
+    assert len(storage_classes(search)) < len(singles(search))
+    for choices in storage_classes(search):
+        assert len({search.workload.size[m.storage] for option in choices for m in option}) == 1
+        for option in choices:
+            assert len({m.decision for m in option}) == 1
+            assert len({m.storage for m in option}) == len(option)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6])
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_coarse_descent_stops_before_what_single_decisions_finish(share: float, *, swaps: bool) -> None:
+    search = _search(share, swaps=swaps)
+    start = search.start()
+    coarse = descend_classes(search, start, 1.0, storage_classes(search))
+    assert 0 < coarse.area <= start.area
+    fine = descend(search, coarse, 1.0)
+    assert fine is not None
+    assert fine.area == 0
+    assert fine.peak <= search.workload.budget
+
+
+@pytest.mark.parametrize("soft", [1.0, 0.5])
+def test_walks_are_repeatable_and_their_best_keeps_the_budget(soft: float) -> None:
+    search = _search(0.6)
+    fits = descend(search, search.start(), 1.0)
+    assert fits is not None
+    one, two = (anneal_walk(search, fits, singles(search), work=200_000, seed=3, soft=soft) for _ in range(2))
+    assert one.best is not None
+    assert two.best is not None
+    assert (one.best.decision == two.best.decision).all()
+    assert (one.last.decision == two.last.decision).all()
+    assert one.best.area == 0
+    assert one.best.seconds <= fits.seconds
+    if soft < 1:  # the strict part never leaves the budget
+        assert one.last.area == 0
+
+
+@settings(max_examples=10)
+@given(graphs(max_ops=10))
+def test_never_slower_than_dtr(graph: Graph) -> None:
+    workload = workload_of(graph)
+    plain = measure(workload, workload.plain).peak
+    for share in (0.8, 0.6, 0.4):
+        at = replace(workload, budget=max(int(plain * share), floor(workload)[0]))
+        try:
+            theirs = measure(at, dtr(at)).seconds
+        except BudgetInfeasible:
+            continue
+        for policy in (auto, recompute):
+            assert measure(at, policy(at, work=20_000)).seconds <= theirs * (1 + 1e-9)
