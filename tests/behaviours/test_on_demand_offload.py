@@ -167,19 +167,6 @@ def test_a_second_backward_and_one_by_parts_have_what_they_need() -> None:
     assert twice(lambda x: OnDemandOffload(0, CPU).run(model, x)).same_as(twice(model))
 
 
-def test_inputs_with_a_history_get_their_gradients() -> None:
-    model, x = _net()
-    model.eval()
-
-    def gradient(call: Any) -> torch.Tensor:
-        leaf = x.clone().requires_grad_()
-        call(leaf.sin()).backward()
-        assert leaf.grad is not None
-        return leaf.grad
-
-    assert torch.equal(gradient(lambda x: OnDemandOffload(0, CPU).run(model, x)), gradient(model))
-
-
 def test_what_is_saved_after_others_came_back_is_its_own() -> None:
     """New storages take addresses of evicted ones, whose bytes are back elsewhere."""
 

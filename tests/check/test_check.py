@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 from fractions import Fraction
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +10,6 @@ from memplan.analysis.rows import Figures, Group, figures_of
 from memplan.check.check import EXPLAINED, Finding, Verdict, check, parse_rule
 from memplan.core.plan import Plan
 from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
-from memplan.errors import InvalidSize
 from tests.graph_strategies import plans
 from tests.samples import sample_plan
 
@@ -131,23 +129,3 @@ def test_a_limit_over_which_it_always_was_is_explained_by_who_is_there() -> None
     assert sum(sizes) >= 248
     kept = _explained("arena:320", dataclasses.replace(NOW, arena=300, max_live=300))
     assert (kept.ok, kept.grown, kept.because, kept.parts, kept.excess) == (True, (), (), (), Fraction(0))
-
-
-def test_bytes_are_whole_in_words_and_exact_beyond_a_limit() -> None:
-    finding = _explained("arena:+0.25%", dataclasses.replace(NOW, arena=210))
-    assert finding.limit == Fraction(84210, 400)
-    assert finding.texts() == ("320 B", "210 B", "110 B")
-    large = Finding(name="arena", measured=Fraction(5000), limit=Fraction(4999), is_share=False, ok=False)
-    assert large.texts() == ("4.88 KiB (5,000 B)", "4.88 KiB (4,999 B)", "1 B")
-    assert dataclasses.replace(large, limit=Fraction(5001), ok=True).texts() == (
-        "4.88 KiB (5,000 B)",
-        "4.88 KiB (5,001 B)",
-        "",
-    )
-
-
-def test_a_rule_without_its_baseline_names_the_plan() -> None:
-    with pytest.raises(InvalidSize, match=r"'arena:\+0' is relative to a baseline, and sample has none"):
-        check(sample_plan(), [parse_rule("arena:+0")])
-    with pytest.raises(InvalidSize, match=r"and the plan has none"):
-        check(dataclasses.replace(sample_plan(), model=""), [parse_rule("arena:+0")])

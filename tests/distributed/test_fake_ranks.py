@@ -15,7 +15,6 @@ import memplan
 from memplan.core.collectives import collectives_of, is_collective, may_run_again
 from memplan.core.graph import Graph
 from memplan.core.legal_orders import predecessors, require_legal
-from memplan.distributed import internals
 from memplan.distributed.fake_ranks import fake_ranks
 from memplan.distributed.parallelism import parallelism_of
 from memplan.errors import InvalidCosts, InvalidPlan, InvalidShapes, UnsupportedCall, UnsupportedGraph
@@ -23,7 +22,6 @@ from memplan.evict.costs import DEVICES, LINKS, cost_model
 from memplan.report.lines import waiting_lines
 from memplan.report.picture import picture_of_plan
 from memplan.report.trace_events import trace_events
-from memplan.torch_inside.versions import KNOWN
 from tests.distributed.models import SmallGpt, energy, tokens, vectors
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
@@ -392,27 +390,6 @@ def test_fsdp_of_hooks_and_exchanges_between_experts_are_refused(
         with pytest.raises(UnsupportedGraph, match=words) as error:
             attempt(make())
         assert error.value.see == see
-
-
-@pytest.mark.parametrize(
-    ("of", "name"), [("state", "_mp_policy"), ("group", "_all_gather_comm"), ("param", "padded_sharded_param_size")]
-)
-def test_another_torch_that_keeps_its_knowledge_elsewhere_is_refused(ranks: None, of: str, name: str) -> None:
-    """Every name is looked for before any of it is read."""
-    model: Any = _sharded()
-    state = model._get_fsdp_state()
-    (group,) = internals.groups_of(state)
-    assert set(internals.OF_GROUP) <= set(dir(group))
-    thing = {"state": state, "group": group, "param": group.fsdp_params[0]}[of]
-    known = getattr(thing, name)
-    delattr(thing, name)
-    try:
-        with pytest.raises(UnsupportedGraph, match=f"has no '{name}' in torch") as error:
-            _step(model)
-    finally:
-        setattr(thing, name, known)
-    assert error.value.see == "ranks-refused"
-    assert f"install torch {KNOWN[-1]}" in str(error.value.hint)
 
 
 def _columns() -> Any:

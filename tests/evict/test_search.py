@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,18 +12,15 @@ from memplan.errors import BudgetInfeasible
 from memplan.evict.measure import measure
 from memplan.evict.policies import auto as auto_module
 from memplan.evict.policies.auto import MANY_OPS, auto, recompute
-from memplan.evict.policies.dtr import Neighbourhoods, dtr
+from memplan.evict.policies.dtr import dtr
 from memplan.evict.search import (
     DecisionSearch,
-    anneal_walk,
     descend,
-    descend_classes,
     singles,
     storage_classes,
     trimmed,
 )
 from memplan.evict.search_kernel import PIN
-from memplan.evict.simulator import ByteCounter, DeviceState, EvictionKind, EvictionSimulator, Location
 from memplan.evict.workload import Policy, Workload, floor
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import graphs
@@ -105,50 +101,6 @@ def test_of_the_last_class_only_what_is_needed_is_taken(llama: Graph, *, swaps: 
     assert divided or swaps  # copies are so cheap here that whole classes are taken
 
 
-class _Compared:
-    """An evictor that holds each neighbourhood against a plain walk over the ops, and drops the first candidate."""
-
-    swaps = False
-
-    def __init__(self, workload: Workload) -> None:
-        self.around, self.compared = Neighbourhoods(workload), 0
-        self.pairs = [
-            (r, s) for i in range(len(workload.graph.ops)) for s in workload.writes[i] for r in workload.reads[i]
-        ]
-
-    def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
-        for s, seconds in zip(candidates, self.around.seconds(device, candidates), strict=True):
-            below = self._reached(device, s, [(b, a) for a, b in self.pairs], (Location.GONE, Location.DEAD))
-            above = self._reached(device, s, self.pairs, (Location.GONE,))
-            used = {x for x in above if device.last[x] >= device.position}
-            expected = sum(map(device.seconds, below)) + sum(map(device.seconds, used))
-            assert seconds == pytest.approx(expected, rel=1e-9)
-            self.compared += seconds > 0
-        return candidates[0]
-
-    def choose_kind(self, device: DeviceState, storage: int) -> EvictionKind:
-        return EvictionKind.DROP
-
-    def changed(self, device: DeviceState, storage: int) -> None:
-        self.around.changed(device, storage)
-
-    def _reached(
-        self, device: DeviceState, storage: int, pairs: list[tuple[int, int]], through: tuple[Location, ...]
-    ) -> set[int]:
-        found, before = {storage}, 0
-        while len(found) > before:
-            before = len(found)
-            found |= {b for a, b in pairs if a in found and device.where[b] in through}
-        return found - {storage}
-
-
-def test_neighbourhoods_are_those_of_a_plain_walk(llama: Graph) -> None:
-    workload = _within(llama, 0.5)
-    evictor = _Compared(workload)
-    EvictionSimulator(workload, ByteCounter(workload.budget), evictor).simulate()
-    assert evictor.compared > 20
-
-
 def _search(share: float, **options: bool) -> DecisionSearch:
     workload = workload_of(traced_nano("llama").graph, alignment=64)
     return DecisionSearch(workload.within(int(measure(workload, workload.plain).peak * share)), **options)
@@ -165,35 +117,6 @@ def test_classes_hold_every_move_once_and_storages_of_one_size() -> None:
         for option in choices:
             assert len({m.decision for m in option}) == 1
             assert len({m.storage for m in option}) == len(option)
-
-
-@pytest.mark.parametrize("share", [0.8, 0.6])
-@pytest.mark.parametrize("swaps", [True, False])
-def test_a_coarse_descent_stops_before_what_single_decisions_finish(share: float, *, swaps: bool) -> None:
-    search = _search(share, swaps=swaps)
-    start = search.start()
-    coarse = descend_classes(search, start, 1.0, storage_classes(search))
-    assert 0 < coarse.area <= start.area
-    fine = descend(search, coarse, 1.0)
-    assert fine is not None
-    assert fine.area == 0
-    assert fine.peak <= search.workload.budget
-
-
-@pytest.mark.parametrize("soft", [1.0, 0.5])
-def test_walks_are_repeatable_and_their_best_keeps_the_budget(soft: float) -> None:
-    search = _search(0.6)
-    fits = descend(search, search.start(), 1.0)
-    assert fits is not None
-    one, two = (anneal_walk(search, fits, singles(search), work=200_000, seed=3, soft=soft) for _ in range(2))
-    assert one.best is not None
-    assert two.best is not None
-    assert (one.best.decision == two.best.decision).all()
-    assert (one.last.decision == two.last.decision).all()
-    assert one.best.area == 0
-    assert one.best.seconds <= fits.seconds
-    if soft < 1:  # the strict part never leaves the budget
-        assert one.last.area == 0
 
 
 @settings(max_examples=10)

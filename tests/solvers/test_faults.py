@@ -139,27 +139,6 @@ def test_no_status_rests_on_a_faulty_answer(
             assert solution.status is Status.UNKNOWN
 
 
-@pytest.mark.parametrize("plain", [10_000, 0])
-def test_where_every_heuristic_fails_the_simplest_placements_step_in(
-    monkeypatch: pytest.MonkeyPatch, plain: int
-) -> None:
-    problem = Problem(
-        buffers=(
-            *_ring().buffers,
-            Buffer(id="pin", size=3, live=Interval(0, 5), pinned_offset=8),
-            Buffer(id="wide", size=5, live=Interval(6, 8), alignment=4),
-        )
-    )
-    expected = solve(problem, solver="greedy" if plain else "naive").offsets
-    for name, value in (("SMALL", 0), ("COMPILED", 0), ("PLAIN", plain)):
-        monkeypatch.setattr(thresholds, name, value)
-    monkeypatch.setattr(heuristics, "first_fit", _fitted)
-    with pytest.warns(SolverFault) as heard:
-        solution = solve(problem, work_limit=0)
-    assert dict(solution.offsets) == dict(expected)
-    assert [str(w.message).split(" gave")[0] for w in heard][:2] == ["heuristics.first_answers", "greedy"]
-
-
 def test_a_bound_that_a_placement_refutes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds, "SMALL", 0)
     monkeypatch.setattr(capacity_search, "lower_bound", lambda arrays: 100)

@@ -6,11 +6,10 @@ import random
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.instances import network, planted
+from benchmarks.instances import planted
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.core.validate import validate
 from memplan.solvers import SolverLimits, cpsat_model, solve
@@ -25,7 +24,6 @@ from memplan.solvers.arrays import (
 )
 from memplan.solvers.base import WorkBudget, finish
 from memplan.solvers.heuristics import fill, first_answers, first_fit, unplaced
-from memplan.solvers.solve_at_capacity import Piece, _peel
 from memplan.solvers.tree_search import RULES, joined, search_once
 from tests.solvers.small import arrays_of, small_cores
 from tests.strategies import problems
@@ -63,33 +61,7 @@ def test_fill_stacks_where_that_fits_and_uses_holes_for_the_rest() -> None:
     assert _filled(arrays, 8, {0: 0}, [1, 2, 3]) == ([0, 4, 8, 7], [2])
 
 
-def test_fill_starts_again_with_first_fit_where_the_skyline_wasted_a_hole() -> None:
-    """On the skyline the first goes above the placed one, and then nothing is left for the second."""
-    arrays = arrays_of((4, 0, 2), (2, 0, 2), (3, 0, 2))
-    assert _filled(arrays, 9, {0: 2}, [1, 2]) == ([2, 0, 6], [])
-
-
 # -- squeaky-wheel optimization ------------------------------------------------------------------------------
-
-
-def _orders(monkeypatch: pytest.MonkeyPatch, arrays: ProblemArrays, goal: Ints, budget: WorkBudget) -> list[list[int]]:
-    orders: list[list[int]] = []
-
-    def noted(arrays: ProblemArrays, order: Ints, offsets: Ints) -> None:
-        orders.append(order.tolist())
-        first_fit(arrays, order, offsets)
-
-    monkeypatch.setattr(squeaky_wheel, "first_fit", noted)
-    list(squeaky_wheel.rounds(arrays, goal, budget))
-    return orders
-
-
-def test_a_buffer_above_its_goal_is_promoted_until_it_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays = arrays_of((9, 0, 2), (6, 0, 2), (1, 5, 6))
-    goal = np.array([9, 0, 9])
-    orders = _orders(monkeypatch, arrays, goal, WorkBudget(SolverLimits(work=5)))
-    # Keys 9, 6 and nearly 0; times 1.3 in each round in which the second lies at 9: 6, 7.8, 10.1.
-    assert orders == [[0, 1, 2], [0, 1, 2], [1, 0, 2], [1, 0, 2], [1, 0, 2]]
 
 
 @given(problem=problems(aligned=False), data=st.data())
@@ -143,23 +115,6 @@ def test_cpsat_respects_lowest_offsets_and_alignments() -> None:
     assert cpsat_model.decide(arrays, arrays.max_offset(9), arrays.low, WorkBudget(SolverLimits(work=10**6)))[0] is (
         PieceOutcome.EXHAUSTED
     )
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_peeled_buffers_find_room_wherever_the_others_lie(seed: int) -> None:
-    problem = network(8, seed=seed)
-    arrays = make_problem_arrays(problem)
-    greedy = unplaced(arrays)
-    first_fit(arrays, np.lexsort((arrays.lo, -arrays.size)), greedy)
-    capacity = int((greedy * arrays.unit + arrays.raw).max())
-    max_offset = arrays.max_offset(capacity)
-    peeled: list[np.ndarray] = []
-    kept = _peel(arrays, Piece(ids=np.arange(arrays.n), base=0), max_offset, peeled)
-    assert peeled
-    offsets = np.full(arrays.n, -1, np.int64)
-    offsets[kept] = greedy[kept]
-    first_fit(arrays, np.concatenate(peeled[::-1]), offsets)
-    assert (offsets <= max_offset).all()
 
 
 @settings(max_examples=100)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
 
@@ -11,10 +10,10 @@ import pytest
 
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import fit_kernel, skyline_kernel, solve
-from memplan.solvers.arrays import Ints, ProblemArrays, instance_of
+from memplan.solvers.arrays import Ints, ProblemArrays
 from memplan.solvers.baselines import in_order, partitions
 from memplan.solvers.heuristics import on_skyline, online, unplaced
-from tests.solvers.small import alive_together, problem_of, sections_of_buffer, small_cores, small_problem
+from tests.solvers.small import alive_together, problem_of, small_cores, small_problem
 
 
 def _holes(arrays: ProblemArrays, b: int, offsets: list[int]) -> list[tuple[int, int]]:
@@ -62,46 +61,6 @@ def test_each_buffer_takes_the_first_or_the_tightest_free_offset(policy: int) ->
         order = np.random.default_rng(seed).permutation(np.flatnonzero(~arrays.pinned))
         expected = _placed(lifted, order, start, best=policy == fit_kernel.BEST)
         assert _both(lifted, order, start, policy) == [expected, expected], seed
-
-
-def test_placed_buffers_are_met_in_any_order_of_their_offsets() -> None:
-    """Some buffers are placed before the call, with overlaps: nothing says that they form a valid placement."""
-    for seed, arrays in small_cores(100, most=12):
-        chance = random.Random(seed)
-        start = np.array([chance.choice((-1, chance.randrange(20))) for _ in range(arrays.n)], np.int64)
-        order = np.flatnonzero(start < 0)
-        for policy, best in ((fit_kernel.FIRST, False), (fit_kernel.BEST, True)):
-            expected = _placed(arrays, order, start, best=best)
-            assert _both(arrays, order, start, policy) == [expected, expected], seed
-
-
-def test_neighbours_and_members_are_who_is_alive_together() -> None:
-    for seed, arrays in small_cores(150):
-        piece = instance_of(arrays, arrays.max_offset(100))
-        for b in range(arrays.n):
-            found = piece.adj[piece.adj_ptr[b] : piece.adj_ptr[b + 1]].tolist()
-            assert sorted(found) == [c for c in range(arrays.n) if c != b and alive_together(arrays, b, c)], seed
-        assert piece.adj_ptr[-1] == len(piece.adj)
-        for s in range(arrays.sections):
-            inside = piece.mem[piece.mem_ptr[s] : piece.mem_ptr[s + 1]].tolist()
-            assert inside == [b for b in range(arrays.n) if s in sections_of_buffer(arrays, b)], seed
-        assert piece.mem_ptr[-1] == len(piece.mem)
-
-
-def test_hulls_that_overlap_without_a_common_section_are_not_alive_together() -> None:
-    """All pairs of live intervals with at most one gap within five sections."""
-    lives: list[tuple[tuple[int, int], ...]] = [((a, b),) for a, b in itertools.combinations(range(6), 2)]
-    lives += [((a, b), (c, d)) for a, b, c, d in itertools.combinations(range(6), 4)]
-    ptr = np.concatenate((np.zeros(1, np.int64), np.cumsum([len(life) for life in lives])))
-    segments = np.array([segment for life in lives for segment in life], np.int64)
-    lo, hi = segments[ptr[:-1], 0], segments[ptr[1:] - 1, 1]
-    seg_lo, seg_hi = segments[:, 0].copy(), segments[:, 1].copy()
-    by_start = np.argsort(lo, kind="stable")
-    adj_ptr, adj = fit_kernel.neighbours(len(lives), ptr, seg_lo, seg_hi, lo, hi, by_start)
-    inside = [{s for a, b in life for s in range(a, b)} for life in lives]
-    for b, mine in enumerate(inside):
-        expected = {c for c, other in enumerate(inside) if c != b and mine & other}
-        assert set(adj[adj_ptr[b] : adj_ptr[b + 1]].tolist()) == expected
 
 
 def _on_top(arrays: ProblemArrays, order: Ints, max_offset: Ints, offsets: Ints) -> list[int]:

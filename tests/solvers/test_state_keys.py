@@ -26,17 +26,6 @@ def test_keys_are_the_same_on_every_machine() -> None:
         assert int(kernel.mix(b, allowed, hole - 1)) % (1 << 64) == _mixed(b, allowed, hole - 1)
 
 
-def test_a_table_finds_what_it_stored_and_overwrites_when_four_slots_are_taken() -> None:
-    table = np.zeros(16, np.int64)
-    for place, key in ((13, 13), (14, 29), (15, 45), (0, 61)):  # the same first slot, and round the end
-        assert kernel.slot(table, np.int64(key)) == place
-        table[place] = key
-        assert kernel.slot(table, np.int64(key)) == place
-    assert kernel.slot(table, np.int64(77)) == 13
-    assert kernel.slot(table, np.int64(16)) == 1
-    assert kernel.slot(table, np.int64(-14)) == 2  # keys may be negative
-
-
 def test_the_key_of_a_state_is_the_sum_over_its_unplaced_buffers() -> None:
     placed = np.array([False, False, False, False, True])
     allowed, hole = np.array([4, 5, 6, 7, 8]), np.array([-1, 3, -1, 2, 1])

@@ -14,7 +14,6 @@ import memplan
 from memplan.errors import InvalidModel, InvalidSize, UnsupportedCall, UnsupportedDevice
 from memplan.trace import kernel_scratch
 from memplan.trace.optimizer.update_bytes import update_bytes
-from memplan.trace.step_example import batch_of, meta_inputs, meta_model
 
 WIDTH = 256
 
@@ -147,21 +146,6 @@ def test_a_plan_that_fits_is_found_where_the_step_does_not() -> None:
     assert "no plan was found that fits" in str(tiny)
 
 
-def test_copies_on_the_meta_device_keep_what_is_shared() -> None:
-    model = Tied().half()
-    made = meta_model(model, torch.float64)
-    assert made.get_parameter("first.weight") is made.get_parameter("second.weight")
-    assert {t.dtype for t in (*made.parameters(), *made.buffers())} == {torch.float64}
-    assert all(t.is_meta for t in (*made.parameters(), *made.buffers()))
-    assert model.get_parameter("first.weight").dtype is torch.float16
-    inputs = ({"x": torch.ones(3, 5), "n": torch.ones(3, dtype=torch.long)}, 7)
-    other = meta_inputs(inputs, batch=9, dtype=torch.float16)
-    assert (other[0]["x"].shape, other[0]["x"].dtype, other[0]["n"].shape, other[1]) == (
-        (9, 5), torch.float16, (9,), 7,
-    )  # fmt: skip
-    assert (batch_of(inputs), batch_of((torch.ones(2), torch.ones(3))), batch_of((1,))) == (3, None, None)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "what"),
     [
@@ -264,18 +248,3 @@ def test_kernels_that_are_not_run_are_counted(monkeypatch: pytest.MonkeyPatch) -
     answer = memplan.fits(Depthwise(), torch.randn(1, 3, 4, 4), device="cpu", search=False)
     assert answer.unmeasured > 0
     assert f"what {answer.unmeasured} of them allocate" in str(answer)
-
-
-def test_equal_calls_run_once_and_other_kernels_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[Any] = []
-
-    def counted(thunks: Any, device: torch.device) -> list[int]:
-        runs.extend(thunks)
-        return [0] * len(thunks)
-
-    monkeypatch.setattr(kernel_scratch, "peak_bytes", counted)
-    for layers, kinds in ((1, 1), (3, 1), (0, 0)):
-        runs.clear()
-        model = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1) for _ in range(layers)), nn.ReLU())
-        memplan.fits(model, torch.randn(1, 4, 8, 8), device="cpu", train=False, search=False)
-        assert len(runs) == 3 * kinds, "arguments, kernel, and what is freed"

@@ -11,7 +11,6 @@ from memplan.core.code_options import CodeOptions
 from memplan.core.division import Division
 from memplan.planning.options import PlanOptions
 from memplan.trace import TracedGraph, capture_call, plan_step
-from memplan.trace.tracing import retraced
 
 
 class Classifier(nn.Module):
@@ -46,14 +45,6 @@ def test_a_captured_step_is_never_changed_by_tracing_it() -> None:
     assert len(divided.graph.ops) > len(whole.graph.ops)
     assert (divided.division is not None, divided.compress) == (True, "bits")
     assert captured.retrace().graph == whole.graph
-
-
-def test_the_form_that_is_there_is_not_traced_again() -> None:
-    retracer: Any = Counting()
-    traced = retracer.captured.retrace()
-    assert retraced(traced, retracer, None, "") is traced
-    assert plan_step(traced, retracer, PlanOptions())[0] is traced
-    assert retracer.asked == []
 
 
 def test_a_plan_is_of_the_form_that_comes_with_it() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -33,31 +32,7 @@ from memplan.trace.fused.kernel_runs import (
 )
 from memplan.trace.fused.wrapper import _READERS, _SILENT, RecordingWrapper, read_line, recording
 
-# What memplan reads of each line of Inductor's code: the names of its fields, in torch 2.13.
-FIELDS = {
-    "AllocateLine": {"wrapper", "node", "comm_buffer"},
-    "ReuseLine": {"wrapper", "node", "reused_as", "delete_old", "comm_buffer"},
-    "ReinterpretLine": {"wrapper", "node", "reused_as", "layout"},
-    "MultiOutputLine": {"wrapper", "result_name", "arg_name", "indices"},
-    "ExternKernelOutLine": {"wrapper", "node"},
-    "ExternKernelMultiOutLine": {"wrapper", "node"},
-    "ExternKernelAllocLine": {"wrapper", "node"},
-    "IndexPutFallbackLine": {"wrapper", "node", "indices"},
-    "ScatterFallbackLine": {"wrapper", "node"},
-    "FreeLine": {"wrapper", "node"},
-    "FreeIfNotReusedLine": {"wrapper", "node", "is_reused", "comm_buffer"},
-    "KernelDefinitionLine": {"wrapper", "kernel_name", "kernel_body", "metadata", "gpu", "cpp_definition"},
-}
 RENAMED = {"ReuseLine", "ReinterpretLine", "MultiOutputLine"}
-SINCE_2_13 = {"ExternKernelMultiOutLine"}
-CALL_FIELDS = {"kernel_name", "call_args", "arg_types", "triton", "triton_meta", "inductor_meta", "device"}
-
-
-def test_inductors_lines_have_the_fields_that_are_read() -> None:
-    for name, fields in FIELDS.items():
-        if name not in SINCE_2_13 or hasattr(lines, name):
-            assert {f.name for f in dataclasses.fields(getattr(lines, name))} == fields, name
-    assert {f.name for f in dataclasses.fields(lines.KernelCallLine)} >= CALL_FIELDS
 
 
 def test_the_registration_is_restored_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,23 +197,6 @@ def test_a_kernel_that_reads_what_it_wrote_itself_reads_nothing_from_before() ->
     (run,) = _replay(lines, x=_given("x", 4, 4)).run()
     assert [p.block.name for p in run.reads] == ["x"]
     assert [p.offset for p in run.writes] == [0, 8, 0]
-
-
-def test_results_of_an_op_are_new_blocks_by_position() -> None:
-    overload = torch.ops.aten.native_dropout.default
-    lines = [
-        KernelLine(text="buf3 = torch.ops.aten.native_dropout.default(x, 0.5, True)", overload=overload),
-        Renaming(text="buf0 = buf3[0]"),
-        Renaming(text="buf1 = buf3[1]"),
-        _call("cpp_fused(buf0, buf1, buf2)", 2),
-    ]
-    replay = _replay([Allocation(name="buf2"), *lines], x=_given("x", 4, 4))
-    del replay._code.specs["buf3"]  # a buffer of several tensors has no layout
-    first, second = replay.run()
-    assert first.overload is overload
-    assert {i: p.block.name for i, p in first.results.items()} == {0: "buf0", 1: "buf1"}
-    assert first.args[1:] == (0.5, True)
-    assert [p.block.name for p in second.reads] == ["buf0", "buf1"]
 
 
 def test_a_call_of_which_nothing_is_known_may_change_all_of_its_arguments() -> None:
