@@ -245,9 +245,8 @@ def test_P9_the_forward_keeps_its_bits_and_a_plan_its_gradients(dtype: torch.dty
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32])
-def test_P9_the_plan_says_what_waits_as_codes_and_when_it_is_back(dtype: torch.dtype) -> None:  # noqa: N802
-    model, args = _example_lossy(dtype)
+def test_P9_the_plan_says_what_waits_as_codes_and_when_it_is_back() -> None:  # noqa: N802
+    model, args = _example_lossy(torch.float32)
     plan = memplan.plan(model, args, compress="int8")
     names = {s.name: s for s in plan.graph.storages}
     steps = [plan.graph.ops[i] for i in plan.schedule.order]
@@ -262,17 +261,15 @@ def test_P9_the_plan_says_what_waits_as_codes_and_when_it_is_back(dtype: torch.d
     assert len({e.storage for e in plan.evictions}) == len(plan.evictions)
 
 
-@pytest.mark.parametrize("name", ["resnet"])
-def test_P9_codes_take_half_of_the_arena_away(name: str) -> None:  # noqa: N802
-    model, args = getattr(zoo, name)("nano")
+def test_P9_codes_take_half_of_the_arena_away() -> None:  # noqa: N802
+    model, args = zoo.resnet("nano")
     whole = memplan.plan(model, args, gradients="outside")
     lossy = memplan.plan(model, args, gradients="outside", compress="int8")
     assert lossy.arena_size <= 0.58 * whole.arena_size  # gradients pass through both
 
 
-@pytest.mark.parametrize("name", ["resnet"])
-def test_P9_training_follows_eager(name: str) -> None:  # noqa: N802
-    model, args = getattr(zoo, name)("nano")
+def test_P9_training_follows_eager() -> None:  # noqa: N802
+    model, args = zoo.resnet("nano")
     theirs, ours = deepcopy(model), model
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
     step = memplan.compile_step(

@@ -90,9 +90,11 @@ def test_what_is_no_plan_of_this_version_is_refused(path: Path, content: bytes) 
 
 
 def test_a_missing_file_and_a_folder_are_unreadable(tmp_path: Path) -> None:
-    for path, what in ((tmp_path / "none.json", "No such file or directory"), (tmp_path, ""), ("bad\0name", "")):
-        with pytest.raises(UnreadableFile, match=f"cannot be read: {what}") as caught:
+    missing, unread = "cannot be read: No such file or directory", "cannot be read|is not JSON"
+    for path, what in ((tmp_path / "none.json", missing), (tmp_path, unread), ("bad\0name", unread)):
+        with pytest.raises(UnreadableFile, match=what) as caught:
             planfile.load(path)
+        assert type(caught.value) is UnreadableFile
         assert caught.value.where == str(path)
 
 
