@@ -1,17 +1,25 @@
-"""What the benchmarks compute from their measurements."""
+"""What the benchmarks compute from their measurements, and the tables that they write."""
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import first_call, fits, fused
+from benchmarks import first_call, fits, fused, solver_traces
 from benchmarks.full_size import row as step_memory_row
+from benchmarks.instances import LIVES
+from benchmarks.page import made_up
+from benchmarks.page import main as page
 from benchmarks.runtime import MOST, largest, main
+from benchmarks.solver_traces import graphs, of_nodes, read
 from benchmarks.streamed import main as streamed
 from benchmarks.zoo import ZOO
+from memplan.core.problem import Buffer, Problem, Solution, Status
+from memplan.core.validate import validate
+from tests.report.browser import CHROMIUM, DRIVER, MISSING
 
 pytestmark = pytest.mark.slow
 
@@ -84,3 +92,55 @@ def test_the_benchmark_of_fused_kernels_refuses_what_it_cannot_measure(
         fused.main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_buffers_overlap_nowhere() -> None:
+    picture = made_up(3000)
+    assert len(picture.blocks) == 3000
+    buffers = tuple(Buffer(id=b.holder.id, size=b.holder.size, live=b.segments[0]) for b in picture.blocks)
+    problem = Problem(buffers=buffers)
+    solution = Solution(
+        offsets={b.holder.id: b.offset for b in picture.blocks},
+        arena_size=picture.arena,
+        status=Status.FEASIBLE,
+        bound=picture.max_live,
+        solver="made up",
+        seconds=0.0,
+    )
+    validate(problem, solution)
+
+
+@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=MISSING)
+def test_the_command_line_writes_a_table(tmp_path: Path) -> None:
+    assert page(["--counts", "200", "--repeats", "1", "--directory", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "page.json").read_text())["rows"]
+    assert row["buffers"] == 200
+    assert 0 < row["file_mb"] < 0.2
+    assert 0 < row["after_ms"] < row["painted_ms"]
+    assert row["redrawn_ms"] > 0
+    assert row["hover_ms"] <= row["hover99_ms"]
+
+
+# A graph in the contest's format: a node that lives for no step there is alive at one here.
+NODES = {"intervals": [[0, 4], [2, 2], [4, 6]], "usages": [[7], [3, 9, 5], [1, 2]]}
+
+
+def test_a_graph_of_iopddl_is_a_buffer_for_each_node(tmp_path: Path) -> None:
+    content = json.dumps({"problem": {"name": "x", "nodes": NODES, "edges": {}, "usage_limit": 9}}).encode()
+    (tmp_path / "asplos-2025-iopddl-Q.json.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "R.json").write_bytes(content)
+    assert [name for name, _ in graphs(tmp_path)] == ["R", "Q"]
+    for _, path in graphs(tmp_path):
+        problem = read(path)
+        assert [(b.live.start, b.live.end, b.size) for b in problem.buffers] == [(0, 5, 8), (2, 3, 10), (4, 7, 3)]
+        assert problem.max_live == 18
+    assert [b.size for b in of_nodes(NODES, usage="smallest").buffers] == [8, 4, 2]
+
+
+def test_the_table_of_traces_has_the_solver_beside_plain_heuristics(tmp_path: Path) -> None:
+    assert solver_traces.main(["--sizes", "300", "--seconds", "0", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "solver-traces.json").read_text())["rows"]
+    assert [row["instance"] for row in rows] == [f"{lives}-0" for lives in LIVES]
+    for row in rows:
+        assert 0 <= row["default"] <= row["greedy"]
+        assert row["proven"] == (row["default"] == 0)

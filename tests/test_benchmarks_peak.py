@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,6 @@ from benchmarks.peak import main, row_of, summary
 from benchmarks.peak_measure import (
     CONTENDERS,
     MODELS,
-    RETURN_MEMORY,
     Step,
     by_events,
     covered,
@@ -29,30 +25,6 @@ from benchmarks.results import Row
 
 MIB = 1 << 20
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 says so of any profile
-
-# Of three parts of known size: two alive at once, and a third when they are gone. The second part of the script is what
-# a caller measures with memory that an earlier step has held and given back.
-RESIDENT = """
-import torch
-from benchmarks.peak_measure import Step
-from benchmarks.peak_measure import live_bytes, resident_growth
-
-MIB = 1 << 20
-
-def run(mebibytes):
-    first = torch.ones(mebibytes * MIB, dtype=torch.uint8)
-    second = torch.ones(mebibytes * MIB, dtype=torch.uint8)
-    del first, second
-    torch.ones(mebibytes * MIB, dtype=torch.uint8)
-
-def grows(mebibytes):
-    return resident_growth(Step(run=lambda: run(mebibytes), clear=lambda: None))
-
-before = live_bytes()
-kept = torch.ones(5 * MIB, dtype=torch.uint8)
-grows(1)
-print([grows(size) / MIB for size in (48, 8)], live_bytes() - before)
-"""
 
 
 def _step(run: Callable[[], object]) -> Step:
@@ -115,23 +87,6 @@ def test_what_is_offloaded_to_the_host_is_not_in_the_peak_of_the_device() -> Non
 def test_spans_that_overlap_count_once() -> None:
     assert covered([(0, 10), (5, 7), (8, 12), (20, 21), (20, 21)]) == 13
     assert covered([]) == 0
-
-
-@pytest.mark.slow
-def test_the_high_water_mark_is_reset_before_each_step() -> None:
-    if not Path("/proc/self/clear_refs").exists():
-        pytest.skip("the high-water mark can be reset on Linux alone")
-    run = subprocess.run(
-        [sys.executable, "-c", RESIDENT],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **RETURN_MEMORY},
-    )
-    (large, small), kept = json.loads(f"[{run.stdout.strip().replace('] ', '], ')}]")
-    assert large == pytest.approx(96, abs=1)
-    assert small == pytest.approx(16, abs=1)  # and not what the larger step before it needed
-    assert kept == 5 * MIB
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from memplan.devices.kinds import alignment_of
 from memplan.evict.measure import measure
 from memplan.evict.policies.flow import flow
 from memplan.evict.policies.genoa import genoa
-from memplan.evict.workload import Workload, floor
+from memplan.evict.workload import Kind, Workload, floor
 from memplan.planning.fit import make_workload
 from memplan.schedule import order
 from memplan.trace import trace
@@ -115,6 +115,22 @@ def test_T2_genoas_device_memory_is_the_working_set_of_one_op(name: str) -> None
     model, inputs = ZOO[name]("nano")
     plan = memplan.plan(model, inputs, device="cpu", policy="genoa", costs=FAST_LINK)
     assert plan.arena_size == plan.max_live == floor(_workload(name))[0]
+
+
+def test_T2_an_operand_arrives_right_before_its_op_and_leaves_right_after() -> None:  # noqa: N802
+    workload = _workload("vit")
+    workload = workload.within(floor(workload)[0])
+    here: set[int] = set()
+    for kind, index in genoa(workload):
+        if kind is Kind.RUN:
+            assert here <= {*workload.reads[index], *workload.writes[index]}
+            here |= {*workload.writes[index]}
+            here = {s for s in here if workload.uses[s][-1] > index or s in workload.host_resident}
+        elif kind is Kind.RELOAD:
+            here.add(index)
+        elif kind in (Kind.DROP, Kind.OFFLOADED):
+            here.discard(index)
+    assert not here
 
 
 @pytest.mark.parametrize("link", ["fast", "slow"])

@@ -60,18 +60,6 @@ def test_close(one: Any, two: Any, close: bool) -> None:
     assert judge.close(one, two) is close
 
 
-def test_what_a_caller_sees() -> None:
-    plain = torch.ones(2, 3)
-    assert judge.seen(plain, torch.zeros(2, 3), strides=True) is None
-    assert "dtype" in str(judge.seen(plain, plain.double(), strides=True))
-    assert "shape" in str(judge.seen(plain, torch.ones(3, 2), strides=True))
-    assert "requires_grad" in str(judge.seen(plain, torch.ones(2, 3, requires_grad=True), strides=True))
-    assert "strides" in str(judge.seen(plain, torch.ones(3, 2).t(), strides=True))
-    assert judge.seen(plain, torch.ones(3, 2).t(), strides=False) is None
-    assert judge.seen(torch.ones(1, 3), torch.ones(3, 1).t(), strides=True) is None  # one row: strides say nothing
-    assert "NoneType" in str(judge.seen(plain, None, strides=True))
-
-
 @pytest.mark.parametrize(
     ("layout", "shape", "strides"),
     [

@@ -32,19 +32,6 @@ def test_never_larger_and_always_legal(data: st.DataObject) -> None:
     assert others[0] == others[1]
 
 
-def test_what_makes_bytes_does_not_wait() -> None:
-    """Side by side with its kind, it would hold its bytes beside those that an op of another kind waits with."""
-    b = GraphBuilder()
-    small, large, made = (b.storage(StorageKind.ACTIVATION, nbytes, planned=True) for nbytes in (1, 64, 64))
-    b.op(Phase.BACKWARD, (), (small, large))
-    b.op(Phase.BACKWARD, (small,), ())
-    b.op(Phase.BACKWARD, (large,), ())
-    b.op(Phase.BACKWARD, (), (made,))
-    graph = b.graph()
-    after = gather(graph, traced(graph), {1: "a", 2: "b", 3: "a"}, 1)
-    assert after.max_live == max(live_bytes(graph, after.order)) == 65
-
-
 def _step(peak: int, *, gradients: int = 6) -> Graph:
     """A backward of `gradients` layers: an activation, a gradient of 8 bytes, its update; one activation of `peak`."""
     b = GraphBuilder()
@@ -88,16 +75,3 @@ def _free(graph: Graph) -> Graph:
         return tuple(v for v in values if graph.storages[graph.values[v].storage].planned)
 
     return replace(graph, ops=tuple(replace(op, reads=reads(i)) for i, op in enumerate(graph.ops)))
-
-
-def test_what_waits_in_the_forward_runs_before_the_backward() -> None:
-    """There is room for its gradient later too, but the caller's loss is computed in between."""
-    b = GraphBuilder()
-    gradient, large, other, huge = (b.storage(StorageKind.ACTIVATION, n, planned=True) for n in (8, 64, 64, 256))
-    b.op(Phase.FORWARD, (), (gradient,))
-    b.op(Phase.FORWARD, (gradient,), ())
-    b.op(Phase.FORWARD, (), (large,))
-    b.op(Phase.BACKWARD, (large,), (other,))
-    b.op(Phase.BACKWARD, (other,), (huge,))
-    graph = b.graph()
-    assert gather(graph, traced(graph), {1: "update"}, 1).order == (0, 2, 1, 3, 4)

@@ -1,10 +1,13 @@
-"""What can be traced, from real, fake and meta tensors; what cannot is refused with the node, the reason and a hint."""
+"""What can be traced; what cannot is refused with the node, the reason and a hint, and nothing else is said."""
 
 from __future__ import annotations
 
+import logging
 import random
 import subprocess
 import sys
+import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,11 +15,13 @@ import pytest
 import torch
 from torch import nn
 
+import memplan
 from benchmarks.zoo import ZOO
 from memplan.errors import UnsupportedGraph
 from memplan.runtime import compile as memplan_compile
-from memplan.trace import plan, trace
-from tests.models import traced_nano
+from memplan.trace import capture_call, plan, trace
+from memplan.trace.capture.front_ends import quiet
+from tests.models import Apply, traced_nano
 from tests.slow import slow
 
 
@@ -207,3 +212,53 @@ def test_a_view_of_a_parameter_that_has_no_bytes_in_the_trace_is_refused() -> No
 
     with pytest.raises(UnsupportedGraph, match="a view of a parameter or an input"):
         plan(Real(), torch.randn(4, 3))
+
+
+def test_one_thread_is_silent_while_another_one_is_heard(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("torch.some_internal")
+
+    def say(words: str) -> None:
+        log.warning(words)
+        warnings.warn(words, stacklevel=1)
+
+    other = threading.Thread(target=say, args=("of another thread",))
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        with quiet():
+            say("of the tracing thread")
+            other.start()
+            other.join()
+        say("afterwards")
+    assert [record.message for record in caplog.records] == ["of another thread", "afterwards"]
+    assert [str(one.message) for one in raised] == ["of another thread", "afterwards"]
+
+
+def test_threads_that_overlap_leave_everything_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    before = (logging.root.manager.disable, list(warnings.filters), [list(h.filters) for h in logging.root.handlers])
+    entered, left = threading.Event(), threading.Event()
+
+    def second() -> None:
+        with quiet():
+            entered.set()
+            left.wait(10)
+
+    thread = threading.Thread(target=second)
+    with quiet():
+        thread.start()
+        assert entered.wait(10)
+    left.set()  # the one that came later leaves later
+    thread.join()
+    after = (logging.root.manager.disable, list(warnings.filters), [list(h.filters) for h in logging.root.handlers])
+    assert after == before
+    logging.getLogger("torch.some_internal").warning("afterwards")
+    assert caplog.messages == ["afterwards"]
+
+
+def test_a_captured_step_is_never_changed_by_tracing_it() -> None:
+    model = Apply(lambda w, x, target: nn.functional.cross_entropy(nn.functional.dropout(x * w), target))
+    captured = capture_call(model, (torch.randn(16, 32), torch.randint(0, 32, (16,))), train=True)
+    whole = captured.retrace()
+    divided = captured.retrace(division=memplan.Division(blocks=4), compress="bits")
+    assert len(divided.graph.ops) > len(whole.graph.ops)
+    assert (divided.division is not None, divided.compress) == (True, "bits")
+    assert captured.retrace().graph == whole.graph

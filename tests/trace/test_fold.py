@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812  (torch's own convention)
 
 import memplan
 from benchmarks.zoo import ZOO
 from memplan.core.graph import StorageKind
+from memplan.evict.costs import DEVICES, Link
 from memplan.report.lines import report_markdown
 from memplan.trace import trace
+from memplan.trace.passes.nodes import draws
 from memplan.trace.traced import Source
 from tests.runtime.reference import Interpreted
 from tests.slow import slow
@@ -147,3 +151,107 @@ def test_a_loaded_plan_folds_alike(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     assert torch.equal(loss, model(*args))
     assert "computed once" in report_markdown(plan.report())
+
+
+_EMPTY: dict[str, Callable[[torch.Tensor], Any]] = {
+    "new_empty(0)": lambda y: y.new_empty(0),
+    "new_empty": lambda y: y.new_empty(4),
+    "empty": lambda y: torch.empty(4, 2),
+    "empty of integers": lambda y: torch.empty(3, dtype=torch.int64),
+    "empty_like": torch.empty_like,
+    "empty_strided": lambda y: torch.empty_strided((2, 3), (1, 2)),
+    "new_empty_strided": lambda y: y.new_empty_strided((2, 3), (1, 2)),
+    "empty_permuted": lambda y: torch.empty_permuted((2, 3), (1, 0)),
+    "a view": lambda y: y.new_empty(4, 2).t(),
+}
+
+
+class Scaled(nn.Module):
+    """x * w, and memory."""
+
+    def __init__(self, empty: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3))
+        self.empty = empty
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = x * self.w
+        return y, self.empty(y)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("empty", _EMPTY)
+def test_returned_memory_is_the_callers(empty: str, *, train: bool) -> None:
+    model, x = Scaled(_EMPTY[empty]), torch.randn(2, 3)
+    compiled = memplan.compile(model, x, train=train)
+    (_, theirs), (y, ours) = model(x), compiled(x)
+    assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+    assert not ours.requires_grad
+    ours.fill_(7)
+    if train:
+        y.sum().backward()
+    _, again = compiled(x)
+    assert (ours == 7).all(), "the next call has memory of its own"
+    assert again.untyped_storage().data_ptr() != ours.untyped_storage().data_ptr() or not ours.numel()
+
+
+aten = torch.ops.aten
+_ATTENTION = [
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_cudnn_attention_backward",
+]
+
+
+class Attends(nn.Module):
+    def __init__(self, dropout: float = 0.0, layers: int = 3) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.layers = nn.ModuleList(nn.Linear(32, 96) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            q, k, v = layer(x).unflatten(-1, (12, 8)).transpose(1, 2).chunk(3, 1)
+            attended = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
+            x = x + attended.transpose(1, 2).flatten(2)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("name", _ATTENTION)
+def test_attention_draws_only_with_dropout(name: str) -> None:
+    target = getattr(aten, name).default
+    names = [a.name for a in target._schema.arguments]
+    position = names.index("dropout_p")
+    assert not draws(target, [None] * position + [0.0], {})
+    assert not draws(target, (), {"dropout_p": 0})
+    assert draws(target, [None] * position + [0.1], {})
+
+
+@pytest.mark.parametrize(("dropout", "expected"), [(0.0, 0), (0.25, 3)])
+def test_ops_of_a_trace_are_random_with_dropout_only(dropout: float, expected: int) -> None:
+    graph = trace(Attends(dropout), torch.randn(2, 16, 32)).graph
+    assert sum(op.random for op in graph.ops) == expected
+    assert any("flash_attention_for_cpu" in op.target for op in graph.ops) == (not dropout)
+
+
+def test_a_budget_runs_attention_again_where_that_is_best() -> None:
+    torch.manual_seed(0)
+    model, x = Attends(layers=6), torch.randn(2, 64, 32)
+    whole = memplan.plan(model, x, gradients="outside")
+    slow = Link(latency=1.0, bytes_per_second=1e3)  # nothing goes to the host
+    costs = replace(DEVICES["cpu"], to_host=slow, to_device=slow)
+    compiled = memplan.compile(model, x, arena_budget=whole.arena_size * 3 // 10, gradients="outside", costs=costs)
+    names = [op.target for op in compiled.plan.graph.ops]
+    assert names.count("aten._scaled_dot_product_flash_attention_for_cpu.default") > 6
+
+    def results(call: Any) -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = call(x)
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    for ours, theirs in zip(results(compiled), results(model), strict=True):
+        assert torch.equal(ours, theirs)
