@@ -111,7 +111,7 @@ def test_what_only_touches_is_valid(other: tuple[int, int, int, int]) -> None:
 
 
 @given(problem=problems(most=7, aligned=False), data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_overlaps_are_what_comparing_every_pair_finds(problem: Problem, data: st.DataObject) -> None:
     offsets = {b.id: data.draw(st.integers(0, 60)) for b in problem.buffers}
     overlap = any(

@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import memplan
 from memplan.core.collectives import collectives_of, is_collective, may_run_again
@@ -23,8 +27,6 @@ from memplan.report.lines import waiting_lines
 from memplan.report.picture import picture_of_plan
 from memplan.report.trace_events import trace_events
 from tests.distributed.models import SmallGpt, energy, tokens, vectors
-
-pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
 
 
 class _GptLoss(SmallGpt):
@@ -105,8 +107,6 @@ def test_a_budget_gathers_again_and_repeats_nothing_else() -> None:
 @pytest.mark.usefixtures("ranks")
 def test_parameters_that_torch_frees_after_the_forward_are_gathered_again() -> None:
     """Without a budget a plan keeps what torch keeps; the outermost module's are kept unless torch was told."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     def plan_of(blocks: bool | int | None, outermost: bool | None, **options: Any) -> memplan.Plan:
         model = _GptLoss(blocks=2)
@@ -247,22 +247,14 @@ def _hooked(model: nn.parallel.DistributedDataParallel) -> nn.Module:
 
 
 def _hybrid() -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     return fully_shard(nn.Linear(10, 2), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "parts")))
 
 
 def _register(model: Any) -> None:
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
     register_fsdp_forward_method(model, "extra_repr")
 
 
 def _over_other_ranks() -> nn.Module:
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     model = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 2))
     fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
     fully_shard(model[1], mesh=DeviceMesh("cpu", [0]))
@@ -271,18 +263,12 @@ def _over_other_ranks() -> nn.Module:
 
 def _placed(**how: Any) -> Any:
     """A layer whose rows are placed on both ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     return parallelize_module(nn.Sequential(nn.Linear(10, 2)), mesh, {"0": ColwiseParallel(**how)})
 
 
 def _placed_by(*placements: Any, buffer: bool = False) -> nn.Module:
     """A layer whose weight, or a buffer, is a DTensor placed in this way."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor
-
     model = nn.Sequential(nn.Linear(10, 2))
     mesh = init_device_mesh("cpu", (1,) * (len(placements) - 1) + (2,))
     made = DTensor.from_local(torch.ones(2, 10), mesh, placements, run_check=False)
@@ -294,33 +280,17 @@ def _placed_by(*placements: Any, buffer: bool = False) -> nn.Module:
 
 
 def _placed_on_several() -> nn.Module:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
     model = nn.Sequential(nn.Linear(10, 2), nn.Linear(2, 2))
     parallelize_module(model[0], DeviceMesh("cpu", [0, 1]), ColwiseParallel())
     return parallelize_module(model[1], DeviceMesh("cpu", [0]), ColwiseParallel()) and model
 
 
 def _unevenly_placed() -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     return fully_shard(parallelize_module(nn.Linear(10, 3), mesh["tp"], ColwiseParallel()), mesh=mesh["dp"])
 
 
-def _placement(name: str) -> Any:
-    from torch.distributed import tensor
-
-    return getattr(tensor, name)(*([0] if name == "Shard" else []))
-
-
 def _sharded(change: Callable[[Any], object] = lambda _: None, **options: Any) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     made = fully_shard(nn.Linear(10, 2), mesh=init_device_mesh("cpu", (2,)), **options)
     change(made)
     return made
@@ -335,10 +305,10 @@ def _sharded(change: Callable[[Any], object] = lambda _: None, **options: Any) -
         (lambda: _sharded(lambda m: m.set_gradient_divide_factor(3.0)), "has a divide factor of its own"),
         (lambda: _sharded(_register), "has a method that gathers its parameters"),
         (_over_other_ranks, r"divided among the ranks \[0\], and others among \[0, 1\]"),
-        (lambda: _sharded(shard_placement_fn=lambda _: _columns()), "is divided along dimension 1"),
-        (lambda: _placed_by(_placement("Replicate"), _placement("Shard")), "over a mesh of 2 dimensions"),
-        (lambda: _placed_by(_placement("Partial")), r"0\.weight: is a DTensor that is placed as P"),
-        (lambda: _placed_by(_placement("Replicate"), buffer=True), r"0\.extra: is a buffer"),
+        (lambda: _sharded(shard_placement_fn=lambda _: Shard(-1)), "is divided along dimension 1"),
+        (lambda: _placed_by(Replicate(), Shard(0)), "over a mesh of 2 dimensions"),
+        (lambda: _placed_by(Partial()), r"0\.weight: is a DTensor that is placed as P"),
+        (lambda: _placed_by(Replicate(), buffer=True), r"0\.extra: is a buffer"),
         (_placed_on_several, r"1\.weight: is placed on other ranks"),
         (_unevenly_placed, "which divides 3 among 2 ranks"),
         (lambda: _placed(use_local_output=False), "a result is a DTensor"),
@@ -365,8 +335,6 @@ class _Experts(nn.Module):
 
 
 def _by_hooks() -> Any:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     return FullyShardedDataParallel(nn.Linear(10, 2), device_id=torch.device("cpu"))
 
 
@@ -390,12 +358,6 @@ def test_fsdp_of_hooks_and_exchanges_between_experts_are_refused(
         with pytest.raises(UnsupportedGraph, match=words) as error:
             attempt(make())
         assert error.value.see == see
-
-
-def _columns() -> Any:
-    from torch.distributed.tensor import Shard
-
-    return Shard(-1)
 
 
 def test_a_compiled_model_of_ranks_has_few_programs(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:

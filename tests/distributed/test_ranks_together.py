@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import distributed
 from torch.distributed.fsdp import FSDPModule
 
 import memplan
@@ -17,8 +16,6 @@ from tests.distributed.launcher import launch
 from tests.distributed.models import EvenGpt, tokens
 
 _MESH = 8  # bytes of the numbers of two ranks, in each mesh
-
-pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
 
 
 def test_two_ranks_train_as_torch_alone_does(tmp_path: Path) -> None:

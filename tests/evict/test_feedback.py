@@ -12,7 +12,7 @@ from memplan.core.evictions import RNG_STATE_BYTES
 from memplan.core.graph import Graph, Origin, Phase, StorageKind
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import DEVICES, Link
-from memplan.evict.feedback import ProfileGuidedPolicy, RecordingPolicy, link_of
+from memplan.evict.feedback import ProfileGuidedPolicy, link_of
 from memplan.evict.measure import measure, overlapped
 from memplan.evict.policies.genoa import genoa
 from memplan.evict.rng_states import decide, with_saved_states
@@ -76,32 +76,6 @@ def test_reloads_come_earlier_within_the_budget_and_never_later(graph: Graph, ex
     if figures.peak > workload.budget:
         with pytest.raises(BudgetInfeasible):
             ProfileGuidedPolicy(events, dict.fromkeys(list(before)[::2], lead))(workload)
-
-
-def _chain(ops: int) -> Graph:
-    b = GraphBuilder()
-    made = [b.storage(StorageKind.ACTIVATION, 64, planned=True) for _ in range(ops)]
-    for before, after in zip((None, *made), made, strict=False):
-        b.op(Phase.FORWARD, () if before is None else (before,), (after,))
-    return b.graph((made[-1],))
-
-
-def test_a_policy_is_remembered_by_the_answer_that_a_plan_was_made_of() -> None:
-    policy = RecordingPolicy(lambda workload: workload.plain, "mine")
-    answers = [policy.events]
-    assert policy.__name__ == "mine"
-    workloads = [workload_of(_chain(ops), budget=1 << 20) for ops in (3, 4, 5)]
-    made = [policy(workload) for workload in workloads]  # of variants, of which the second is taken
-    ops = workloads[1].graph.ops
-    policy.settle((0, -1, 1, 2, 3), (ops[0], *ops))  # a copy is no op of the step
-    answers.append(policy.events)
-    policy(workloads[2])
-    policy.settle((0, 1, 2), workloads[0].graph.ops)  # nothing was asked for this one since
-    answers.append(policy.events)
-    policy(workloads[0])
-    policy.settle((0, 1, 2), [replace(op, target="other") for op in workloads[0].graph.ops])  # as many other ops
-    answers.append(policy.events)
-    assert answers == [None, made[1], None, None]
 
 
 def test_events_of_a_workload_with_other_ops_are_not_compared() -> None:

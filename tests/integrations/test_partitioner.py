@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import logging
 import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,11 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd.utils import make_boxed_compiler
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._inductor.decomposition import select_decomp_table
 
 import memplan
 from benchmarks.peak_measure import Step, live_bytes, peak_growth
@@ -175,34 +170,6 @@ def test_impossible_budget_names_the_smallest_found() -> None:
     assert caught.value.smallest == min(one.bytes.peak for one in partitioner.tried)
     assert caught.value.where == "budget"
     assert len(partitioner.tried) <= 4
-
-
-def mlp(depth: int) -> tuple[nn.Module, tuple[Any, ...]]:
-    layers = [layer for _ in range(depth) for layer in (nn.Linear(64, 64), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(64, 1), nn.Flatten(0)), (torch.randn(512, 64),)
-
-
-@pytest.mark.parametrize("budget", ["90%", 0.6, 0.3])
-@pytest.mark.parametrize(
-    "make", [partial(mlp, 2), partial(mlp, 6), lambda: (Blocks(dropout=0), (torch.randn(512, 32),))]
-)
-def test_any_budget_is_kept_or_refused_after_few_questions(
-    make: Callable[[], tuple[nn.Module, tuple[Any, ...]]], budget: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG, "memplan")
-    model, inputs = make()
-    partitioner = memplan.partitioner(budget=budget)
-    backend = aot_autograd(
-        fw_compiler=make_boxed_compiler(lambda graph, _: graph),
-        decompositions=select_decomp_table,
-        partition_fn=partitioner,
-    )  # as Inductor calls it, without kernels to be built
-    with contextlib.suppress(BudgetInfeasible):
-        torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs).sum().backward()
-    asked = [record.message for record in caplog.records if "asks for a partition" in record.message]
-    assert 0 < len(asked) <= 16
-    assert len(set(asked)) == len(asked)
-    assert len(partitioner.tried) <= COMPILATIONS
 
 
 @given(limit=st.integers(0, 10**12), aim=st.integers(-(10**12), 10**12), high=st.integers(0, 10**12), answers=st.data())

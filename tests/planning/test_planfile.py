@@ -198,9 +198,9 @@ def _dump(data: Json) -> str:
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_mutated_file_is_an_error_or_a_plan_that_holds(path: Path, seed: int, sealed: bool) -> None:
-    """4,000 files. With the checksum mended, what is loaded still passes everything that a plan must pass."""
+    """2,000 files. With the checksum mended, what is loaded still passes everything that a plan must pass."""
     rng = random.Random(seed)
     plan = sample_plan(temporaries=(0, 100, 0, 0, 7))
     original = _data(plan)
@@ -231,10 +231,9 @@ def _holds(plan: Plan) -> None:
     assert planfile.to_text(plan)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_damaged_text_is_an_error_or_the_same_plan(path: Path, seed: int) -> None:
-    """1,000 files with bytes flipped, cut out, doubled, or the end missing."""
-    rng = random.Random(seed)
+def test_a_damaged_text_is_an_error_or_the_same_plan(path: Path) -> None:
+    """500 files with bytes flipped, cut out, doubled, or the end missing."""
+    rng = random.Random(0)
     plan = sample_plan()
     original = planfile.to_text(plan).encode()
     for _ in range(500):
