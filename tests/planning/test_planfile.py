@@ -255,9 +255,9 @@ def test_a_damaged_text_is_an_error_or_the_same_plan(path: Path) -> None:
             continue
 
 
-def test_a_list_of_a_million_items_is_refused_at_once(path: Path) -> None:
+def test_a_long_list_is_refused_at_once(path: Path) -> None:
     data = _data(sample_plan())
-    data["schedule"]["order"] = [0] * 1_000_000
+    data["schedule"]["order"] = [0] * 200_000
     path.write_text(json.dumps(_resealed(data)))
     with pytest.raises(InvalidPlan, match=r"schedule\.order"):
         planfile.load(path)
