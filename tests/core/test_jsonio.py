@@ -159,7 +159,7 @@ def test_numbers_are_read_up_to_sixty_three_bits() -> None:
         (Colour, "green", r"^n: 'green' is none of red, blue"),
         (Inner, {"size": 1, "x": 2}, r"^n\.x: unknown key"),
         (Outer, {key: value for key, value in GOOD.items() if key != "pair"}, r"^n\.pair: missing"),
-        *((Outer, data, "^n: ") for data in (None, 1, "x", [], True)),
+        *((Outer, data, "^n: ") for data in (None, 1, "x", list[int](), True)),
         (str, "\ud800", r"^n: '\\ud800' is not Unicode text"),
     ],
 )

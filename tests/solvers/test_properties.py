@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.core.problem import Buffer, Interval, Problem, Status
+from memplan.core.problem import Buffer, Problem, Status
 from memplan.solvers import SOLVERS, solve
 from tests.slow import slow
 from tests.strategies import problems, random_problem
@@ -43,33 +42,6 @@ def test_search_and_cpsat_agree(problem: Problem) -> None:
     searched, exact = solve(problem), solve(problem, solver="cpsat", work_limit=5_000_000)
     assert exact.status is Status.OPTIMAL
     assert (searched.status, searched.arena_size) == (Status.OPTIMAL, exact.arena_size)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_search_and_cpsat_reach_the_brute_force_optimum(seed: int) -> None:
-    chance = random.Random(seed)
-    made = []
-    for i in range(chance.randint(2, 7)):
-        start = chance.randrange(6)
-        live = Interval(start, start + chance.randint(1, 5))
-        made.append(Buffer(id=str(i), size=chance.randint(1, 9), live=live))
-    problem = Problem(buffers=tuple(made))
-    best = _brute_force(problem)
-    for name in ("portfolio", "cpsat"):
-        solution = solve(problem, solver=name)
-        assert (solution.arena_size, solution.status) == (best, Status.OPTIMAL), name
-
-
-def _brute_force(problem: Problem) -> int:
-    """Some optimal placement is what stacking in order of its offsets gives: try every order."""
-    best = sum(b.size for b in problem.buffers)
-    for order in itertools.permutations(problem.buffers):
-        tops: list[tuple[Buffer, int]] = []
-        for b in order:
-            under = max((top for other, top in tops if not b.live.is_disjoint(other.live)), default=0)
-            tops.append((b, under + b.size))
-        best = min(best, max(top for _, top in tops))
-    return best
 
 
 @given(problem=problems(aligned=False), factor=st.integers(2, 1000))
