@@ -22,6 +22,7 @@ from memplan.trace.passes.nodes import draws
 from memplan.trace.traced import Source
 from tests.runtime.reference import Interpreted
 from tests.slow import slow
+from tests.steps import outcome_of
 
 
 class Apply(nn.Module):
@@ -246,12 +247,4 @@ def test_a_budget_runs_attention_again_where_that_is_best() -> None:
     compiled = memplan.compile(model, x, arena_budget=whole.arena_size * 3 // 10, gradients="outside", costs=costs)
     names = [op.target for op in compiled.plan.graph.ops]
     assert names.count("aten._scaled_dot_product_flash_attention_for_cpu.default") > 6
-
-    def results(call: Any) -> list[torch.Tensor]:
-        model.zero_grad()
-        loss = call(x)
-        loss.backward()
-        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-    for ours, theirs in zip(results(compiled), results(model), strict=True):
-        assert torch.equal(ours, theirs)
+    assert outcome_of(model, compiled, x).same_as(outcome_of(model, model, x))

@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from memplan.runtime import compile as memplan_compile
 from memplan.trace.capture.as_eager import LAYOUTS
+from tests.steps import outcome_of, under_autocast
 
 aten = torch.ops.aten
 
@@ -243,11 +244,8 @@ _LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _step(model: nn.Module, call: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    with torch.autocast("cpu", torch.bfloat16):
-        out = call(x)
-    out.float().square().sum().backward()
-    return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+def _under_autocast(call: Any) -> Any:
+    return lambda x: under_autocast(call)(x).float().square().sum()
 
 
 @pytest.mark.parametrize("name", _LAYERS)
@@ -257,6 +255,6 @@ def test_under_autocast_the_bits_are_those_of_eager(name: str) -> None:
     eager, x = copy.deepcopy(model), torch.randn(4, 3, 5, 5)
     with torch.autocast("cpu", torch.bfloat16):
         compiled = memplan_compile(model, x)
-    ours, theirs = _step(model, compiled, x), _step(eager, eager, x)
-    assert len(ours) == len(theirs) > len(list(model.parameters()))
-    assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
+    ours, theirs = (outcome_of(one, _under_autocast(call), x) for one, call in ((model, compiled), (eager, eager)))
+    assert len(ours.gradients) == len(list(model.parameters()))
+    assert ours.same_as(theirs)

@@ -20,6 +20,7 @@ import memplan
 from memplan.core.graph import Op, Phase
 from memplan.trace.fused.masked_reads import reads_where_it_writes
 from memplan.trace.fused.wrapper import Overwriting
+from tests.steps import outcome_of
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -125,14 +126,7 @@ def test_the_gradient_of_logits_takes_their_bytes_and_has_inductors_bits(kind: t
     torch._dynamo.reset()
     reference = torch.compile(twin)
     for _ in range(2):
-        losses = []
-        for call, module in ((compiled, model), (reference, twin)):
-            module.zero_grad()
-            losses.append(call(*data))
-            losses[-1].backward()
-        assert torch.equal(*losses)
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+        assert outcome_of(model, compiled, *data).same_as(outcome_of(twin, reference, *data))
     torch._dynamo.reset()
 
 
