@@ -17,6 +17,7 @@ from memplan.evict.workload import Kind
 from memplan.trace.capture.joint_graph import capture
 from tests.evict.judge import judged
 
+pytestmark = pytest.mark.slow
 _COSTS, _ALIGNMENT = DEVICES["a100"], 64
 _ASKED = (0.0, 0.1, 0.5, 1.0)
 
