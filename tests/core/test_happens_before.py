@@ -249,26 +249,6 @@ def test_bytes_that_are_given_to_another_storage_before_a_copy_has_left_them_are
         require_no_races(moved)
 
 
-def test_a_wait_behind_a_later_copy_of_its_lane_is_idle() -> None:
-    b = GraphBuilder()
-    x = b.storage(StorageKind.INPUT, SIZE, planned=False)
-    one, two = (b.storage(StorageKind.ACTIVATION, SIZE, planned=True) for _ in range(2))
-    hosts = [b.storage(StorageKind.HOST, SIZE, planned=False) for _ in range(2)]
-    out = b.storage(StorageKind.OUTPUT, SIZE, planned=False)
-    b.op(Phase.FORWARD, (x,), (one,))
-    b.op(Phase.FORWARD, (x,), (two,))
-    for source, host in zip((one, two), hosts, strict=True):
-        b.op(Phase.FORWARD, (source,), (host,), target=OFFLOAD)
-    for source, host in ((two, hosts[1]), (one, hosts[0])):
-        b.op(Phase.FORWARD, (source, host), (host,), target=OFFLOAD_WAIT)
-    b.op(Phase.FORWARD, (x,), (out,))
-    plan = _plan(b.graph(outputs=(out,)))
-    found = follow(plan)
-    assert (found.copies, found.idle_waits, found.races) == (2, (5,), ())
-    assert not follow(plan, without={5}).races
-    assert follow(plan, without={4, 5}).races
-
-
 def test_a_result_that_the_forward_leaves_on_the_host_is_ordered_by_its_device() -> None:
     """As `y.cpu()`: the op writes a tensor of the host, and reads an arena."""
     plan = offloaded()

@@ -8,14 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.core.evictions import RNG_STATE_BYTES
 from memplan.core.graph import Graph, Origin, Phase, StorageKind
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import DEVICES, Link
 from memplan.evict.feedback import ProfileGuidedPolicy, link_of
 from memplan.evict.measure import measure, overlapped
 from memplan.evict.policies.genoa import genoa
-from memplan.evict.rng_states import decide, with_saved_states
 from memplan.evict.workload import Events, Kind
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder, graphs
@@ -76,19 +74,6 @@ def test_reloads_come_earlier_within_the_budget_and_never_later(graph: Graph, ex
     if figures.peak > workload.budget:
         with pytest.raises(BudgetInfeasible):
             ProfileGuidedPolicy(events, dict.fromkeys(list(before)[::2], lead))(workload)
-
-
-def test_events_of_a_workload_with_other_ops_are_not_compared() -> None:
-    b = GraphBuilder()
-    mask = b.storage(StorageKind.ACTIVATION, 2 * RNG_STATE_BYTES, planned=True)
-    out = b.storage(StorageKind.OUTPUT, 8, planned=False)
-    b.op(Phase.FORWARD, (), (mask,), random=True)
-    b.op(Phase.FORWARD, (mask,), (out,))
-    states = with_saved_states(workload_of(b.graph((out,)), budget=1 << 20))
-    policy = ProfileGuidedPolicy(states.plain.plain, {})
-    with pytest.raises(BudgetInfeasible, match="another workload"):
-        policy(states.workload)
-    assert decide(states, policy) == (states.plain, states.plain.plain)
 
 
 NBYTES = 4096  # of a mask, and its elements

@@ -23,43 +23,9 @@ from memplan.solvers.arrays import (
     make_problem_arrays,
 )
 from memplan.solvers.base import WorkBudget, finish
-from memplan.solvers.heuristics import fill, first_answers, first_fit, unplaced
 from memplan.solvers.tree_search import RULES, joined, search_once
-from tests.solvers.small import arrays_of, small_cores
+from tests.solvers.small import arrays_of
 from tests.strategies import problems
-
-
-def test_first_answers_go_by_size_then_by_area_then_by_life() -> None:
-    for _, arrays in small_cores(60, most=12, pins=True):
-        life = arrays.hi - arrays.lo
-        expected = []
-        for key in (arrays.size, arrays.size * life, life):
-            order = sorted(np.flatnonzero(~arrays.pinned).tolist(), key=lambda b: (-key[b], arrays.lo[b], b))
-            for best in (False, True):
-                offsets = unplaced(arrays)
-                first_fit(arrays, np.array(order, np.int64), offsets, best=best)
-                expected.append(offsets.tolist())
-        assert [offsets.tolist() for offsets in first_answers(arrays)] == expected
-
-
-def _filled(
-    arrays: ProblemArrays, capacity: int, placed: dict[int, int], order: list[int]
-) -> tuple[list[int], list[int]]:
-    offsets = np.full(arrays.n, -1, np.int64)
-    for b, at in placed.items():
-        offsets[b] = at
-    above = fill(arrays, np.array(order), arrays.max_offset(capacity), offsets)
-    return offsets.tolist(), above.tolist()
-
-
-def test_fill_stacks_where_that_fits_and_uses_holes_for_the_rest() -> None:
-    arrays = arrays_of((4, 0, 2), (3, 0, 2), (2, 0, 2), (1, 0, 9))
-    assert _filled(arrays, 10, {0: 0}, [1, 2, 3]) == ([0, 4, 7, 9], [])
-    assert _filled(arrays, 10, {0: 3}, [1, 2, 3]) == ([3, 7, 0, 2], [])  # on top fits only the first
-    assert _filled(arrays, 10, {0: 5}, [1, 2, 3]) == ([5, 0, 3, 9], [])
-    assert _filled(arrays, 9, {0: 0}, [1, 2, 3]) == ([0, 4, 7, 9], [3])
-    assert _filled(arrays, 8, {0: 0}, [1, 2, 3]) == ([0, 4, 8, 7], [2])
-
 
 # -- squeaky-wheel optimization ------------------------------------------------------------------------------
 

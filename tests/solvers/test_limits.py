@@ -21,21 +21,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_time_is_counted_from_the_start(clock: list[float]) -> None:
-    budget = WorkBudget(SolverLimits(seconds=8.0))
-    clock[0] = 103.0
-    assert (budget.seconds, budget.remaining_seconds(), budget.is_over) == (3.0, 5.0, False)
-    inner = budget.share(0.4)
-    assert (inner.remaining_seconds(), inner.seconds) == (2.0, 0.0)
-    clock[0] = 105.0
-    assert (inner.is_over, inner.remaining_seconds(), budget.is_over) == (True, 0.0, False)
-    clock[0] = 108.0
-    assert budget.is_over
-    clock[0] = 109.0
-    assert budget.remaining_seconds() == 0.0
-    assert budget.share(0.5).remaining_seconds() == 0.0
-
-
 def test_an_inner_budget_ends_with_the_outer_one(clock: list[float]) -> None:
     outer = WorkBudget(SolverLimits(work=100))
     inner = outer.share(1.0)

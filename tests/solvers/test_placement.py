@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from memplan.core.problem import Buffer, Interval, Problem
-from memplan.solvers import fit_kernel, skyline_kernel, solve
+from memplan.solvers import fit_kernel, solve
 from memplan.solvers.arrays import Ints, ProblemArrays
 from memplan.solvers.baselines import in_order, partitions
 from memplan.solvers.heuristics import on_skyline, online, unplaced
@@ -92,26 +92,6 @@ def test_each_buffer_goes_on_top_of_all_that_it_meets_or_is_refused() -> None:
     assert refusals > 100
 
 
-def test_wide_and_narrow_intervals_share_one_skyline() -> None:
-    """A segment tree of up to 32 leaves, with intervals of every length in it."""
-    for seed in range(25):
-        chance = random.Random(seed)
-        sections, n = chance.randint(2, 32), 40
-        lo = [chance.randrange(sections) for _ in range(n)]
-        hi = [chance.randint(a + 1, sections) for a in lo]
-        size = [chance.randint(1, 9) for _ in range(n)]
-        floor, expected = [0] * sections, []
-        for a, b, height in zip(lo, hi, size, strict=True):
-            expected.append(max(floor[a:b]))
-            floor[a:b] = [expected[-1] + height] * (b - a)
-        offsets = np.full(n, -1, np.int64)
-        skyline_kernel.on_skyline(
-            np.arange(n), np.array(size), np.ones(n, np.int64), np.zeros(n, np.int64), np.full(n, 10**6),
-            np.arange(n + 1), np.array(lo), np.array(hi), sections, offsets,
-        )  # fmt: skip
-        assert offsets.tolist() == expected
-
-
 def _allocated(arrays: ProblemArrays, *, best: bool) -> list[int]:
     """The offsets of an allocator that knows only what is alive: largest first at equal births, gaps are not freed."""
     offsets = [-1] * arrays.n
@@ -180,25 +160,6 @@ def test_weightless_buffers_lie_at_zero_or_at_their_pin() -> None:
     for compiled in (False, True):
         found = in_order(problem, problem.buffers, compiled=compiled)
         assert found == {"a": 0, "none": 0, "pin": 64, "b": 4}
-
-
-def test_orders_of_the_greedy_solvers() -> None:
-    rows = ((2, 3, 6), (5, 0, 4), (5, 1, 9), (2, 2, 9))
-    assert _offsets("greedy", problem_of(*rows)) == [12, 0, 5, 10]
-    assert _offsets("tstack", problem_of(*rows)) == [7, 9, 0, 5]
-    ties = ((2, 1, 9), (2, 0, 9), (2, 0, 9))
-    assert _offsets("tstack", problem_of(*ties)) == [4, 0, 2]
-    assert _offsets("greedy", problem_of(*ties)) == [4, 0, 2]
-
-
-def test_naive_stacks_everything_above_what_is_pinned() -> None:
-    made = (
-        Buffer(id="a", size=5, live=Interval(0, 1), alignment=4),
-        Buffer(id="pin", size=6, live=Interval(0, 1), pinned_offset=8),
-        Buffer(id="low", size=3, live=Interval(5, 6), pinned_offset=0),
-        Buffer(id="b", size=5, live=Interval(3, 4), alignment=4),
-    )
-    assert dict(solve(made, solver="naive").offsets) == {"pin": 8, "low": 0, "a": 16, "b": 24}
 
 
 def test_a_buffer_goes_into_the_fullest_partition_that_takes_it() -> None:

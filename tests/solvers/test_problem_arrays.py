@@ -41,21 +41,6 @@ def test_every_quantity_is_a_multiple_of_the_unit_and_the_unit_is_the_largest_su
             assert multiples == set(range(0, 64, align * unit)), seed
 
 
-def test_units_by_hand() -> None:
-    arrays = make_problem_arrays(
-        Problem(buffers=(_buffer("a", 100, 0, 2, alignment=64), _buffer("b", 200, 1, 3, alignment=64)))
-    )
-    assert (arrays.unit, arrays.size.tolist(), arrays.align.tolist()) == (128, [1, 2], [1, 1])
-    assert (arrays.max_offset(328).tolist(), arrays.max_offset(327).tolist()) == ([1, 1], [1, 0])
-    assert (arrays.max_offset(99).tolist(), arrays.ceiling(328), arrays.ceiling(327)) == ([-1, -1], 3, 2)
-    mixed = make_problem_arrays(Problem(buffers=(_buffer("a", 6, 0, 2), _buffer("b", 12, 1, 3, alignment=4))))
-    assert (mixed.unit, mixed.size.tolist(), mixed.align.tolist()) == (2, [3, 6], [1, 2])
-    pinned = make_problem_arrays(Problem(buffers=(_buffer("a", 6, 0, 2, pin=9), _buffer("b", 12, 1, 3))))
-    assert (pinned.unit, pinned.low.tolist()) == (3, [3, 0])
-    assert pinned.max_offset(15).tolist() == [3, 1]
-    assert pinned.max_offset(14).tolist() == [-1, 0]
-
-
 def test_there_is_one_section_for_every_largest_set_of_buffers_alive_together() -> None:
     for seed in range(150):
         problem = small_problem(seed)

@@ -92,18 +92,6 @@ def test_a_limit_of_nodes_ends_the_search_with_the_smallest_unplaced_area(way: t
     assert _run(piece, way, nodes=needed)[0] == kernel.EXHAUSTED
 
 
-def test_a_capacity_below_the_load_or_below_a_pin_needs_no_node() -> None:
-    problem, piece = _piece(20, 32)
-    arrays = piece.arrays
-    low = instance_of(arrays, arrays.max_offset(problem.max_live - 1))
-    assert _run(low, RULES[0])[:2] == (kernel.EXHAUSTED, 0)
-    highest = piece.max_offset.copy()
-    highest[3] = arrays.low[3] - 1
-    status, nodes, area, _ = _run(instance_of(arrays, highest), RULES[0])
-    assert (status, nodes) == (kernel.EXHAUSTED, 0)
-    assert area > 0
-
-
 def _mixed(b: int, allowed: int, hole: int) -> int:
     """The key in exact arithmetic, wrapped to 64 bits: a hash of the three numbers, finished as splitmix64 does."""
     x = (b + 1) * -7046029254386353131 ^ (allowed + 1) * -4417276706812531889 ^ (hole + 2) * 1609587929392839161

@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import memplan
 from memplan.errors import InvalidModel, InvalidSize, UnsupportedCall, UnsupportedDevice
-from memplan.trace import kernel_scratch
 from memplan.trace.optimizer.update_bytes import update_bytes
 
 WIDTH = 256
@@ -166,16 +165,6 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], what: str)
         memplan.fits(nn.Linear(4, 4), torch.ones(2, 4), **{"device": "1MiB", "search": False, **options})
 
 
-def test_inputs_without_a_common_batch_are_said() -> None:
-    model = nn.Bilinear(4, 4, 4)
-    two = (torch.ones(2, 4), torch.ones(2, 4))
-    assert memplan.fits(model, two, device="1MiB", search=False).batch == 2
-    with pytest.raises(InvalidModel, match="make"):
-        memplan.fits(lambda batch: (), device="1MiB")
-    with pytest.raises(InvalidSize, match="first dimension"):
-        memplan.fits(nn.Embedding(8, 4), (torch.tensor(3),), device="1MiB", batch=4)
-
-
 def test_parameters_without_a_gradient_have_no_state() -> None:
     class Unused(nn.Module):
         def __init__(self) -> None:
@@ -241,10 +230,3 @@ def test_a_step_that_fits_needs_no_more_than_was_said(make: Callable[[], nn.Modu
     assert answer.unmeasured == 0
     assert memplan.compile(model, x).plan.total <= answer.total
     assert "was measured" in str(answer)
-
-
-def test_kernels_that_are_not_run_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_scratch, "MOST", 0)
-    answer = memplan.fits(Depthwise(), torch.randn(1, 3, 4, 4), device="cpu", search=False)
-    assert answer.unmeasured > 0
-    assert f"what {answer.unmeasured} of them allocate" in str(answer)
