@@ -167,3 +167,9 @@ assert not changed, changed
 
 def test_T9_importing_patches_nothing_in_torch() -> None:  # noqa: N802
     subprocess.run([sys.executable, "-c", _IMPORT], check=True, timeout=300)
+
+
+def test_T9_importing_brings_nothing_heavy() -> None:  # noqa: N802
+    """What takes time to import is not imported: that is how it takes none."""
+    code = "import sys, memplan; assert not {'torch', 'numpy', 'numba', 'ortools'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
