@@ -15,7 +15,7 @@ from benchmarks import zoo
 from memplan.core.plan import Plan
 from memplan.evict.policies.auto import auto, recompute
 
-_WIDTH, _LAYERS, _VOCAB, _BATCH, _LENGTH = 32, 6, 64, 4, 64
+_WIDTH, _LAYERS, _BATCH, _LENGTH = 32, 6, 4, 64
 
 
 class _Block(nn.Module):

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-import numpy as np
+from collections.abc import Iterator
 
 from memplan.core.graph import Graph
 from memplan.schedule import live_bytes, predecessors
-from memplan.schedule.graph_arrays import GraphArrays, Ints
-
-
-def core_order(arrays: GraphArrays, order: Sequence[int]) -> Ints:
-    """An order of the graph's ops in the numbers of the arrays, with the barrier after the forward."""
-    numbers = np.asarray(order, np.int64)
-    return np.insert(numbers + (numbers >= arrays.barrier), arrays.barrier, arrays.barrier)
 
 
 def all_orders(graph: Graph) -> Iterator[tuple[int, ...]]:
