@@ -3,7 +3,7 @@
     python scripts/mutate.py memplan/core/validate.py               all mutants
     python scripts/mutate.py memplan/planning/fit.py --most 60      a sample of at most 60, the same for the same seed
     python scripts/mutate.py memplan/check/check.py --share 0.2 --lines 130-180
-    python scripts/mutate.py memplan/check/check.py --tests tests/check/test_check.py,tests/check/test_rules.py
+    python scripts/mutate.py memplan/check/check.py --tests tests/check/test_check.py,tests/check/test_project.py
 
 Needs the extra `mutation` (cosmic-ray, which makes the mutants and runs the tests). Works on copies of the checkout,
 one for each job, so that the checkout is never changed. Prints killed, survived and timeouts, and every survivor with
@@ -51,10 +51,13 @@ JUDGES: Mapping[str, tuple[str, ...]] = {
     "memplan/check/check.py": (
         "tests/check/test_check.py",
         "tests/check/test_baseline.py",
-        "tests/check/test_rules.py",
+        "tests/check/test_project.py",
     ),
+    "memplan/core/written_first.py": ("tests/core/test_graph.py",),
+    "memplan/planning/capacity.py": ("tests/planning/test_options.py",),
     "memplan/planning/planfile.py": ("tests/planning/test_planfile.py", "tests/behaviours/test_tensorref_devices.py"),
     "memplan/evict/equivalent.py": ("tests/evict/test_equivalent.py", "tests/evict/test_rng_states.py"),
+    "memplan/evict/costs.py": ("tests/evict/test_feedback.py",),
     "memplan/core/files.py": ("tests/core/test_csvio.py", "tests/cli/test_outputs.py", "tests/cli/test_interrupts.py"),
     "memplan/runtime/memory/arena_ownership.py": ("tests/runtime/test_arena_ownership.py",),
     "memplan/runtime/execute/runner.py": ("tests/runtime/test_calls.py", "tests/runtime/test_hazards.py"),
@@ -63,11 +66,12 @@ JUDGES: Mapping[str, tuple[str, ...]] = {
         "tests/runtime/test_parameter_guards.py",
         "tests/runtime/test_hazards.py",
     ),
+    "memplan/trace/fused/kernel_runs.py": ("tests/trace/fused/test_wrapper.py",),
+    "memplan/trace/kernel_scratch.py": ("tests/trace/test_fits.py",),
     "memplan/solvers/base.py": ("tests/solvers/test_select.py",),
     "memplan/solvers/arrays.py": (
         "tests/solvers/test_problem_arrays.py",
-        "tests/solvers/test_bounds.py",
-        "tests/solvers/test_fit_kernel.py",
+        "tests/solvers/test_placement.py",
     ),
     "memplan/solvers/baselines.py": ("tests/solvers/test_baselines.py", "tests/solvers/test_skyline_kernel.py"),
     "memplan/solvers/portfolio.py": ("tests/solvers/test_select.py",),

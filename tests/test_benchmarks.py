@@ -1,21 +1,25 @@
-"""What the benchmarks compute from their measurements."""
+"""What the benchmarks compute from their measurements, and the tables that they write."""
 
 from __future__ import annotations
 
+import gzip
 import json
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import first_call, fits, fused
+from benchmarks import first_call, fits, fused, solver_traces
 from benchmarks.full_size import row as step_memory_row
-from benchmarks.results import Row
-from benchmarks.runtime import CONTENDERS, MOST, largest, main, measure
+from benchmarks.instances import LIVES
+from benchmarks.page import made_up
+from benchmarks.page import main as page
+from benchmarks.runtime import MOST, largest, main
+from benchmarks.solver_traces import graphs, of_nodes, read
 from benchmarks.streamed import main as streamed
-from benchmarks.zoo import OUTSIDE, ZOO
+from benchmarks.zoo import ZOO
+from memplan.core.problem import Buffer, Problem, Solution, Status
+from memplan.core.validate import validate
+from tests.report.browser import CHROMIUM, DRIVER, MISSING
 
 pytestmark = pytest.mark.slow
 
@@ -25,24 +29,6 @@ def test_the_largest_batch_is_found_to_three_percent(limit: int) -> None:
     found = largest(lambda count: count <= limit)
     assert found <= limit
     assert found >= min(limit, MOST) * 31 / 32 - 1
-
-
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 says so of any profile
-def test_rows_have_ratios() -> None:
-    eager, planned, outside = measure("mlp", "nano", ["eager", "memplan", "memplan-outside"], rounds=2, device="cpu")
-    assert eager["speedup"] == 1
-    assert isinstance(planned["speedup"], float)
-    assert isinstance(outside["planned_mb"], float)
-
-
-def test_the_gpu_suite_runs_its_tests_without_a_gpu(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("a CUDA device is available: the suite itself is the test")
-    root = Path(__file__).parent.parent
-    script = (root / "scripts" / "gpu_suite.sh").read_text()
-    subprocess.run(["bash", "-n", str(root / "scripts" / "gpu_suite.sh")], check=True)
-    names = {name for line in script.splitlines() if "eager" in line for name in CONTENDERS if name in line}
-    assert {"eager", "inductor-graph", "memplan-graph", "memplan-step-graph"} <= names
 
 
 def test_the_command_line_writes_a_table_and_goes_on_where_it_was(
@@ -85,100 +71,10 @@ def test_first_steps_are_timed_in_processes_of_their_own(tmp_path: Path) -> None
     assert row["memplan_s"] > 0
 
 
-def test_fused_kernels_are_compared_and_rows_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, measured = fused._ready(fused.CONTENDERS["memplan"], "mlp", "nano", None)
-    assert step.plan is not None
-    assert measured.peak >= step.plan.arena_size + step.plan.outside["parameters"] > step.plan.arena_size > 0
-    assert fused.bits(measured.numbers, measured.numbers, "eager") == "eager's"
-    other = (measured.numbers[0] + 1, *measured.numbers[1:])
-    assert fused.bits(other, measured.numbers, "eager") == "1.0e+00 off eager's"
-    asked: list[str] = []
-
-    def rows_of(
-        model: str, size: str, rounds: int, *, starts: int, whole: bool, warm: bool, chosen: list[str] | None
-    ) -> list[Row]:
-        assert (chosen, warm, starts) == (["inductor"], True, 2)
-        asked.append(model)
-        return [{**dict.fromkeys(fused.COLUMNS), "model": model}]
-
-    monkeypatch.setattr(fused, "rows_of", rows_of)
-    arguments = ["--models", "mlp,vit", "--keep", str(tmp_path / "kept"), "--directory", str(tmp_path)]
-    arguments += ["--contenders", "inductor", "--warm", "--starts", "2"]
-    assert [fused.main(arguments), fused.main(arguments)] == [0, 0]
-    assert asked == ["mlp", "vit"]
-
-
-def test_contenders_are_measured_without_those_that_they_are_compared_with() -> None:
-    eager, planned = fused.rows_of("mlp", "nano", 1, chosen=["eager", "memplan"])
-    assert eager["bits"] == planned["bits"] == "eager's"
-    assert eager["peak_ratio"] is planned["speed"] is None
-    (alone,) = fused.rows_of("mlp", "nano", 1, warm=True, chosen=["memplan"])
-    assert alone["bits"] is None
-    assert alone["peak_mb"] == planned["peak_mb"]
-
-
-def test_a_contender_whose_process_ends_in_its_turn_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = fused._started
-
-    def dying(name: str, *args: Any, **kwargs: Any) -> Any:
-        one = started(name, *args, **kwargs)
-        if name == "memplan":
-            assert isinstance(one, fused.Running)
-            one.process.kill()
-            one.process.join()
-        return one
-
-    monkeypatch.setattr(fused, "_started", dying)
-    eager, planned = fused.rows_of("mlp", "nano", 2, warm=True, chosen=["eager", "memplan"])
-    assert planned["failed"] == fused.ENDED
-    assert eager["failed"] is None
-    assert eager["ms"] is not None
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_models_outside_the_zoo_are_the_same_each_time(name: str) -> None:
-    (one, inputs), (two, _) = OUTSIDE[name](), OUTSIDE[name]()
-    assert torch.equal(one.eval()(*inputs), two.eval()(*inputs))
-
-
-def test_first_steps_are_compared_in_the_same_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([(8.0, 16.0), (2.0, 2.0), (10.0, 12.0), (3.0, 5.0)])
-    monkeypatch.setattr(first_call, "_measured", lambda *_: next(seconds))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unchanged after the test")
-    rows = first_call.rows_of("mlp", "nano")
-    assert [(row["contender"], row["process"], row["wall_ratio"], row["cpu_ratio"]) for row in rows] == [
-        ("inductor", "first", 1, 1),
-        ("inductor", "second", 1, 1),
-        ("memplan-inductor", "first", 1.25, 0.75),
-        ("memplan-inductor", "second", 1.5, 2.5),
-    ]
-
-
-def test_whole_steps_of_one_kind_of_kernels_have_the_same_numbers() -> None:
-    found = [
-        fused._ready(fused.WHOLE[name], "mlp", "nano", None)[1] for name in ("eager + fused AdamW", "memplan's step")
-    ]
-    assert fused.bits(found[1].numbers, found[0].numbers, "eager") == "eager's"
-    assert found[1].peak < found[0].peak
-
-
 def test_what_fits_predicts_is_what_training_takes() -> None:
     found = fits.measured_apart("mlp", "nano", "memplan")
     # `compile` may make an idle arena smaller for less than the 5 % from which `fits` counts on it
     assert 0 <= found["predicted"] - found["measured"] <= 0.05 * found["measured"]
-
-
-def test_a_contender_that_starts_again_has_all_its_times_and_its_highest_peak() -> None:
-    first, second = (
-        fused.Finished(
-            measured=fused.Measured(first=seconds, peak=peak, numbers=(peak,)), budget=9, seconds=(seconds, seconds)
-        )
-        for seconds, peak in ((1.0, 5), (2.0, 7))
-    )
-    both = second.after(first)
-    assert first.after(None) is first
-    assert both.seconds == (1.0, 1.0, 2.0, 2.0)
-    assert (both.measured.first, both.measured.peak, both.measured.numbers) == (1.0, 7, (5,))
 
 
 @pytest.mark.parametrize(
@@ -196,3 +92,55 @@ def test_the_benchmark_of_fused_kernels_refuses_what_it_cannot_measure(
         fused.main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_buffers_overlap_nowhere() -> None:
+    picture = made_up(3000)
+    assert len(picture.blocks) == 3000
+    buffers = tuple(Buffer(id=b.holder.id, size=b.holder.size, live=b.segments[0]) for b in picture.blocks)
+    problem = Problem(buffers=buffers)
+    solution = Solution(
+        offsets={b.holder.id: b.offset for b in picture.blocks},
+        arena_size=picture.arena,
+        status=Status.FEASIBLE,
+        bound=picture.max_live,
+        solver="made up",
+        seconds=0.0,
+    )
+    validate(problem, solution)
+
+
+@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=MISSING)
+def test_the_command_line_writes_a_table(tmp_path: Path) -> None:
+    assert page(["--counts", "200", "--repeats", "1", "--directory", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "page.json").read_text())["rows"]
+    assert row["buffers"] == 200
+    assert 0 < row["file_mb"] < 0.2
+    assert 0 < row["after_ms"] < row["painted_ms"]
+    assert row["redrawn_ms"] > 0
+    assert row["hover_ms"] <= row["hover99_ms"]
+
+
+# A graph in the contest's format: a node that lives for no step there is alive at one here.
+NODES = {"intervals": [[0, 4], [2, 2], [4, 6]], "usages": [[7], [3, 9, 5], [1, 2]]}
+
+
+def test_a_graph_of_iopddl_is_a_buffer_for_each_node(tmp_path: Path) -> None:
+    content = json.dumps({"problem": {"name": "x", "nodes": NODES, "edges": {}, "usage_limit": 9}}).encode()
+    (tmp_path / "asplos-2025-iopddl-Q.json.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "R.json").write_bytes(content)
+    assert [name for name, _ in graphs(tmp_path)] == ["R", "Q"]
+    for _, path in graphs(tmp_path):
+        problem = read(path)
+        assert [(b.live.start, b.live.end, b.size) for b in problem.buffers] == [(0, 5, 8), (2, 3, 10), (4, 7, 3)]
+        assert problem.max_live == 18
+    assert [b.size for b in of_nodes(NODES, usage="smallest").buffers] == [8, 4, 2]
+
+
+def test_the_table_of_traces_has_the_solver_beside_plain_heuristics(tmp_path: Path) -> None:
+    assert solver_traces.main(["--sizes", "300", "--seconds", "0", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "solver-traces.json").read_text())["rows"]
+    assert [row["instance"] for row in rows] == [f"{lives}-0" for lives in LIVES]
+    for row in rows:
+        assert 0 <= row["default"] <= row["greedy"]
+        assert row["proven"] == (row["default"] == 0)

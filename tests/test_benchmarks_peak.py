@@ -4,61 +4,27 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from benchmarks import peak
 from benchmarks.peak import main, row_of, summary
 from benchmarks.peak_measure import (
     CONTENDERS,
     MODELS,
-    RETURN_MEMORY,
     Step,
     by_events,
-    checkpoint_blocks,
     covered,
-    library_bytes,
     live_bytes,
     peak_growth,
 )
 from benchmarks.results import Row
-from benchmarks.zoo import EXTRAS
-from memplan.runtime.memory.arena import Arena
 
 MIB = 1 << 20
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 says so of any profile
-
-# Of three parts of known size: two alive at once, and a third when they are gone. The second part of the script is what
-# a caller measures with memory that an earlier step has held and given back.
-RESIDENT = """
-import torch
-from benchmarks.peak_measure import Step
-from benchmarks.peak_measure import live_bytes, resident_growth
-
-MIB = 1 << 20
-
-def run(mebibytes):
-    first = torch.ones(mebibytes * MIB, dtype=torch.uint8)
-    second = torch.ones(mebibytes * MIB, dtype=torch.uint8)
-    del first, second
-    torch.ones(mebibytes * MIB, dtype=torch.uint8)
-
-def grows(mebibytes):
-    return resident_growth(Step(run=lambda: run(mebibytes), clear=lambda: None))
-
-before = live_bytes()
-kept = torch.ones(5 * MIB, dtype=torch.uint8)
-grows(1)
-print([grows(size) / MIB for size in (48, 8)], live_bytes() - before)
-"""
 
 
 def _step(run: Callable[[], object]) -> Step:
@@ -80,16 +46,6 @@ def test_the_peak_by_events_is_of_what_is_alive_at_once() -> None:
         torch.empty(4 * MIB, dtype=torch.uint8)
 
     assert peak_growth(_step(run)) == 5 * MIB
-
-
-def test_memory_that_the_step_before_left_is_given_back_in_the_measured_step() -> None:
-    held: list[torch.Tensor] = []
-
-    def run() -> None:
-        held.clear()
-        held.append(torch.empty(3 * MIB, dtype=torch.uint8))
-
-    assert peak_growth(_step(run)) == 0
 
 
 def test_live_bytes_count_storages_once_and_views_not_at_all() -> None:
@@ -116,16 +72,6 @@ def test_live_bytes_count_what_autograd_alone_holds() -> None:
     assert live_bytes() - before == y.nbytes + gradients
 
 
-def test_live_bytes_do_not_count_views_by_address_of_an_arena_that_was_freed() -> None:
-    before = live_bytes()
-    arena = Arena(MIB, torch.device("cpu"))
-    view = torch.empty(0, dtype=torch.uint8).set_(arena.storage(0, MIB))
-    assert live_bytes() - before == MIB
-    arena.release()
-    assert live_bytes() == before
-    assert len(view) == MIB
-
-
 def test_what_is_offloaded_to_the_host_is_not_in_the_peak_of_the_device() -> None:
     before = live_bytes()  # of the tests before this one
     step = CONTENDERS["memplan-min-auto"].step(*MODELS["lstm"]("nano"), "training")
@@ -138,57 +84,9 @@ def test_what_is_offloaded_to_the_host_is_not_in_the_peak_of_the_device() -> Non
     assert figures["total"] * 0.99 < figures["peak"] <= figures["total"]
 
 
-def test_what_a_library_keeps_for_itself_is_known_apart_from_the_model() -> None:
-    kept: list[torch.Tensor] = []
-
-    def make() -> torch.nn.Module:
-        kept.append(torch.zeros(28))
-        return torch.nn.Linear(MIB, 1)
-
-    before = live_bytes()
-    assert library_bytes(make) - before == 112
-
-
 def test_spans_that_overlap_count_once() -> None:
     assert covered([(0, 10), (5, 7), (8, 12), (20, 21), (20, 21)]) == 13
     assert covered([]) == 0
-
-
-@pytest.mark.slow
-def test_the_high_water_mark_is_reset_before_each_step() -> None:
-    if not Path("/proc/self/clear_refs").exists():
-        pytest.skip("the high-water mark can be reset on Linux alone")
-    run = subprocess.run(
-        [sys.executable, "-c", RESIDENT],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **RETURN_MEMORY},
-    )
-    (large, small), kept = json.loads(f"[{run.stdout.strip().replace('] ', '], ')}]")
-    assert large == pytest.approx(96, abs=1)
-    assert small == pytest.approx(16, abs=1)  # and not what the larger step before it needed
-    assert kept == 5 * MIB
-
-
-def test_blocks_are_members_of_the_longest_container() -> None:
-    model, inputs = EXTRAS["two_traversals"]("nano")
-    expected = model(*inputs)
-    assert checkpoint_blocks(model) == "checkpoint of each of 6 members of model.blocks"
-    assert torch.equal(model(*inputs), expected)
-    with pytest.raises(ValueError, match="has no blocks"):
-        checkpoint_blocks(nn.Linear(2, 2))
-
-
-@pytest.mark.slow
-def test_checkpoints_of_the_two_traversals_lower_the_peak() -> None:
-    def growth(checkpointed: bool) -> int:
-        model, inputs = EXTRAS["two_traversals"]("nano")
-        if checkpointed:
-            checkpoint_blocks(model)
-        return peak_growth(_step(lambda: model(*inputs).backward()))
-
-    assert growth(checkpointed=True) < growth(checkpointed=False) * 2 / 3
 
 
 @pytest.mark.slow
@@ -216,48 +114,3 @@ def test_broken_promises_are_named_below_the_table() -> None:
         "the peak, alignment apart, is 1.100 of that of eager",
     ]
     assert summary(rows[:2])[2].startswith("- memplan: 0.900 by memory events (0.900 to 0.900), above eager for 0 of 1")
-
-
-@pytest.mark.slow
-def test_checkpointed_models_and_whole_steps_are_held_against_their_own_kind_of_eager() -> None:
-    def row(contender: str, peak: int, reference: int) -> Row:
-        return row_of({"model": "m", "contender": contender, "peak": peak}, {"peak": reference})
-
-    rows = [
-        row("eager", 100, 100),
-        row("eager+checkpoint", 60, 100),
-        row("memplan+checkpoint", 70, 100),
-        row("eager-step", 200, 200),
-        row("memplan-step", 150, 200),
-        row("memplan-80-auto", 120, 100),  # nobody promised that a budget is below eager's peak
-    ]
-    assert [line for line in summary(rows) if line.startswith("- m,")] == [
-        "- m, memplan+checkpoint: the peak, alignment apart, is 1.167 of that of eager+checkpoint"
-    ]
-
-
-@pytest.mark.slow
-def test_a_table_is_continued_and_rows_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str]] = []
-    peaks = {"eager": 200, "memplan": 150}
-
-    def measure(model: str, contender: str, settings: object) -> Row:
-        asked.append((model, contender))
-        return {"peak": peaks[contender], "resident": peaks[contender]}
-
-    def run(*arguments: str) -> dict[str, float]:
-        asked.clear()
-        assert main(["--size", "nano", "--directory", str(tmp_path), *arguments]) == 0
-        rows = json.loads((tmp_path / "peak-nano.json").read_text())["rows"]
-        return {f"{row['model']} {row['contender']}": row["ratio"] for row in rows}
-
-    monkeypatch.setattr(peak, "measure", measure)
-    both = ["--contenders", "eager,memplan", "--keep", "all"]
-    run("--models", "gpt2", *both)
-    peaks["memplan"] = 100
-    found = run("--models", "gpt2,mlp", *both)
-    assert asked == [("mlp", "eager"), ("mlp", "memplan")]
-    assert found == {"mlp eager": 1, "mlp memplan": 0.5, "gpt2 eager": 1, "gpt2 memplan": 0.75}
-    found = run("--models", "gpt2", "--contenders", "memplan", "--keep", "others")
-    assert asked == [("gpt2", "memplan")]
-    assert found == {"mlp eager": 1, "mlp memplan": 0.5, "gpt2 eager": 1, "gpt2 memplan": 0.5}

@@ -6,8 +6,6 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-
 from scripts.gpu_checks import ROOT, Check, checks, run_all
 from tests.runtime.test_cuda import SANITIZER
 
@@ -47,18 +45,3 @@ def test_the_checks_begin_with_the_most_doubtful_and_name_tests_that_exist() -> 
         assert all((ROOT / path).exists() for path in check.command if path.startswith("tests/"))
         chosen = check.command[check.command.index("-k") + 1].split(" or ") if "-k" in check.command else []
         assert all(part in text for part in chosen)
-
-
-@pytest.mark.parametrize(("status", "cores", "several"), [(0, 16, True), (1, 16, False), (0, 1, False)])
-def test_the_last_check_runs_several_tests_at_once_if_it_can(
-    status: int, cores: int, several: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a program in place of Python, which says by its status whether it has the plugin."""
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
-    python = tmp_path / "python"
-    assert not any("-n" in check.command for check in checks(str(python))), "there is no such program"
-    python.write_text(f"#!/bin/sh\nexit {status}\n")
-    python.chmod(0o755)
-    *first, last = (" ".join(check.command) for check in checks(str(python)))
-    assert ("-n 8 --dist worksteal" in last) == several
-    assert not any(" -n " in command for command in first)

@@ -1,12 +1,17 @@
-"""No file of memplan imports another one that imports it, however late, and by whatever way."""
+"""No circle of imports, torch's internals in one room, and code lines within the limits of each room."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import networkx
+import pytest
+
+from scripts.size import code_lines, excesses, rooms
 
 ROOT = Path(__file__).parent.parent / "memplan"
 
@@ -84,3 +89,70 @@ def test_core_names_no_room_above_it() -> None:
     for path in (ROOT / "core").glob("*.py"):
         named = {name.split(".")[1] for name in _imported(path.read_text(), _modules()) if name.startswith("memplan.")}
         assert not named & rooms, path.name
+
+
+INTERNALS = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses")
+# The room; the rooms of Inductor's code, which is read and written there, and that runs inside of Inductor; and that in
+# which torch sees a GPU that is not here.
+ROOMS = ("torch_inside/", "trace/fused/", "integrations/inductor/", "targets/")
+
+
+def _names(source: str) -> Iterator[str]:
+    """Yield what a module imports, and the attributes that it reads, by their whole names."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+def _files() -> Iterator[tuple[str, str]]:
+    for path in sorted(ROOT.rglob("*.py")):
+        yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+
+
+def test_torchs_internals_are_named_in_their_rooms_alone() -> None:
+    naming = {file for file, source in _files() if any(name.startswith(INTERNALS) for name in _names(source))}
+    assert naming, "nothing is looked for"
+    assert {file for file in naming if not file.startswith(ROOMS)} == set()
+
+
+_SOURCE = '''"""A module."""
+
+import os  # one
+
+# nothing
+def f(
+    x: int,
+) -> int:
+    """Do it.
+
+    Twice.
+    """
+    text = """two
+lines"""
+    return len(text) + x  # six with the signature's three and the text's two
+'''
+
+
+def test_comments_blank_lines_and_docstrings_are_no_code() -> None:
+    assert code_lines(_SOURCE) == 1 + 3 + 2 + 1
+
+
+@pytest.mark.parametrize(("limit", "code", "word"), [(7, 0, ""), (6, 1, "core: 7 code lines, 1 above its limit of 6")])
+def test_a_room_above_its_limit_fails(tmp_path: Path, limit: int, code: int, word: str) -> None:
+    (tmp_path / "memplan" / "core").mkdir(parents=True)
+    (tmp_path / "memplan" / "core" / "it.py").write_text(_SOURCE)
+    (tmp_path / "pyproject.toml").write_text(f"[tool.size]\ncore = {limit}\n")
+    command = [sys.executable, "-m", "scripts.size", "--root", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr.strip().startswith(word)) == (code, True)
+
+
+def test_a_room_needs_a_limit() -> None:
+    found = rooms(ROOT)
+    assert len(found) > 10
+    first, *others = found
+    assert [line.split(":")[0] for line in excesses(found, dict.fromkeys(others, 10**6))] == [first]

@@ -85,21 +85,3 @@ def test_the_wheel_holds_every_file_that_the_package_reads() -> None:
     named = {path for pattern in patterns for path in package.glob(pattern)}
     assert len(data) > 10
     assert sorted(set(data) - named) == []
-
-
-def test_where_no_browser_can_be_had_the_script_says_so_and_succeeds(tmp_path: Path) -> None:
-    for name in ("bash", "id", "head"):
-        (tmp_path / name).symlink_to(shutil.which(name) or name)
-    script = str(ROOT / "scripts" / "browser.sh")
-    done = subprocess.run(
-        [tmp_path / "bash", script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "the tests of the pages in a browser are skipped" in done.stdout
-    for name in ("chromedriver", "chromium"):
-        (tmp_path / name).write_text("#!/bin/bash\necho ChromeDriver 1.2\n")
-        (tmp_path / name).chmod(0o755)
-    done = subprocess.run(
-        [tmp_path / "bash", script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "browser: ChromeDriver 1.2\n")

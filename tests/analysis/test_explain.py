@@ -1,4 +1,4 @@
-"""Explanations, levers and differences: what they say follows from the plan, to the byte."""
+"""Explanations, levers, differences and records: what they say follows from the plan, to the byte."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from memplan.analysis.buffers import alive_at, last_use, next_use, touches
+from memplan.analysis.buffers import alive_at, touches
 from memplan.analysis.diff import diff
 from memplan.analysis.explain import BufferRole, explain, levers
-from memplan.analysis.rows import figures_of
-from memplan.check.check import check, parse_rule
-from memplan.core.graph import Origin, Phase, StorageKind
-from memplan.core.in_place import with_inplace_candidates
+from memplan.core.graph import Phase, StorageKind
 from memplan.core.plan import Plan
 from memplan.errors import InvalidSize
 from memplan.planning.make_plan import ScheduledGraph, make_plan
@@ -62,13 +59,6 @@ def test_everything_that_is_alive_is_explained(plan: Plan, data: st.DataObject) 
     assert json.loads(json.dumps(form.data))["live"] == found.live
     assert f"step {step} ({found.at.phase})" in form.title
     assert f"{len(found.held)} buffers are alive" in markdown(form)
-
-
-@given(st.lists(st.integers(0, 50), unique=True).map(sorted), st.integers(-1, 51))
-def test_uses_around_a_step(used: list[int], step: int) -> None:
-    steps = tuple(used)
-    assert next_use(steps, step) == min((u for u in used if u > step), default=None)
-    assert last_use(steps, step) == max((u for u in used if u < step), default=None)
 
 
 # Levers.
@@ -165,46 +155,6 @@ def test_no_advice_to_evict_what_is_evicted(policy: str) -> None:
     assert "recomputing or offloading them saves" in _advised(deep_plan(), deep_plan().problem.peak_step)
 
 
-@pytest.mark.slow
-def test_what_a_budget_keeps_can_be_evicted_too() -> None:
-    plan = deep_plan("recompute")
-    text = _advised(plan, plan.problem.peak_step)
-    assert "block_c" in text
-    assert "block_a" not in text  # computed again
-    assert "recomputing or offloading them too saves at most 1.00 MiB" in text
-    smaller = deep_plan("recompute", plan.arena_size - (1 << 20))
-    assert smaller.max_live == plan.max_live - (1 << 20)
-
-
-def test_advice_names_what_lies_in_a_buffer_and_not_what_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    """b takes the place of a, and waits for the backward in it."""
-    b = GraphBuilder()
-    x = b.storage(StorageKind.INPUT, 64, planned=False)
-    places = [Origin(module=name) for name in ("first", "second")]
-    one, two = (b.storage(StorageKind.ACTIVATION, 64, planned=True, origin=place) for place in places)
-    big = b.storage(StorageKind.ACTIVATION, 96, planned=True)
-    kept = b.storage(StorageKind.GRADIENT, 8, planned=False)
-    b.op(Phase.FORWARD, (x,), (one,), target="aten.mm")
-    b.op(Phase.FORWARD, (one,), (two,), target="aten.neg.default")
-    b.op(Phase.FORWARD, (x,), (big,), target="aten.mm")
-    b.op(Phase.BACKWARD, (two, big), (kept,), target="aten.sum")
-    graph = with_inplace_candidates(b.graph(gradients=(kept,)))
-    plan = make_plan(ScheduledGraph(model="two", graph=graph, schedule=traced(graph), alignment=1, versions={}))
-    assert [h.module for h in alive_at(plan, 2)] == ["", "first"]
-    assert _advised(plan, 2) == ""  # it saves nothing
-    monkeypatch.setattr("memplan.analysis.explain.LEAST", 0)
-    assert "64 B of aten.neg in second" in _advised(plan, 2)
-
-
-def test_advice_is_ranked_by_what_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = deep_plan()
-    found = levers(plan)
-    assert found
-    assert [one.saves for one in found] == sorted((one.saves for one in found), reverse=True)
-    monkeypatch.setattr("memplan.analysis.explain.LEAST", max(one.saves for one in found) / plan.max_live)
-    assert [one.saves for one in levers(plan)] == [found[0].saves] * sum(one.saves == found[0].saves for one in found)
-
-
 @pytest.mark.parametrize("policy", ["recompute", "genoa"])
 def test_further_lives_of_a_storage_show_its_module(policy: str) -> None:
     plan = deep_plan(policy)
@@ -228,19 +178,16 @@ def test_the_differences_of_a_budget_are_said_as_such() -> None:
     assert diff(kept, kept).same
 
 
-def test_graphs_that_differ_in_length_say_where() -> None:
-    one, two = sample_plan(), deep_plan()
-    assert "before, " in diff(one, two).first_difference
-    assert "after" in markdown(diff_form(diff(one, two)))
+@given(plans())
+def test_there_is_a_row_for_each_buffer(plan: Plan) -> None:
+    rows = plan.to_records()
+    assert [row["buffer"] for row in rows] == [b.id for b in plan.problem.buffers]
+    assert max((row["offset"] + row["nbytes"] for row in rows), default=0) == plan.arena_size
+    assert sum(row["nbytes"] for row in rows if row["at_peak"]) == plan.max_live
+    assert all(0 <= row["start"] < row["end"] <= len(plan.schedule.order) for row in rows)
+    assert len({frozenset(row) for row in rows}) <= 1, "the same columns in each row"
 
 
-@pytest.mark.parametrize("policy", ["recompute", "genoa"])
-def test_a_check_of_a_plan_with_a_budget_adds_up(policy: str) -> None:
-    before, after = deep_plan(policy), deep_plan()
-    verdict = check(after, [parse_rule("arena:+0")], figures_of(before))
-    (finding,) = verdict.findings
-    assert sum(row.delta for row in finding.grown) == after.arena_size - before.arena_size
-    assert check(before, [parse_rule("arena:+0")], figures_of(after)).gains[0][1:] == (
-        after.arena_size,
-        before.arena_size,
-    )
+def test_a_row_says_where_its_buffer_is_from() -> None:
+    row = next(r for r in sample_plan(alignment=1).to_records() if r["nbytes"] == 100)
+    assert (row["module"], row["source"], row["kind"]) == ("h.0.attn", "model.py:12", "activation")

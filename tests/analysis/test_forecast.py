@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from memplan.analysis.forecast import Forecast, Residence
-from memplan.core.evictions import OFFLOAD_WAIT, RELOAD, TRANSFERS, Action
+from memplan.core.evictions import OFFLOAD_WAIT, TRANSFERS, Action
 from memplan.core.graph import StorageKind
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, MemplanError, UnknownName
@@ -18,7 +18,6 @@ from memplan.trace import plan_traced
 from tests.graph_strategies import plans
 from tests.models import traced_nano
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, plan_of_everything
-from tests.runtime.test_host_resident import _plan as streamed_plan
 from tests.slow import slow
 
 _ON_DEVICE = (Residence.ARENA, Residence.OUTSIDE)
@@ -106,20 +105,6 @@ def test_evicted_is_what_the_plan_evicts(model: str) -> None:
             if p.where in (Residence.HOST, Residence.DROPPED)
         ]
         assert len(absences) == gone
-
-
-@pytest.mark.slow
-def test_streamed_parameters_are_on_the_host_between_their_uses() -> None:
-    plan = streamed_plan(traced_nano("mlp"))
-    _check(plan)
-    loaded = 0
-    for s in plan.graph.storages:
-        if s.kind is StorageKind.PARAMETER and not s.planned:
-            forecast = plan.forecast(s.name)
-            wheres = {p.where for p in forecast.places}
-            assert wheres == {Residence.HOST, Residence.RETURNING, Residence.ARENA}
-            loaded += sum(p.where is Residence.RETURNING for p in forecast.places)
-    assert loaded == sum(op.target == RELOAD for op in plan.graph.ops)
 
 
 def test_names_of_values_and_modules_will_do() -> None:

@@ -106,16 +106,6 @@ def test_T11_the_floor_falls_to_one_copy_of_the_logits(name: str) -> None:  # no
     assert _floor(divided) <= logits + max(weight, 3 * logits // 10) + BATCH * TOKENS * WIDTH * 4 + 2048
 
 
-def test_T11_divided_ops_are_ops_with_names_and_rows_of_their_own() -> None:  # noqa: N802
-    graph = _traced("bert", Division(blocks=4)).graph
-    names = [op.name for op in graph.ops]
-    for op in ("_log_softmax", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data"):
-        assert op not in names
-        assert {f"{op}_rows{i}" for i in range(4)} <= set(names)
-    first = graph.ops[names.index("_log_softmax_rows0")]
-    assert graph.values[first.writes[0]].shape == (BATCH * TOKENS // 4, VOCABULARY)
-
-
 # -- the values are equal ----------------------------------------------------------------------------------------
 
 
@@ -240,25 +230,10 @@ def test_T11_a_target_that_is_no_class_is_refused_as_in_eager() -> None:  # noqa
             run(args[0], labels)
 
 
-def test_T11_a_share_is_of_the_whole_step() -> None:  # noqa: N802
-    model, args = _masked()
-    whole = memplan.plan(model, args)
-    divided = memplan.plan(model, args, arena_budget="70%", divide=True, policy=QUICK)
-    assert divided.division is not None
-    assert divided.eviction is not None
-    assert divided.eviction.arena_budget == int(whole.max_live * 0.7)
-
-
 def test_T11_nothing_is_divided_where_nothing_must_be() -> None:  # noqa: N802
     model, args = _masked()
     assert memplan.plan(model, args, arena_budget="100%", divide=True, policy=QUICK).division is None
     assert memplan.plan(model, args, divide=True).division is None
-
-
-@pytest.mark.parametrize("wrong", [0, 1, -3, "many", 2.5])
-def test_T11_what_says_no_number_of_blocks_is_refused(wrong: Any) -> None:  # noqa: N802
-    with pytest.raises(InvalidSize, match="divide"):
-        memplan.plan(nn.Linear(2, 2), torch.ones(1, 2), divide=wrong)
 
 
 @pytest.mark.parametrize(

@@ -52,13 +52,6 @@ def test_E2_a_tensor_to_be_released_lies_after_the_result_computed_from_it() -> 
     assert solution.arena_size == problem.max_live == 76
 
 
-def test_E2_releasing_only_B_leaves_room_for_D() -> None:  # noqa: N802
-    offsets = solve(_note(), solver="tstack").offsets
-    hole = offsets["B"], _CAPACITY
-    assert hole[1] - hole[0] >= 30
-    assert offsets["D"] == hole[0]
-
-
 def test_E2_the_default_layout_reaches_the_same_arena() -> None:  # noqa: N802
     assert solve(_note(), minimize=True).arena_size == 76
 
@@ -158,17 +151,6 @@ def test_E3_where_bytes_only_count_and_where_it_is_planned_B_alone_goes() -> Non
     solution = solve(lifetimes.problem(graph, schedule, alignment=1), solver="tstack")
     assert {name: solution.offsets[name] for name in "ABCD"} == {"A": 0, "B": 46, "C": 16, "D": 46}
     assert solution.arena_size == 76
-
-
-def test_E3_first_fit_needs_one_hole() -> None:  # noqa: N802
-    memory = AddressSpace(_CAPACITY)
-    assert [memory.take(key, size) for key, size in enumerate((16, 16, 30))] == [True] * 3
-    memory.give(1)
-    assert memory.offsets == {0: 0, 2: 32}
-    assert not memory.take(3, 30)  # 34 bytes are free: 16 and 18
-    memory.give(2)
-    assert memory.take(3, 30)
-    assert memory.offsets[3] == 16
 
 
 @cache

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.analysis.buffers import alive_at
-from memplan.analysis.rows import Figures, figures_of, grouped, growths, pattern
+from memplan.analysis.rows import figures_of, grouped, growths, pattern
 from memplan.check.baseline import baseline_text, read_baseline, update_baseline, write_baseline
 from memplan.check.check import Metric, check, parse_rule
 from memplan.core.plan import Plan
@@ -101,12 +101,6 @@ def test_figures_that_contradict_each_other_are_refused(tmp_path: Path, change: 
     assert caught.value.hint == "write it anew: memplan check ... --baseline FILE --update-baseline"
 
 
-def test_figures_of_nothing_are_a_baseline(tmp_path: Path) -> None:
-    nothing = Figures(arena=0, max_live=0, outside=0, parts={"parameters": 0}, peak=())
-    write_baseline(tmp_path / "b.json", {"m": nothing})
-    assert read_baseline(tmp_path / "b.json") == {"m": nothing}
-
-
 @pytest.mark.parametrize(
     ("content", "error", "what"),
     [
@@ -150,14 +144,6 @@ def test_an_update_keeps_or_replaces_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(UnreadableFile, match="is not JSON"):
         update_baseline(path, {"d": FIGURES})
     assert path.read_text() == "{"
-
-
-def test_a_baseline_reads_well_in_a_review() -> None:
-    text = baseline_text({"m": FIGURES})
-    lines = text.splitlines()
-    assert lines[:5] == ["{", ' "format": "memplan-baseline-1",', ' "models": {', '  "m": {', '   "arena": 320,']
-    assert sum('"module"' in line for line in lines) == len(FIGURES.peak)
-    assert json.loads(text)["models"]["m"]["parts"] == dict(FIGURES.parts)
 
 
 def test_a_mutated_baseline_is_an_error_or_a_baseline(tmp_path: Path) -> None:

@@ -249,37 +249,6 @@ def test_bytes_that_are_given_to_another_storage_before_a_copy_has_left_them_are
         require_no_races(moved)
 
 
-def test_a_wait_behind_a_later_copy_of_its_lane_is_idle() -> None:
-    b = GraphBuilder()
-    x = b.storage(StorageKind.INPUT, SIZE, planned=False)
-    one, two = (b.storage(StorageKind.ACTIVATION, SIZE, planned=True) for _ in range(2))
-    hosts = [b.storage(StorageKind.HOST, SIZE, planned=False) for _ in range(2)]
-    out = b.storage(StorageKind.OUTPUT, SIZE, planned=False)
-    b.op(Phase.FORWARD, (x,), (one,))
-    b.op(Phase.FORWARD, (x,), (two,))
-    for source, host in zip((one, two), hosts, strict=True):
-        b.op(Phase.FORWARD, (source,), (host,), target=OFFLOAD)
-    for source, host in ((two, hosts[1]), (one, hosts[0])):
-        b.op(Phase.FORWARD, (source, host), (host,), target=OFFLOAD_WAIT)
-    b.op(Phase.FORWARD, (x,), (out,))
-    plan = _plan(b.graph(outputs=(out,)))
-    found = follow(plan)
-    assert (found.copies, found.idle_waits, found.races) == (2, (5,), ())
-    assert not follow(plan, without={5}).races
-    assert follow(plan, without={4, 5}).races
-
-
-def test_plans_without_copies_need_no_check() -> None:
-    b = GraphBuilder()
-    x = b.storage(StorageKind.INPUT, SIZE, planned=False)
-    out = b.storage(StorageKind.OUTPUT, SIZE, planned=False)
-    b.op(Phase.FORWARD, (x,), (out,))
-    plan = _plan(b.graph(outputs=(out,)))
-    require_no_races(plan)
-    assert follow(plan).copies == 0
-    assert not any(op.target in TRANSFERS for op in plan.graph.ops)
-
-
 def test_a_result_that_the_forward_leaves_on_the_host_is_ordered_by_its_device() -> None:
     """As `y.cpu()`: the op writes a tensor of the host, and reads an arena."""
     plan = offloaded()
@@ -305,48 +274,5 @@ def test_a_wait_without_a_start_is_named() -> None:
         require_no_races(moved)
 
 
-def copied_home() -> Plan:
-    """A result that is copied to the caller's memory on the host, from bytes that the backward uses again."""
-    b = GraphBuilder()
-    x = b.storage(StorageKind.INPUT, SIZE, planned=False)
-    one, two = (b.storage(StorageKind.ACTIVATION, SIZE, planned=True) for _ in range(2))
-    out, gradient = (b.storage(kind, SIZE, planned=False) for kind in (StorageKind.OUTPUT, StorageKind.GRADIENT))
-    b.op(Phase.FORWARD, (x,), (one,), target=RELOAD)
-    b.op(Phase.FORWARD, (x, one), (one,), target=RELOAD_WAIT)
-    b.op(Phase.FORWARD, (one,), (out,), target=OFFLOAD)
-    b.op(Phase.FORWARD, (one, out), (out,), target=OFFLOAD_WAIT)
-    b.op(Phase.BACKWARD, (), (two,))
-    b.op(Phase.BACKWARD, (two,), (gradient,), target=OFFLOAD)
-    b.op(Phase.BACKWARD, (two, gradient), (gradient,), target=OFFLOAD_WAIT)
-    graph = b.graph(outputs=(out,), gradients=(gradient,))
-    return _plan(replace(graph, storages=_on_device(graph)))
-
-
 def _on_device(graph: Graph) -> tuple[Storage, ...]:
     return tuple(replace(s, device="late:0") if s.planned else s for s in graph.storages)
-
-
-def test_the_caller_reads_results_after_the_host_has_waited_for_copies() -> None:
-    plan = copied_home()
-    assert not follow(plan).races
-    forward, backward = follow(plan, unsettled={0, 2}).races, follow(plan, unsettled={1, 3}).races
-    assert ("op2", CALLER, "storage output_3") in {(r.first, r.second, r.space) for r in forward}
-    assert ("op5", CALLER, "storage gradient_4") in {(r.first, r.second, r.space) for r in backward}
-
-
-def test_a_phase_on_another_stream_waits_for_the_one_before() -> None:
-    plan = offloaded()
-    assert follow(plan, unturned={2}).races
-    assert not follow(plan, unturned={0}).races, "there is none before the first"
-
-
-def test_an_op_that_writes_to_the_host_is_complete_when_it_returns() -> None:
-    b = GraphBuilder()
-    x = b.storage(StorageKind.INPUT, SIZE, planned=False)
-    one = b.storage(StorageKind.ACTIVATION, SIZE, planned=True)
-    out = b.storage(StorageKind.OUTPUT, SIZE, planned=False)
-    b.op(Phase.FORWARD, (x,), (one,))
-    b.op(Phase.FORWARD, (one,), (out,))
-    graph = b.graph(outputs=(out,))
-    plan = _plan(replace(graph, storages=_on_device(graph)))
-    assert not follow(plan, unturned={2}).races, "the second step is launched when all of the first is complete"

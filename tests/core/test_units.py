@@ -1,11 +1,15 @@
+"""Sizes and shares as text, and work that is logged because it takes long."""
+
 from __future__ import annotations
 
 import contextlib
+import logging
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memplan.core.timed import timed
 from memplan.core.units import (
     bytes_apart,
     format_bytes,
@@ -17,51 +21,24 @@ from memplan.core.units import (
 )
 from memplan.errors import InvalidSize
 
+_SIZES = (
+    ("1048576", 2**20), ("3GiB", 3 * 2**30), ("512 MiB", 512 * 2**20), ("1.5GB", 1_500_000_000), ("0", 0),
+    (" 7 B ", 7), ("2kB", 2000), ("2KB", 2000), ("2KiB", 2048), ("0.1KiB", 102), ("1TiB", 2**40),
+)  # fmt: skip
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("1048576", 2**20),
-        ("3GiB", 3 * 2**30),
-        ("512 MiB", 512 * 2**20),
-        ("1.5GB", 1_500_000_000),
-        ("0", 0),
-        (" 7 B ", 7),
-        ("2kB", 2000),
-        ("2KB", 2000),
-        ("2KiB", 2048),
-        ("0.1KiB", 102),
-        ("1TiB", 2**40),
-    ],
-)
+
+@pytest.mark.parametrize(("text", "size"), _SIZES)
 def test_sizes_are_read(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "GiB",
-        "-1",
-        "+1",
-        "1e9",
-        "1_000",
-        "1,000",
-        "3gib",
-        "3 Gb",
-        "3GiBs",
-        "1.GiB",
-        ".5GiB",
-        "nan",
-        "inf",
-        "\u0663",
-        "9999999999PiB",
-        "0x10",
-        "3  GiB",
-        "3\nGiB",
-    ],
-)
+_NO_SIZES = (
+    "", "GiB", "-1", "+1", "1e9", "1_000", "1,000", "3gib", "3 Gb", "3GiBs", "1.GiB", ".5GiB", "nan", "inf", "\u0663",
+    "9999999999PiB", "0x10", "3  GiB", "3\nGiB",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", _NO_SIZES)
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(InvalidSize):
         parse_size(text)
@@ -109,11 +86,7 @@ def test_what_is_not_zero_never_reads_as_zero() -> None:
 def test_different_sizes_read_as_different(one: int, two: int) -> None:
     texts = bytes_apart(one, two)
     assert (texts[0] == texts[1]) == (one == two)
-
-
-@given(st.integers(0, 2**40))
-def test_neighbours_read_as_different(size: int) -> None:
-    assert len(set(bytes_apart(size, size + 1))) == 2
+    assert len(set(bytes_apart(one, one + 1))) == 2
 
 
 @given(st.floats(0, 1), st.floats(0, 1))
@@ -125,3 +98,17 @@ def test_different_shares_read_as_different(one: float, two: float) -> None:
 @given(st.integers(0, 2**62))
 def test_what_is_shown_is_within_one_percent(size: int) -> None:
     assert abs(parse_size(format_bytes(size)) - size) <= size * 0.01 + 1
+
+
+def test_long_work_is_logged_whether_or_not_it_succeeds(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, logger="memplan")
+    with timed("a moment"):
+        pass
+    assert caplog.messages == []
+    monkeypatch.setattr("memplan.core.timed.LONG", 0.0)
+    with contextlib.suppress(ValueError), timed("tracing"):
+        raise ValueError
+    assert caplog.messages == ["tracing took 0.0 s"]
+    assert caplog.records[0].levelno == logging.INFO

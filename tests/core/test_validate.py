@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.core.problem import Buffer, Infeasibility, Interval, Problem, Solution, Status
 from memplan.core.validate import Violation, validate
 from memplan.errors import InvalidSolution
-from memplan.solvers import solve
 from tests.strategies import problems
 
 
@@ -64,50 +63,6 @@ def test_each_mutation_is_named(mutate: Callable[[Solution], Solution], violatio
     assert caught.value.violation == violation.value
 
 
-def test_a_plan_above_the_capacity_is_refused_unless_it_says_so() -> None:
-    problem = Problem(buffers=_problem().buffers, capacity=111)
-    with pytest.raises(InvalidSolution, match="over capacity"):
-        validate(problem, _valid())
-    validate(problem, dataclasses.replace(_valid(), status=Status.UNKNOWN, bound=100))
-
-
-@pytest.mark.parametrize(
-    "proof",
-    [
-        Infeasibility(step=1, ids=("a", "b", "pin"), needed=112),  # b is not alive at step 1
-        Infeasibility(step=3, ids=("a", "b"), needed=112),  # does not add up
-        Infeasibility(step=3, ids=("a", "ghost"), needed=112),
-    ],
-)
-def test_proofs_of_infeasibility_are_checked(proof: Infeasibility) -> None:
-    problem = Problem(buffers=_problem().buffers, capacity=100)
-    good = Infeasibility(step=3, ids=("a", "b", "pin"), needed=112)
-    claim = Solution(offsets={}, arena_size=0, status=Status.INFEASIBLE, bound=112, solver="hand", proof=good)
-    validate(problem, claim)
-    with pytest.raises(InvalidSolution):
-        validate(problem, dataclasses.replace(claim, proof=proof))
-
-
-@given(problem=problems(most=10), data=st.data())
-@settings(max_examples=150, deadline=None)
-def test_two_buffers_on_the_same_bytes_are_always_found(problem: Problem, data: st.DataObject) -> None:
-    pairs = [
-        (one, two)
-        for one in problem.buffers
-        for two in problem.buffers
-        if one.id != two.id and one.size and two.size and two.alignment == 1
-        and any(not a.is_disjoint(b) for a in one.segments for b in two.segments)
-    ]  # fmt: skip
-    assume(pairs)
-    one, two = data.draw(st.sampled_from(pairs))
-    solution = solve(problem, solver="greedy")
-    offsets = {**solution.offsets, two.id: solution.offsets[one.id]}
-    arena = max(offsets[b.id] + b.size for b in problem.buffers)
-    clash = Solution(offsets=offsets, arena_size=arena, status=Status.FEASIBLE, bound=0, solver="hand")
-    with pytest.raises(InvalidSolution, match="overlap"):
-        validate(problem, clash)
-
-
 def _one_after_another(*rows: tuple[int, int, int, int]) -> tuple[Problem, dict[str, int]]:
     """A problem of (size, start, end, offset) and its offsets."""
     made = tuple(
@@ -156,7 +111,7 @@ def test_what_only_touches_is_valid(other: tuple[int, int, int, int]) -> None:
 
 
 @given(problem=problems(most=7, aligned=False), data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_overlaps_are_what_comparing_every_pair_finds(problem: Problem, data: st.DataObject) -> None:
     offsets = {b.id: data.draw(st.integers(0, 60)) for b in problem.buffers}
     overlap = any(

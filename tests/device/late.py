@@ -15,10 +15,7 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from torch.utils.backend_registration import (
-    generate_methods_for_privateuse1_backend,
-    rename_privateuse1_backend,
-)
+from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
 SOURCE = Path(__file__).with_name("late_device.cpp")
 NAME = "late"

@@ -268,41 +268,6 @@ def recorded(device: LateDevice) -> dict[str, Any]:
     return {**found, "parameters": sum(p.nbytes for p in expected[4:])}
 
 
-def refused(device: LateDevice) -> dict[str, Any]:
-    """What CUDA forbids while a stream is captured: the device refuses it, and the recording is not changed by it."""
-    x, side = torch.ones(64, device=HERE), torch.Stream(HERE)
-    found: dict[str, Any] = {"wrong": []}
-    for policy in Policy:
-        device.run(policy)
-        graph, other = torch.accelerator.Graph(), torch.Stream(HERE)
-        x.fill_(1)
-        with side, graph:
-            y = x + 1
-            forbidden: dict[str, Callable[[], Any]] = {
-                "item": y.sum().item,
-                "copy home": y.cpu,
-                "pageable copy": partial(x.copy_, torch.zeros(64)),
-                "synchronize": torch.accelerator.synchronize,
-                "wait": side.synchronize,
-                "wait for other work": partial(side.wait_stream, other),
-                "other work waits": partial(other.wait_stream, side),
-                "second capture": torch.accelerator.Graph().capture_begin,
-            }
-            for name, attempt in forbidden.items():
-                try:
-                    attempt()
-                    found["wrong"].append(f"{name} {policy.name}")
-                except RuntimeError:
-                    pass
-        for number in range(4):
-            x.fill_(number)
-            graph.replay()
-            if y.cpu().tolist() != [number + 1.0] * 64:
-                found["wrong"].append(f"replay {number} {policy.name}")
-    device.run(Policy.EARLY)
-    return found
-
-
 def _layers() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())]).to(HERE)
@@ -463,29 +428,7 @@ def left_on_host(device: LateDevice) -> dict[str, Any]:
 
     expected = step(model)
     compiled = memplan.compile(model, x, arena_budget=0.8, gradients="outside")
-    return {
-        "wrong": wrong_orders(device, lambda: step(compiled), expected),
-        "evictions": len(compiled.plan.evictions),
-    }
-
-
-def grown(device: LateDevice) -> dict[str, Any]:
-    """An arena that is replaced by a larger one while a stream still computes in it."""
-    model = _layers()
-    x, larger = (torch.randn(n, 32, generator=torch.Generator().manual_seed(n)).to(HERE) for n in (8, 64))
-
-    def outcome(call: Callable[..., Any]) -> Bits:
-        stream = torch.Stream(HERE)
-        stream.wait_stream(torch.accelerator.current_stream(HERE))
-        with torch.no_grad():
-            with stream:
-                small = call(x)
-            result = call(larger)
-        torch.accelerator.current_stream(HERE).wait_stream(stream)
-        return [small.cpu(), result.cpu()]
-
-    expected = outcome(model)
-    return {"wrong": wrong_orders(device, lambda: outcome(memplan.compile(model, x, train=False)), expected)}
+    return {"wrong": wrong_orders(device, lambda: step(compiled), expected), "evictions": len(compiled.plan.evictions)}
 
 
 def threads(device: LateDevice) -> dict[str, Any]:
@@ -629,51 +572,6 @@ def _left_out(
     return {"between devices": sent, "left out": len(kinds), "racy": racy, "seen": seen}
 
 
-def mutations_of_turns(device: LateDevice) -> dict[str, Any]:
-    """Two steps whose forwards and backwards each run on a stream of their own, with one turn left out at a time."""
-    model, args = _layers(), (torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).to(HERE),)
-    traced = trace(model, args)
-    runner = runner_of(model, traced, plan_of_everything(traced), sanitize=None)
-    runner.arena.stays = True
-    steps = [runner.input_guards.tensors(pytree.tree_leaves(given)) for given in (args, _another(args, 1))]
-    tangents = [torch.ones(v.shape, device=HERE) for _, v in runner.tangents.passed]
-    used = [torch.Stream(HERE) for _ in range(4)][::-1]  # the device would run the first one made first
-    ordering, turns = stream_ordering.StreamOrdering.__call__, itertools.count()
-    left_out: int | None = None
-
-    def turn_or_not(self: Any) -> None:
-        if next(turns) == left_out:
-            self._last = None
-        ordering(self)
-
-    def step() -> Bits:
-        nonlocal turns
-        turns, found = itertools.count(), []
-        for k, inputs in enumerate(steps):
-            with runner.arena.ownership as ownership, torch.no_grad():
-                with used[2 * k]:
-                    begun = ownership.begin(keep=True)
-                    fresh, saved = runner.forward(*inputs)
-                with used[2 * k + 1]:
-                    ownership.end(begun)
-                    assert runner.backward is not None
-                    found.append([*fresh, *runner.backward(*saved, *tangents)])
-        torch.accelerator.synchronize()
-        return [t.cpu() for of in found for t in of]
-
-    torch.accelerator.synchronize()
-    expected = step()
-    stream_ordering.StreamOrdering.__call__ = turn_or_not  # type: ignore[method-assign]
-    racy, seen = [], []
-    for phase in (None, *range(4)):
-        left_out = phase
-        if phase is not None and follow(runner.plan, unturned={phase}).races:
-            racy.append(phase)
-        if wrong_orders(device, step, expected):
-            seen.append(phase)
-    return {"left out": 4, "racy": racy, "seen": seen}
-
-
 def host_reads(device: LateDevice) -> dict[str, Any]:
     """The host reads device memory by its address: the process must end."""
     import ctypes
@@ -691,16 +589,13 @@ SCENARIOS: dict[str, Callable[[LateDevice], dict[str, Any]]] = {
     "whole step": whole_step,
     "captured": lambda device: captured(device, "mlp", "resnet", "gpt2"),
     "recorded": recorded,
-    "refused while captured": refused,
     "streams": streams,
     "profiled": profiled,
     "dropped": dropped,
     "left on the host": left_on_host,
-    "grown": grown,
     "threads": threads,
     "mutations": mutations,
     "mutations of two devices": mutations_of_two,
-    "mutations of turns": mutations_of_turns,
     "host reads": host_reads,
 }
 

@@ -191,7 +191,6 @@ def trained_alike(folder: str) -> dict[str, Any]:
         "pipeline": stages_of_a_pipeline(),
         "planned": plan_of_two(),
         "saved": saved_after_training(folder),
-        "too early": [read_too_early(waits=waits) for waits in (True, False)],
         "shapes": other_shapes_under_a_budget(),
     }
 
@@ -209,27 +208,6 @@ def shape_of(plan: memplan.Plan, ranks: int) -> list[list[Any]]:
     ops = sorted([op.name, op.target] for op in plan.graph.ops)
     divided = [(c, ranks if c.kind == "reduce_scatter" else 1) for c in plan.collectives]
     return [*ops, *([c.name, c.shape[0] * n, *c.shape[1:]] for c, n in divided)]
-
-
-def read_too_early(*, waits: bool) -> list[bool]:
-    """Run a poisoned step while rank 1 starts its collectives late; return whether its results are all there.
-
-    Without `waits`, rank 0 goes on before what it has started is complete.
-    """
-    started: Any = importlib.import_module("memplan.distributed.ops").StartedCollective
-    wait = started.wait
-    if not waits and rank() == 0:
-        started.wait = lambda _: None
-    try:
-        model, _, step = compiled(arena_budget="1MiB", sanitize="poison")
-    finally:
-        started.wait = wait
-    step.hooks.add(partial(_late_for_collectives, seconds=0.02))
-    loss = step(vectors(rank(), 0))
-    step._builder._arena.collectives.drain()
-    found = [bool(loss.isfinite()), all(bool(local_tensor(p).isfinite().all()) for p in model.parameters())]
-    distributed.barrier()
-    return found
 
 
 def stages_of_a_pipeline() -> list[bool]:
@@ -305,19 +283,7 @@ def loaded_by_four(folder: str) -> dict[str, Any]:
     return {
         "loaded": loaded,
         "different": [*different, *([] if losses == expected else ["losses"])],
-        "killed": after_a_rank_was_killed(models[0], step),
     }
-
-
-def after_a_rank_was_killed(model: nn.Module, step: Any) -> list[Any]:
-    """Kill the last rank between two steps; return what the others then raise, and whether it changed nothing."""
-    before = [local_tensor(p).clone() for p in model.parameters()]
-    distributed.barrier()
-    if rank() == distributed.get_world_size() - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    found = raised(lambda: step(vectors(rank(), 2)))
-    same = all(torch.equal(local_tensor(p), old) for p, old in zip(model.parameters(), before, strict=True))
-    return [*found, same]
 
 
 def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:

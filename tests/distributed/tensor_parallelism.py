@@ -147,22 +147,3 @@ def placed_on_four() -> dict[str, Any]:
         "whole": compared(mlp_with_norm, divided, vectors_of_pairs, adamw),
         "min": compared(mlp_with_norm, divided, vectors_of_pairs, adamw, **smallest),
     }
-
-
-def behind_the_backend() -> dict[str, Any]:
-    """Train a small model on two ranks by torch's tensor parallelism, as it is and behind backends of torch.compile."""
-    found: dict[str, Any] = {}
-    for backend in (None, "aot_eager", "memplan"):
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        model = on_all_ranks(of_mlp, mlp())
-        run: Any = model if backend is None else torch.compile(model, backend=backend)
-        optimizer, losses = adamw(model), []
-        for step in range(3):
-            loss = run(same_vectors(0, step)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        found[str(backend)] = losses
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -11,25 +10,23 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import memplan
 from memplan.core.collectives import collectives_of, is_collective, may_run_again
 from memplan.core.graph import Graph
 from memplan.core.legal_orders import predecessors, require_legal
-from memplan.distributed import internals
 from memplan.distributed.fake_ranks import fake_ranks
 from memplan.distributed.parallelism import parallelism_of
 from memplan.errors import InvalidCosts, InvalidPlan, InvalidShapes, UnsupportedCall, UnsupportedGraph
-from memplan.evict.costs import DEVICES, LINKS, CostModel, Link, cost_model
-from memplan.planning import overlapped
-from memplan.planning.planfile import check_consistency
+from memplan.evict.costs import DEVICES, LINKS, cost_model
 from memplan.report.lines import waiting_lines
 from memplan.report.picture import picture_of_plan
 from memplan.report.trace_events import trace_events
-from memplan.torch_inside.versions import KNOWN
 from tests.distributed.models import SmallGpt, energy, tokens, vectors
-
-pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
 
 
 class _GptLoss(SmallGpt):
@@ -95,17 +92,6 @@ def test_a_report_has_the_bytes_of_one_rank() -> None:
     assert replace(plan.collectives[0], kind="all_reduce").sent == 2 * plan.collectives[0].nbytes
 
 
-def test_what_a_model_holds_is_neither_copied_nor_changed() -> None:
-    """A lock cannot be copied; `fully_shard` changes classes and hooks of what it divides."""
-    model = nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8))
-    model.lock, before = threading.Lock(), model[1].running_mean  # type: ignore[assignment]
-    plan = memplan.plan(model, vectors(0, 0), ranks=4)
-    assert [c.kind for c in plan.collectives].count("gather_parameter") >= 4
-    assert type(model) is nn.Sequential
-    assert not model._forward_pre_hooks
-    assert model[1].running_mean is before
-
-
 def test_a_budget_gathers_again_and_repeats_nothing_else() -> None:
     whole = _whole(16)
     plan = _planned(16, arena_budget="min", policy="recompute", costs="h100/nvlink")
@@ -121,8 +107,6 @@ def test_a_budget_gathers_again_and_repeats_nothing_else() -> None:
 @pytest.mark.usefixtures("ranks")
 def test_parameters_that_torch_frees_after_the_forward_are_gathered_again() -> None:
     """Without a budget a plan keeps what torch keeps; the outermost module's are kept unless torch was told."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     def plan_of(blocks: bool | int | None, outermost: bool | None, **options: Any) -> memplan.Plan:
         model = _GptLoss(blocks=2)
@@ -194,58 +178,6 @@ def _comes_before(graph: Graph, first: int, last: int) -> bool:
     return False
 
 
-class _Wide(nn.Module):
-    """Layers with more bytes of parameters than of activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 128, bias=False), nn.GELU(), nn.Linear(128, 32, bias=False)) for _ in range(4)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
-
-
-def test_gathers_that_run_beside_ops_cost_a_budget_less_than_ops_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are chosen as if each stopped the step, and then as if none did; the plan that is faster is taken."""
-    link = Link(bytes_per_second=1e8, latency=0.0)
-    slow: dict[str, Any] = {"matrix_flops": 1e9, "narrow_flops": 1e9, "bytes_per_second": 1e9, "launch": 1e-7}
-    costs = replace(DEVICES["h100"], name="idle link", between_ranks=link, **slow)
-
-    def planned(costs: CostModel = costs, **options: Any) -> memplan.Plan:
-        with torch.device("meta"):
-            return memplan.plan(_Wide(), torch.empty(64, 32), ranks=4, policy="recompute", costs=costs, **options)
-
-    def again(plan: memplan.Plan) -> int:
-        return sum(c.again for c in plan.collectives)
-
-    made = planned(arena_budget=0.7)
-    assert made.eviction is not None
-    assert made.eviction.costs == "idle link"
-    asked: list[Any] = []
-    monkeypatch.setattr(overlapped, "with_hidden_collectives", lambda *given: asked.append(given))
-    before = planned(arena_budget=0.7)
-    assert before.eviction is not None
-    assert made.eviction.seconds < 0.99 * before.eviction.seconds
-    assert again(made) > again(before)
-    assert made.arena_size <= before.eviction.arena_budget
-    check_consistency(made)
-    monkeypatch.undo()
-    plan, options, _ = asked[0]
-    hidden = overlapped.with_hidden_collectives
-    assert hidden(plan, options, costs) is not None
-    for useless in (
-        hidden(plan, replace(options, arena_budget="min"), costs),
-        hidden(plan, replace(options, in_flight=0), costs),
-        hidden(plan, options, replace(costs, between_ranks=replace(link, bytes_per_second=1e6))),
-        hidden(replace(plan, eviction=replace(plan.eviction, seconds=plan.eviction.base_seconds)), options, costs),
-    ):
-        assert useless is None
-
-
 def test_a_link_between_ranks_is_a_part_of_the_costs() -> None:
     plan = _whole(16)
     slow, fast = cost_model("a100/100gb"), cost_model("A100/NVLink")
@@ -267,10 +199,7 @@ _VARYING: Any = {"ranks": 2, "dynamic_shapes": ({0: "batch"},)}
         (lambda: _planned(0), "is no number of ranks"),
         (lambda: _within_two(lambda: _planned(3)), "this process is one of 2 ranks already"),
         (lambda: memplan.plan(_Scaled(), vectors(0, 0), ranks=2), "is a number, which has no rows"),
-        (
-            lambda: memplan.plan(nn.Linear(10, 2), vectors(0, 0), **_VARYING),
-            "a rank has one shape",
-        ),
+        (lambda: memplan.plan(nn.Linear(10, 2), vectors(0, 0), **_VARYING), "a rank has one shape"),
     ],
 )
 def test_what_no_rank_can_be_is_refused(make: Callable[[], Any], words: str) -> None:
@@ -318,22 +247,14 @@ def _hooked(model: nn.parallel.DistributedDataParallel) -> nn.Module:
 
 
 def _hybrid() -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     return fully_shard(nn.Linear(10, 2), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "parts")))
 
 
 def _register(model: Any) -> None:
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
     register_fsdp_forward_method(model, "extra_repr")
 
 
 def _over_other_ranks() -> nn.Module:
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     model = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 2))
     fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
     fully_shard(model[1], mesh=DeviceMesh("cpu", [0]))
@@ -342,18 +263,12 @@ def _over_other_ranks() -> nn.Module:
 
 def _placed(**how: Any) -> Any:
     """A layer whose rows are placed on both ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     return parallelize_module(nn.Sequential(nn.Linear(10, 2)), mesh, {"0": ColwiseParallel(**how)})
 
 
 def _placed_by(*placements: Any, buffer: bool = False) -> nn.Module:
     """A layer whose weight, or a buffer, is a DTensor placed in this way."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor
-
     model = nn.Sequential(nn.Linear(10, 2))
     mesh = init_device_mesh("cpu", (1,) * (len(placements) - 1) + (2,))
     made = DTensor.from_local(torch.ones(2, 10), mesh, placements, run_check=False)
@@ -365,33 +280,17 @@ def _placed_by(*placements: Any, buffer: bool = False) -> nn.Module:
 
 
 def _placed_on_several() -> nn.Module:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
     model = nn.Sequential(nn.Linear(10, 2), nn.Linear(2, 2))
     parallelize_module(model[0], DeviceMesh("cpu", [0, 1]), ColwiseParallel())
     return parallelize_module(model[1], DeviceMesh("cpu", [0]), ColwiseParallel()) and model
 
 
 def _unevenly_placed() -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     return fully_shard(parallelize_module(nn.Linear(10, 3), mesh["tp"], ColwiseParallel()), mesh=mesh["dp"])
 
 
-def _placement(name: str) -> Any:
-    from torch.distributed import tensor
-
-    return getattr(tensor, name)(*([0] if name == "Shard" else []))
-
-
 def _sharded(change: Callable[[Any], object] = lambda _: None, **options: Any) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     made = fully_shard(nn.Linear(10, 2), mesh=init_device_mesh("cpu", (2,)), **options)
     change(made)
     return made
@@ -406,10 +305,10 @@ def _sharded(change: Callable[[Any], object] = lambda _: None, **options: Any) -
         (lambda: _sharded(lambda m: m.set_gradient_divide_factor(3.0)), "has a divide factor of its own"),
         (lambda: _sharded(_register), "has a method that gathers its parameters"),
         (_over_other_ranks, r"divided among the ranks \[0\], and others among \[0, 1\]"),
-        (lambda: _sharded(shard_placement_fn=lambda _: _columns()), "is divided along dimension 1"),
-        (lambda: _placed_by(_placement("Replicate"), _placement("Shard")), "over a mesh of 2 dimensions"),
-        (lambda: _placed_by(_placement("Partial")), r"0\.weight: is a DTensor that is placed as P"),
-        (lambda: _placed_by(_placement("Replicate"), buffer=True), r"0\.extra: is a buffer"),
+        (lambda: _sharded(shard_placement_fn=lambda _: Shard(-1)), "is divided along dimension 1"),
+        (lambda: _placed_by(Replicate(), Shard(0)), "over a mesh of 2 dimensions"),
+        (lambda: _placed_by(Partial()), r"0\.weight: is a DTensor that is placed as P"),
+        (lambda: _placed_by(Replicate(), buffer=True), r"0\.extra: is a buffer"),
         (_placed_on_several, r"1\.weight: is placed on other ranks"),
         (_unevenly_placed, "which divides 3 among 2 ranks"),
         (lambda: _placed(use_local_output=False), "a result is a DTensor"),
@@ -436,8 +335,6 @@ class _Experts(nn.Module):
 
 
 def _by_hooks() -> Any:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     return FullyShardedDataParallel(nn.Linear(10, 2), device_id=torch.device("cpu"))
 
 
@@ -461,68 +358,6 @@ def test_fsdp_of_hooks_and_exchanges_between_experts_are_refused(
         with pytest.raises(UnsupportedGraph, match=words) as error:
             attempt(make())
         assert error.value.see == see
-
-
-@pytest.mark.parametrize(
-    ("of", "name"),
-    [("state", "_mp_policy"), ("group", "_all_gather_comm"), ("param", "padded_sharded_param_size")],
-)
-def test_another_torch_that_keeps_its_knowledge_elsewhere_is_refused(ranks: None, of: str, name: str) -> None:
-    """Every name is looked for before any of it is read."""
-    model: Any = _sharded()
-    state = model._get_fsdp_state()
-    (group,) = internals.groups_of(state)
-    assert set(internals.OF_GROUP) <= set(dir(group))
-    thing = {"state": state, "group": group, "param": group.fsdp_params[0]}[of]
-    known = getattr(thing, name)
-    delattr(thing, name)
-    try:
-        with pytest.raises(UnsupportedGraph, match=f"has no '{name}' in torch") as error:
-            _step(model)
-    finally:
-        setattr(thing, name, known)
-    assert error.value.see == "ranks-refused"
-    assert f"install torch {KNOWN[-1]}" in str(error.value.hint)
-
-
-def test_a_private_function_that_is_gone_is_refused(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
-    monkeypatch.delattr(f"{home}._get_gradient_divide_factors")
-    with pytest.raises(UnsupportedGraph, match="has no '_get_gradient_divide_factors' in torch"):
-        _step(_sharded())
-    with pytest.raises(UnsupportedGraph, match="has no '_fsdp_param_groups' in torch"):
-        internals.groups_of(object())
-    with pytest.raises(UnsupportedGraph, match="has no 'nothing' in torch"):
-        internals.internal("torch.no_such_module", "nothing")
-    with pytest.raises(UnsupportedGraph, match="has no '_comm_hooks' in torch"):
-        internals.require_attributes(object(), ("__class__", "_comm_hooks"))
-
-
-def _columns() -> Any:
-    from torch.distributed.tensor import Shard
-
-    return Shard(-1)
-
-
-def test_a_divided_model_can_be_planned_and_compiled(ranks: None) -> None:
-    assert len(memplan.plan(_sharded(), vectors(0, 0)).collectives) == 4
-    assert len(memplan.compile(_sharded(), vectors(0, 0)).plan.collectives) == 4
-    placed = _placed(output_layouts=_placement("Replicate"))
-    assert [c.kind for c in memplan.plan(placed, vectors(0, 0), ranks=2).collectives] == ["all_gather"]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"kernels": "inductor"}, "runs the kernels of eager"),
-        ({"on_mismatch": "eager"}, "a step by torch alone runs other collectives"),
-        ({"dynamic_shapes": ({0: torch.export.Dim("rows", max=8)},)}, "a plan of several ranks is for one shape"),
-    ],
-)
-def test_options_of_calls_that_ranks_cannot_have_are_refused(ranks: None, options: Any, words: str) -> None:
-    with pytest.raises(UnsupportedCall, match=words) as error:
-        memplan.compile(_sharded(), vectors(0, 0), **options)
-    assert error.value.see == "ranks-refused"
 
 
 def test_a_compiled_model_of_ranks_has_few_programs(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:

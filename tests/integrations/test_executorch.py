@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.executorch_planning import Timed
 from memplan.errors import InvalidProblem, LibraryNotInstalled
 from memplan.integrations.executorch import plan_memory
 
@@ -139,14 +138,3 @@ def test_a_program_of_executorch_needs_no_more_than_by_its_greedy() -> None:
         program = to_edge(exported).to_executorch(ExecutorchBackendConfig(memory_planning_pass=planning))
         sizes.append(sum(program.executorch_program.execution_plan[0].non_const_buffer_sizes))
     assert 0 < sizes[1] <= sizes[0]
-
-
-def test_the_benchmark_counts_what_is_alive_together() -> None:
-    """Lifetimes are inclusive: 64 + 32 at step 2; what lies in another tensor has no bytes of its own."""
-    base = Spec(64, [0, 2])
-    specs = [base, Spec(32, [2, 3]), Spec(16, [3, 9]), Spec(64, [1, 1], storage_base=base), Spec(8, [5, 6], mem_id=2)]
-    for spec in specs:
-        spec.realign(8)
-    timed = Timed(lambda alignment, specs, *rest: len(specs))
-    assert timed(8, specs, None, None) == 5
-    assert (timed.tensors, timed.live) == (5, {1: 96, 2: 8})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import logging
 import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,12 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd.utils import make_boxed_compiler
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.utils import fresh_cache
 
 import memplan
 from benchmarks.peak_measure import Step, live_bytes, peak_growth
@@ -157,42 +151,6 @@ def test_bits_are_those_of_inductor_with_the_same_tags(monkeypatch: pytest.Monke
     assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fallback_random", [False, slow(True)])
-def test_masks_are_the_same_in_forward_and_backward(fallback_random: bool) -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = Blocks()
-            self.scale = nn.Parameter(torch.ones(256, 32))
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            for layer in self.blocks.layers:
-                x = x + self.blocks.dropout(layer(x))
-            kept = nn.functional.dropout(x, 0.5)
-            return (kept * self.scale).sum(), kept.detach()
-
-    model, x = Masked(), torch.rand(256, 32) + 0.5
-    partitioner = memplan.partitioner(budget=0.85)
-    with torch._inductor.config.patch(fallback_random=fallback_random):
-        loss, kept = compiled(model, partitioner)(x)
-        loss.backward()
-    assert model.scale.grad is not None
-    assert torch.equal(model.scale.grad, kept)
-    assert 0.4 < float((kept == 0).double().mean()) < 0.6
-    assert len(partitioner.tried) > 1, "the budget needs something to be computed again"
-
-
-@pytest.mark.slow
-def test_enough_room_leaves_the_partition_as_it_is() -> None:
-    model, x = Blocks(count=1), torch.randn(64, 32)
-    partitioner = memplan.partitioner(budget="1GiB")
-    ours = gradients(step_of(compiled(model, partitioner), model, (x,)), model)
-    assert partitioner.tried == (partitioner.chosen,)
-    plain = gradients(step_of(compiled(model, None), model, (x,)), model)
-    assert all(torch.equal(a, b) for a, b in zip((ours[0], *ours[1]), (plain[0], *plain[1]), strict=True))
-
-
 def test_torchs_own_partition_reads_no_buffer_that_has_changed() -> None:
     model, eager = Counted(64), Counted(64)
     partitioner = memplan.partitioner(budget="1GiB")
@@ -202,22 +160,6 @@ def test_torchs_own_partition_reads_no_buffer_that_has_changed() -> None:
         call().backward()
     assert partitioner.tried == (partitioner.chosen,)
     torch.testing.assert_close(model.weight.grad, eager.weight.grad)
-
-
-def test_a_partition_that_torchs_cache_has_is_not_made_again() -> None:
-    model = Counted(64)
-    partitioners = [memplan.partitioner(budget=budget) for budget in ("1GiB", 1 << 30)]
-    losses = []
-    on = torch._functorch.config.patch(enable_autograd_cache=True)
-    with fresh_cache(), on, torch._inductor.config.patch(fx_graph_cache=True):
-        for partitioner in partitioners:
-            model.count.zero_()
-            loss = compiled(model, partitioner)()
-            loss.backward()
-            losses.append(loss.detach())
-    assert [one.chosen is None for one in partitioners] == [False, True]
-    assert partitioners[1].tried == ()
-    assert losses[0] == losses[1]
 
 
 def test_impossible_budget_names_the_smallest_found() -> None:
@@ -230,40 +172,7 @@ def test_impossible_budget_names_the_smallest_found() -> None:
     assert len(partitioner.tried) <= 4
 
 
-def mlp(depth: int) -> tuple[nn.Module, tuple[Any, ...]]:
-    layers = [layer for _ in range(depth) for layer in (nn.Linear(64, 64), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(64, 1), nn.Flatten(0)), (torch.randn(512, 64),)
-
-
-@pytest.mark.parametrize("budget", ["90%", 0.6, 0.3])
-@pytest.mark.parametrize(
-    "make", [partial(mlp, 2), partial(mlp, 6), lambda: (Blocks(dropout=0), (torch.randn(512, 32),))]
-)
-def test_any_budget_is_kept_or_refused_after_few_questions(
-    make: Callable[[], tuple[nn.Module, tuple[Any, ...]]], budget: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG, "memplan")
-    model, inputs = make()
-    partitioner = memplan.partitioner(budget=budget)
-    backend = aot_autograd(
-        fw_compiler=make_boxed_compiler(lambda graph, _: graph),
-        decompositions=select_decomp_table,
-        partition_fn=partitioner,
-    )  # as Inductor calls it, without kernels to be built
-    with contextlib.suppress(BudgetInfeasible):
-        torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs).sum().backward()
-    asked = [record.message for record in caplog.records if "asks for a partition" in record.message]
-    assert 0 < len(asked) <= 16
-    assert len(set(asked)) == len(asked)
-    assert len(partitioner.tried) <= COMPILATIONS
-
-
-@given(
-    limit=st.integers(0, 10**12),
-    aim=st.integers(-(10**12), 10**12),
-    high=st.integers(0, 10**12),
-    answers=st.data(),
-)
+@given(limit=st.integers(0, 10**12), aim=st.integers(-(10**12), 10**12), high=st.integers(0, 10**12), answers=st.data())
 def test_a_search_ends_whatever_the_policy_answers(limit: int, aim: int, high: int, answers: st.DataObject) -> None:
     kept, lowered, asked = st.none() | st.sampled_from("abcdef"), list[str](), list[int]()
 
@@ -280,13 +189,6 @@ def test_a_search_ends_whatever_the_policy_answers(limit: int, aim: int, high: i
     search_partitions(limit, aim, high, decide, lower)
     assert len(set(asked)) == len(asked)
     assert len(set(lowered)) == len(lowered) < COMPILATIONS
-
-
-@pytest.mark.slow
-def test_reserve_counts() -> None:
-    model, x = Blocks(), torch.randn(64, 32)
-    with pytest.raises(BudgetInfeasible):
-        compiled(model, memplan.partitioner(budget="1MiB", reserve="1MiB"))(x)
 
 
 def test_sizes_that_vary_are_refused() -> None:

@@ -38,16 +38,6 @@ def test_a_module_of_torch_itself_is_compiled_in_place() -> None:
     assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
 
 
-def test_many_modules_are_compiled_each_by_itself() -> None:
-    """More than dynamo compiles of one function."""
-    backend = memplan.Backend()
-    models = [_model() for _ in range(torch._dynamo.config.recompile_limit + 2)]
-    for model in models:
-        compile_in_place(model, backend)
-        model(X)
-    assert len(backend.graphs) == len(models)
-
-
 def test_plans_are_logged_and_saved_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = _model()
     training = PlannedTraining(save_plans=tmp_path / "plans", budget="1GiB")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  (torch's own convention)
 from torch.utils.checkpoint import checkpoint
 
 import memplan
@@ -102,76 +101,7 @@ def test_the_trainer_of_transformers_trains_and_evaluates_as_without(tmp_path: P
         assert (tmp_path / how / "plans" / "largest.html").exists()
 
 
-def test_the_closed_list_of_backends_of_accelerate_is_what_the_guide_says(tmp_path: Path) -> None:
-    """If it opens, the guide can be shorter."""
-    accelerate = pytest.importorskip("accelerate", reason="pip install 'memplan[programs]'")
-    with pytest.raises(ValueError, match=r"(?i)memplan"):
-        accelerate.Accelerator(cpu=True, dynamo_backend="memplan")
-
-
 # -- Lightning ---------------------------------------------------------------------------------------------
-
-
-def _fitted(
-    modules: list[str] | None, *, compiles: bool, inner: bool, folder: Path | None = None
-) -> tuple[Any, Any, list[Any]]:
-    """A LightningModule after an epoch, the callback if there is one, and what its logger was given."""
-    import lightning.pytorch as pl
-    from lightning.pytorch.loggers.logger import DummyLogger
-
-    class Lit(pl.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.net(x)
-            return out
-
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            loss = F.cross_entropy(self.net(batch[0]) if inner else self(batch[0]), batch[1])
-            self.log("loss", loss)
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.Adam(self.parameters(), lr=1e-2)
-
-    class Logger(DummyLogger):  # type: ignore[misc]
-        def log_metrics(self, *args: Any, **kwargs: Any) -> None:
-            logged.append((args, kwargs))
-
-    logged: list[Any] = []
-    torch.manual_seed(0)
-    callback = None
-    if compiles:
-        from memplan.integrations.lightning import MemplanCallback
-
-        callback = MemplanCallback(modules, save_plans=None if folder is None else folder / "plans")
-    module, data = Lit(), torch.utils.data.TensorDataset(torch.randn(14, 8), torch.randint(4, (14,)))
-    trainer = pl.Trainer(
-        max_epochs=1, logger=Logger(), enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu",
-        enable_model_summary=False, callbacks=[] if callback is None else [callback],
-    )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
-    return module, callback, logged
-
-
-@pytest.mark.parametrize(("modules", "inner"), [(None, False), (None, True), (["net"], True), ([""], False)])
-def test_lightning_trains_as_without(modules: list[str] | None, inner: bool, tmp_path: Path) -> None:
-    pytest.importorskip("lightning", reason="pip install 'memplan[programs]'")
-    module, callback, logged = _fitted(modules, compiles=True, inner=inner, folder=tmp_path)
-    expected, _, _ = _fitted(modules, compiles=False, inner=inner)
-    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), expected.parameters(), strict=True))
-    assert callback.figures["memplan/graphs"] >= 1
-    assert ((callback.figures,), {"step": 1}) in logged
-    assert (tmp_path / "plans" / "largest.html").exists()
-
-
-def test_a_name_that_is_no_submodule_is_refused() -> None:
-    pytest.importorskip("lightning", reason="pip install 'memplan[programs]'")
-    with pytest.raises(UnknownName, match="is no submodule") as caught:
-        _fitted(["encoder"], compiles=True, inner=True)
-    assert caught.value.hint == "its direct submodules are: net"
 
 
 FITS: dict[str, dict[str, Any]] = {
@@ -197,8 +127,13 @@ class Blocks(nn.Module):
         return x
 
 
-def _fit(loop: str, how: str, folder: Path) -> tuple[list[Tensor], nn.Module]:
-    """Fit for an epoch by Lightning, and for another from its checkpoint to resume; return losses and network."""
+def _fit(
+    loop: str, how: str, folder: Path, modules: list[str] | None = None
+) -> tuple[list[Tensor], nn.Module, dict[str, Any]]:
+    """Fit for an epoch by Lightning, and for another from its checkpoint to resume.
+
+    Returns losses, the network, and what the callback has logged. `modules`: what it compiles.
+    """
     import lightning.pytorch as pl
 
     torch.manual_seed(0)
@@ -223,7 +158,7 @@ def _fit(loop: str, how: str, folder: Path) -> tuple[list[Tensor], nn.Module]:
     if how == "callback":
         from memplan.integrations.lightning import MemplanCallback
 
-        callbacks.append(MemplanCallback())
+        callbacks.append(MemplanCallback(modules, save_plans=folder / "plans"))
     module, loader = Lit(), torch.utils.data.DataLoader([*data], batch_size=4)  # type: ignore[arg-type,var-annotated]
 
     def fit(epochs: int, **options: Any) -> Any:
@@ -240,13 +175,26 @@ def _fit(loop: str, how: str, folder: Path) -> tuple[list[Tensor], nn.Module]:
         with torch.no_grad():
             net.get_parameter("blocks.0.0.weight").zero_()  # the checkpoint has it
         fit(2, ckpt_path=str(folder / f"{how}.ckpt"))
-    return losses, net
+    return losses, net, callbacks[0].figures if callbacks else {}
 
 
 @pytest.mark.parametrize(("loop", "how"), _both_ways(FITS))
 def test_loops_of_lightning(tmp_path: Path, loop: str, how: str) -> None:
     pytest.importorskip("lightning", reason="pip install 'memplan[programs]'")
-    (losses, net), (expected, eager) = (_fit(loop, h, tmp_path) for h in (how, "eager"))
+    (losses, net, figures), (expected, eager, _) = (_fit(loop, h, tmp_path) for h in (how, "eager"))
     assert len(losses) == len(expected) == (8 if loop == "resume" else 4)
     assert all(map(torch.equal, losses, expected))
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), eager.parameters(), strict=True))
+    if how == "callback":
+        assert figures["memplan/graphs"] >= 1
+        assert (tmp_path / "plans" / "largest.html").exists()
+
+
+def test_a_submodule_may_be_compiled_and_a_name_that_is_none_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="pip install 'memplan[programs]'")
+    (losses, _, figures), (expected, _, _) = (_fit("bf16", h, tmp_path, ["net"]) for h in ("callback", "eager"))
+    assert figures["memplan/graphs"] >= 1
+    assert all(map(torch.equal, losses, expected))
+    with pytest.raises(UnknownName, match="is no submodule") as caught:
+        _fit("bf16", "callback", tmp_path, ["encoder"])
+    assert caught.value.hint == "its direct submodules are: net"

@@ -122,10 +122,7 @@ def _operator_samples(info: Any, dtype: torch.dtype) -> Iterator[Sample]:
     grad = info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
     for s in info.sample_inputs("cpu", dtype, requires_grad=grad):
         yield Sample(
-            make=lambda: info.op,
-            args=(s.input, *s.args),
-            kwargs=dict(s.kwargs),
-            derivable=s.output_process_fn_grad,
+            make=lambda: info.op, args=(s.input, *s.args), kwargs=dict(s.kwargs), derivable=s.output_process_fn_grad
         )
 
 

@@ -27,11 +27,7 @@ _SILENCE = 1200
 
 
 def sweep(
-    selection: Selection,
-    *,
-    done: Collection[str] = (),
-    seconds: int = CPU_SECONDS,
-    worker: Sequence[str] = WORKER,
+    selection: Selection, *, done: Collection[str] = (), seconds: int = CPU_SECONDS, worker: Sequence[str] = WORKER
 ) -> Iterator[Verdict]:
     """The verdicts on the selected cases that are not `done`, as they are found.
 

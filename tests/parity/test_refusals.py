@@ -53,12 +53,6 @@ def test_what_rounds_otherwise_must_be_listed_and_do_so() -> None:
     assert "no such case" in refusals.findings([], {}, listed, complete=True)[0]
 
 
-def test_a_line_for_no_case_is_found_when_all_cases_ran() -> None:
-    other = _verdict(Result.PASSED, case="b|x")
-    assert refusals.findings([other], _EXPECTED) == []
-    assert refusals.findings([other], _EXPECTED, complete=True) == ["a|x: in refusals.txt, and there is no such case"]
-
-
 def test_a_renewal_changes_what_was_judged_alone() -> None:
     before = {"a|x": "because", "a|y": "gone", "c|x": "not run"}
     verdicts = [
@@ -71,13 +65,6 @@ def test_a_renewal_changes_what_was_judged_alone() -> None:
     assert after == {"a|x": "otherwise", "b|x": "new", "c|x": "not run"}
     assert "c|x" not in refusals.renewed(verdicts, before, complete=True)
     assert refusals.changes(before, after) == ["- a|y|gone", "+ b|x|new", "~ a|x|otherwise"]
-
-
-def test_the_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    file = tmp_path / "refusals.txt"
-    refusals.write({"b|x/y": "two", "a|x": "one: 1"}, file)
-    assert file.read_text() == "a|x|one: 1\nb|x/y|two\n"
-    assert refusals.expected(file) == {"b|x/y": "two", "a|x": "one: 1"}
 
 
 @pytest.mark.parametrize(("text", "complaint"), [("a|x\n", "is not entry"), ("a|x|1\na|x|2\n", "is there twice")])

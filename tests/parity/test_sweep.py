@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.parity import catalog, refusals
-from tests.parity.cases import Case, Selection, cases_of, draw
+from tests.parity.cases import Case, Selection, cases_of
 from tests.parity.sweep import sweep
 from tests.parity.verdicts import Result, Verdict
 from tests.slow import slow
@@ -74,26 +74,6 @@ def test_a_case_that_uses_too_much_cpu_time_is_ended(tmp_path: Path) -> None:
     assert [v.result for v in verdicts] == [Result.TOO_SLOW, Result.PASSED, Result.PASSED]
 
 
-def test_a_worker_that_is_full_is_followed_by_another(tmp_path: Path) -> None:
-    body = """
-    if name == "a|2" and len(task["done"]) == 1:
-        passes(name)
-        say(again=True)
-        sys.exit()
-    if name == "a|1":
-        passes(name)
-        say(again=True)
-        sys.exit()
-    passes(name)
-"""
-    assert [v.case for v in _verdicts(body, tmp_path)] == ["a|1", "a|2", "a|3"]
-
-
-def test_a_worker_that_cannot_start_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="NameError: name 'nonsense'"):
-        list(_verdicts("    nonsense", tmp_path))
-
-
 def _entry(name: str = "entry") -> catalog.Entry:
     import torch
 
@@ -104,20 +84,10 @@ def _entry(name: str = "entry") -> catalog.Entry:
     return catalog.Entry(name=name, dtypes=("float32",), read=samples)
 
 
-def test_the_largest_the_last_and_a_small_sample_are_chosen() -> None:
-    assert _entry().chosen("float32") == {"largest": 1, "last": 3, "small": 2}
-
-
 def test_cases_of_an_entry() -> None:
     names = [c.variant for c in cases_of(_entry())]
     assert len(names) == 3 * 3 + 3  # no channels in two dimensions
     assert {"float32/largest/between/dense", "float32/small/raw/dense", "float32/largest/plain/window"} <= set(names)
-
-
-def test_samples_have_the_same_values_for_the_same_seed_alone() -> None:
-    one, same, other = (_entry().sample("float32", 1, seed).tensors[0] for seed in (3, 3, 4))
-    assert one.equal(same)
-    assert not one.equal(other)
 
 
 def test_a_selection_takes_each_case_in_one_part() -> None:
@@ -129,7 +99,3 @@ def test_a_selection_takes_each_case_in_one_part() -> None:
     assert len(together) == len(set(together))
     assert set(together) == {c for c in every if Selection(every=5).takes(c)}
     assert 60 < len(together) < 180
-
-
-def test_draws_are_the_same_on_every_machine() -> None:
-    assert draw("linalg.svd|float32/last/raw/dense", "tenth") == 2371734639

@@ -13,19 +13,17 @@ from memplan.core.evictions import Action
 from memplan.core.graph import Graph, Op, Origin, Phase, StorageKind, Value
 from memplan.core.plan import Plan
 from memplan.core.validate import validate
-from memplan.errors import BudgetInfeasible, InvalidCosts, InvalidPlan, MemplanError, UnreadableFile
-from memplan.evict.costs import DEVICES, CostModel, Link, cost_model, flops_of, load_costs, signature_of
+from memplan.errors import BudgetInfeasible, InvalidCosts, InvalidPlan, UnreadableFile
+from memplan.evict.costs import DEVICES, CostModel, Link, cost_model, flops_of, load_costs
 from memplan.evict.equivalent import require_equivalent
 from memplan.evict.measure import measure
 from memplan.evict.policies.auto import auto, recompute
-from memplan.evict.workload import Events, Workload
 from memplan.planning.budget import plan_within
 from memplan.planning.fit import make_workload
 from memplan.planning.frontier import frontier
 from memplan.planning.make_plan import ScheduledGraph
 from memplan.planning.options import Budget, PlanOptions
 from memplan.planning.planfile import check_consistency, load
-from memplan.report.forms import frontier_form
 from memplan.schedule import traced
 from tests.graph_strategies import GraphBuilder
 from tests.runtime.budgets import QUICK
@@ -109,44 +107,6 @@ def test_min_is_the_smallest_and_what_an_error_names() -> None:
     assert str(caught.value.smallest) in str(caught.value)
 
 
-@pytest.mark.parametrize("policy", ["auto", "recompute"])
-def test_separate_plans_take_no_less_time_under_smaller_budgets(policy: str) -> None:
-    graph, seconds, refused = chain(16), list[float](), list[int]()
-    for percent in (100, 90, 80, 70, 60, 50, 45, 40, 35, 30, 25, 20, 15, 10, 5):
-        try:
-            plan = within(f"{percent}%", graph, policy=policy)
-        except BudgetInfeasible as error:
-            refused.append(error.smallest)
-            continue
-        assert not refused, "a smaller budget is kept"
-        assert plan.eviction is not None
-        assert plan.arena_size <= need(graph) * percent // 100
-        seconds.append(plan.eviction.seconds)
-    assert len(seconds) >= 8
-    assert seconds == sorted(seconds)
-    assert len(set(refused)) == 1
-    assert within(refused[0], graph, policy=policy).arena_size <= refused[0]
-
-
-def test_a_policy_of_the_users_is_asked_and_checked() -> None:
-    asked: list[int] = []
-
-    def nothing(workload: Workload) -> Events:
-        asked.append(workload.budget)
-        return workload.plain
-
-    with pytest.raises(MemplanError, match="the policy's events need"):
-        within("5MiB", policy=nothing)
-    assert asked == [5 * SIZE]
-
-
-def test_without_need_for_it_nothing_is_evicted() -> None:
-    plan = within("1GiB")
-    assert plan.evictions == ()
-    assert plan.eviction is not None
-    assert plan.eviction.overhead == 0
-
-
 def test_plans_with_evictions_are_saved_and_read_strictly(tmp_path: Path) -> None:
     plan = within("5MiB")
     plan.save(tmp_path / "plan.json")
@@ -163,12 +123,6 @@ def test_plans_with_evictions_are_saved_and_read_strictly(tmp_path: Path) -> Non
     ):
         with pytest.raises(InvalidPlan):
             check_consistency(replace(plan, eviction=wrong))
-
-
-def test_evictions_name_their_accesses_in_order() -> None:
-    plan = within("5MiB")
-    for e in plan.evictions:
-        assert 0 <= e.evicted_access < e.in_trigger <= e.back_access < len(plan.graph.ops)
 
 
 def test_the_frontier_rises_as_the_budget_falls() -> None:
@@ -245,14 +199,6 @@ def test_flops(target: str, reads: list[tuple[int, ...]], writes: list[tuple[int
     assert flops_of(*_op(target, reads, writes)) == flops
 
 
-def test_measured_times_come_first() -> None:
-    graph = chain(1)
-    signature = signature_of(graph, graph.ops[0])
-    costs: CostModel = replace(DEVICES["a100"], measured={signature: 2.0})
-    assert costs.seconds(graph)[0] == 2.0
-    assert costs.seconds(graph)[1] < 1.0
-
-
 def test_the_frontier_keeps_a_limit_of_the_host() -> None:
     graph = chain(10, size=64 * SIZE)
     costs = replace(
@@ -273,40 +219,3 @@ def _moved(graph: Graph, options: PlanOptions, costs: CostModel) -> set[Action]:
     """Return how storages return in the plans of a frontier."""
     points = frontier(scheduled(graph), options, costs=costs, shares=(0.5,)).points
     return {e.action for point in points if point.plan is not None for e in point.plan.evictions}
-
-
-def test_a_step_without_intermediates_has_a_frontier_too() -> None:
-    b = GraphBuilder()
-    x = b.storage(StorageKind.INPUT, 64, planned=False)
-    y = b.storage(StorageKind.OUTPUT, 64, planned=False)
-    b.op(Phase.FORWARD, (x,), (y,))
-    graph = b.graph(outputs=(y,))
-    found = frontier(scheduled(graph), costs="a100")
-    assert found.most == found.eager == 128
-    assert frontier_form("empty", found).sections[0].rows
-
-
-def test_red_zones_come_on_top_of_a_budget() -> None:
-    """They evict nothing more, although the arena is larger than the budget with them."""
-    plain, guarded = within("5MiB"), within("5MiB", redzone=64)
-    assert guarded.eviction is not None
-    assert plain.eviction is not None
-    assert guarded.arena_size > 5 * SIZE == guarded.eviction.arena_budget
-    assert guarded.eviction.sources == plain.eviction.sources
-    check_consistency(guarded)
-
-
-def test_a_budget_that_is_just_kept_is_kept() -> None:
-    plan = within(need(chain()))
-    assert (plan.arena_size, plan.evictions) == (need(chain()), ())
-
-
-def test_min_is_raised_by_what_places_lose(tmp_path: Path) -> None:
-    """The budget of the plan is its arena then; where evictions lose more than they gain, nothing is evicted."""
-    tight, plan = within("min", policy="recompute"), within("min", policy="recompute", solver="naive")
-    assert plan.arena_size > plan.max_live > tight.arena_size == tight.max_live
-    assert not plan.evictions
-    assert plan.eviction is not None
-    assert plan.eviction.arena_budget == plan.arena_size
-    plan.save(tmp_path / "plan.json")
-    assert load(tmp_path / "plan.json") == plan

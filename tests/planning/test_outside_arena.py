@@ -14,7 +14,7 @@ from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.plan import Plan
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
-from memplan.planning.outside_arena import leaving_first, plan_partly_outside
+from memplan.planning.outside_arena import plan_partly_outside
 from memplan.planning.planfile import check_consistency, load, save
 from memplan.schedule import traced
 from tests.graph_strategies import GraphBuilder, graphs
@@ -84,21 +84,6 @@ def test_what_is_dead_at_the_peak_beside_the_arena_leaves_it(direct: bool, in_pl
     check_consistency(replace(found, temporaries=None))
 
 
-def test_no_more_leaves_than_must() -> None:
-    plan = _two_peaks()
-    found = _smaller(plan, plan.total - SIZE)
-    assert found is not None
-    assert found.arena_size == SIZE
-    assert plan.total - SIZE == found.total == _alive(found)
-
-
-def test_a_limit_that_cannot_be_kept_gives_the_smallest_total_found() -> None:
-    plan = _two_peaks()
-    found = _smaller(plan, 100)
-    assert found is not None
-    assert 100 < found.total == _alive(found) < plan.total
-
-
 def test_nothing_leaves_where_nothing_is_gained() -> None:
     assert _smaller(_two_peaks(), _two_peaks().total) is None
     b = GraphBuilder()
@@ -146,23 +131,6 @@ def test_activations_that_the_backward_needs_leave_only_where_they_may(saved: bo
         assert found is None
 
 
-def test_intermediate_gradients_are_no_results() -> None:
-    """They have the kind of gradients, but nobody keeps them."""
-    b = GraphBuilder()
-    x = b.storage(StorageKind.INPUT, 64, planned=False)
-    inner = b.storage(StorageKind.GRADIENT, SIZE, planned=True)
-    result = b.storage(StorageKind.GRADIENT, 64, planned=True)
-    b.op(Phase.FORWARD, (), (x,))
-    b.op(Phase.BACKWARD, (x,), (inner,))
-    b.op(Phase.BACKWARD, (inner,), (result,))
-    b.op(Phase.BACKWARD, (x,), (result,))
-    plan = _plan(b.graph(gradients=(result,)), (0, 0, 0, SIZE))
-    found = _smaller(plan, 64 + 64 + SIZE + 64)
-    assert found is not None
-    assert (found.outside["gradients"], found.outside["intermediate"]) == (0, SIZE)
-    assert found.total == _alive(found)
-
-
 def test_a_plan_that_is_partly_outside_is_saved_and_loaded(tmp_path: Path) -> None:
     plan = _two_peaks()
     found = _smaller(plan, plan.total - 2 * SIZE)
@@ -182,11 +150,3 @@ def test_totals_are_counted_and_never_grow(graph: Graph, data: Any) -> None:
         check_consistency(found)
         assert found.total == _alive(found) < plan.total
         assert found.schedule.order == plan.schedule.order
-
-
-def test_a_graph_without_ops_has_nothing_that_could_leave() -> None:
-    b = GraphBuilder()
-    x = b.storage(StorageKind.INPUT, SIZE, planned=False)
-    plan = _plan(b.graph(outputs=(x,)))
-    assert not list(leaving_first(plan, PlanOptions()))
-    assert plan_partly_outside(plan, 0, PlanOptions()) is None

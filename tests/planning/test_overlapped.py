@@ -12,12 +12,11 @@ from memplan.core.collectives import GATHER, WAIT, Collective
 from memplan.core.evictions import EvictionPlan, check_record
 from memplan.core.graph import Graph, Op, Phase, StorageKind
 from memplan.core.happens_before import follow, require_no_races
-from memplan.core.in_place import used_candidates
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
 from memplan.core.problem import Interval, Problem
 from memplan.core.schedule import Schedule
-from memplan.errors import InvalidEviction, InvalidPlan, InvalidSize, InvalidSolution
+from memplan.errors import InvalidEviction, InvalidPlan, InvalidSolution
 from memplan.evict.costs import DEVICES, CostModel, Link, simulate
 from memplan.evict.equivalent import require_equivalent
 from memplan.planning.base_graph import without_evictions
@@ -95,10 +94,6 @@ def _gathers(plan: Plan) -> list[Collective]:
     return [c for c in plan.collectives if c.gathers]
 
 
-def _names(plan: Plan) -> list[str]:
-    return [plan.graph.ops[i].name for i in plan.schedule.order]
-
-
 @pytest.mark.parametrize("cast", [False, True])
 def test_gathers_start_in_bytes_that_are_free(cast: bool) -> None:
     step = _step(cast=cast)
@@ -149,33 +144,6 @@ def test_no_more_is_in_flight_than_asked(limit: int) -> None:
     assert max(flying) <= limit
     assert any(g.early for g in _gathers(plan)) is (limit > 0)
     assert max(flying) == limit
-
-
-def test_the_link_is_one_queue_and_a_wait_takes_what_is_left() -> None:
-    step = _step()
-    op = COSTS.launch
-    gather, reduce = 3 * op, 3 * op
-    expected = LAYERS * (gather + op) + LAYERS * (op + reduce)
-    seconds, stall = simulate(step.graph, COSTS)
-    assert seconds == pytest.approx(expected)
-    assert stall == 0.0
-    plan = _early(step, room=1 << 20)
-    assert plan.eviction is not None
-    # The link takes 2 us for each collective, whatever runs beside it.
-    assert plan.eviction.seconds == pytest.approx(simulate(plan.graph, COSTS)[0])
-    assert plan.eviction.base_seconds == pytest.approx(plan.eviction.seconds)
-    assert 4 * LAYERS * op < plan.eviction.seconds < 0.7 * expected
-
-
-def test_what_is_in_flight_is_in_the_arena_until_its_wait() -> None:
-    plan = _early(_step(cast=True))
-    buffers = {b.id: b.live for b in plan.problem.buffers}
-    for gather in _gathers(plan):
-        op = plan.graph.ops[plan.schedule.order[gather.step]]
-        for value in (*op.reads, *op.writes):
-            live = buffers[plan.graph.storages[plan.graph.values[value].storage].name]
-            assert live.start <= gather.step
-            assert live.end > gather.waited
 
 
 def test_what_a_collective_takes_beside_the_arena_is_counted_until_its_wait() -> None:
@@ -244,23 +212,6 @@ def test_without_its_wait_a_gather_races() -> None:
         require_no_races(_placed(plan, gone, order))
 
 
-def test_two_gathers_of_a_group_keep_their_order() -> None:
-    plan = _early(_step())
-    one, two = [g.step for g in _gathers(plan) if g.early][:2]
-    order = list(plan.schedule.order)
-    order[one], order[two] = order[two], order[one]
-    with pytest.raises(InvalidPlan, match="which it needs"):
-        require_legal(plan.graph, tuple(order))
-    with pytest.raises(InvalidPlan):
-        check_consistency(replace(plan, schedule=replace(plan.schedule, order=tuple(order))))
-    ops = list(plan.graph.ops)
-    ops[order[one]] = replace(ops[order[one]], group="other")
-    others = replace(plan.graph, ops=tuple(ops))
-    first, second = sorted((order[one], order[two]))
-    assert first not in _before(others, second)
-    assert first in _before(plan.graph, second)
-
-
 def test_groups_share_a_link_unless_each_has_its_own() -> None:
     """A gather that starts behind a reduction of another group waits for it, or has a link to itself."""
     b = GraphBuilder()
@@ -278,35 +229,6 @@ def test_groups_share_a_link_unless_each_has_its_own() -> None:
     assert shared - apart == pytest.approx(took - COSTS.launch), "less what the second launch hides"
     together = replace(graph, ops=tuple(replace(op, group="0") for op in graph.ops))
     assert simulate(together, COSTS) == simulate(together, COSTS, one_link=False) == simulate(graph, COSTS)
-
-
-def _before(graph: Graph, op: int) -> frozenset[int]:
-    from memplan.core.legal_orders import predecessors
-
-    return predecessors(graph)[op]
-
-
-def test_no_result_takes_the_bytes_of_what_a_gather_still_reads() -> None:
-    """Without the wait, the last use of what is gathered would be the op in between, whose result might take it."""
-    b = GraphBuilder()
-    shard, x = (b.storage(StorageKind.PARAMETER, SIZE, planned=False) for _ in range(2))
-    given, whole, result = (b.storage(StorageKind.ACTIVATION, SIZE, planned=True) for _ in range(3))
-    out = b.storage(StorageKind.OUTPUT, SIZE, planned=False)
-    b.op(Phase.FORWARD, (shard,), (given,))
-    b.op(Phase.FORWARD, (given,), (whole,), target="memplan_distributed.gather_parameter.default")
-    b.op(Phase.FORWARD, (given, x), (result,), target="aten.add.Tensor")
-    b.op(Phase.FORWARD, (given, whole), (whole,), target=WAIT)
-    b.op(Phase.FORWARD, (whole, result), (out,))
-    ops = list(b.ops)
-    ops[2] = replace(ops[2], inplace_candidates=((result, given),))
-    together = replace(b.graph((out,)), ops=tuple(ops))
-    ops[1] = replace(ops[1], starts=True)
-    graph = replace(together, ops=tuple(ops))
-    order = tuple(range(len(graph.ops)))
-    assert list(used_candidates(graph, order)) == []
-    alone = replace(graph, ops=(*ops[:3], ops[4]))
-    assert list(used_candidates(alone, (0, 1, 2, 3))) == [(2, (result, given))]
-    assert follow(_placed(make_plan(_step()), graph, make_schedule(graph, order, "given"))).races == ()
 
 
 def _placed(plan: Plan, graph: Graph, schedule: Schedule) -> Plan:
@@ -331,18 +253,6 @@ def test_graphs_that_do_not_wait_for_what_they_start_are_refused(change: Any, wo
         require_equivalent(step.graph, changed, plan.eviction.sources)
 
 
-def test_what_is_used_before_its_wait_is_refused() -> None:
-    step = _step()
-    plan = _early(step)
-    assert plan.eviction is not None
-    wait = next(i for i, op in enumerate(plan.graph.ops) if op.target == WAIT)
-    order = list(range(len(plan.graph.ops)))
-    order[wait], order[wait + 1] = order[wait + 1], order[wait]
-    graph = replace(plan.graph, ops=tuple(plan.graph.ops[i] for i in order))
-    with pytest.raises(InvalidEviction, match=r"before op.* has ended"):
-        require_equivalent(step.graph, graph, [plan.eviction.sources[i] for i in order])
-
-
 def test_a_saved_plan_knows_its_starts_and_waits(tmp_path: Any) -> None:
     plan = _early(_step())
     plan.save(tmp_path / "plan.json")
@@ -355,11 +265,3 @@ def test_a_saved_plan_knows_its_starts_and_waits(tmp_path: Any) -> None:
 
 def _never_started(op: Op) -> Op:
     return replace(op, starts=False)
-
-
-def test_bytes_in_flight_are_bytes() -> None:
-    assert PlanOptions(in_flight="2KiB").in_flight_bytes == 2048
-    assert PlanOptions().in_flight_bytes is None
-    with pytest.raises(InvalidSize) as error:
-        PlanOptions(in_flight=-1)
-    assert error.value.where == "in_flight"

@@ -57,11 +57,6 @@ def test_what_is_saved_is_loaded_equal(plan: Plan) -> None:
         assert planfile.to_text(loaded) == planfile.to_text(plan)
 
 
-def test_seconds_spent_are_no_part_of_the_file() -> None:
-    assert planfile.to_text(sample_plan()) == planfile.to_text(sample_plan())
-    assert "seconds" not in planfile.to_text(sample_plan())
-
-
 def test_two_hash_seeds_give_the_same_bytes() -> None:
     code = (
         "from memplan.planning.planfile import to_text; from tests.samples import sample_plan; "
@@ -85,13 +80,6 @@ def test_layout_and_order_of_keys_do_not_matter(path: Path) -> None:
     assert planfile.load(path) == sample_plan()
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00\x01\x02", b"\xff\xfe\xfd", b'{"a":' * 200_000, b"1" * 10_000])
-def test_what_is_no_json_is_unreadable(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    with pytest.raises(UnreadableFile, match=r"plan\.json"):
-        planfile.load(path)
-
-
 @pytest.mark.parametrize(
     "content", [b"3", b"null", b'"x"', b"{}", b'{"schema_version":1e999}', b'{"schema_version":%d}' % 10**22]
 )
@@ -102,9 +90,12 @@ def test_what_is_no_plan_of_this_version_is_refused(path: Path, content: bytes) 
 
 
 def test_a_missing_file_and_a_folder_are_unreadable(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.json", tmp_path, "bad\0name"):
-        with pytest.raises(UnreadableFile):
+    missing, unread = "cannot be read: No such file or directory", "cannot be read|is not JSON"
+    for path, what in ((tmp_path / "none.json", missing), (tmp_path, unread), ("bad\0name", unread)):
+        with pytest.raises(UnreadableFile, match=what) as caught:
             planfile.load(path)
+        assert type(caught.value) is UnreadableFile
+        assert caught.value.where == str(path)
 
 
 def test_an_unwritable_place_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
@@ -207,9 +198,9 @@ def _dump(data: Json) -> str:
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_mutated_file_is_an_error_or_a_plan_that_holds(path: Path, seed: int, sealed: bool) -> None:
-    """4,000 files. With the checksum mended, what is loaded still passes everything that a plan must pass."""
+    """2,000 files. With the checksum mended, what is loaded still passes everything that a plan must pass."""
     rng = random.Random(seed)
     plan = sample_plan(temporaries=(0, 100, 0, 0, 7))
     original = _data(plan)
@@ -240,10 +231,9 @@ def _holds(plan: Plan) -> None:
     assert planfile.to_text(plan)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_damaged_text_is_an_error_or_the_same_plan(path: Path, seed: int) -> None:
-    """1,000 files with bytes flipped, cut out, doubled, or the end missing."""
-    rng = random.Random(seed)
+def test_a_damaged_text_is_an_error_or_the_same_plan(path: Path) -> None:
+    """500 files with bytes flipped, cut out, doubled, or the end missing."""
+    rng = random.Random(0)
     plan = sample_plan()
     original = planfile.to_text(plan).encode()
     for _ in range(500):
@@ -265,9 +255,9 @@ def test_a_damaged_text_is_an_error_or_the_same_plan(path: Path, seed: int) -> N
             continue
 
 
-def test_a_list_of_a_million_items_is_refused_at_once(path: Path) -> None:
+def test_a_long_list_is_refused_at_once(path: Path) -> None:
     data = _data(sample_plan())
-    data["schedule"]["order"] = [0] * 1_000_000
+    data["schedule"]["order"] = [0] * 200_000
     path.write_text(json.dumps(_resealed(data)))
     with pytest.raises(InvalidPlan, match=r"schedule\.order"):
         planfile.load(path)
@@ -291,6 +281,8 @@ _HINT = "make the plan anew: memplan.plan(model, example_inputs).save(path)"
         ),
         (b"{", "is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
         (b"[" * 200_000, "is not JSON: nested too deeply"),
+        (b'{"a":' * 200_000, "is not JSON: nested too deeply"),
+        *((content, "is not JSON: ") for content in (b"", b"\x00\x01\x02", b"\xff\xfe\xfd", b"1" * 10_000)),
     ],
 )
 def test_what_is_no_json_is_unreadable_and_no_invalid_plan(path: Path, content: bytes, what: str) -> None:
@@ -299,7 +291,8 @@ def test_what_is_no_json_is_unreadable_and_no_invalid_plan(path: Path, content: 
         planfile.load(path)
     error = caught.value
     assert type(error) is UnreadableFile
-    assert (error.what, error.where, error.hint) == (what, str(path), _HINT)
+    assert error.what.startswith(what)
+    assert (error.where, error.hint) == (str(path), _HINT)
 
 
 @pytest.mark.parametrize(
@@ -352,16 +345,6 @@ def test_other_kinds_of_files_say_who_reads_them(path: Path) -> None:
     with pytest.raises(InvalidPlan, match="is not a symbolic plan") as caught:
         load_symbolic(path)
     assert caught.value.hint == "read it with memplan.load"
-
-
-def test_what_the_system_says_is_passed_on(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableFile) as caught:
-        planfile.load(tmp_path / "none.json")
-    assert type(caught.value) is UnreadableFile
-    assert (caught.value.what, caught.value.where) == (
-        "cannot be read: No such file or directory",
-        str(tmp_path / "none.json"),
-    )
 
 
 def test_the_file_is_compact_and_its_checksum_is_of_sorted_compact_json() -> None:

@@ -10,27 +10,21 @@ from typing import Any
 
 import pytest
 
-from benchmarks.zoo import ZOO
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import DEVICES
-from memplan.evict.measure import measure
-from memplan.planning import fit as module
 from memplan.planning.budget import plan_within
 from memplan.planning.checkpoints import plan_checkpointed
-from memplan.planning.fit import fit, make_workload
 from memplan.planning.frontier import frontier
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
 from memplan.schedule import traced
-from memplan.trace import trace
 from tests.graph_strategies import GraphBuilder
 from tests.runtime.budgets import QUICK, QUICK_RECOMPUTE
 from tests.slow import slow
 
 UNIT = 1 << 14
 SHARES = tuple(1 - k * 0.95 / 14 for k in range(15))  # 100 % to 5 %
-RUNGS = 16
 
 
 def generated(seed: int) -> Graph:
@@ -62,21 +56,8 @@ def _checkpointed(graph: Graph) -> Graph:
     )
 
 
-def _seconds(graph: Graph, policy: Any, budgets: list[int]) -> list[float]:
-    """The predicted seconds of separate plans, of budgets that are kept."""
-    workload, found = make_workload(graph, traced(graph).order, DEVICES["a100"], 64), list[float]()
-    for budget in budgets:
-        try:
-            fitted = fit(graph, workload.within(budget), policy)
-        except BudgetInfeasible:
-            continue
-        assert fitted.measured.peak <= budget
-        found.append(fitted.measured.seconds)
-    return found
-
-
 @pytest.mark.parametrize("policy", [QUICK, QUICK_RECOMPUTE], ids=["auto", "recompute"])
-@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("seed", [18, slow(3), slow(21), slow(51), slow(54)])
 def test_times_rise_along_the_frontier_of_generated_steps(seed: int, policy: Any) -> None:
     graph = generated(seed)
     scheduled = ScheduledGraph(model="generated", graph=graph, schedule=traced(graph), alignment=64, versions={})
@@ -97,51 +78,12 @@ def test_times_rise_along_the_frontier_of_generated_steps(seed: int, policy: Any
     assert all(above for _, above in named)
 
 
-@pytest.mark.parametrize(("seed", "policy"), [(18, QUICK), (54, QUICK), (51, QUICK), (21, QUICK_RECOMPUTE)])
-def test_a_search_that_is_stuck_takes_what_it_finds_for_less(
-    seed: int, policy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graph = generated(seed)
-    workload = make_workload(graph, traced(graph).order, DEVICES["a100"], 64)
-    budgets = [measure(workload, workload.plain).peak * k // RUNGS for k in range(RUNGS, 0, -1)]
-    found = _seconds(graph, policy, budgets)
-    assert len(found) > 5
-    assert found == sorted(found)
-    monkeypatch.setattr(module, "_RUNGS", 1)  # no smaller budget is tried
-    alone = _seconds(graph, policy, budgets)
-    assert alone != sorted(alone)
-    assert all(one <= two for one, two in zip(found, alone, strict=False))
-    monkeypatch.setattr(module, "_RUNGS", RUNGS)
-    monkeypatch.setattr(module, "_PATIENCE", 0)
-    assert _seconds(graph, policy, budgets) == alone
-
-
-def test_separate_plans_of_a_model_take_no_less_time_under_smaller_budgets() -> None:
-    model, inputs = ZOO["vit"]("nano")
-    graph = trace(model, inputs).graph
-    scheduled = ScheduledGraph(model="vit", graph=graph, schedule=traced(graph), alignment=64, versions={})
-    seconds, refused = list[float](), set[int]()
-    for share in SHARES:
-        try:
-            plan = plan_within(scheduled, PlanOptions(arena_budget=share, policy=QUICK_RECOMPUTE), DEVICES["cpu"])
-        except BudgetInfeasible as error:
-            refused.add(error.smallest)
-            continue
-        assert not refused, "a smaller budget is kept"
-        assert plan.eviction is not None
-        assert plan.arena_size <= plan.eviction.arena_budget
-        seconds.append(plan.eviction.seconds)
-    assert len(seconds) > 8
-    assert seconds == sorted(seconds)
-    assert len(refused) == 1
-
-
 POLICIES = [QUICK, QUICK_RECOMPUTE, "flow", "genoa", "dtr", "delta", "capuchin"]
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpoints"])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy if isinstance(policy, str) else "quick")
-@pytest.mark.parametrize("seed", [1, 3, slow(4), slow(18), slow(21), slow(54)])
+@pytest.mark.parametrize("seed", [1, slow(3), slow(18)])
 def test_what_asks_for_less_never_gives_more(seed: int, policy: Any, checkpointed: bool) -> None:
     """Shares, "min", and numbers of bytes that are no more than what is needed without a limit."""
     graph = _checkpointed(generated(seed)) if checkpointed else generated(seed)

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from memplan.core import lifetimes
 from memplan.core.graph import Graph, Phase, Storage, StorageKind
 from memplan.core.plan import Plan
-from memplan.core.schedule import make_schedule
 from memplan.core.totals import most_within, page_locked, page_locked_bytes
 from memplan.errors import BudgetInfeasible, InvalidPlan
-from memplan.evict.apply import apply
 from memplan.evict.costs import DEVICES, CostModel
-from memplan.evict.measure import measure
 from memplan.evict.policies.auto import auto
 from memplan.planning.budget import plan_within
 from memplan.planning.eager_total import eager_total
-from memplan.planning.fit import make_workload
-from memplan.planning.frontier import frontier
 from memplan.planning.options import PlanOptions
 from memplan.planning.planfile import check_consistency
-from memplan.schedule import traced
 from tests.graph_strategies import GraphBuilder
 from tests.planning.test_budget import SIZE, chain, scheduled
-from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, everything
+from tests.runtime.budgets import FAST_LINK, QUICK
 
 
 def _plan(graph: Graph | None = None, costs: CostModel = DEVICES["a100"], **options: Any) -> Plan:
@@ -55,12 +47,6 @@ def test_eager_does_nothing_in_place() -> None:
     shared = replace(graph, ops=(graph.ops[0], replace(graph.ops[1], inplace_candidates=((two, one),)), graph.ops[2]))
     assert _plan(shared, budget="1GiB").arena_size == SIZE
     assert eager_total(shared) == eager_total(graph) == 3 * SIZE
-
-
-def test_eager_follows_checkpoints() -> None:
-    graph = chain(8)
-    marked = tuple(replace(op, checkpoint=1 + i // 4) if i < 8 and i % 4 < 3 else op for i, op in enumerate(graph.ops))
-    assert eager_total(replace(graph, ops=marked)) < eager_total(graph)
 
 
 @pytest.mark.parametrize(("budget", "share"), [(0.75, 0.75), ("60%", 0.6), (1.0, 1.0)])
@@ -100,52 +86,7 @@ def test_the_error_names_what_lies_beside_the_arena_and_a_budget_that_works() ->
         _plan(budget=smallest - SIZE // 2)
 
 
-def _fifteen(graph: Graph) -> list[int]:
-    """Budgets from 100 % to 5 % of what eager needs."""
-    return [eager_total(graph) * (100 - k * 95 // 14) // 100 for k in range(15)]
-
-
-@pytest.mark.parametrize("policy", [QUICK, QUICK_RECOMPUTE, "flow", "dtr"], ids=["auto", "recompute", "flow", "dtr"])
-def test_fifteen_budgets_are_kept_or_name_one_that_is(policy: Any) -> None:
-    graph = chain(8)
-    named: set[int] = set()
-    above: list[bool] = []
-    for budget in _fifteen(graph):
-        try:
-            assert _plan(graph, budget=budget, policy=policy).total <= budget
-        except BudgetInfeasible as error:
-            above.append(error.smallest > budget)
-            named.add(error.smallest)
-    assert above
-    assert all(above)
-    (smallest,) = named  # whatever was asked
-    assert _plan(graph, budget=smallest, policy=policy).total <= smallest
-
-
-@pytest.mark.parametrize("policy", [QUICK, QUICK_RECOMPUTE], ids=["auto", "recompute"])
-def test_predicted_time_never_falls_as_the_budget_falls(policy: Any) -> None:
-    graph = chain(10)
-    shares = [budget / eager_total(graph) for budget in _fifteen(graph)]
-    found = frontier(scheduled(graph), PlanOptions(policy=policy), costs="a100", shares=shares)
-    kept = [p for p in found.points if p.plan is not None]
-    assert len(kept) > 5
-    assert all(one.seconds <= two.seconds for one, two in pairwise(kept))
-    assert kept[0].seconds < kept[-1].seconds
-
-
 # -- copies on the host ----------------------------------------------------------------------------------------
-
-
-def test_what_a_search_counts_on_the_host_is_what_a_plan_needs_there() -> None:
-    graph = chain(10)
-    workload = make_workload(graph, traced(graph).order, FAST_LINK, 64).within(1 << 40)
-    events = everything(workload)
-    applied = apply(workload, events).graph
-    order = tuple(range(len(applied.ops)))
-    need = lifetimes.host_problem(applied, make_schedule(applied, order, "as it is"), alignment=64).max_live
-    assert need > SIZE
-    assert measure(replace(workload, host_budget=need), events).area == 0
-    assert measure(replace(workload, host_budget=need - 1), events).area > 0
 
 
 @pytest.mark.parametrize("copies", [0, 1, 2])

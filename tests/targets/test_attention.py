@@ -48,11 +48,6 @@ def test_the_kernel_follows_the_rules(
         assert attention_kernel(*given, masked, grouped, capability) == expected
 
 
-def test_a_last_stride_other_than_1_rules_all_fused_kernels_out() -> None:
-    query, key, value = (x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in _tensors())
-    assert attention_kernel(query, key, value, None, False, HOPPER) == "math"
-
-
 @pytest.mark.parametrize(
     ("allowed", "expected"),
     [

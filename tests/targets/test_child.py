@@ -72,47 +72,6 @@ def test_an_error_that_cannot_be_sent_keeps_its_words() -> None:
         asked_for(H100, fail)
 
 
-class OfTwo(Exception):
-    """An error that pickle can save, and not load."""
-
-    def __init__(self, one: str, two: str) -> None:
-        super().__init__(f"{one} and {two}")
-
-
-class Wordless(Exception):
-    """An error without words."""
-
-    def __str__(self) -> str:
-        raise ValueError("no words")
-
-
-@pytest.mark.parametrize(("error", "words"), [(OfTwo("a", "b"), "OfTwo: a and b"), (Wordless(), "Wordless")])
-def test_an_error_that_cannot_be_loaded_is_one_in_words(error: Exception, words: str) -> None:
-    def fail() -> NoReturn:
-        """Fail."""
-        raise error
-
-    with pytest.raises((RuntimeError, Wordless), match=words if isinstance(error, OfTwo) else None):
-        asked_for(H100, fail)
-
-
-def test_no_warning_takes_the_place_of_an_answer() -> None:
-    class Strange(UserWarning):
-        """A warning of a class that pickle does not find."""
-
-    def says() -> int:
-        """Warn."""
-        warnings.warn("of a strange kind", Strange, stacklevel=1)
-        return 5
-
-    with pytest.warns(UserWarning, match="of a strange kind"):
-        assert asked_for(H100, says) == 5
-
-
-def test_a_large_answer_comes_whole() -> None:
-    assert len(asked_for(H100, lambda: list(range(1_000_000)))) == 1_000_000
-
-
 def test_the_child_ends_with_the_process_that_asks() -> None:
     """It does not go on with the program, either."""
     code = (

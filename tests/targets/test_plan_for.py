@@ -138,7 +138,8 @@ def test_totals_are_those_that_an_h200_had(name: str, kernels: str) -> None:
     assert not plan.evictions, "nobody asked for a budget"
 
 
-@pytest.mark.parametrize("name", ["resnet", slow("gpt2"), slow("bert"), slow("llama1b")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet", "gpt2", "bert", "llama1b"])
 def test_eagers_peak_is_that_of_an_h200(name: str) -> None:
     """Within 5 %, with the workspaces of cuBLAS, which are in the allowance of a device."""
     make: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]] = getattr(real_sizes, name)

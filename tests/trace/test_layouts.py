@@ -1,4 +1,4 @@
-"""Results are laid out as the kernels lay them out, whatever their fakes say; so sums of them have eager's bits."""
+"""Results are laid out, and statistics have the type, as the kernels give them, whatever their fakes say."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from memplan.runtime import compile as memplan_compile
-from memplan.trace import trace
 from memplan.trace.capture.as_eager import LAYOUTS
+from tests.steps import outcome_of, under_autocast
 
 aten = torch.ops.aten
 
@@ -131,12 +131,6 @@ def test_the_table_says_what_the_kernels_do(op: Any) -> None:
     assert held
 
 
-def test_what_is_resized_to_another_shape_is_contiguous() -> None:
-    for x, other in itertools.product(_laid_out(4, 6), _laid_out(3, 8)):
-        made = aten.resize_as.default(x, other)
-        assert made.stride() == tuple(LAYOUTS[aten.resize_as.default](made.shape, x, other))
-
-
 class Odd(nn.Module):
     """Convolutions whose results are laid out one way, in a loss that sees them another way."""
 
@@ -216,12 +210,6 @@ def test_numbers_are_drawn_in_the_order_of_eager_s_memory() -> None:
     assert torch.equal(ours, Drawn()(mean, deviation))
 
 
-def test_what_a_kernel_lays_out_is_not_copied() -> None:
-    model = Odd(ODD["mean squares"]).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    x, y = torch.randn(2, 3, 11, 11).contiguous(memory_format=torch.channels_last), torch.randn(2, 8, 9, 9)
-    assert not any(op.target in ("aten.copy_.default", "aten.clone.default") for op in trace(model, (x, y)).graph.ops)
-
-
 def test_an_operand_that_is_broadcast_says_nothing_of_the_layout() -> None:
     class Broadcast(nn.Module):
         def __init__(self) -> None:
@@ -233,3 +221,40 @@ def test_an_operand_that_is_broadcast_says_nothing_of_the_layout() -> None:
 
     model, x = Broadcast(), torch.rand(4, 3)
     assert torch.equal(memplan_compile(model, x)(x), model(x))
+
+
+class Updating(nn.BatchNorm2d):
+    """Batch norm by the op that keeps a reserve for its backward."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        given = (input, self.weight, self.bias, self.running_mean, self.running_var)
+        out: torch.Tensor = torch.ops.aten._batch_norm_with_update(*given, 0.1, 1e-5)[0]
+        return out
+
+
+_LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "layer": lambda: nn.LayerNorm(5),
+    "layer, half": lambda: nn.LayerNorm(5).bfloat16(),
+    "layer, plain": lambda: nn.LayerNorm(5, elementwise_affine=False),
+    "group": lambda: nn.GroupNorm(2, 8),
+    "batch": lambda: nn.BatchNorm2d(8),
+    "batch, eval": lambda: nn.BatchNorm2d(8).eval(),
+    "batch, with update": lambda: Updating(8),
+    "instance": lambda: nn.InstanceNorm2d(8, affine=True),
+}
+
+
+def _under_autocast(call: Any) -> Any:
+    return lambda x: under_autocast(call)(x).float().square().sum()
+
+
+@pytest.mark.parametrize("name", _LAYERS)
+def test_under_autocast_the_bits_are_those_of_eager(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), _LAYERS[name](), nn.Conv2d(8, 8, 1))
+    eager, x = copy.deepcopy(model), torch.randn(4, 3, 5, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled = memplan_compile(model, x)
+    ours, theirs = (outcome_of(one, _under_autocast(call), x) for one, call in ((model, compiled), (eager, eager)))
+    assert len(ours.gradients) == len(list(model.parameters()))
+    assert ours.same_as(theirs)

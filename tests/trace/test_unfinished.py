@@ -53,11 +53,6 @@ def _in_place(y: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _summed_outside(y: torch.Tensor) -> Any:
-    return collectives.wait_tensor(_summed(y))
-
-
 def _plan(net: nn.Module, x: torch.Tensor) -> Any:
     return memplan.plan(net, (x,))
 
@@ -86,17 +81,6 @@ def test_behind_torch_compile_collectives_run_as_eager(talk: Any) -> None:
     expected = torch.compile(net, backend="aot_eager")(x)
     torch._dynamo.reset()
     assert torch.equal(torch.compile(net, backend=memplan.Backend())(x), expected)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo looks at, of what the function returns
-def test_what_the_hint_says_works() -> None:
-    torch._dynamo.reset()
-    net, x = _Talks(_summed_outside), torch.randn(4, 4)
-    compiled = torch.compile(net, backend=memplan.Backend(sanitize="poison"))
-    for _ in range(2):
-        made = compiled(x)
-        assert torch.equal(made, net(x))
-        del made
 
 
 def test_a_wrapped_part_of_a_model_is_refused_with_the_way_round_that_works() -> None:

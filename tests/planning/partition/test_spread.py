@@ -64,6 +64,7 @@ def test_estimates_are_never_too_low_and_budgets_are_kept(name: str) -> None:
     _, whole = _applied(graph)
     units = units_of(whole.graph, 2)
     assert len(units.names) >= 2
+    assert name != "gpt2" or units.names == ("", "model.transformer.h.0", "model.transformer.h.1", "")
     assert {u for u, op in zip(units.of, whole.graph.ops, strict=True) if op.target not in TRANSFERS} == {
         *range(len(units.names))
     }
@@ -82,9 +83,3 @@ def test_estimates_are_never_too_low_and_budgets_are_kept(name: str) -> None:
     all_on_one = assign(whole.graph, units, LINK, alignment=1, count=2, budgets=[1 << 40, 1])
     assert all_on_one.ends == (len(units.names), len(units.names))
     assert all_on_one.seconds == 0.0
-
-
-def test_repeated_blocks_are_found() -> None:
-    graph = trace(*ZOO["gpt2"]("nano"), device="cpu").graph
-    units = units_of(graph, 2)
-    assert units.names == ("", "model.transformer.h.0", "model.transformer.h.1", "")

@@ -105,14 +105,6 @@ def test_small_products_are_left_alone(monkeypatch: pytest.MonkeyPatch, least: i
     assert align_products(graph.graph) == found
 
 
-def test_rows_that_are_aligned_already_need_no_padding_of_their_number() -> None:
-    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return (left @ right).float()
-
-    graph = _graph(product, torch.empty(1023, WIDTH, dtype=torch.half), torch.empty(WIDTH, 256, dtype=torch.half))
-    assert align_products(graph.graph) == 0
-
-
 @pytest.mark.parametrize("of", ["product", "operand"])
 def test_what_is_seen_by_strides_is_left_alone(of: str) -> None:
     def product(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

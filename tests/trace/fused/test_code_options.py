@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,22 +59,6 @@ def _kernels(traced: TracedGraph) -> list[GeneratedCall]:
     return [k for k in traced.kernels if isinstance(k, GeneratedCall) and k.kernel.source]
 
 
-@pytest.mark.slow
-def test_groups_of_loops_are_bounded_and_keep_their_bits() -> None:
-    given = tuple(torch.linspace(0, 1, n) for n in (8, 12, 2000, 3000))
-    captured = capture_call(Loops(), given, kernels="inductor", train=False)
-    whole = captured.retrace()
-    parts = captured.retrace(code=CodeOptions(group_bytes=1024))
-    assert (len(_kernels(whole)), len(_kernels(parts))) == (1, 3)  # the two small loops stay together
-    assert parts.code == CodeOptions(group_bytes=1024)
-    plan = memplan.plan(Loops(), given, kernels="inductor", train=False)
-    made = replace(plan_of(parts), code=parts.code)
-    compiled = memplan.compile(Loops(), given, kernels="inductor", train=False, plan=made)
-    assert len(compiled.plan.graph.ops) == len(plan.graph.ops) + 2
-    expected = memplan.compile(Loops(), given, kernels="inductor", train=False)(*given)
-    assert all(map(torch.equal, compiled(*given), expected))
-
-
 def plan_of(traced: TracedGraph) -> memplan.Plan:
     from memplan.trace.planning import plan_traced
 
@@ -118,17 +101,6 @@ def test_convolutions_keep_their_layout_where_that_needs_less() -> None:
         assert module.one.weight.grad is not None
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
     torch._dynamo.reset()
-
-
-def test_who_forces_layouts_gets_them() -> None:
-    from torch._inductor import config
-
-    with config.patch(force_layout_optimization=True):
-        plan = memplan.plan(Images(), torch.randn(1, 8, 4, 4), kernels="inductor")
-    assert plan.code is None or plan.code.layouts
-    last = Images().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    plan = memplan.plan(last, torch.randn(1, 8, 4, 4), kernels="inductor")
-    assert plan.code is None or plan.code.layouts  # there is no weight to copy
 
 
 @pytest.mark.slow

@@ -13,10 +13,8 @@ from torch import fx, nn
 from torch.nn.functional import cross_entropy
 
 import memplan
-from memplan.core.code_options import CodeOptions
 from memplan.core.division import Division
 from memplan.trace import capture_call
-from memplan.trace.fused import row_division
 from memplan.trace.fused.early_gradients import EARLY
 from memplan.trace.fused.row_division import divide_rows
 from memplan.trace.fused.row_parts import BLOCK
@@ -193,37 +191,3 @@ def test_gradients_are_those_of_eager(loss: Loss) -> None:
         found, expected = _gradients(compiled, model, factor), _gradients(twin, twin, factor)
         for one, two in zip(found, expected, strict=True):
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
-
-
-def test_powers_of_two_scale_exactly_and_early_gradients_have_the_bits_of_late_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = _made(_scaled)
-    late = copy.deepcopy(model)
-    compiled = memplan.compile(model, DATA, kernels="inductor", divide=BLOCKS)
-    monkeypatch.setattr(row_division, "compute_gradients_early", lambda graph: 0)
-    other = memplan.compile(late, DATA, kernels="inductor", divide=BLOCKS)
-    for factor in (1.0, 0.25):
-        assert all(map(torch.equal, _gradients(compiled, model, factor), _gradients(other, late, factor)))
-
-
-def test_a_backward_may_run_twice() -> None:
-    model = _made(_plain)
-    compiled = memplan.compile(model, DATA, kernels="inductor", divide=BLOCKS)
-    once = _gradients(compiled, model, 1.0)[1:]
-    model.zero_grad()
-    loss = compiled(*DATA)
-    loss.backward(retain_graph=True)
-    (loss * 2).backward()
-    for p, one in zip((p for p in model.parameters() if p.grad is not None), once, strict=True):
-        torch.testing.assert_close(p.grad, one * 3)
-
-
-@pytest.mark.slow
-def test_a_partition_of_memplans_own_saves_them() -> None:
-    step = capture_call(_made(_plain), DATA, kernels="inductor")
-    graph = step.retrace(division=BLOCKS, code=CodeOptions(saved=())).graph
-    blocks = [(op.phase, op.origin.node) for op in graph.ops if "_rows" in op.origin.node]
-    late = [node for phase, node in blocks if phase == "backward"]
-    assert all(node.endswith("_mul") for node in late), "the backward scales, and computes no block"
-    assert len(late) < len(blocks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,27 +12,19 @@ import sympy
 import torch
 from torch import nn
 from torch._inductor.dependencies import MemoryDep, StarDep
+from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import ModularIndexing
 
 import memplan
 from memplan.core.graph import Op, Phase
-from memplan.trace import capture_call
-from memplan.trace.fused.kernel_runs import (
-    Allocation,
-    Block,
-    BlockView,
-    KernelLine,
-    Renaming,
-    Replay,
-    TensorSpec,
-    WrittenCode,
-)
+from memplan.trace.fused.masked_reads import reads_where_it_writes
 from memplan.trace.fused.wrapper import Overwriting
+from tests.steps import outcome_of
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-CPU = torch.device("cpu")
 ROW, COLUMN = sympy.Symbol("d0"), sympy.Symbol("d1")
 
 
@@ -97,50 +89,9 @@ def test_a_result_that_is_smaller_than_the_range_of_its_kernel_has_bytes_of_its_
     assert not _found([[loop]], elements=4 * whole)
 
 
-def test_an_earlier_loop_and_another_kernel_may_read_it() -> None:
-    earlier = [[_Loop("s", _dep("a", ROW))], [_Loop("r", _dep("a"))]]
-    assert _found(earlier) == {"r": ("a",)}
-    assert _found([[_Loop("r", _dep("a"))]], [[_Loop("s", _dep("a", ROW))]]) == {"r": ("a",)}  # the order decides
-
-
 def test_what_inductor_never_reuses_or_changes_elsewhere_stays() -> None:
     loop = [[_Loop("r", _dep("a"))]]
     assert _found(loop, fixed=("a",)) == _found(loop, fixed=("r",)) == _found(loop, changed=("a",)) == {}
-
-
-def _replayed(text: str, at: int, made: TensorSpec | None = None) -> list[tuple[str, str]]:
-    """The pairs of a call that reads the saved tensor `x` and writes its argument `at`, `buf1`, later called `buf2`."""
-    code = WrittenCode(specs={"buf1": made or _spec(16)}, inputs=("x",))
-    code.overwritable = {"buf1": ("x", "unknown"), "buf2": ("y",)}
-    code.sources["cpp_fused"], code.namespace = "void kernel() {}", {"cpp_fused": len}
-    call = KernelLine(text=text, kernel="cpp_fused", written=frozenset((at,)))
-    code.lines = [Allocation(name="buf1"), call, Renaming(text="buf2 = buf1; del buf1  # reuse")]
-    blocks = [Block(name=name, device=CPU, nbytes=64, touched=True) for name in ("x", "y")]
-    views = [BlockView(block=b, dtype=torch.float32, shape=(16,), strides=(1,), offset=0) for b in blocks]
-    (run,) = Replay(code, dict(zip("xy", views, strict=True))).run()
-    return [(made.block.name, read.block.name) for made, read in run.overwritable]
-
-
-def _spec(elements: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
-    return TensorSpec(dtype=dtype, device=CPU, shape=(elements,), strides=(1,), offset=0, nbytes=4 * elements)
-
-
-def test_a_call_has_the_pairs_of_its_loops() -> None:
-    assert _replayed("cpp_fused(x, buf1)", 1) == [("buf1", "x")]
-    assert _replayed("cpp_fused(x, y, buf1)", 2) == [("buf1", "x")]  # `y` is a pair of a later kernel's
-
-
-@pytest.mark.parametrize(
-    ("text", "at", "made"),
-    [
-        ("cpp_fused(x, reinterpret_tensor(x, (4, 4), (1, 4), 0), buf1)", 2, None),  # two views, one transposed
-        ("cpp_fused(x, x, buf1)", 2, None),  # two names of the same place: only one was looked at
-        ("cpp_fused(reinterpret_tensor(x, (8,), (1,), 8), buf1)", 1, None),  # another place
-        ("cpp_fused(x, buf1)", 1, _spec(16, torch.int32)),
-    ],
-)
-def test_a_call_that_sees_other_places_has_none(text: str, at: int, made: TensorSpec | None) -> None:
-    assert _replayed(text, at, made) == []
 
 
 class Head(nn.Module):
@@ -175,22 +126,8 @@ def test_the_gradient_of_logits_takes_their_bytes_and_has_inductors_bits(kind: t
     torch._dynamo.reset()
     reference = torch.compile(twin)
     for _ in range(2):
-        losses = []
-        for call, module in ((compiled, model), (reference, twin)):
-            module.zero_grad()
-            losses.append(call(*data))
-            losses[-1].backward()
-        assert torch.equal(*losses)
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+        assert outcome_of(model, compiled, *data).same_as(outcome_of(twin, reference, *data))
     torch._dynamo.reset()
-
-
-def test_results_have_bytes_of_their_own_where_in_place_is_off() -> None:
-    captured = capture_call(Head(), (torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)), kernels="inductor")
-    apart = replace(captured, options=replace(captured.options, in_place=False)).retrace()
-    assert any(op.inplace_candidates for op in captured.retrace().graph.ops)
-    assert not any(op.inplace_candidates for op in apart.graph.ops)
 
 
 def _overwrites(op: Op, plan: memplan.Plan, nbytes: int) -> bool:
@@ -200,11 +137,86 @@ def _overwrites(op: Op, plan: memplan.Plan, nbytes: int) -> bool:
     return op.phase is Phase.BACKWARD and nbytes in sizes
 
 
-def test_a_budget_may_drop_what_a_kernel_could_have_overwritten() -> None:
-    torch.manual_seed(0)
-    data = torch.randn(256, 8), torch.randint(512, (256,))
-    whole = memplan.plan(Head(), data, kernels="inductor")
-    saved = {s for op in whole.graph.ops for _, r in op.inplace_candidates for s in [whole.graph.values[r].storage]}
-    assert saved
-    written = {s for op in whole.graph.ops if op.phase is Phase.BACKWARD for s in whole.graph.written(op)}
-    assert not saved & written  # an op that changes what is saved would keep it from being computed again
+ROWS, COLUMNS, LIMIT = 3, 16, 15  # a tensor of rows, of which all columns but the last are read
+Body = Callable[[Any, sympy.Symbol, sympy.Symbol], None]
+
+
+def _packed(row: Any, column: Any) -> Any:
+    """The index in the padded tensor of what is at a row and a column of the one that was not padded."""
+    flat = LIMIT * row + column
+    return COLUMNS * ModularIndexing(flat, LIMIT, ROWS) + ModularIndexing(flat, 1, LIMIT)
+
+
+class _MaskedLoop:
+    """A loop over rows and columns with a body that calls `ops`, as one of Inductor's does."""
+
+    def __init__(self, run: Body, *, reduces: bool = False, template: bool = False) -> None:
+        self._run = run
+        self._body = self if run is not None else None
+        self.iter_vars, self.reduce_vars = list(sympy.symbols("p0 p1")), list[sympy.Symbol]()
+        self.var_ranges = dict(zip(self.iter_vars, (sympy.Integer(ROWS), sympy.Integer(COLUMNS)), strict=True))
+        self.is_reduction, self.is_template = (lambda: reduces), (lambda: template)
+
+    def __call__(self, indices: list[sympy.Symbol], _: list[sympy.Symbol]) -> None:
+        self._run(V.get_ops_handler(), *indices)
+
+
+def _asked(loop: _MaskedLoop) -> bool:
+    with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator())):  # type: ignore[arg-type]
+        return reads_where_it_writes(loop, "logits")
+
+
+def _padded(limit: int = LIMIT, index: Callable[[Any, Any], Any] = _packed, **kinds: bool) -> _MaskedLoop:
+    """A loop that reads under `column < limit`, and writes zeros beside it."""
+
+    def run(ops: Any, row: sympy.Symbol, column: sympy.Symbol) -> None:
+        mask = ops.lt(ops.index_expr(column, torch.int64), ops.constant(limit, torch.int64))
+        value = ops.masked(mask, lambda: ops.exp(ops.load("logits", index(row, column))), 0.0)
+        ops.store("result", COLUMNS * row + column, ops.where(mask, value, ops.constant(0.0, torch.float32)))
+
+    return _MaskedLoop(run, **kinds)
+
+
+def test_the_range_of_the_mask_shows_that_both_indices_are_equal() -> None:
+    assert _asked(_padded())
+    assert _asked(_padded(limit=7))
+
+
+@pytest.mark.parametrize("limit", [COLUMNS, 2 * COLUMNS])
+def test_a_mask_that_lets_other_columns_in_does_not(limit: int) -> None:
+    assert not _asked(_padded(limit))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda row, column: _packed(row, column) + 1,
+        lambda row, column: _packed(row, 0) + column + COLUMNS,
+        lambda row, column: COLUMNS * column + row,
+    ],
+)
+def test_another_place_is_seen_to_be_another(index: Callable[[Any, Any], Any]) -> None:
+    assert not _asked(_padded(index=index))
+
+
+def test_each_read_is_looked_at() -> None:
+    def run(ops: Any, row: sympy.Symbol, column: sympy.Symbol) -> None:
+        mask = ops.lt(ops.index_expr(column, torch.int64), ops.constant(LIMIT, torch.int64))
+        value = ops.masked(mask, lambda: ops.load("logits", _packed(row, column)), 0.0)
+        ops.store("result", COLUMNS * row + column, ops.add(value, ops.load("logits", _packed(row, column))))
+
+    assert not _asked(_MaskedLoop(run))  # the second has no mask
+
+
+def test_a_mask_of_values_and_an_index_of_values_are_unknown() -> None:
+    def masked_by_values(ops: Any, row: sympy.Symbol, column: sympy.Symbol) -> None:
+        mask = ops.lt(ops.load("other", column), ops.constant(LIMIT, torch.int64))
+        value = ops.masked(mask, lambda: ops.load("logits", _packed(row, column)), 0.0)
+        ops.store("result", COLUMNS * row + column, value)
+
+    def at_values(ops: Any, row: sympy.Symbol, column: sympy.Symbol) -> None:
+        place = ops.indirect_indexing(ops.load("other", column), COLUMNS)
+        ops.store("result", COLUMNS * row + column, ops.load("logits", COLUMNS * row + place))
+
+    assert not _asked(_MaskedLoop(masked_by_values))
+    assert not _asked(_MaskedLoop(at_values))

@@ -5,22 +5,17 @@ What needs a GPU is in `tests/runtime/test_cuda_fused.py`.
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch._inductor import compile_fx, config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import LambdaFuture
 from torch._inductor.codegen import wrapper as lines
 
-from memplan.errors import InputMismatch, UnsupportedGraph
-from memplan.torch_inside.versions import KNOWN, partition
+from memplan.errors import UnsupportedGraph
 from memplan.trace.fused import wrapper
 from memplan.trace.fused.code_generation import _device_of
 from memplan.trace.fused.deferred import AligningKernel, DeferredTritonKernel, DeferringCompile, TunedKernel
@@ -35,9 +30,8 @@ from memplan.trace.fused.kernel_runs import (
     TensorSpec,
     WrittenCode,
 )
-from memplan.trace.fused.wrapper import followed, read_line
+from memplan.trace.fused.wrapper import read_line
 
-ROOT = Path(__file__).resolve().parents[3]
 FLOAT, COUNT = torch.float32, int
 CUDA = torch.device("cuda:0")
 
@@ -119,13 +113,6 @@ def test_a_call_of_a_triton_kernel_is_replayed() -> None:
     assert run.overwritable == ()
 
 
-def test_what_a_call_returns_without_a_name_of_a_buffer_is_no_argument() -> None:
-    code = _code("triton_0.run(x, buf0, 8)", triton_0=DeferredTritonKernel("triton_0", "source", "cuda"), make=max)
-    code.lines.insert(0, KernelLine(text="x = make(primals_1)"))
-    with pytest.raises(UnsupportedGraph, match="what another call returned"):
-        Replay(code, {"primals_1": _given("primals_1")}).run()
-
-
 def test_the_random_state_of_attention_goes_from_one_kernel_to_the_other() -> None:
     sdpa = torch.ops.aten._scaled_dot_product_efficient_attention.default
     scalar = TensorSpec(dtype=torch.int64, device=torch.device("cpu"), shape=(), strides=(), offset=0, nbytes=8)
@@ -205,22 +192,6 @@ def test_an_input_at_any_address_is_copied_for_a_triton_kernel(monkeypatch: pyte
     assert second[1] is out
 
 
-def test_a_copy_has_the_layout_of_an_expanded_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, made = _aligning(monkeypatch, written=False)
-    x = torch.arange(9.0)[1:2].expand(8)
-    run(torch.zeros(8), x, 8)
-    ((first, _),) = made.launches
-    assert first[1].stride() == (0,)
-    assert torch.equal(first[1], x)
-
-
-def test_an_input_that_is_changed_must_begin_where_triton_kernels_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, made = _aligning(monkeypatch, written=True)
-    with pytest.raises(InputMismatch, match="begins 4 bytes behind a multiple of 16"):
-        run(torch.zeros(8), torch.arange(9.0)[1:], 8)
-    assert not made.launches
-
-
 class _Tuner:
     """A kernel `out = x + 1` that is run several times when it is first called, as Inductor's tuning does."""
 
@@ -250,89 +221,9 @@ def test_a_kernel_that_writes_over_what_it_reads_is_right_while_it_is_tuned(
     assert made.calls == 1 + calls
 
 
-def test_what_a_kernel_changes_beside_is_changed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Adding:
-        """A kernel that adds to one argument and writes another one over a third."""
-
-        def run(self, total: torch.Tensor, x: torch.Tensor, out: torch.Tensor, stream: Any) -> None:
-            total += x
-            torch.add(x, 1, out=out)
-
-    monkeypatch.setattr(AsyncCompile, "triton", lambda *_, **__: Adding())
-    total, x = torch.ones(8), torch.zeros(8)
-    TunedKernel(DeferredTritonKernel("triton_0", "source", "cpu"), over=[2], written=[0, 2]).compiled()(total, x, x)
-    assert torch.equal(total, torch.ones(8))
-    assert torch.equal(x, torch.ones(8))
-
-
-def test_a_kernel_with_results_of_its_own_is_tuned_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = _Tuner()
-    monkeypatch.setattr(AsyncCompile, "triton", lambda *_, **__: made)
-    x, out = torch.zeros(8), torch.zeros(8)
-    TunedKernel(DeferredTritonKernel("triton_0", "source", "cpu"), over=[1], written=[1]).compiled()(x, out)
-    assert made.calls == 1
-    assert torch.equal(out, torch.ones(8))
-
-
-class _Scheduling:
-    """A scheduling of Inductor's that writes one kernel for each node."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self.written: list[Any] = []
-
-    def codegen_node(self, node: Any) -> None:
-        self.written.append(node)
-
-    def can_fuse_vertical(self, node1: Any, node2: Any) -> bool:
-        return True
-
-    can_fuse_horizontal = can_fuse_vertical
-
-
-@pytest.mark.parametrize("in_blocks", [True, False])
-def test_each_kernel_of_a_device_is_followed_and_blocks_of_rows_stay_apart(
-    monkeypatch: pytest.MonkeyPatch, in_blocks: bool
-) -> None:
-    told: list[Any] = []
-    overwriting: Any = SimpleNamespace(add=lambda *said: told.append(said), end=lambda: told.append("end"))
-    made = followed(_Scheduling, "cuda", overwriting, in_blocks=in_blocks)(None)
-    assert isinstance(made, _Scheduling)
-    one, two = (SimpleNamespace(get_nodes=lambda i=i: [i], group=(CUDA, (8, 4))) for i in range(2))
-    monkeypatch.setattr(wrapper, "_blocks_of", lambda node: set(node.get_nodes()))
-    made.codegen_node(one)
-    assert told == [([0], 32), "end"]
-    assert made.written == [one]
-    assert made.can_fuse_vertical(one, two) is made.can_fuse_horizontal(one, two) is not in_blocks
-    assert made.can_fuse_vertical(one, one)
-
-
 def test_tensors_of_two_devices_are_refused() -> None:
     assert _device_of([torch.empty(2), 3]) == "cpu"
     assert _device_of([torch.empty(2, device="meta")]) == "meta"
     assert _device_of([]) == "cpu"
     with pytest.raises(UnsupportedGraph, match="tensors on cpu, meta"):
         _device_of([torch.empty(2, device="meta"), torch.empty(())])
-
-
-def test_the_releases_that_are_said_to_be_tested_have_constraints() -> None:
-    others = {path.stem.removeprefix("torch-") for path in (ROOT / "constraints").glob("torch-*.txt")}
-    (newest,) = re.findall(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert set(KNOWN) == others | {newest}
-
-
-def test_an_older_inductor_partitions_by_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch 2.13, its function takes the partitioner from the configuration."""
-    graph: Any = object()
-
-    def of_2_11(gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
-        own: Any = config.custom_partitioner_fn
-        return own(gm, joint_inputs, compiler="inductor", **kwargs)
-
-    def mine(gm: Any, inputs: Any, **options: Any) -> Any:
-        return gm, (inputs, options)
-
-    assert "partitioner_fn_override" not in inspect.signature(of_2_11).parameters
-    monkeypatch.setattr(compile_fx, "partition_fn", of_2_11)
-    found: Any = partition(graph, [1], mine, num_fwd_outputs=2)
-    assert found == (graph, ([1], {"num_fwd_outputs": 2}))
-    assert config.custom_partitioner_fn is None

@@ -1,8 +1,7 @@
-"""Inductor's wrapper is recorded for memplan's compilations only, and its lines are those that memplan knows."""
+"""Inductor's wrapper is recorded for memplan alone, and replaying its lines tells what each kernel reads and writes."""
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +10,6 @@ import torch
 from torch._inductor.codegen import common
 from torch._inductor.codegen import wrapper as lines
 from torch._inductor.exc import InvalidCxxCompiler
-from torch._inductor.virtualized import V
 
 import memplan
 from memplan.errors import UnsupportedDevice, UnsupportedGraph
@@ -20,41 +18,21 @@ from memplan.integrations.inductor.wrapper_lines import _changes as changes
 from memplan.torch_inside import versions as torch_versions
 from memplan.torch_inside.versions import UNPLANNED_LINES
 from memplan.trace.fused import environment
-from memplan.trace.fused.kernel_runs import Allocation, KernelLine
+from memplan.trace.fused.kernel_runs import (
+    Allocation,
+    Block,
+    BlockView,
+    KernelLine,
+    Renaming,
+    Replay,
+    TensorSpec,
+    WrittenCode,
+    extent,
+    piece_of,
+)
 from memplan.trace.fused.wrapper import _READERS, _SILENT, RecordingWrapper, read_line, recording
 
-# What memplan reads of each line of Inductor's code: the names of its fields, in torch 2.13.
-FIELDS = {
-    "AllocateLine": {"wrapper", "node", "comm_buffer"},
-    "ReuseLine": {"wrapper", "node", "reused_as", "delete_old", "comm_buffer"},
-    "ReinterpretLine": {"wrapper", "node", "reused_as", "layout"},
-    "MultiOutputLine": {"wrapper", "result_name", "arg_name", "indices"},
-    "ExternKernelOutLine": {"wrapper", "node"},
-    "ExternKernelMultiOutLine": {"wrapper", "node"},
-    "ExternKernelAllocLine": {"wrapper", "node"},
-    "IndexPutFallbackLine": {"wrapper", "node", "indices"},
-    "ScatterFallbackLine": {"wrapper", "node"},
-    "FreeLine": {"wrapper", "node"},
-    "FreeIfNotReusedLine": {"wrapper", "node", "is_reused", "comm_buffer"},
-    "KernelDefinitionLine": {"wrapper", "kernel_name", "kernel_body", "metadata", "gpu", "cpp_definition"},
-}
-# What other releases of torch write: before 2.13, 2.14, and only from 2.14 on. `LineContext` is of another module.
-OF_OTHER_RELEASES = {
-    *("ExternKernelMultiOutLine", "AssertSizeStrideLine", "AssertDivByZeroLine", "ConditionalLine", "SwitchLine"),
-    *("GroupedAssertSizeStrideLine", "EnterCudaMemPoolContextLine", "ExitCudaMemPoolContextLine", "LineContext"),
-    *("EnterCudaStreamContextLine", "ExitCudaStreamContextLine"),
-    *("EnterDeviceContextManagerWithStreamInfoLine", "ExitDeviceContextManagerWithStreamInfoLine"),
-}
 RENAMED = {"ReuseLine", "ReinterpretLine", "MultiOutputLine"}
-SINCE_2_13 = {"ExternKernelMultiOutLine"}
-CALL_FIELDS = {"kernel_name", "call_args", "arg_types", "triton", "triton_meta", "inductor_meta", "device"}
-
-
-def test_inductors_lines_have_the_fields_that_are_read() -> None:
-    for name, fields in FIELDS.items():
-        if name not in SINCE_2_13 or hasattr(lines, name):
-            assert {f.name for f in dataclasses.fields(getattr(lines, name))} == fields, name
-    assert {f.name for f in dataclasses.fields(lines.KernelCallLine)} >= CALL_FIELDS
 
 
 def test_the_registration_is_restored_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,12 +89,6 @@ def test_every_line_of_this_torch_is_known_and_what_torch_adds_is_refused_by_nam
         assert error.hint
 
 
-def test_a_known_name_is_a_line_of_some_torch() -> None:
-    """Names that no torch has would hide a spelling mistake."""
-    ours = _SILENT | RENAMED | set(_READERS) | set(UNPLANNED_LINES) | HARMLESS
-    assert {name for name in ours if not hasattr(lines, name)} <= OF_OTHER_RELEASES
-
-
 def test_a_buffer_of_a_collective_and_a_kernel_of_another_compiler_are_refused() -> None:
     node = SimpleNamespace(get_name=lambda: "buf0")
     allocate: Any = object.__new__(lines.AllocateLine)
@@ -129,24 +101,6 @@ def test_a_buffer_of_a_collective_and_a_kernel_of_another_compiler_are_refused()
     call.triton, call.device = False, torch.device("cuda")
     with pytest.raises(UnsupportedGraph, match="a kernel for cuda that Triton did not compile"):
         read_line(call, "")
-
-
-def test_text_without_an_object_is_a_call_of_which_nothing_is_known() -> None:
-    assert read_line("# a comment", "# a comment") is None
-    assert read_line("del buf0", "del buf0") is None
-    assert read_line("aten.f(buf0)", "aten.f(buf0)") == KernelLine(text="aten.f(buf0)", known=False)
-
-
-def test_lines_that_align_inputs_are_those_that_torch_writes() -> None:
-    """memplan aligns inputs where it calls a kernel. Torch 2.11 aligns them outside of the code."""
-    write = getattr(lines.PythonWrapperCodegen, "codegen_deferred_alignment_copies", None)
-    written: list[str] = []
-    if write is not None:
-        with V.set_graph_handler(cast("Any", SimpleNamespace(cpp_wrapper=False))):
-            write(SimpleNamespace(_pending_alignment_copies={"arg0_1"}, writeline=written.append), ["arg0_1"])
-    assert len(written) == (write is not None)
-    assert [read_line(line, line) for line in written] == [None] * len(written)
-    assert read_line("arg0_1 = copy_of(arg0_1)", "arg0_1 = copy_of(arg0_1)") is not None
 
 
 def test_a_newer_torch_is_tried_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,3 +129,95 @@ def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UnsupportedDevice, match=r"no C\+\+ compiler") as refused:
         environment.require_inductor()
     assert refused.value.see == "inductor-compiler"
+
+
+CPU = torch.device("cpu")
+
+
+def _spec(*shape: int) -> TensorSpec:
+    strides = torch.empty(shape).stride()
+    nbytes = 4 * torch.Size(shape).numel()
+    return TensorSpec(dtype=torch.float32, device=CPU, shape=shape, strides=strides, offset=0, nbytes=nbytes)
+
+
+def _given(name: str, *shape: int) -> BlockView:
+    return piece_of(Block(name=name, device=CPU, nbytes=4 * torch.Size(shape).numel(), given=True), torch.empty(shape))
+
+
+def _replay(lines: list[Any], **inputs: BlockView) -> Replay:
+    specs = {f"buf{i}": _spec(4, 4) for i in range(6)}
+    namespace = {"cpp_fused": lambda *_: None, "torch": torch, "aten": torch.ops.aten, "table": torch.ones(3)}
+    code = WrittenCode(lines=lines, inputs=tuple(inputs), specs=specs, namespace=namespace)
+    code.sources["cpp_fused"] = "void kernel() {}"
+    return Replay(code, inputs)
+
+
+def _call(text: str, *written: int | str, **options: Any) -> KernelLine:
+    return KernelLine(text=text, kernel="cpp_fused", written=frozenset(written), **options)
+
+
+def test_a_first_write_reads_nothing_and_a_later_one_does() -> None:
+    lines = [Allocation(name="buf0"), _call("cpp_fused(x, buf0)", 1), _call("cpp_fused(x, buf0)", 1)]
+    first, second = _replay(lines, x=_given("x", 4, 4)).run()
+    assert [p.block.name for p in first.reads] == ["x"]
+    assert [p.block.name for p in first.writes] == ["buf0"]
+    assert [p.block.name for p in second.reads] == ["x", "buf0"]
+
+
+def test_a_buffer_in_place_of_another_shares_its_block() -> None:
+    lines = [
+        Allocation(name="buf0"),
+        _call("cpp_fused(x, buf0)", 1),
+        Renaming(text="buf1 = buf0; del buf0  # reuse"),
+        _call("cpp_fused(buf1)", 0),
+    ]
+    first, second = _replay(lines, x=_given("x", 4, 4)).run()
+    assert second.writes[0].block is second.reads[0].block is first.writes[0].block
+
+
+def test_views_have_their_layout_and_offset() -> None:
+    lines = [
+        Allocation(name="buf0"),
+        Renaming(text="buf1 = reinterpret_tensor(buf0, (2, 4), (4, 1), 8)  # alias"),
+        _call("cpp_fused(reinterpret_tensor(x, (16, ), (1, ), 0), buf1)", 1),
+    ]
+    (run,) = _replay(lines, x=_given("x", 4, 4)).run()
+    assert (run.writes[0].shape, run.writes[0].strides, run.writes[0].offset) == ((2, 4), (4, 1), 8)
+    assert extent(run.writes[0]) == 64
+    assert run.reads[0].shape == (16,)
+
+
+def test_a_kernel_that_reads_what_it_wrote_itself_reads_nothing_from_before() -> None:
+    lines = [
+        Allocation(name="buf0"),
+        Renaming(text="buf1 = reinterpret_tensor(buf0, (2, 4), (4, 1), 0)  # alias"),
+        Renaming(text="buf2 = reinterpret_tensor(buf0, (2, 4), (4, 1), 8)  # alias"),
+        _call("cpp_fused(x, buf1, buf2, buf0)", 1, 2),
+    ]
+    (run,) = _replay(lines, x=_given("x", 4, 4)).run()
+    assert [p.block.name for p in run.reads] == ["x"]
+    assert [p.offset for p in run.writes] == [0, 8, 0]
+
+
+def test_a_call_of_which_nothing_is_known_may_change_all_of_its_arguments() -> None:
+    (run,) = _replay([KernelLine(text="aten.bernoulli_(x, 0.5)", known=False)], x=_given("x", 4, 4)).run()
+    assert run.reads == run.writes != ()
+    assert not run.known
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (KernelLine(text="cpp_fused(x); cpp_fused(x)"), "2 calls in one line"),
+        (KernelLine(text="nothing_of_that_name(x)"), "nothing_of_that_name"),
+        (Renaming(text="buf0 = cpp_fused(x)"), "gets a name"),
+        (KernelLine(text="cpp_fused(aten.view.dtype(x, torch.float64))"), "another size"),
+        (KernelLine(text="cpp_fused(x, changed)", changed=frozenset(("changed",))), "not known"),
+        (KernelLine(text="cpp_fused(x)", changed=frozenset(("buf5",))), r"changes buf5, which is no tensor"),
+        (KernelLine(text="cpp_fused(x)", kernel="cpp_other"), r"without source code \(cpp_other\)"),
+        (KernelLine(text="cpp_fused(x[0])"), r"cannot be replayed \(cpp_fused\(x\[0\]\)\): TypeError"),
+    ],
+)
+def test_code_that_cannot_be_replayed_is_refused(line: Any, words: str) -> None:
+    with pytest.raises(UnsupportedGraph, match=words):
+        _replay([line], x=_given("x", 4, 4)).run()
