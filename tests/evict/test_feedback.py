@@ -1,4 +1,4 @@
-"""What measured steps change in the next plan, and what an op costs that draws random numbers."""
+"""What a measured step changes in the next plan: links fitted to copies, reloads that start earlier."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.core.graph import Graph, Origin, Phase, StorageKind
+from memplan.core.evictions import RNG_STATE_BYTES
+from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import BudgetInfeasible
-from memplan.evict.costs import DEVICES, Link
-from memplan.evict.feedback import ProfileGuidedPolicy, link_of
+from memplan.evict.costs import Link
+from memplan.evict.feedback import ProfileGuidedPolicy, RecordingPolicy, link_of, with_lateness
 from memplan.evict.measure import measure, overlapped
 from memplan.evict.policies.genoa import genoa
+from memplan.evict.rng_states import decide, with_saved_states
 from memplan.evict.workload import Events, Kind
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder, graphs
@@ -76,27 +78,48 @@ def test_reloads_come_earlier_within_the_budget_and_never_later(graph: Graph, ex
             ProfileGuidedPolicy(events, dict.fromkeys(list(before)[::2], lead))(workload)
 
 
-NBYTES = 4096  # of a mask, and its elements
+def test_leads_add_up() -> None:
+    assert with_lateness({(1, 0): 1.0, (2, 0): 2.0}, {(2, 0): 0.5, (3, 1): 4.0}) == {
+        (1, 0): 1.0,
+        (2, 0): 2.5,
+        (3, 1): 4.0,
+    }
 
 
-def _graph(*, random: bool, seeds: bool) -> Graph:
-    """One op that reads 64 bytes and writes a mask; `seeds`: it reads those of Inductor."""
+def _chain(ops: int) -> Graph:
     b = GraphBuilder()
-    read = b.storage(StorageKind.ACTIVATION, 64, planned=True)
-    mask = b.storage(StorageKind.ACTIVATION, NBYTES, planned=True)
-    b.op(Phase.FORWARD, (read,), (mask,), random=random)
-    graph = b.graph((mask,))
-    if not seeds:
-        return graph
-    storages = (replace(graph.storages[0], origin=Origin(op="inductor_seeds")), *graph.storages[1:])
-    return replace(graph, storages=storages)
+    made = [b.storage(StorageKind.ACTIVATION, 64, planned=True) for _ in range(ops)]
+    for before, after in zip((None, *made), made, strict=False):
+        b.op(Phase.FORWARD, () if before is None else (before,), (after,))
+    return b.graph((made[-1],))
 
 
-@pytest.mark.parametrize(("random", "seeds", "draws"), [(True, False, 1), (False, True, 1), (False, False, 0)])
-def test_a_random_number_takes_time_on_the_cpu(random: bool, seeds: bool, draws: int) -> None:
-    graph, plain = _graph(random=random, seeds=seeds), _graph(random=False, seeds=False)
-    cpu, h100 = DEVICES["cpu"], DEVICES["h100"]
-    elements = graph.values[graph.ops[0].writes[0]].shape[0]
-    more = cpu.op_seconds(graph, graph.ops[0]) - cpu.op_seconds(plain, plain.ops[0])
-    assert more == pytest.approx(draws * cpu.draw * elements)
-    assert h100.op_seconds(graph, graph.ops[0]) == h100.op_seconds(plain, plain.ops[0])
+def test_a_policy_is_remembered_by_the_answer_that_a_plan_was_made_of() -> None:
+    policy = RecordingPolicy(lambda workload: workload.plain, "mine")
+    answers = [policy.events]
+    assert policy.__name__ == "mine"
+    workloads = [workload_of(_chain(ops), budget=1 << 20) for ops in (3, 4, 5)]
+    made = [policy(workload) for workload in workloads]  # of variants, of which the second is taken
+    ops = workloads[1].graph.ops
+    policy.settle((0, -1, 1, 2, 3), (ops[0], *ops))  # a copy is no op of the step
+    answers.append(policy.events)
+    policy(workloads[2])
+    policy.settle((0, 1, 2), workloads[0].graph.ops)  # nothing was asked for this one since
+    answers.append(policy.events)
+    policy(workloads[0])
+    policy.settle((0, 1, 2), [replace(op, target="other") for op in workloads[0].graph.ops])  # as many other ops
+    answers.append(policy.events)
+    assert answers == [None, made[1], None, None]
+
+
+def test_events_of_a_workload_with_other_ops_are_not_compared() -> None:
+    b = GraphBuilder()
+    mask = b.storage(StorageKind.ACTIVATION, 2 * RNG_STATE_BYTES, planned=True)
+    out = b.storage(StorageKind.OUTPUT, 8, planned=False)
+    b.op(Phase.FORWARD, (), (mask,), random=True)
+    b.op(Phase.FORWARD, (mask,), (out,))
+    states = with_saved_states(workload_of(b.graph((out,)), budget=1 << 20))
+    policy = ProfileGuidedPolicy(states.plain.plain, {})
+    with pytest.raises(BudgetInfeasible, match="another workload"):
+        policy(states.workload)
+    assert decide(states, policy) == (states.plain, states.plain.plain)
