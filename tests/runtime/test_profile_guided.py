@@ -176,7 +176,7 @@ def test_copies_measure_anew_or_take_what_was_measured(how: Any) -> None:
     assert outcome_of(twin._original, twin, x).same_as(outcome_of(model, compiled, x))
     assert twin._calls.guide is None
     assert compiled.measurement is not None
-    assert twin.plan.eviction.costs == compiled.measurement.costs.name  # type: ignore[union-attr]
+    assert twin.plan.eviction.costs == compiled.measurement.costs.name
     assert twin.plan.arena_size <= compiled.plan.eviction.arena_budget  # type: ignore[union-attr]
 
 
