@@ -66,11 +66,13 @@ def obtain(
     options: PlanOptions = DEFAULTS,
     ranks: int | None = None,
     gpu: str | None = None,
+    optimizer: str = "none",
 ) -> Plan:
     """Return the plan of `target`, a plan file or a model's name. torch is imported for a model only.
 
     `ranks`: the model's factory runs as the first of so many ranks, and may divide the model among them. `gpu`: the
-    plan is for this GPU, which need not be there.
+    plan is for this GPU, which need not be there. `optimizer`: its state counts in a budget, unless `options` have a
+    reserve.
     """
     if not is_model(target):
         require_model(target, infer or gpu is not None or ranks is not None or options != DEFAULTS)
@@ -81,6 +83,8 @@ def obtain(
 
             ranked.enter_context(fake_ranks(ranks))
         with traced(target, "Planning") as named:
+            if options.has_budget and not (options.reserved or infer):
+                options = dataclasses.replace(options, reserve=_state(named.model, optimizer, ranks or 1))
             how: dict[str, Any] = {"train": False if infer else None, "options": options, "ranks": ranks}
             asked = named.model, named.args, dict(named.kwargs) or None
             try:
@@ -95,6 +99,16 @@ def obtain(
             except Exception as error:
                 raise blame(error, "planning failed", file=named.file) from error
     return dataclasses.replace(plan, model=target)
+
+
+def _state(model: Any, optimizer: str, ranks: int) -> int:
+    """Return the bytes that an optimizer keeps of what a rank has of the parameters that a model trains."""
+    from memplan.analysis.needs import STATES, named_optimizer
+
+    trained = [p for p in model.parameters() if p.requires_grad] if getattr(model, "training", False) else []
+    local = (getattr(p, "_local_tensor", None) for p in trained)
+    sizes = (p.nbytes // ranks if own is None else own.nbytes for p, own in zip(trained, local, strict=True))
+    return STATES[named_optimizer(optimizer)] * sum(sizes)
 
 
 def _saved(target: str) -> Plan:

@@ -7,7 +7,18 @@ from itertools import accumulate
 
 from memplan.core.plan import Plan
 from memplan.core.units import bytes_apart, format_bytes, format_exact, format_share
-from memplan.report.sections import Form, Section, columns, fragment, holders_section, markdown, op_name, plain
+from memplan.report.sections import (
+    Form,
+    Section,
+    columns,
+    fragment,
+    holders_section,
+    markdown,
+    op_name,
+    origin,
+    percent,
+    plain,
+)
 from memplan.report.summary import Peak, Report, report_json
 
 MOST_BLOCKS = 3000  # buffers that a picture in a notebook still shows
@@ -17,11 +28,45 @@ Line = tuple[str, int | None, str]
 _RELEASED = "freed after their last use, the most at one step"
 _WORKSPACES = "not known: cuBLAS keeps some for each thread and stream; in no total, reserve= sets bytes aside for it"
 _IDLE = "while the optimizer runs; the rest holds gradients"
+_SMALLER = {
+    "evict": "recomputing or offloading activations by a budget, at the price that `memplan budget` shows",
+    "layout": "another solver, or more time for it",
+}
+
+
+def answer_lines(report: Report) -> tuple[str, ...]:
+    """Return what people ask first: what the step needs and why, where it peaks, and how it would need less."""
+    need, out, at, kept = report.needed, report.outside, report.peak, report.kept
+    state = f"{need.optimizer}'s state" if need.optimizer else "set aside" if out.reserve else "optimizer state"
+    names = {"optimizer": state, "activations": "activations"}
+    if report.gradients > need.parts["gradients"]:
+        names["activations"] += f" (later gradients, {format_bytes(report.gradients)}, in their place)"
+    parts = sorted(((size, name) for name, size in need.parts.items() if size * 200 >= need.total > 0), reverse=True)
+    held = ", ".join(f"{format_bytes(size)} {names.get(name, name)}" for size, name in parts)
+    using = f" with {need.optimizer}" if need.optimizer not in ("", "none") else ""
+    eager = "" if need.eager is None else f" (eager: {format_bytes(need.eager)})"
+    where = " on device and host together" if kept and kept.device else ""
+    lines = [f"This step needs {format_bytes(need.total)}{where}{using}{eager}" + (f": {held}." if held else ".")]
+    if at is not None:
+        place, most = f" of {at.module}" if at.module else "", at.holders[0]
+        named = ", ".join(filter(None, (op_name(at.target), at.source)))
+        tensor = f"the largest tensor there has {format_bytes(most.size)}, of {origin(most)}"
+        lines.append(f"It peaks in the {at.phase}{place} ({named}); {tensor}.")
+    if kept is not None and kept.budget is not None and need.state:
+        lines.append(f"The budget of {format_bytes(kept.budget)} leaves {state} out: reserve={need.state} puts it in.")
+    ways = [
+        f"{_SMALLER[lever.name]} (saves at most {format_bytes(lever.saves)})"
+        for lever in report.advice
+        if lever.name in _SMALLER
+    ]
+    if ways:
+        lines.append(f"Cheapest ways to make it smaller: {'; '.join(ways)}.")
+    return tuple(lines)
 
 
 def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
-    """Return groups of (label, bytes or None if not known, remark); the last line of a group is its sum."""
-    out = report.outside
+    """Return groups of (label, bytes or None if not known, remark), the total first; a group ends with its sum."""
+    out, need = report.outside, report.needed
     arena = (
         ("peak (max live)", report.max_live, f"at step {report.peak.step}" if report.peak else "nothing is planned"),
         ("  of it padding", report.padding, "alignment and red zones"),
@@ -37,20 +82,26 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
         ("kernels' temporaries", out.temporaries, "the most at one step" if out.temporaries is not None else ""),
         ("allocated by the step", out.during, "the most of these together at one step"),
     )
-    before = (
-        ("inputs", out.inputs, ""),
-        ("tangents", out.tangents, "gradients of the outputs, made by autograd"),
-        ("parameters", out.parameters, ""),
-        ("optimizer state", out.optimizer_state, ""),
-        ("constants", out.constants, f"{format_bytes(out.folded)} of it computed once" if out.folded else ""),
-        *((("numbers", out.numbers, "that kernels take as tensors"),) if out.numbers else ()),
-        *((("reserve", out.reserve, "what the step does not show"),) if out.reserve else ()),
-        *((("libraries' workspaces", None, _WORKSPACES),) if out.workspaces else ()),
-        ("outside the arena", report.outside_total, "all of these"),
-    )
     where = "device and host hold together" if report.kept and report.kept.device else "the device must hold"
     unknown = ", and kernels' temporaries" if out.temporaries is None else ""
-    return arena, step, before, (("total", report.total, f"arena + outside: what {where}{unknown}"),)
+    total = (
+        ("parameters", out.parameters, ""),
+        ("optimizer state", out.optimizer_state + need.state, need.optimizer),
+        ("constants", out.constants, f"{format_bytes(out.folded)} of it computed once" if out.folded else ""),
+        ("inputs", out.inputs, ""),
+        ("tangents", out.tangents, "gradients of the outputs, made by autograd"),
+        *((("numbers", out.numbers, "that kernels take as tensors"),) if out.numbers else ()),
+        *(
+            (("reserve", out.reserve, f"set aside for {need.optimizer or 'what the step does not show'}"),)
+            if out.reserve
+            else ()
+        ),
+        *((("libraries' workspaces", None, _WORKSPACES),) if out.workspaces else ()),
+        ("arena", report.arena_size, "what forward and backward make, below"),
+        ("beside the arena", out.during, "results and temporaries, below"),
+        ("total", need.total, f"what {where}{unknown}"),
+    )
+    return total, arena, step
 
 
 def title(report: Report) -> str:
@@ -144,7 +195,7 @@ def budget_lines(report: Report) -> tuple[str, ...]:
         copied = f"{format_bytes(k.offloaded)} copied {back} the host ({_times(k.offloads, 'reload')}"
         lie = f"up to {format_bytes(k.host_size)} of what the step makes lie there" if k.device else ""
         what.append(f"{copied}; {lie or f'up to {format_bytes(k.host_size)} lie there'})")
-    cost = f"predicted +{k.overhead * 100:.2f} % of a step's time by the costs of {k.costs}"
+    cost = f"predicted {percent(k.overhead)} of a step's time by the costs of {k.costs}"
     if k.pinned:
         what.append(f"up to {format_bytes(k.pinned)} of the host's memory are page-locked, in powers of two")
     how = f"{'; '.join(what)}; {cost}" if what else "nothing is evicted"
@@ -172,7 +223,7 @@ def peak_line(peak: Peak) -> str:
 
 
 def report_form(report: Report) -> Form:
-    """Return all of a report: its sentences, memory, the peak, advice, graphs, and the largest buffers and ops."""
+    """Return all of a report: the answer, memory, advice, graphs, the largest buffers and ops, and what is proven."""
     tables = []
     if report.graphs:
         parts = ((g.name, str(g.forward + g.backward), format_bytes(g.arena_size), g.ends) for g in report.graphs)
@@ -188,15 +239,19 @@ def report_form(report: Report) -> Form:
         )
         heading = "ops that run functionally (no out= kernel)"
         tables.append(Section(heading=heading, columns=names, rows=tuple(rows)))
-    sections = (*_summary(report, certificate(report)), *tables)
+    sections = (*_summary(report), *tables, Section(heading="how it was planned", lines=planned_lines(report)))
     return Form(title=title(report), sections=sections, data=report_json(report))
 
 
-def _summary(report: Report, *proof: str) -> Iterator[Section]:
-    yield Section(lines=(verdict(report), *proof, *waiting_lines(report), *budget_lines(report)))
+def planned_lines(report: Report) -> tuple[str, ...]:
+    """Return how good the plan is and what proves it, and the exact place of its peak."""
+    peak = () if report.peak is None else (f"peak at {peak_line(report.peak)}",)
+    return verdict(report), certificate(report), *peak
+
+
+def _summary(report: Report) -> Iterator[Section]:
+    yield Section(lines=(*answer_lines(report), *waiting_lines(report), *budget_lines(report)))
     yield _memory(report)
-    if report.peak is not None:
-        yield Section(lines=(f"peak at {peak_line(report.peak)}",))
     if report.advice:
         yield Section(heading="what would shrink it", lines=tuple(lever.text for lever in report.advice))
 
@@ -205,7 +260,7 @@ def _memory(report: Report) -> Section:
     groups = memory_lines(report)
     rows = tuple((label, *_size(size, remark), remark) for group in groups for label, size, remark in group)
     sums = frozenset(end - 1 for end in accumulate(map(len, groups)))
-    return Section(columns=columns("memory size> bytes>@60 remark@100"), rows=rows, sums=sums)
+    return Section(columns=columns("memory size> bytes>@100 remark@60"), rows=rows, sums=sums)
 
 
 def _size(size: int | None, remark: str) -> tuple[str, str]:
@@ -218,8 +273,9 @@ def report_markdown(report: Report) -> str:
 
 
 def report_text(report: Report) -> str:
-    """Return the report as plain text, without a trailing newline: what was planned, a line for each part, the peak."""
-    return plain(title(report), _summary(report))
+    """Return the report as plain text, without a trailing newline: the answer, a line for each part, what is proven."""
+    proven = Section(heading="how it was planned", lines=planned_lines(report))
+    return plain(title(report), (*_summary(report), proven))
 
 
 def report_fragment(report: Report) -> str:

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from memplan.analysis.buffers import Holder
-from memplan.core.units import format_bytes
+from memplan.core.units import format_bytes, format_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ def limited(rows: Sequence[tuple[str, ...]], most: int) -> tuple[tuple[str, ...]
 
 def holders_section(heading: str, holders: Iterable[Holder]) -> Section:
     """Return a table of buffers: their sizes, kinds and steps, and where in the model they come from."""
-    names = columns("size> bytes>@100 kind@60 steps@60 module source@60 op")
+    names = columns("size> bytes>@100 kind@80 steps@80 module source@60 op")
     rows = ((format_bytes(h.size), f"{h.size:,}", h.kind, steps_of(h), *where(h)) for h in holders)
     return Section(heading=heading, columns=names, rows=tuple(rows))
 
@@ -143,3 +143,8 @@ def steps_of(holder: Holder) -> str:
 def signed(count: int) -> str:
     """Return a difference of bytes with its sign: "+1.50 MiB"."""
     return f"{'+' if count > 0 else ''}{format_bytes(count)}"
+
+
+def percent(change: float) -> str:
+    """Return a relative change: "+3.10 %"."""
+    return f"{'+' if change >= 0 else ''}{format_share(change)}"
