@@ -45,7 +45,7 @@ def test_marked(memplan):
 def test_unmarked(memplan):
     memplan.check(sample_plan(), arena=320)
 
-@pytest.mark.memplan("peak:320", arena=1)
+@pytest.mark.memplan("peak:320B", arena=1)
 def test_a_limit_of_the_call_replaces_the_markers(memplan):
     memplan.check(sample_plan(), arena="1KiB")
 """,

@@ -23,8 +23,8 @@ class Needed:
     """The bytes that a step needs at its peak; `parts` add up to `total`.
 
     `optimizer` is the name of one that the step itself does not show ("": there is none, or the step has it), and
-    `state` what it keeps beside `Plan.total`: 0 where `reserve=` set bytes aside for it. `eager` is the predicted need of eager
-    with the same optimizer; None where it is not known, as for fused kernels.
+    `state` what it keeps beside `Plan.total`: 0 where `reserve=` set bytes aside for it. `eager` is the predicted need
+    of eager with the same optimizer; None where it is not known, as for fused kernels.
     """
 
     optimizer: str

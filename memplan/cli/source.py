@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -142,10 +143,10 @@ def traced(target: str, doing: str) -> Iterator[NamedModel]:
     sys.stderr.write(printed.getvalue())
 
 
-def size_option(name: str, text: str | None) -> int | None:
+def size_option(name: str, text: str | None, *, bare: bool = False) -> int | None:
     """Return the bytes that an option's text describes. Raises `InvalidSize`, which names the option."""
     try:
-        return None if text is None else parse_size(text)
+        return None if text is None else parse_size(text, bare=bare)
     except InvalidSize as error:
         error.where = name
         raise
@@ -233,7 +234,10 @@ def load_factory(target: str) -> NamedFactory:
         public = {key: value for key, value in vars(module).items() if not key.startswith("_") and callable(value)}
         own = [key for key, value in public.items() if getattr(value, "__module__", None) == module.__name__]
         what = "is not a function" if hasattr(module, name) else "there is no such name"
-        raise InvalidModel(f"{name}: {what}", where=source, hint=f"it has {', '.join(own[:8])}" if own else _FORM)
+        near = difflib.get_close_matches(name, own, n=1)
+        hint = f"did you mean {source}:{near[0]}? " if near else ""
+        hint += f"it has {', '.join(own[:8])}" if own else _FORM
+        raise InvalidModel(f"{name}: {what}", where=source, hint=hint)
     try:
         signature = inspect.signature(factory)
         signature.bind()

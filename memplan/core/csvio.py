@@ -103,7 +103,7 @@ def _parse(text: str, where: str) -> tuple[Buffer, ...]:
             raise UnreadableFile(what, where=f"{where}:1", hint=hint)
         made = [_buffer(row, named, f"{where}:{rows.line_num}") for row in rows if row]
     except csv.Error as error:
-        hint = "every line must be comma-separated fields; quotes must be closed"
+        hint = "the first line must be id,lower,upper,size; every line comma-separated fields, with closed quotes"
         raise UnreadableFile(f"is not CSV: {error}", where=f"{where}:{rows.line_num}", hint=hint) from error
     windows = sum(has_window for _, has_window in made)
     if windows:

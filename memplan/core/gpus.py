@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from memplan.core.arguments import require_kind
 from memplan.core.units import parse_size
 from memplan.errors import InvalidSize, UnsupportedDevice
 
@@ -130,6 +131,7 @@ def find_gpu(name: str, where: str = "target", *, quiet: bool = False) -> GpuTar
         >>> find_gpu("sm90:80GiB").memory
         85899345920
     """
+    require_kind(name, str, where, "name a GPU, such as 'h100'")
     asked, where = name.strip().lower(), f"{where}={name!r}"
     if (known := GPUS.get(ALIASES.get(asked, asked))) is not None:
         return known

@@ -14,7 +14,8 @@ from memplan.core.evictions import Action
 from memplan.core.jsonio import to_json
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes, format_exact, format_share
-from memplan.report.sections import Form, Section, columns, limited, op_name, percent, plain, signed, steps_of, where
+from memplan.report.sections import Form, Section, columns, limited, op_name, percent, signed, steps_of, where
+from memplan.report.terminal import text
 from memplan.report.verdicts import counts, place
 
 if TYPE_CHECKING:
@@ -172,8 +173,7 @@ def fits_form(answer: Fits) -> Form:
 
 def fits_text(answer: Fits) -> str:
     """Return the answer as plain text, without a trailing newline."""
-    form = fits_form(answer)
-    return plain(form.title, form.sections)
+    return text(fits_form(answer))
 
 
 def _parts(answer: Fits) -> Iterator[tuple[str, int, str]]:

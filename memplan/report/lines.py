@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import accumulate
 
 from memplan.core.plan import Plan
@@ -17,9 +16,9 @@ from memplan.report.sections import (
     op_name,
     origin,
     percent,
-    plain,
 )
 from memplan.report.summary import Peak, Report, report_json
+from memplan.report.terminal import text
 
 MOST_BLOCKS = 3000  # buffers that a picture in a notebook still shows
 
@@ -28,10 +27,6 @@ Line = tuple[str, int | None, str]
 _RELEASED = "freed after their last use, the most at one step"
 _WORKSPACES = "not known: cuBLAS keeps some for each thread and stream; in no total, reserve= sets bytes aside for it"
 _IDLE = "while the optimizer runs; the rest holds gradients"
-_SMALLER = {
-    "evict": "recomputing or offloading activations by a budget, at the price that `memplan budget` shows",
-    "layout": "another solver, or more time for it",
-}
 
 
 def answer_lines(report: Report) -> tuple[str, ...]:
@@ -54,13 +49,11 @@ def answer_lines(report: Report) -> tuple[str, ...]:
         lines.append(f"It peaks in the {at.phase}{place} ({named}); {tensor}.")
     if kept is not None and kept.budget is not None and need.state:
         lines.append(f"The budget of {format_bytes(kept.budget)} leaves {state} out: reserve={need.state} puts it in.")
-    ways = [
-        f"{_SMALLER[lever.name]} (saves at most {format_bytes(lever.saves)})"
+    lines += [
+        "Cheapest way to make it smaller: a budget. Recomputing or offloading activations saves at most "
+        f"{format_bytes(lever.saves)}, at the price that `memplan budget` shows."
         for lever in report.advice
-        if lever.name in _SMALLER
     ]
-    if ways:
-        lines.append(f"Cheapest ways to make it smaller: {'; '.join(ways)}.")
     return tuple(lines)
 
 
@@ -68,7 +61,7 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
     """Return groups of (label, bytes or None if not known, remark), the total first; a group ends with its sum."""
     out, need = report.outside, report.needed
     arena = (
-        ("peak (max live)", report.max_live, f"at step {report.peak.step}" if report.peak else "nothing is planned"),
+        ("peak (max live)", report.max_live, _peak(report.peak)),
         ("  of it padding", report.padding, "alignment and red zones"),
         (f"fragmentation {format_share(report.fragmentation)}", report.arena_size - report.max_live, "of the arena"),
         *((("  idle after the step", report.arena_size - report.gradients, _IDLE),) if report.gradients else ()),
@@ -104,6 +97,10 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
     return total, arena, step
 
 
+def _peak(peak: Peak | None) -> str:
+    return f"at step {peak.step}, of {peak.alive} buffers" if peak else "nothing is planned"
+
+
 def title(report: Report) -> str:
     """Return what was planned, such as "gpt2: forward + backward, 812 steps, 530 buffers"."""
     what = "forward + backward" if report.backward else "forward only"
@@ -114,18 +111,13 @@ _CLAIMED = "claimed by the plan file, and was not proved again here: run memplan
 
 
 def verdict(report: Report) -> str:
-    """Return a sentence on the quality of the plan, and how far it is proven."""
-    by = f"layout by {report.solver!r}, order {report.policy!r}"
+    """Return a sentence on the quality of the layout, and how far it is proven."""
+    by = f"layout by {report.solver!r}"
     if report.layout_claimed:
         return f"{by}: that no smaller arena than {format_bytes(report.bound)} exists in this order is {_CLAIMED}"
     if report.status != "optimal":
         return f"{by}: not proven; a smaller arena may exist, down to {format_bytes(report.bound)}"
-    if report.order_claimed and report.order_max_live == report.order_bound:
-        return f"{by}: no layout can need less in this order; that no order can is {_CLAIMED}"
-    if not report.order_certified:
-        return f"{by}: proven that no layout can need less in this order"
-    apart = f", alignment ({format_bytes(report.padding)}) apart" if report.padding else ""  # not in orders' bounds
-    return f"{by}: proven that no order and no layout can need less{apart}"
+    return f"{by}: no layout can need less in this order"
 
 
 def certificate(report: Report) -> str:
@@ -215,22 +207,20 @@ def _times(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def peak_line(peak: Peak) -> str:
-    """Return where the peak is: "step 12 (forward): aten.mm in h.0.attn, model.py:12; 31 buffers alive"."""
-    module = f" in {peak.module}" if peak.module else ""
-    source = f", {peak.source}" if peak.source else ""
-    return f"step {peak.step} ({peak.phase}): {op_name(peak.target)}{module}{source}; {peak.alive} buffers alive"
-
-
 def report_form(report: Report) -> Form:
     """Return all of a report: the answer, memory, advice, graphs, the largest buffers and ops, and what is proven."""
-    tables = []
+    sections = [
+        Section(lines=(*answer_lines(report), *waiting_lines(report), *budget_lines(report))),
+        _memory(report),
+    ]
+    if report.advice:
+        sections.append(Section(heading="what would shrink it", lines=tuple(lever.text for lever in report.advice)))
     if report.graphs:
         parts = ((g.name, str(g.forward + g.backward), format_bytes(g.arena_size), g.ends) for g in report.graphs)
         names = columns("graph steps> alone> ends@100")
-        tables.append(Section(heading="graphs, which share the arena", columns=names, rows=tuple(parts)))
+        sections.append(Section(heading="graphs, which share the arena", columns=names, rows=tuple(parts)))
     if report.largest:
-        tables.append(holders_section("largest buffers", report.largest))
+        sections.append(holders_section("largest buffers", report.largest))
     if report.functional:
         names = columns("op calls> size> bytes>@100 most_at_once>@60")
         rows = (
@@ -238,22 +228,14 @@ def report_form(report: Report) -> Form:
             for f in report.functional
         )
         heading = "ops that run functionally (no out= kernel)"
-        tables.append(Section(heading=heading, columns=names, rows=tuple(rows)))
-    sections = (*_summary(report), *tables, Section(heading="how it was planned", lines=planned_lines(report)))
-    return Form(title=title(report), sections=sections, data=report_json(report))
+        sections.append(Section(heading=heading, columns=names, rows=tuple(rows)))
+    sections.append(Section(heading="how it was planned", lines=planned_lines(report)))
+    return Form(title=title(report), sections=tuple(sections), data=report_json(report))
 
 
 def planned_lines(report: Report) -> tuple[str, ...]:
-    """Return how good the plan is and what proves it, and the exact place of its peak."""
-    peak = () if report.peak is None else (f"peak at {peak_line(report.peak)}",)
-    return verdict(report), certificate(report), *peak
-
-
-def _summary(report: Report) -> Iterator[Section]:
-    yield Section(lines=(*answer_lines(report), *waiting_lines(report), *budget_lines(report)))
-    yield _memory(report)
-    if report.advice:
-        yield Section(heading="what would shrink it", lines=tuple(lever.text for lever in report.advice))
+    """Return how good the plan is, and what proves it."""
+    return verdict(report), certificate(report)
 
 
 def _memory(report: Report) -> Section:
@@ -273,9 +255,8 @@ def report_markdown(report: Report) -> str:
 
 
 def report_text(report: Report) -> str:
-    """Return the report as plain text, without a trailing newline: the answer, a line for each part, what is proven."""
-    proven = Section(heading="how it was planned", lines=planned_lines(report))
-    return plain(title(report), (*_summary(report), proven))
+    """Return the report as plain text, without a trailing newline."""
+    return text(report_form(report))
 
 
 def report_fragment(report: Report) -> str:

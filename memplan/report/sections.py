@@ -84,22 +84,6 @@ def _markdown(section: Section) -> Iterator[str]:
         yield "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def plain(title: str, sections: Iterable[Section]) -> str:
-    """Return sections as plain text without a trailing newline; the first two columns of a table, and its last."""
-    lines = [title]
-    for section in sections:
-        lines += [section.heading] if section.heading else []
-        lines += section.lines
-        if section.rows:
-            left, right = (max(len(row[k]) for row in section.rows) for k in (0, 1))
-            lines.append("")
-            for k, row in enumerate(section.rows):
-                lines.append(f"  {row[0]:<{left}}  {row[1]:>{right}}  {row[-1]}".rstrip())
-                lines += [""] if k in section.sums else []
-            lines += [] if lines[-1] == "" else [""]
-    return "\n".join(map(printable, lines)).rstrip()
-
-
 def fragment(title: str, section: Section) -> str:
     """Return a section as an HTML fragment for notebooks, without its lines."""
     align = [' style="text-align:right"' if column.numeric else "" for column in section.columns]

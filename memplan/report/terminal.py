@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from typing import Any
 
@@ -22,6 +23,14 @@ def rendered(form: Form, width: int) -> RenderableType:
     for section in form.sections:
         parts += [*([Text()] if parts else []), *_section(section, width)]
     return Group(*parts)
+
+
+def text(form: Form) -> str:
+    """Return a form as plain text without a trailing newline, as a terminal of 120 characters shows it."""
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    with console.capture() as shown:
+        console.print(rendered(form, console.width))
+    return "\n".join(line.rstrip() for line in shown.get().rstrip().splitlines())
 
 
 def _section(section: Section, width: int) -> list[RenderableType]:

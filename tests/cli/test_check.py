@@ -15,7 +15,7 @@ def test_check_passes_when_every_limit_is_kept(run: Run, plan_file: Path) -> Non
         "check",
         plan_file,
         "--max-arena",
-        "320",
+        "320B",
         "--max-fragmentation",
         "0",
         "--max-outside",
@@ -29,7 +29,7 @@ def test_check_passes_when_every_limit_is_kept(run: Run, plan_file: Path) -> Non
 
 
 def test_check_fails_by_one_byte_and_says_who(run: Run, plan_file: Path) -> None:
-    code, out, _ = run("check", plan_file, "--max-arena", "319", "--max-total", f"{sample_plan().total - 1}B")
+    code, out, _ = run("check", plan_file, "--max-arena", "319B", "--max-total", f"{sample_plan().total - 1}B")
     assert code == 1
     assert out.count("FAIL") == 2
     for text in ("320 B", "319 B", "1 B", "h.0.attn", "model.py:12", "layers[1].norm"):

@@ -91,15 +91,17 @@ def test_parts_of_the_answer_add_up_to_what_is_needed(plan: Plan, optimizer: str
 def test_the_answer_comes_first_in_every_form() -> None:
     """What is needed, where it peaks and what would shrink it; a reserve stands for the optimizer's state."""
     plan = sample_plan()
-    text = str(plan).splitlines()[1:4]
+    text = list(answer_lines(plan.report()))
+    shown = " ".join(str(plan).splitlines()[2:8])
+    assert shown.startswith(" ".join(text))
     assert text[0] == (
         "This step needs 768 B with AdamW (eager: 648 B): 320 B activations, 200 B AdamW's state, 100 B parameters, "
         "100 B gradients, 40 B inputs, 8 B results and temporaries."
     )
     assert text[1] == "It peaks in the backward (aten.expand); the largest tensor there has 128 B, of h.0.attn."
-    assert text[2].startswith("Cheapest ways to make it smaller: recomputing or offloading activations")
+    assert text[2].startswith("Cheapest way to make it smaller: a budget. Recomputing or offloading activations")
     report = plan.report()
-    assert list(answer_lines(report)) == text == list(report_form(report).sections[0].lines)
+    assert text == list(report_form(report).sections[0].lines)
     assert text == list(picture_of_plan(plan).answer) == page_data(picture_of_plan(plan))["answer"]
     firsts = {name: answer_lines(plan.report(optimizer=name))[0].partition(":")[0] for name in ("SGD", "none")}
     assert firsts == {"SGD": "This step needs 568 B with SGD (eager", "none": "This step needs 568 B (eager"}
@@ -116,10 +118,7 @@ def test_states_are_those_of_torchs_optimizers(name: str) -> None:
     assert update_bytes(name, [parameter], foreach=True).state == STATES[name] * parameter.nbytes
 
 
-def test_advice_and_certificate_follow_from_the_plan() -> None:
+def test_the_verdict_follows_from_the_plan() -> None:
     report = sample_plan().report()
-    assert [lever.name for lever in report.advice] == ["evict", "order"]
-    assert verdict(report).endswith("proven that no layout can need less in this order")
+    assert verdict(report).endswith("no layout can need less in this order")
     assert "down to" in verdict(dataclasses.replace(report, status="feasible"))
-    certified = verdict(dataclasses.replace(report, order_certified=True))
-    assert certified.endswith("no order and no layout can need less, alignment (60 B) apart")
