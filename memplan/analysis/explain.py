@@ -144,7 +144,7 @@ def _evict(plan: Plan, step: int, alive: Iterable[Holder]) -> Iterator[Lever]:
         return
     saves = plan.max_live - _max_live_without(plan, {buffer: gap for _, buffer, gap in found})
     idle = grouped(holder for holder, _, _ in found)
-    rows = [f"{_counted(g.count, g.bytes)} of {_made_by(g.op, g.module)}" for g in idle[:SHOWN]]
+    rows = [f"{format_bytes(g.bytes)} of {_made_by(g.op, g.module)}" for g in idle[:SHOWN]]
     rows += [f"and {len(idle) - SHOWN} more rows"] if len(idle) > SHOWN else []
     lower = f"saves at most {format_bytes(saves)} of the peak"
     effect = lower if saves else "does not lower the peak: it lies elsewhere"
@@ -190,13 +190,6 @@ def _max_live_without(plan: Plan, gaps: Mapping[str, tuple[int, int]]) -> int:
         change[start] -= buffer.size if end > start else 0
         change[end] += buffer.size if end > start else 0
     return max(accumulate(change))
-
-
-def _counted(count: int, total: int) -> str:
-    """Return "3 x 412 MiB" for equal parts, "5 with 12 MiB" otherwise."""
-    if count == 1:
-        return format_bytes(total)
-    return f"{count} x {format_bytes(total // count)}" if total % count == 0 else f"{count} with {format_bytes(total)}"
 
 
 def _made_by(op: str, module: str) -> str:

@@ -57,28 +57,30 @@ def state_beside(plan: Plan, optimizer: str = OPTIMIZER) -> int:
 def _state(plan: Plan, name: str) -> int:
     """Return what an optimizer keeps of the gradients that a plan returns; 0 where they are not on its device."""
     graph = plan.graph
-    if plan.eviction is not None and plan.eviction.device:
-        return 0
     gradients = sum(graph.storages[s].nbytes for s in {graph.values[v].storage for v in graph.gradients})
-    return STATES[name] * min(gradients, graph.bytes_of(StorageKind.PARAMETER))
+    return 0 if _away(plan) else STATES[name] * min(gradients, graph.bytes_of(StorageKind.PARAMETER))
+
+
+def _away(plan: Plan) -> bool:
+    """Return whether the model is on the host, and the step runs elsewhere."""
+    return plan.eviction is not None and bool(plan.eviction.device or plan.eviction.sections)
 
 
 def needed(plan: Plan, optimizer: str = OPTIMIZER) -> Needed:
     """Return what a plan needs with an optimizer, if it is one of a training step that has no update of its own."""
     graph, name = plan.graph, named_optimizer(optimizer)
     aside, state, full = set_aside(plan), state_beside(plan, name), _state(plan, name)
-    away = plan.eviction is not None and bool(plan.eviction.device)
     from memplan.planning.base_graph import without_evictions  # imports the search
     from memplan.planning.eager_total import eager_total
 
     inside, during = _gradients_at_peak(plan), max(plan.outside_profile, default=0)
     beside = min(plan.outside["gradients"], during)
     eager = None
-    if not (away or plan.sections or any(op.target.startswith("inductor.") for op in graph.ops)):
+    if not (_away(plan) or plan.sections or any(op.target.startswith("inductor.") for op in graph.ops)):
         measured = plan.temporaries if plan.eviction is None else None
         eager = eager_total(without_evictions(plan).graph, measured or ()) + plan.reserve + plan.numbers + state
     return Needed(
-        optimizer=name if graph.gradients and not away and full in (state, aside) else "",
+        optimizer=name if graph.gradients and not _away(plan) and full in (state, aside) else "",
         state=state,
         total=plan.total + state,
         eager=eager,

@@ -109,7 +109,7 @@ def _state(model: Any, optimizer: str, ranks: int) -> int:
     trained = [p for p in model.parameters() if p.requires_grad] if getattr(model, "training", False) else []
     local = (getattr(p, "_local_tensor", None) for p in trained)
     sizes = (p.nbytes // ranks if own is None else own.nbytes for p, own in zip(trained, local, strict=True))
-    return STATES[named_optimizer(optimizer)] * sum(sizes)
+    return STATES[named_optimizer(optimizer)] * int(sum(sizes))
 
 
 def _saved(target: str) -> Plan:

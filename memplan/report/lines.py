@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 from memplan.core.plan import Plan
@@ -58,19 +59,19 @@ def answer_lines(report: Report) -> tuple[str, ...]:
 
 
 def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
-    """Return groups of (label, bytes or None if not known, remark), the total first; a group ends with its sum."""
+    """Return groups of (label, bytes or None if not known, remark) without what is 0; a group ends with its sum."""
     out, need = report.outside, report.needed
     arena = (
         ("peak (max live)", report.max_live, _peak(report.peak)),
         ("  of it padding", report.padding, "alignment and red zones"),
         (f"fragmentation {format_share(report.fragmentation)}", report.arena_size - report.max_live, "of the arena"),
-        *((("  idle after the step", report.arena_size - report.gradients, _IDLE),) if report.gradients else ()),
+        ("  idle after the step", report.arena_size - report.gradients if report.gradients else 0, _IDLE),
         ("arena", report.arena_size, "one allocation"),
     )
     step = (
         ("outputs", out.outputs, "the caller's"),
         ("gradients", out.gradients, "the caller's"),
-        *((("intermediate", out.intermediate, _RELEASED),) if out.intermediate else ()),
+        ("intermediate", out.intermediate, _RELEASED),
         ("fallbacks", out.fallbacks, "results of kernels without out=, the most at one step"),
         ("kernels' temporaries", out.temporaries, "the most at one step" if out.temporaries is not None else ""),
         ("allocated by the step", out.during, "the most of these together at one step"),
@@ -83,18 +84,14 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
         ("constants", out.constants, f"{format_bytes(out.folded)} of it computed once" if out.folded else ""),
         ("inputs", out.inputs, ""),
         ("tangents", out.tangents, "gradients of the outputs, made by autograd"),
-        *((("numbers", out.numbers, "that kernels take as tensors"),) if out.numbers else ()),
-        *(
-            (("reserve", out.reserve, f"set aside for {need.optimizer or 'what the step does not show'}"),)
-            if out.reserve
-            else ()
-        ),
-        *((("libraries' workspaces", None, _WORKSPACES),) if out.workspaces else ()),
+        ("numbers", out.numbers, "that kernels take as tensors"),
+        ("reserve", out.reserve, f"set aside for {need.optimizer or 'what the step does not show'}"),
+        ("libraries' workspaces", None if out.workspaces else 0, _WORKSPACES),
         ("arena", report.arena_size, "what forward and backward make, below"),
         ("beside the arena", out.during, "results and temporaries, below"),
         ("total", need.total, f"what {where}{unknown}"),
     )
-    return total, arena, step
+    return tuple((*(line for line in g[:-1] if line[1] != 0), g[-1]) for g in (total, arena, step))
 
 
 def _peak(peak: Peak | None) -> str:
@@ -261,7 +258,7 @@ def report_text(report: Report) -> str:
 
 def report_fragment(report: Report) -> str:
     """Return the report as an HTML fragment for notebooks."""
-    return fragment(title(report), _memory(report))
+    return fragment(title(report), replace(_memory(report), lines=answer_lines(report)))
 
 
 def plan_fragment(plan: Plan) -> str:

@@ -85,10 +85,12 @@ def _markdown(section: Section) -> Iterator[str]:
 
 
 def fragment(title: str, section: Section) -> str:
-    """Return a section as an HTML fragment for notebooks, without its lines."""
+    """Return a section as an HTML fragment for notebooks."""
+    lines = "".join(f"<div>{escape(printable(line))}</div>" for line in section.lines)
     align = [' style="text-align:right"' if column.numeric else "" for column in section.columns]
     rows = ("".join(f"<td{a}>{escape(printable(c))}</td>" for a, c in zip(align, r, strict=True)) for r in section.rows)
-    return f"<div><b>{escape(printable(title))}</b><table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table></div>"
+    table = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<div><b>{escape(printable(title))}</b>{lines}<table>{table}</table></div>"
 
 
 def cell(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
+from typing import Any
 
 from memplan.core.arguments import require_kind
 from memplan.core.problem import Buffer, Problem, Solution
@@ -90,7 +91,7 @@ def solve(
         4608
     """
     if not isinstance(problem, Problem):
-        buffers = tuple(problem) if isinstance(problem, Iterable) and not isinstance(problem, str) else (problem,)
+        buffers: tuple[Any, ...] = tuple(problem) if isinstance(problem, Iterable) else (problem,)
         for buffer in buffers:
             require_kind(buffer, Buffer, "solve", _BUFFERS)
         problem = Problem(buffers=buffers, capacity=capacity)

@@ -42,7 +42,7 @@ def test_a_notebook_shows_the_picture_unless_it_has_too_many_buffers() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(words, "MOST_BLOCKS", len(plan.problem.buffers) - 1)
         assert "<svg" not in plan._repr_html_()
-        assert "<table>" in plan._repr_html_()
+        assert "<div>This step needs 768 B with AdamW" in plan._repr_html_()
 
 
 def test_pages_and_pictures_come_as_text() -> None:
