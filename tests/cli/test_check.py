@@ -37,21 +37,6 @@ def test_check_fails_by_one_byte_and_says_who(run: Run, plan_file: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ([], "no limit is given"),
-        (["--max-arena", "much"], "--max-arena: 'much'"),
-        (["--max-fragmentation", "2"], "--max-fragmentation"),
-        (["--max-outside", "3gib"], "write GiB"),
-    ],
-)
-def test_bad_limits_are_bad_input(run: Run, plan_file: Path, args: list[str], message: str) -> None:
-    code, out, err = run("check", plan_file, *args)
-    assert (code, out) == (2, "")
-    assert message in err
-
-
-@pytest.mark.parametrize(
     ("target", "message"),
     [
         ("missing.json", "cannot be read"),

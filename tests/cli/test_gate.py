@@ -99,24 +99,6 @@ def test_an_update_refuses_an_invalid_plan(run: Run, grown: Path, tmp_path: Path
     assert (tmp_path / "base.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--baseline", "none.json"], "none.json: cannot be read"),
-        (["--fail-over", "arena:+1%"], "add --baseline FILE"),
-        (["--fail-over", "memory:1"], "--fail-over: 'memory:1' limits none of arena, peak"),
-        (["--update-baseline"], "there is no baseline to update"),
-        (["--baseline", "other.json"], "has no figures of plan.json"),
-        (["--baseline", "no/such/folder.json", "--update-baseline"], "cannot be written"),
-    ],
-)
-def test_bad_input_names_the_next_step(run: Run, plan_file: Path, args: list[str], message: str) -> None:
-    Path("other.json").write_text('{"format": "memplan-baseline-1", "models": {}}')
-    code, out, err = run("check", "plan.json", *args)
-    assert (code, out) == (2, "")
-    assert message in err
-
-
 def test_github_gets_annotations_and_a_summary(
     run: Run, grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,10 +206,3 @@ def test_what_the_project_no_longer_lists_is_mentioned(run: Run, plan_file: Path
     assert "note: old.json is in the baseline" in err
     assert run("check", "--update-baseline")[0] == 0
     assert list(read_baseline(tmp_path / "base.json")) == ["plan.json"]
-
-
-def test_nothing_to_check_is_bad_input(run: Run) -> None:
-    for args, message in ((["check"], "[tool.memplan]"), (["check", "--infer"], "infer = true")):
-        code, _, err = run(*args)
-        assert code == 2
-        assert message in err

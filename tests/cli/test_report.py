@@ -42,13 +42,3 @@ def test_report_for_github(run: Run, plan_file: Path, tmp_path: Path, monkeypatc
         "::notice title=sample%3A forward + backward%2C 5 steps%2C 3 buffers::This step needs 768 B with AdamW" in out
     )
     assert (tmp_path / "summary.md").read_text().startswith("## sample")
-
-
-@pytest.mark.parametrize(
-    "args",
-    [["--infer"], ["--solver", "naive"], ["--time-limit", "3"], ["--gradients", "arena"], ["--checkpoint", "plan"]],
-)
-def test_options_of_planning_do_not_fit_a_saved_plan(run: Run, plan_file: Path, args: list[str]) -> None:
-    code, _, err = run("report", plan_file, *args)
-    assert code == 2
-    assert "is a saved plan" in err

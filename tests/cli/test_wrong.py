@@ -90,6 +90,25 @@ LINES = [
     ("check plan.json --fail-over size:1GiB", "write FIGURE:LIMIT"),
     ("check plan.json", "add --baseline FILE, --fail-over arena:12GiB"),
     ("check", "list them in pyproject.toml"),
+    ("check plan.json --max-arena much", "one with a unit"),
+    ("check plan.json --max-fragmentation 2", "write 0.02 or 2%"),
+    ("check plan.json --max-outside 3gib", "write GiB"),
+    ("check plan.json --baseline gone.json", "--update-baseline"),
+    ("check plan.json --fail-over arena:+1%", "add --baseline FILE"),
+    ("check plan.json --update-baseline", "add --baseline FILE"),
+    ("check --infer", "infer = true"),
+    ("fits model.py:make --device h100 --costs abacus", "choose one of: h200"),
+    ("budget plan.json --policy hope", "choose one of: 'auto'"),
+    ("budget plan.json --host-budget much", "one with a unit"),
+    ("budget plan.json --pinned-budget -1", "one with a unit"),
+    ("report plan.json --gradients arena", "name the model as FILE.py:FACTORY"),
+    ("report plan.json --time-limit 3", "name the model as FILE.py:FACTORY"),
+    ("report model.py:make --time-limit 0", "leave it out for no limit"),
+    ("solve gone.csv", "give a CSV file"),
+    ("solve buffers.csv --capacity 3gib", "write GiB"),
+    ("solve buffers.csv --capacity -1", "one with a unit"),
+    ("solve buffers.csv --time-limit nan", "leave it out for no limit"),
+    ("solve buffers.csv --solver magic", "choose one of: auto"),
     ("explain plan.json --at top", "write a number, or peak"),
     ("diff plan.json gone.json", "make the plan anew"),
     ("solve plan.json", "id,lower,upper,size"),
@@ -105,7 +124,9 @@ def test_a_wrong_call_says_what_to_write_instead(call: Callable[[], object], hin
 
 
 @pytest.mark.parametrize(("line", "hint"), LINES, ids=[line for line, _ in LINES])
-def test_a_wrong_command_line_says_what_to_write_instead(run: Run, plan_file: Path, line: str, hint: str) -> None:
+def test_a_wrong_command_line_says_what_to_write_instead(
+    run: Run, plan_file: Path, csv_file: Path, line: str, hint: str
+) -> None:
     source = "import torch\n\n\ndef make():\n    return torch.nn.Linear(8, 8), torch.randn(4, 8)\n"
     (plan_file.parent / "model.py").write_text(source)
     code, out, err = run(*line.split())
