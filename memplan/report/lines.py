@@ -35,7 +35,7 @@ def answer_lines(report: Report) -> tuple[str, ...]:
     need, out, at, kept = report.needed, report.outside, report.peak, report.kept
     state = f"{need.optimizer}'s state" if need.optimizer else "set aside" if out.reserve else "optimizer state"
     names = {"optimizer": state, "activations": "activations"}
-    if report.gradients > need.parts["gradients"]:
+    if report.gradients > 2 * need.parts["gradients"]:
         names["activations"] += f" (later gradients, {format_bytes(report.gradients)}, in their place)"
     parts = sorted(((size, name) for name, size in need.parts.items() if size * 200 >= need.total > 0), reverse=True)
     held = ", ".join(f"{format_bytes(size)} {names.get(name, name)}" for size, name in parts)
