@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-# The page of the documentation that has a heading for each refusal, in the repository; `see` names the heading.
-REFUSED = "docs/refused.md"
-
 
 class MemplanError(Exception):
     """The base class of all errors of memplan.
@@ -19,7 +16,7 @@ class MemplanError(Exception):
         what: What is wrong.
         where: A path into the input, such as "buffers[3].size", or the op, file or option concerned.
         hint: The user's next step.
-        see: The heading that explains it, by its id on the page "Why is my model refused?" of the documentation.
+        see: What `memplan help` prints about it: a heading of docs/refused.md, by its id.
 
     Example:
         >>> try:
@@ -48,7 +45,7 @@ class MemplanError(Exception):
         if self.hint:
             lines.append(f"next step: {self.hint}")
         if self.see:
-            lines.append(f"more: {REFUSED}#{self.see}")
+            lines.append(f"more: memplan help {self.see}")
         return "\n  ".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -156,7 +156,9 @@ def _rules(texts: Iterable[str], limits: Mapping[str, Limit | None]) -> tuple[Ru
 
 def _text(limit: Limit) -> str:
     """Return a limit as text; a float is never written in the form 1e-05."""
-    return f"{limit:.19f}".rstrip("0").rstrip(".") if isinstance(limit, float) else str(limit)
+    if isinstance(limit, float):
+        return f"{limit:.19f}".rstrip("0").rstrip(".")
+    return f"{limit}B" if isinstance(limit, int) and limit else str(limit)  # a number of code is one of bytes
 
 
 def _message(verdict: Verdict) -> str:

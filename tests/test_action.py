@@ -52,7 +52,7 @@ def test_the_example_workflow_uses_the_action_with_inputs_that_it_has() -> None:
     assert WORKFLOW["permissions"]["pull-requests"] == "write"
 
 
-@pytest.mark.parametrize(("limit", "status"), [("320", 0), ("319", 1), ("'3 2 0'", 2), ("320; touch hacked", 2)])
+@pytest.mark.parametrize(("limit", "status"), [("320B", 0), ("319B", 1), ("'3 2 0'", 2), ("320B; touch hacked", 2)])
 def test_the_check_passes_fails_and_executes_no_input(tmp_path: Path, limit: str, status: int) -> None:
     sample_plan().save(tmp_path / "plan.json")
     done = run(tmp_path, step("Check")["run"], ARGUMENTS=f"plan.json --max-arena {limit}")

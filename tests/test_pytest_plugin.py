@@ -45,7 +45,7 @@ def test_marked(memplan):
 def test_unmarked(memplan):
     memplan.check(sample_plan(), arena=320)
 
-@pytest.mark.memplan("peak:320", arena=1)
+@pytest.mark.memplan("peak:320B", arena=1)
 def test_a_limit_of_the_call_replaces_the_markers(memplan):
     memplan.check(sample_plan(), arena="1KiB")
 """,
@@ -64,7 +64,7 @@ def test_memory(memplan):
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            "*LimitExceeded: arena of sample is 320 B: 1 B more than 319 B (arena:319)",
+            "*LimitExceeded: arena of sample is 320 B: 1 B more than 319 B (arena:319B)",
             "*largest buffers alive at the peak:",
             "*128 B  activation, steps 0-4: h.0.attn, model.py:12, aten.mm",
             "*outside of sample is 248 B: 248 B more than 0 B*",

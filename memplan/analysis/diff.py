@@ -13,6 +13,7 @@ from itertools import zip_longest
 
 from memplan.analysis.buffers import Holder, largest
 from memplan.analysis.rows import Figures, Growth, figures_of, growths, key_of
+from memplan.core.arguments import LOAD, require_kind
 from memplan.core.plan import Plan
 
 Pair = tuple[Holder, Holder]
@@ -62,6 +63,8 @@ def diff(before: Plan, after: Plan) -> Diff:
         >>> changes = memplan.diff(memplan.load("old.json"), memplan.load("plan.json"))
         >>> grown = changes.after.arena - changes.before.arena  # bytes
     """
+    for plan in (before, after):
+        require_kind(plan, Plan, "diff", LOAD)
     pairs, went, came = matched(largest(before), largest(after))
     old, new = figures_of(before), figures_of(after)
     first = _first_difference(before, after)

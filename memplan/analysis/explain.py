@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from memplan.analysis.buffers import Holder, OpAt, alive_at, homes, last_use, next_use, op_at, own_touches, touches
 from memplan.analysis.rows import Group, grouped
+from memplan.core.arguments import LOAD, require_kind
 from memplan.core.evictions import OFFLOAD_WAIT
 from memplan.core.graph import Phase
 from memplan.core.plan import Plan
@@ -25,12 +26,8 @@ LEAST = 0.01  # share of the live bytes: what saves less is no advice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lever:
-    """One way to make a plan smaller; `text` says which, for people.
+    """One way to make a plan smaller; `text` says which, for people, and `saves` the most bytes that it can save."""
 
-    `name` is "evict", "layout" or "order"; `saves` is the most bytes it can save.
-    """
-
-    name: str
     saves: int
     text: str
 
@@ -92,11 +89,12 @@ def explain(plan: Plan, at: int | None = None) -> Explanation:
         >>> for held in memplan.explain(plan).held[:3]:
         ...     print(held.holder.size, held.holder.module, held.role)
     """
+    require_kind(plan, Plan, "explain", LOAD)
     step = plan.problem.peak_step if at is None else at
     count = len(plan.schedule.order)
-    if not 0 <= step < count:
+    if not isinstance(step, int) or not 0 <= step < count:
         last = f"its steps are 0 to {count - 1}" if count else "it has no steps"
-        raise InvalidSize(f"{plan.model or 'the plan'} has no step {step}", hint=last)
+        raise InvalidSize(f"{plan.model or 'the plan'} has no step {step!r}", hint=last)
     steps, holders = touches(plan), alive_at(plan, step)
     return Explanation(
         model=plan.model,
@@ -130,19 +128,13 @@ def _or(step: int | None, other: int) -> int:
 
 
 def levers(plan: Plan, step: int | None = None) -> tuple[Lever, ...]:
-    """Return what would make `plan` smaller at `step` (None: the peak), by the bytes that it can save.
-
-    Ways that save less than `LEAST` of the bytes there are left out. The result is empty when nothing is planned.
-    """
+    """Return what would make `plan` smaller at `step` (None: the peak): evictions, if they save at least `LEAST`."""
     if not plan.problem.buffers or not plan.schedule.order:
         return ()
     at = plan.problem.peak_step if step is None else step
     alive = alive_at(plan, at)
-    found = list(_evict(plan, at, alive))
-    if at == plan.problem.peak_step:
-        found += [*_layout(plan), *_order(plan)]
     least = LEAST * sum(holder.size for holder in alive)
-    return tuple(sorted((one for one in found if one.saves >= least), key=lambda one: -one.saves))
+    return tuple(one for one in _evict(plan, at, alive) if one.saves >= least)
 
 
 def _evict(plan: Plan, step: int, alive: Iterable[Holder]) -> Iterator[Lever]:
@@ -152,13 +144,13 @@ def _evict(plan: Plan, step: int, alive: Iterable[Holder]) -> Iterator[Lever]:
         return
     saves = plan.max_live - _max_live_without(plan, {buffer: gap for _, buffer, gap in found})
     idle = grouped(holder for holder, _, _ in found)
-    rows = [f"{_counted(g.count, g.bytes)} of {_made_by(g.op, g.module)}" for g in idle[:SHOWN]]
+    rows = [f"{format_bytes(g.bytes)} of {_made_by(g.op, g.module)}" for g in idle[:SHOWN]]
     rows += [f"and {len(idle) - SHOWN} more rows"] if len(idle) > SHOWN else []
     lower = f"saves at most {format_bytes(saves)} of the peak"
     effect = lower if saves else "does not lower the peak: it lies elsewhere"
     what = f"{format_bytes(sum(g.bytes for g in idle))} of activations wait for the backward ({', '.join(rows)})"
     how = f"recomputing or offloading them{' too' if plan.evictions else ''} {effect}"
-    yield Lever(name="evict", saves=saves, text=f"{what}: {how}")
+    yield Lever(saves=saves, text=f"{what}: {how}")
 
 
 def _saved_for_backward(
@@ -198,28 +190,6 @@ def _max_live_without(plan: Plan, gaps: Mapping[str, tuple[int, int]]) -> int:
         change[start] -= buffer.size if end > start else 0
         change[end] += buffer.size if end > start else 0
     return max(accumulate(change))
-
-
-def _layout(plan: Plan) -> Iterator[Lever]:
-    least, how = (plan.max_live, "max live") if plan.solution.claimed else (plan.solution.bound, "the proven bound")
-    lost = plan.arena_size - least
-    if lost > 0:
-        what = f"solver {plan.solution.solver!r} left at most {format_bytes(lost)} above {how}"
-        yield Lever(name="layout", saves=lost, text=f"{what}: another solver or more time may find it")
-
-
-def _order(plan: Plan) -> Iterator[Lever]:
-    room = plan.schedule.max_live - plan.schedule.bound
-    if room > 0:
-        what = f"a better order than {plan.schedule.policy!r} may exist"
-        yield Lever(name="order", saves=room, text=f"{what}: no order can save more than {format_bytes(room)}")
-
-
-def _counted(count: int, total: int) -> str:
-    """Return "3 x 412 MiB" for equal parts, "5 with 12 MiB" otherwise."""
-    if count == 1:
-        return format_bytes(total)
-    return f"{count} x {format_bytes(total // count)}" if total % count == 0 else f"{count} with {format_bytes(total)}"
 
 
 def _made_by(op: str, module: str) -> str:

@@ -13,6 +13,7 @@ from fractions import Fraction
 from types import MappingProxyType
 
 from memplan.analysis.buffers import Holder, alive_at
+from memplan.analysis.needs import OPTIMIZER, state_beside
 from memplan.core.plan import Plan
 
 _LAYER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
@@ -102,8 +103,9 @@ def growths(before: Iterable[Group], after: Iterable[Group]) -> tuple[Growth, ..
 class Figures:
     """The figures of a plan that checks and baselines compare, in bytes.
 
-    `outside` is everything that the total adds to the arena, `parts` the same by kind (each at its own maximum, so
-    their sum may be larger); `peak` are the rows of buffers alive at the peak, which explain a growth.
+    `outside` is everything that the total of the plan adds to the arena, `parts` the same by kind (each at its own
+    maximum, so their sum may be larger); `peak` are the rows of buffers alive at the peak, which explain a growth;
+    `state` is what an optimizer keeps beside the plan.
     """
 
     arena: int
@@ -111,6 +113,7 @@ class Figures:
     outside: int
     parts: Mapping[str, int]
     peak: tuple[Group, ...]
+    state: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", MappingProxyType(dict(self.parts)))
@@ -118,7 +121,7 @@ class Figures:
     @property
     def total(self) -> int:
         """The bytes that the device must hold."""
-        return self.arena + self.outside
+        return self.arena + self.outside + self.state
 
     @property
     def lost(self) -> int:
@@ -131,8 +134,8 @@ class Figures:
         return Fraction(self.lost, self.arena) if self.arena else Fraction(0)
 
 
-def figures_of(plan: Plan) -> Figures:
-    """Return the figures of `plan`."""
+def figures_of(plan: Plan, optimizer: str = OPTIMIZER) -> Figures:
+    """Return the figures of `plan`, with what an optimizer keeps of a training step that has no update of its own."""
     parts, peak = {name: size for name, size in plan.outside.items() if size}, plan.problem.peak_step
     sizes = {"arena": plan.arena_size, "max_live": plan.max_live, "outside": plan.total - plan.arena_size}
-    return Figures(**sizes, parts=parts, peak=grouped(alive_at(plan, peak)))
+    return Figures(**sizes, parts=parts, peak=grouped(alive_at(plan, peak)), state=state_beside(plan, optimizer))

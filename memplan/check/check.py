@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from memplan.analysis.buffers import Holder, alive_at
+from memplan.analysis.needs import OPTIMIZER, named_optimizer
 from memplan.analysis.rows import Figures, Group, Growth, figures_of, growths
 from memplan.core.plan import Plan
 from memplan.core.units import (
@@ -152,8 +153,8 @@ class Verdict:
         return tuple((metric, before, now) for metric, before, now in pairs if now < before)
 
 
-def check(plan: Plan, rules: Iterable[Rule], baseline: Figures | None = None) -> Verdict:
-    """Return the verdict on `plan`: each rule compared exactly, without floats.
+def check(plan: Plan, rules: Iterable[Rule], baseline: Figures | None = None, *, optimizer: str = OPTIMIZER) -> Verdict:
+    """Return the verdict on `plan`: each rule compared exactly, without floats; the total is that with an optimizer.
 
     Raises `InvalidSize` for a rule that counts from a baseline when none is given.
     """
@@ -164,8 +165,10 @@ def check(plan: Plan, rules: Iterable[Rule], baseline: Figures | None = None) ->
                 f"{rule.text!r} is relative to a baseline, and {plan.model or 'the plan'} has none",
                 hint="give --baseline FILE, and write it once with --update-baseline",
             )
-    figures = figures_of(plan)
+    figures = figures_of(plan, optimizer)
     findings = tuple(_finding(plan, figures, baseline, rule) for rule in rules)
+    using = f"{Metric.TOTAL} with {named_optimizer(optimizer)}"
+    findings = tuple(replace(f, name=using) if figures.state and f.name == Metric.TOTAL else f for f in findings)
     return Verdict(model=plan.model, findings=findings, figures=figures, baseline=baseline)
 
 
@@ -201,6 +204,8 @@ def _grown(metric: Metric, before: Figures, after: Figures) -> Iterator[Growth]:
         yield from growths(before.peak, after.peak)
     if metric in (Metric.ARENA, Metric.TOTAL, Metric.FRAGMENTATION) and before.lost != after.lost:
         yield _row("fragmentation", before.lost, after.lost)
+    if metric is Metric.TOTAL and before.state != after.state:
+        yield _row("optimizer state", before.state, after.state)
     if metric in (Metric.OUTSIDE, Metric.TOTAL):
         for kind in {**after.parts, **before.parts}:
             old, new = before.parts.get(kind, 0), after.parts.get(kind, 0)

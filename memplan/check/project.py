@@ -4,6 +4,7 @@
 models = [
     "model.py:gpt2",
     { target = "model.py:gpt2", gpu = "h100" },          # its plan for that GPU, which need not be here
+    { target = "model.py:gpt2", name = "gpt2 by SGD", optimizer = "SGD" },  # AdamW unless said; "none"
     { target = "model.py:vit", infer = true, fail-over = ["arena:12MiB"] },
 ]
 baseline = ".memplan-baseline.json"      # relative to the file's folder, like the models
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memplan.analysis.needs import OPTIMIZER
 from memplan.check.check import Rule, parse_rule
 from memplan.core.jsonio import clip, show
 from memplan.errors import InvalidPlan, InvalidSize, UnreadableFile
@@ -25,7 +27,7 @@ _HINT = (
     'as in: [tool.memplan] models = ["model.py:make"], baseline = ".memplan-baseline.json", fail-over = ["arena:+2%"]'
 )
 _PROJECT: dict[str, type] = {"models": list, "baseline": str, "fail-over": list}
-_ENTRY: dict[str, type] = {"target": str, "name": str, "infer": bool, "gpu": str, "fail-over": list}
+_ENTRY: dict[str, type] = {"target": str, "name": str, "infer": bool, "gpu": str, "optimizer": str, "fail-over": list}
 _KINDS = {list: "a list", str: "a text", bool: "true or false"}
 
 
@@ -34,13 +36,14 @@ class Entry:
     """A model (or a saved plan) to check.
 
     `name` is its key in the baseline, `target` names it from the working directory; `gpu` is one that need not be here,
-    for which it is planned; `rules` are its own, or None for the project's.
+    for which it is planned; `optimizer` is whose state the total has; `rules` are its own, or None for the project's.
     """
 
     name: str
     target: str
     infer: bool = False
     gpu: str | None = None
+    optimizer: str = OPTIMIZER
     rules: tuple[Rule, ...] | None = None
 
 
@@ -95,7 +98,8 @@ def _entry(at: str, data: Any, folder: Path, start: Path) -> Entry:
     path = target.rpartition(":")[0] if ".py:" in target else target
     if folder != start and path.endswith((".py", ".json")):  # named from the project's folder; a module is not
         target = str(folder / target)
-    return Entry(name=name, target=target, infer=fields.get("infer", False), gpu=gpu, rules=_rules(at, fields))
+    how = {key: fields[key] for key in ("infer", "gpu", "optimizer") if key in fields}
+    return Entry(name=name, target=target, rules=_rules(at, fields), **how)
 
 
 def _rules(at: str, table: dict[str, Any]) -> tuple[Rule, ...] | None:

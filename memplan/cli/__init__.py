@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from memplan.cli import budget, check, compare, demo, doctor, fits, report, solve
+from memplan.cli import budget, check, compare, demo, doctor, fits, help, report, solve
 from memplan.cli.console import INTERRUPTED, Interrupts, Settings, error_console, show_error, tolerate_encodings
 from memplan.errors import MemplanError
 
@@ -48,6 +48,7 @@ for _command in (report.report, fits.fits, budget.budget, check.check, compare.d
     app.command(no_args_is_help=_command is not check.check)(_command)
 app.command()(demo.demo)
 app.command()(doctor.doctor)
+app.command("help")(help.help_)
 
 
 def _print_version(wanted: bool) -> None:

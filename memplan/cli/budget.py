@@ -13,6 +13,7 @@ from memplan.cli.console import Format, opt
 if TYPE_CHECKING:
     from memplan.core.graph import Graph
     from memplan.planning.frontier import Frontier
+    from memplan.report.sections import Form
 
 
 def budget(
@@ -23,6 +24,7 @@ def budget(
     policy: Annotated[str, opt("--policy NAME", "The policy that decides what is evicted.")] = "auto",
     host_budget: c.HostBudget = None,
     pinned_budget: c.PinnedBudget = None,
+    optimizer: c.Optimizer = "AdamW",
     reserve: c.Reserve = None,
     infer: c.Infer = False,
     ranks: c.Ranks = None,
@@ -37,6 +39,7 @@ def budget(
 
     On the page of --html, a point of the curve opens its plan.
     """
+    from memplan.analysis.needs import named_optimizer, state_beside
     from memplan.cli.outputs import require_outputs, require_source_url
     from memplan.cli.source import obtain, size_option
     from memplan.core.files import write_atomic
@@ -55,18 +58,21 @@ def budget(
     except InvalidPlan as error:
         what = f"was planned for another device than its model is on: {error.what}"
         raise InvalidModel(what, where=target, hint="give the model, or a plan without device=") from error
-    there = find_gpu(plan.versions["target"]) if "target" in plan.versions else None
+    there = find_gpu(plan.versions["target"], quiet=True) if "target" in plan.versions else None
     costs = costs or (there.costs if there else _own_costs(step.graph))
+    name = named_optimizer(optimizer)
+    state = state_beside(plan, name)
     asked = size_option("--reserve", reserve)
-    nbytes = plan.reserve if asked is None else asked + (there.workspace if there else 0)
+    nbytes = plan.reserve + state if asked is None else asked + (there.workspace if there else 0)
     options = PlanOptions(policy=policy, reserve=nbytes, host_budget=host_budget, pinned_budget=pinned_budget)
     found = frontier(replace(step, reserve=nbytes), options, costs=costs)
-    page = None if html is None else _page(plan.model, found, target, source_url)
+    shown = frontier_form(plan.model, found, name if state and asked is None else "")
+    page = None if html is None else _page(shown, found, target, source_url)
     c.stop_if_interrupted()
     if html is not None and page is not None:
         write_atomic(html, page)
     c.wrote(html)
-    c.show(frontier_form(plan.model, found), form)
+    c.show(shown, form)
 
 
 def _own_costs(graph: Graph) -> str:
@@ -83,7 +89,7 @@ def _own_costs(graph: Graph) -> str:
     return device_costs(away[0])
 
 
-def _page(model: str, found: Frontier, target: str, template: str | None) -> str:
+def _page(form: Form, found: Frontier, target: str, template: str | None) -> str:
     """Return the page of a frontier with the plan of each point; `template` is that of links to source lines."""
     from memplan.cli.outputs import links_of
     from memplan.report.pages import frontier_html
@@ -91,4 +97,4 @@ def _page(model: str, found: Frontier, target: str, template: str | None) -> str
 
     plans = {id(p.plan): picture_of_plan(p.plan) for p in found.points if p.plan is not None}
     links = links_of((b.holder.source for picture in plans.values() for b in picture.blocks), template, target)
-    return frontier_html(model, found, [plans.get(id(p.plan)) for p in found.points], links=links)
+    return frontier_html(form, found, [plans.get(id(p.plan)) for p in found.points], links=links)

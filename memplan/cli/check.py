@@ -35,6 +35,7 @@ def check(
     max_outside: Annotated[str | None, opt("--max-outside SIZE", "As --fail-over outside:SIZE.")] = None,
     max_total: Annotated[str | None, opt("--max-total SIZE", "As --fail-over total:SIZE.")] = None,
     gpu: c.Gpu = None,
+    optimizer: Annotated[str | None, opt("--optimizer NAME", "Whose state the total has; default AdamW.")] = None,
     infer: c.Infer = False,
     verify: Annotated[bool, opt("--verify", "Prove what plans claim again; exit 1 if a proof fails.")] = False,
     time_limit: c.TimeLimit = None,
@@ -65,7 +66,7 @@ def check(
     file = baseline or (owner.baseline if owner else None)
     if update_baseline and file is None:
         raise InvalidSize("there is no baseline to update", hint="add --baseline FILE")
-    work = _Work(file, verify, limit)
+    work = _Work(file, verify, limit, optimizer)
     asked = [(entry, work.rules(given, entry, owner)) for entry in entries]
     if update_baseline:
         _update(work, asked, whole=whole, form=form)
@@ -128,11 +129,13 @@ class _Work:
     """The way in which entries are checked: against the baseline in `file`, if any.
 
     `verify`: prove the claims of the plans again, each within `time_limit` seconds; then no limit is needed.
+    `optimizer`: the one that counts in the total of every entry; None: the entry's own.
     """
 
     file: Path | None
     verify: bool
     time_limit: float | None
+    optimizer: str | None
 
     def rules(self, given: Sequence[Rule], entry: Entry, project: Project | None) -> tuple[Rule, ...]:
         """Return the limits of an entry: those of the command line, else its own, else the project's."""
@@ -177,7 +180,7 @@ class _Work:
             with c.stages(f"Proving {entry.name} again"):
                 proofs = verify(plan, self.time_limit)
         file = entry.target.rpartition(":")[0] if is_model(entry.target) and ".py:" in entry.target else ""
-        verdict = check_plan(plan, rules, before.get(entry.name))
+        verdict = check_plan(plan, rules, before.get(entry.name), optimizer=self.optimizer or entry.optimizer)
         return Judged(name=entry.name, verdict=verdict, proofs=proofs, file=file)
 
 

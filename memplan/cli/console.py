@@ -52,13 +52,16 @@ def opt(spec: str, text: str, **more: Any) -> Any:
 TARGET = "plan.json, FILE.py:FACTORY or package.module:FACTORY."
 _LINKS = "With --html: links of source lines, such as https://.../{path}#L{line}; without it they open VS Code."
 
-Infer = Annotated[bool, opt("--infer", "Plan the forward alone, without gradients.")]
+Infer = Annotated[bool, opt("--infer,--no-train", "Plan the forward alone, without gradients (train=False).")]
 Ranks = Annotated[int | None, opt("--ranks N", "Plan one of N ranks that share the parameters.")]
-Gpu = Annotated[str | None, opt("--target GPU", "Plan for a GPU that need not be here: h100, a100, sm90:80GiB, ...")]
+Gpu = Annotated[
+    str | None, opt("--target,--device GPU", "Plan for a GPU that need not be here: h100, a100, sm90:80GiB, ...")
+]
 Costs = Annotated[str | None, opt("--costs DEVICE|FILE", "The costs of predicted times: a GPU (as --target), or cpu.")]
 HostBudget = Annotated[str | None, opt("--host-budget SIZE", "The most bytes of copies on the host.")]
 PinnedBudget = Annotated[str | None, opt("--pinned-budget SIZE", "The same where they are page-locked: for CUDA.")]
-Reserve = Annotated[str | None, opt("--reserve SIZE", "Bytes that the step does not show: optimizer state.")]
+Reserve = Annotated[str | None, opt("--reserve SIZE", "Set more bytes aside, in place of the optimizer's state.")]
+Optimizer = Annotated[str, opt("--optimizer NAME", "Whose state a training step's total has: AdamW, SGD, ..., none.")]
 Solver = Annotated[str | None, opt("--solver NAME", "Which solver places the buffers: auto or its name.")]
 TimeLimit = Annotated[float | None, opt("--time-limit SECONDS", "How long the solver, or each proof, may take.")]
 Html = Annotated[Path | None, opt("--html FILE", "Draw it as one page, to zoom and hover.")]

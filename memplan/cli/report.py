@@ -29,6 +29,7 @@ def report(
     arena_budget: Annotated[str | None, opt("--arena-budget SIZE", "The same for the arena alone.")] = None,
     host_budget: c.HostBudget = None,
     pinned_budget: c.PinnedBudget = None,
+    optimizer: c.Optimizer = "AdamW",
     reserve: c.Reserve = None,
     checkpoint: Annotated[str | None, opt("--checkpoint HOW", "follow (default): drop what eager drops; plan.")] = None,
     kernels: Annotated[str | None, opt("--kernels KIND", "aten (default): those of eager; inductor: fused.")] = None,
@@ -48,7 +49,7 @@ def report(
     from memplan.cli.source import obtain, require_model, seconds_option
     from memplan.core.files import write_atomic
     from memplan.planning.options import PlanOptions
-    from memplan.report.lines import report_form, title, verdict
+    from memplan.report.lines import answer_lines, report_form, title
 
     seconds_option("--time-limit", time_limit)
     drawn = {"--html": html, "--svg": svg, "--trace": trace, "--snapshot": snapshot}
@@ -58,8 +59,8 @@ def report(
     given = {name: value for name, value in asked.items() if name in known and value is not None}
     require_model(target, bool(given or infer or gpu or ranks is not None))  # before their values are checked
     options = PlanOptions.of(given)
-    plan = obtain(target, infer=infer, options=options, ranks=ranks, gpu=gpu)
-    figures = plan.report()
+    plan = obtain(target, infer=infer, options=options, ranks=ranks, gpu=gpu, optimizer=optimizer)
+    figures = plan.report(optimizer=optimizer)
     found = report_form(figures)
     c.stop_if_interrupted()
     if save is not None:
@@ -70,7 +71,7 @@ def report(
         from memplan.report.svg import picture_svg
         from memplan.report.trace_events import snapshot_bytes, trace_json
 
-        picture = picture_of_plan(plan)
+        picture = picture_of_plan(plan, figures)
         if html is not None:
             links = links_of((b.holder.source for b in picture.blocks), source_url, target)
             write_atomic(html, picture_html(picture, links=links))
@@ -79,9 +80,7 @@ def report(
                 write_atomic(path, draw(picture))
     c.show(found, form)
     if form is Format.GITHUB:
-        from memplan.core.units import format_exact
         from memplan.report.verdicts import command
 
-        text = f"arena {format_exact(figures.arena_size)}; {verdict(figures)}"
-        typer.echo(command("notice ", title(figures), text))
+        typer.echo(command("notice ", title(figures), " ".join(answer_lines(figures))))
     c.wrote(save, *drawn.values())

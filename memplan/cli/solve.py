@@ -52,7 +52,7 @@ def solve(
     from memplan.core.problem import Status
     from memplan.solvers import solve as solve_problem
 
-    limit, wanted = seconds_option("--time-limit", time_limit), size_option("--capacity", capacity)
+    limit, wanted = seconds_option("--time-limit", time_limit), size_option("--capacity", capacity, bare=True)
     if plot is not None and plot.suffix.lower() not in (".html", ".svg"):
         raise InvalidSize(f"{plot.name!r} ends in none of .html, .svg", where="--plot")
     name = _STDIN if str(buffers) == "-" else buffers.name

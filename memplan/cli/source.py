@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -66,11 +67,13 @@ def obtain(
     options: PlanOptions = DEFAULTS,
     ranks: int | None = None,
     gpu: str | None = None,
+    optimizer: str = "none",
 ) -> Plan:
     """Return the plan of `target`, a plan file or a model's name. torch is imported for a model only.
 
     `ranks`: the model's factory runs as the first of so many ranks, and may divide the model among them. `gpu`: the
-    plan is for this GPU, which need not be there.
+    plan is for this GPU, which need not be there. `optimizer`: its state counts in a budget, unless `options` have a
+    reserve.
     """
     if not is_model(target):
         require_model(target, infer or gpu is not None or ranks is not None or options != DEFAULTS)
@@ -81,6 +84,8 @@ def obtain(
 
             ranked.enter_context(fake_ranks(ranks))
         with traced(target, "Planning") as named:
+            if options.has_budget and not (options.reserved or infer):
+                options = dataclasses.replace(options, reserve=_state(named.model, optimizer, ranks or 1))
             how: dict[str, Any] = {"train": False if infer else None, "options": options, "ranks": ranks}
             asked = named.model, named.args, dict(named.kwargs) or None
             try:
@@ -95,6 +100,16 @@ def obtain(
             except Exception as error:
                 raise blame(error, "planning failed", file=named.file) from error
     return dataclasses.replace(plan, model=target)
+
+
+def _state(model: Any, optimizer: str, ranks: int) -> int:
+    """Return the bytes that an optimizer keeps of what a rank has of the parameters that a model trains."""
+    from memplan.analysis.needs import STATES, named_optimizer
+
+    trained = [p for p in model.parameters() if p.requires_grad] if getattr(model, "training", False) else []
+    local = (getattr(p, "_local_tensor", None) for p in trained)
+    sizes = (p.nbytes // ranks if own is None else own.nbytes for p, own in zip(trained, local, strict=True))
+    return STATES[named_optimizer(optimizer)] * int(sum(sizes))
 
 
 def _saved(target: str) -> Plan:
@@ -128,10 +143,10 @@ def traced(target: str, doing: str) -> Iterator[NamedModel]:
     sys.stderr.write(printed.getvalue())
 
 
-def size_option(name: str, text: str | None) -> int | None:
+def size_option(name: str, text: str | None, *, bare: bool = False) -> int | None:
     """Return the bytes that an option's text describes. Raises `InvalidSize`, which names the option."""
     try:
-        return None if text is None else parse_size(text)
+        return None if text is None else parse_size(text, bare=bare)
     except InvalidSize as error:
         error.where = name
         raise
@@ -219,7 +234,10 @@ def load_factory(target: str) -> NamedFactory:
         public = {key: value for key, value in vars(module).items() if not key.startswith("_") and callable(value)}
         own = [key for key, value in public.items() if getattr(value, "__module__", None) == module.__name__]
         what = "is not a function" if hasattr(module, name) else "there is no such name"
-        raise InvalidModel(f"{name}: {what}", where=source, hint=f"it has {', '.join(own[:8])}" if own else _FORM)
+        near = difflib.get_close_matches(name, own, n=1)
+        hint = f"did you mean {source}:{near[0]}? " if near else ""
+        hint += f"it has {', '.join(own[:8])}" if own else _FORM
+        raise InvalidModel(f"{name}: {what}", where=source, hint=hint)
     try:
         signature = inspect.signature(factory)
         signature.bind()

@@ -7,6 +7,8 @@ from typing import Any
 
 from memplan.errors import MemplanError
 
+LOAD = "make one by memplan.plan(model, example_inputs), or read it by memplan.load(path)"
+
 
 def arguments_of(example_inputs: Any, example_kwargs: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and the keyword arguments of the call that an example describes.
@@ -26,6 +28,16 @@ def arguments_of(example_inputs: Any, example_kwargs: Any = None) -> tuple[tuple
     hint = "pass several example inputs as a tuple: (model, (first, second))"
     keywords = {} if example_kwargs is None else _keywords(example_kwargs, "example_kwargs", hint)
     return example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), keywords
+
+
+def require_kind(value: object, kind: type, where: str, hint: str) -> None:
+    """Raise `MemplanError` unless a value is of a kind; `hint` says how to give one.
+
+    Example:
+        >>> require_kind(plan, Plan, "explain", "load a file first: memplan.load(path)")
+    """
+    if not isinstance(value, kind):
+        raise MemplanError(f"is given a {type(value).__name__}, not a {kind.__name__}", where=where, hint=hint)
 
 
 def _keywords(given: Any, where: str, hint: str) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def _parse(text: str, where: str) -> tuple[Buffer, ...]:
             raise UnreadableFile(what, where=f"{where}:1", hint=hint)
         return tuple(_buffer(row, header, f"{where}:{rows.line_num}") for row in rows if row)
     except csv.Error as error:
-        hint = "every line must be comma-separated fields; quotes must be closed"
+        hint = "the first line must be id,lower,upper,size; every line comma-separated fields, with closed quotes"
         raise UnreadableFile(f"is not CSV: {error}", where=f"{where}:{rows.line_num}", hint=hint) from error
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from memplan.core.arguments import require_kind
 from memplan.core.units import parse_size
 from memplan.errors import InvalidSize, UnsupportedDevice
 
@@ -111,12 +112,13 @@ ALIASES = {"h100-80gb": "h100", "a100-80gb": "a100", "4090": "rtx4090", "3090": 
 _OF_CAPABILITY = {(8, 0): "a100", (8, 6): "rtx3090", (8, 9): "rtx4090", (9, 0): "h100", (10, 0): "b200"}
 
 
-def find_gpu(name: str, where: str = "target") -> GpuTarget:
+def find_gpu(name: str, where: str = "target", *, quiet: bool = False) -> GpuTarget:
     """Return the GPU of a name ("h100", "a100-40gb"), or of a capability and its memory ("sm90:80GiB").
 
     Args:
         name: The name; letters may be large or small.
         where: The option that names it, for errors.
+        quiet: Say nothing of one that is given by its capability: it was said when the plan was made.
 
     Returns:
         The GPU. One that is given by its capability is like the known one of that capability, with that memory; the log
@@ -129,6 +131,7 @@ def find_gpu(name: str, where: str = "target") -> GpuTarget:
         >>> find_gpu("sm90:80GiB").memory
         85899345920
     """
+    require_kind(name, str, where, "name a GPU, such as 'h100'")
     asked, where = name.strip().lower(), f"{where}={name!r}"
     if (known := GPUS.get(ALIASES.get(asked, asked))) is not None:
         return known
@@ -143,7 +146,8 @@ def find_gpu(name: str, where: str = "target") -> GpuTarget:
             memory = parse_size(found[3]) if found[3] else like.memory
         except InvalidSize as error:
             raise UnsupportedDevice(error.what, where=where, hint=error.hint, see="target") from error
-        _log.warning("%s is planned with the multiprocessors, cache and speed of %s", name.strip(), like.full_name)
+        if not quiet:
+            _log.warning("%s is planned with the multiprocessors, cache and speed of %s", name.strip(), like.full_name)
         return replace(like, name=name.strip(), memory=memory)
     near = difflib.get_close_matches(asked, (*GPUS, *ALIASES), n=1)
     meant = f"did you mean {near[0]!r}? " if near else ""

@@ -153,6 +153,8 @@ def clip(text: str) -> str:
 
 def read_json(path: str | os.PathLike[str], hint: str) -> Any:
     """Return the contents of a JSON file. Raises `UnreadableFile`, with `hint`, if there are none."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise UnreadableFile(f"is given a {type(path).__name__}, not the path of a file", where="path", hint=hint)
     where = os.fspath(path)
     try:
         return json.loads(

@@ -299,8 +299,12 @@ class Plan:
         found: Forecast = later("forecast")(self, name)
         return found
 
-    def report(self) -> Report:
+    def report(self, *, optimizer: str = "AdamW") -> Report:
         """Return the figures of this plan, ready to be shown as a table, Markdown, JSON or HTML.
+
+        Args:
+            optimizer: What updates the parameters of a training step that shows no update: a class of `torch.optim`
+                whose state has the sizes of its parameters, or "none".
 
         Returns:
             The report; sizes are bytes.
@@ -308,7 +312,7 @@ class Plan:
         Example:
             >>> print(plan.report())
         """
-        made: Report = later("make_report")(self)
+        made: Report = later("make_report")(self, optimizer)
         return made
 
     def to_text(self) -> str:

@@ -61,11 +61,11 @@ def shares_apart(one: float, two: float) -> tuple[str, str]:
     return f"{one!r}", f"{two!r}"
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, *, bare: bool = False) -> int:
     """Return the bytes of a size such as "3GiB", "512 MiB", "1.5GB" or "1048576"; a fraction of a byte is dropped.
 
     Raises `InvalidSize` for any other text: one with a sign, an exponent or an unknown unit (units are
-    case-sensitive).
+    case-sensitive), and, unless `bare`, for a number below 1 MiB without a unit, which nobody means as bytes.
     """
     match = _SIZE.fullmatch(text.strip())
     hint = "write a number of bytes or one with a unit: 1048576, 512MiB, 3GiB, 1.5GB"
@@ -79,6 +79,9 @@ def parse_size(text: str) -> int:
             hint=f"write {close} with exactly these capitals" if close else hint,
         )
     size = int(Fraction(f"{whole}.{part}") * _UNITS[unit])
+    if not unit and not bare and 0 < size < 1 << 20:
+        number = text.strip()
+        raise InvalidSize(f"{_shown(text)} has no unit", hint=f"did you mean {number}GiB? write {number}B for bytes")
     if size > _HIGHEST:
         raise InvalidSize(f"{_shown(text)} is more than {_HIGHEST} bytes", hint=hint)
     return size

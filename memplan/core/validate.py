@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_left, insort
 
+from memplan.core.arguments import require_kind
 from memplan.core.problem import Buffer, Problem, Solution, Status
 from memplan.errors import InvalidSolution
 
@@ -45,6 +46,8 @@ def validate(problem: Problem, solution: Solution) -> None:
         >>> problem = Problem(buffers=(Buffer(id="a", size=8, live=Interval(0, 2)),))
         >>> validate(problem, memplan.solve(problem))
     """
+    require_kind(problem, Problem, "validate", "give a Problem, and the Solution of memplan.solve")
+    require_kind(solution, Solution, "validate", "give the Solution of memplan.solve")
     if solution.status is Status.INFEASIBLE:
         _check_proof(problem, solution)
         return

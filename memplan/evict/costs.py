@@ -56,7 +56,7 @@ class Link:
         return self.latency + nbytes / self.bytes_per_second
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class CostModel:
     """The seconds that ops and copies take on one kind of device.
 
@@ -91,6 +91,9 @@ class CostModel:
     measured: Mapping[str, float] = field(default_factory=dict)
     between_ranks: Link = Link(bytes_per_second=45e9, latency=15e-6)
     draw: float = 0.0
+
+    def __repr__(self) -> str:
+        return f"<CostModel of {self.name}: {self.bytes_per_second:.3g} B/s, {len(self.measured)} ops measured>"
 
     def __post_init__(self) -> None:
         rates = {"matrix_flops": self.matrix_flops, "narrow_flops": self.narrow_flops}

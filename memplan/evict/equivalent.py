@@ -198,9 +198,10 @@ def require_equivalent(traced: Graph, evicted: Graph, sources: Sequence[int]) ->
 
 def _require_once(traced: Graph, times: Sequence[int], randoms: Sequence[int]) -> None:
     """Raise unless every op runs, ops with visible side effects run once, and random ops keep their order."""
-    returned = {traced.values[v].storage for v in traced.gradients}
+    seen = {i for i, s in enumerate(traced.storages) if not s.planned} - traced.released
+    seen |= {traced.values[v].storage for v in traced.gradients}
     for op, count in zip(traced.ops, times, strict=True):
-        shows = op.only_raises or any(not traced.storages[s].planned or s in returned for s in traced.written(op))
+        shows = op.only_raises or not seen.isdisjoint(traced.written(op))
         if count < 1 or (count > 1 and shows):
             raise _fault(op, f"runs {count} times")
     if list(randoms) != sorted(randoms):

@@ -41,7 +41,7 @@ def infeasible(planner: Planner, least: Plan) -> BudgetInfeasible:
         needs += _beside(least)
     assert limit is not None
     return BudgetInfeasible(
-        f"the step cannot run in {format_bytes(limit)}: {needs}",
+        f"needs at least {format_bytes(need)}: the step cannot run in {format_bytes(limit)}; {needs}",
         op=op,
         smallest=need,
         where=where,

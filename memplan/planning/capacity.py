@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from memplan.core.gpus import ALIASES, GpuTarget, find_gpu
-from memplan.core.units import format_bytes, parse_share
+from memplan.core.units import format_bytes, parse_percent
 from memplan.errors import InvalidSize, UnsupportedDevice
 from memplan.planning.options import read_size
 
@@ -57,6 +57,10 @@ def capacity_of(
         UnsupportedDevice: The device is unknown.
         InvalidSize: A size or a share has no valid value, or nothing is left for the step.
     """
+    if not isinstance(device, (str, int)) or isinstance(device, bool):
+        hint = f"name a GPU ('h100'), '{HOST}', or its memory ('24GiB')"
+        what = f"is a {type(device).__name__}, and names no device"
+        raise UnsupportedDevice(what, where="device", hint=hint, see="target")
     text, gpu = device.strip().lower() if isinstance(device, str) else "0", None
     if text == HOST:
         total, costs, usual = _physical(), HOST, ALLOWANCE
@@ -90,7 +94,7 @@ def _slack(slack: int | float | str | None, total: int) -> int:
     """Return the bytes that stay free. Raises `InvalidSize`."""
     if slack is None or isinstance(slack, float) or (isinstance(slack, str) and slack.strip().endswith("%")):
         try:
-            share = SLACK if slack is None else parse_share(slack) if isinstance(slack, str) else slack
+            share = SLACK if slack is None else float(parse_percent(slack)) if isinstance(slack, str) else slack
         except InvalidSize as error:
             error.where = "slack"
             raise

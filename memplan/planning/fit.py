@@ -201,7 +201,6 @@ def _states_for(workload: Workload, policy: Policy) -> SavedStates:
 
 def _infeasible(workload: Workload, lowest: int, index: int) -> BudgetInfeasible:
     op = workload.graph.ops[index]
-    what = (
-        f"no way was found to run the step in {format_bytes(workload.budget)}; {op.name} needs {format_bytes(lowest)}"
-    )
+    needs, limit = format_bytes(lowest), format_bytes(workload.budget)
+    what = f"needs at least {needs}, for {op.name}: no way was found to run the step in {limit}"
     return BudgetInfeasible(what, op=op.name, smallest=lowest, where="arena_budget")

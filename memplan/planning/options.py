@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, get_args
 
 from memplan.core.choices import Checkpoint, Gradients, Kernels, Layout, require_choices
 from memplan.core.division import Compression, Divide, Division, compression_of, division_of, require_sums
-from memplan.core.units import parse_share, parse_size
+from memplan.core.units import parse_percent, parse_size
 from memplan.errors import InvalidShapes, InvalidSize, UnsupportedCall, UnsupportedProblem
 
 if TYPE_CHECKING:
@@ -255,9 +255,9 @@ def read_budget(budget: object, where: str = "budget") -> int | float | Literal[
         if budget == "min":
             return "min"
         if isinstance(budget, str) and budget.strip().endswith("%"):
-            return _share(parse_share(budget))
+            return _share(float(parse_percent(budget)), budget)
         if isinstance(budget, float):
-            return _share(budget)
+            return _share(budget, budget)
         if not isinstance(budget, (int, str)) or isinstance(budget, bool):
             raise InvalidSize(f"{budget!r} is not a budget", hint=_BUDGET_HINT)
         return _read_bytes(budget, _BUDGET_HINT)
@@ -293,10 +293,10 @@ def _read_bytes(size: int | str, hint: str) -> int:
     return size
 
 
-def _share(share: float) -> float:
+def _share(share: float, given: object) -> float:
     """Return a share. Raises `InvalidSize` unless it is above 0 and at most 1."""
     if not 0 < share <= 1:
-        raise InvalidSize(f"{share!r} is not a share between 0 and 1", hint=_BUDGET_HINT)
+        raise InvalidSize(f"{given!r} is not a share between 0 and 1 of the need without a budget", hint=_BUDGET_HINT)
     return share
 
 

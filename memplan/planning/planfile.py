@@ -175,8 +175,7 @@ class FileFormat(Generic[_Held]):
 
     def read(self, path: str | os.PathLike[str]) -> _Held:
         """Read the contents of a file. Errors name the file and the next step; they are those of `load`."""
-        where = os.fspath(path)
-        data = read_json(where, self.hint)
+        data, where = read_json(path, self.hint), os.fspath(path)
         if not isinstance(data, dict):
             raise InvalidPlan("is not a plan: the top level is not an object", where=where, hint=self.hint)
         try:

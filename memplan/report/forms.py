@@ -14,7 +14,8 @@ from memplan.core.evictions import Action
 from memplan.core.jsonio import to_json
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes, format_exact, format_share
-from memplan.report.sections import Form, Section, columns, limited, op_name, plain, signed, steps_of, where
+from memplan.report.sections import Form, Section, columns, limited, op_name, percent, signed, steps_of, where
+from memplan.report.terminal import text
 from memplan.report.verdicts import counts, place
 
 if TYPE_CHECKING:
@@ -67,15 +68,16 @@ def _short(at: OpAt) -> str:
 
 def diff_form(diff: Diff) -> Form:
     """Return the totals of two plans, then what changed at the peak, then every buffer that changed."""
-    before, after = diff.before.arena, diff.after.arena
+    before, after = diff.before.total, diff.after.total
     names = " -> ".join(name or "plan" for name in dict.fromkeys(diff.names))
-    grown = f"arena {format_exact(before)} -> {format_exact(after)} ({signed(after - before)})"
-    title = f"{names}: the arena stays {format_exact(before)}" if before == after else f"{names}: {grown}"
+    share = f", {percent(after / before - 1)}" if before else ""
+    grown = f"{format_bytes(before)} -> {format_bytes(after)} ({signed(after - before)}{share})"
+    title = f"the total stays {format_exact(before)}" if before == after else f"total {grown}"
     graphs = f"the graphs differ: {diff.first_difference}"
     graphs = "the same graph: only order or layout differ" if diff.same_graph else graphs
     graphs = "the plans are the same" if diff.same else graphs
     shown = columns("memory before>@60 after> change>")
-    sections = [Section(lines=(graphs,), columns=shown, rows=tuple(_totals(diff)))]
+    sections = [Section(lines=(names, graphs), columns=shown, rows=tuple(_totals(diff)))]
     if diff.rows:
         rows = [(signed(g.delta), counts(g), g.kind, place(g)) for g in diff.rows]
         shown = columns("change> buffers>@60 kind@60 where")
@@ -94,14 +96,15 @@ def diff_form(diff: Diff) -> Form:
 def _totals(diff: Diff) -> Iterator[tuple[str, ...]]:
     before, after = diff.before, diff.after
     lines = [
-        ("peak (max live)", before.max_live, after.max_live),
-        ("arena", before.arena, after.arena),
-        *((kind, before.parts.get(kind, 0), after.parts.get(kind, 0)) for kind in {**before.parts, **after.parts}),
-        ("outside the arena", before.outside, after.outside),
         ("total", before.total, after.total),
+        ("arena", before.arena, after.arena),
+        ("optimizer state (AdamW)", before.state, after.state),
+        ("outside the arena", before.outside, after.outside),
+        *((kind, before.parts.get(kind, 0), after.parts.get(kind, 0)) for kind in {**before.parts, **after.parts}),
+        ("peak (max live)", before.max_live, after.max_live),
     ]
     for label, old, new in lines:
-        share = f", {'+' if new > old else ''}{format_share((new - old) / old)}" if old else ""
+        share = f", {percent(new / old - 1)}" if old else ""
         change = "same" if old == new else f"{signed(new - old)} ({new - old:+,} B{share})"
         yield label, format_bytes(old), format_bytes(new), change
     shares = [format_share(float(f.fragmentation)) for f in (before, after)]
@@ -135,7 +138,7 @@ def allocated_form(found: Allocated, plan: Plan) -> Form:
     rows = [(format_bytes(was), format_bytes(now), signed(was - now), line) for line, was, now in lines]
     heading = "alive at the peak, by source line; parameters and inputs lie outside the arena"
     sections = (
-        Section(columns=columns("memory size> bytes>@60 remark@100"), rows=tuple(sizes)),
+        Section(columns=columns("memory size> bytes>@100 remark@60"), rows=tuple(sizes)),
         Section(heading=heading, columns=columns("allocated> planned> more> source"), rows=limited(rows, SHOWN)),
     )
     exact = {"peak": found.peak, "reserved": found.reserved, "total": plan.total, "arena": plan.arena_size}
@@ -158,7 +161,7 @@ def fits_form(answer: Fits) -> Form:
     sizes = f"{format_bytes(answer.total)} of {format_bytes(answer.capacity.total)}"
     what = f"{answer.model or 'model'} ({', '.join(answer.dtypes)}{batch})"
     rows = tuple((label, format_bytes(size), f"{size:,}", remark) for label, size, remark in _parts(answer))
-    sections = [Section(columns=columns("memory size> bytes>@60 remark@100"), rows=rows)]
+    sections = [Section(columns=columns("memory size> bytes>@100 remark@60"), rows=rows)]
     sections.append(Section(lines=tuple(_lines(answer))))
     names = ("model", "batch", "optimizer", "dtypes", "train", "eager", "largest_batch", "seconds", "total", "fits")
     data = {name: to_json(getattr(answer, name)) for name in (*names, "need", "capacity", "smallest")}
@@ -170,8 +173,7 @@ def fits_form(answer: Fits) -> Form:
 
 def fits_text(answer: Fits) -> str:
     """Return the answer as plain text, without a trailing newline."""
-    form = fits_form(answer)
-    return plain(form.title, form.sections)
+    return text(fits_form(answer))
 
 
 def _parts(answer: Fits) -> Iterator[tuple[str, int, str]]:
@@ -226,16 +228,18 @@ def _budget(answer: Fits) -> dict[str, int | str]:
 # -- memplan budget ------------------------------------------------------------------------------------------
 
 
-def frontier_form(name: str, frontier: Frontier) -> Form:
-    """Return a table with a row per budget."""
+def frontier_form(name: str, frontier: Frontier, optimizer: str = "") -> Form:
+    """Return a table with a row per budget; the totals are those with an optimizer, if it has a name."""
     eager = frontier.eager
     least = next((p for p in reversed(frontier.points) if p.plan is not None), None)
-    lines = [f"predicted eager total: {format_exact(eager)}", f"without a budget: {format_exact(frontier.most)}"]
+    using = f" with {optimizer}" if optimizer else ""
+    lines = [f"This step needs {format_bytes(frontier.most)}{using} without a budget (eager: {format_bytes(eager)})."]
     if least is not None:
+        share, time = share_of(least.budget, eager), percent(least.overhead)
         lines.append(
-            f"smallest budget: {format_exact(least.budget)}, {share_of(least.budget, eager)} of the eager total"
+            f"The smallest budget is {format_exact(least.budget)}, {share} of eager's: {time} of a step's time."
         )
-    names = columns("budget> share> step_time> recomputed>@70 to_the_host>@70 waiting>@90")
+    names = columns("budget> share> step_time> recomputed>@70 to_the_host>@70 waits_for_copies>@90")
     rows = tuple(_row(p, eager) for p in frontier.points)
     head = ("policy", "costs", "most", "eager", "base_seconds")
     data = {
@@ -262,14 +266,9 @@ def _row(point: FrontierPoint, eager: int) -> tuple[str, ...]:
         return *head, "cannot be kept", "", "", ""
     moved = (format_bytes(point.evicted(action)) for action in (Action.RECOMPUTE, Action.OFFLOAD))
     waiting = f"{point.stall / point.seconds * 100:.1f} %" if point.seconds else "0 %"
-    return *head, plus(point.overhead), *moved, waiting
+    return *head, percent(point.overhead), *moved, waiting
 
 
 def share_of(total: int, eager: int) -> str:
     """Return a total as a share of the eager total."""
     return format_share(total / eager if eager else 0.0)
-
-
-def plus(overhead: float) -> str:
-    """Return a slowdown: "+3.10 %"."""
-    return f"+{overhead * 100:.2f} %"

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 
 from memplan.core.plan import Plan
 from memplan.core.units import bytes_apart, format_bytes, format_exact, format_share
-from memplan.report.sections import Form, Section, columns, fragment, holders_section, markdown, op_name, plain
+from memplan.report.sections import (
+    Form,
+    Section,
+    columns,
+    fragment,
+    holders_section,
+    markdown,
+    op_name,
+    origin,
+    percent,
+)
 from memplan.report.summary import Peak, Report, report_json
+from memplan.report.terminal import text
 
 MOST_BLOCKS = 3000  # buffers that a picture in a notebook still shows
 
@@ -19,37 +30,72 @@ _WORKSPACES = "not known: cuBLAS keeps some for each thread and stream; in no to
 _IDLE = "while the optimizer runs; the rest holds gradients"
 
 
+def answer_lines(report: Report) -> tuple[str, ...]:
+    """Return what people ask first: what the step needs and why, where it peaks, and how it would need less."""
+    need, out, at, kept = report.needed, report.outside, report.peak, report.kept
+    state = f"{need.optimizer}'s state" if need.optimizer else "set aside" if out.reserve else "optimizer state"
+    names = {"optimizer": state, "activations": "activations"}
+    if report.gradients > 2 * need.parts["gradients"]:
+        names["activations"] += f" (later gradients, {format_bytes(report.gradients)}, in their place)"
+    parts = sorted(((size, name) for name, size in need.parts.items() if size * 200 >= need.total > 0), reverse=True)
+    held = ", ".join(f"{format_bytes(size)} {names.get(name, name)}" for size, name in parts)
+    using = f" with {need.optimizer}" if need.optimizer not in ("", "none") else ""
+    eager = "" if need.eager is None else f" (eager: {format_bytes(need.eager)})"
+    where = " on device and host together" if kept and kept.device else ""
+    lines = [f"This step needs {format_bytes(need.total)}{where}{using}{eager}" + (f": {held}." if held else ".")]
+    if at is not None:
+        place, most = f" of {at.module}" if at.module else "", at.holders[0]
+        named = ", ".join(filter(None, (op_name(at.target), at.source)))
+        tensor = f"the largest tensor there has {format_bytes(most.size)}, of {origin(most)}"
+        lines.append(f"It peaks in the {at.phase}{place} ({named}); {tensor}.")
+    if kept is not None and kept.budget is not None and need.state:
+        lines.append(f"The budget of {format_bytes(kept.budget)} leaves {state} out: reserve={need.state} puts it in.")
+    lines += [
+        "Cheapest way to make it smaller: a budget. Recomputing or offloading activations saves at most "
+        f"{format_bytes(lever.saves)}, at the price that `memplan budget` shows."
+        for lever in report.advice
+    ]
+    return tuple(lines)
+
+
 def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
-    """Return groups of (label, bytes or None if not known, remark); the last line of a group is its sum."""
-    out = report.outside
+    """Return groups of (label, bytes or None if not known, remark) without what is 0; a group ends with its sum."""
+    out, need = report.outside, report.needed
     arena = (
-        ("peak (max live)", report.max_live, f"at step {report.peak.step}" if report.peak else "nothing is planned"),
+        ("peak (max live)", report.max_live, _peak(report.peak)),
         ("  of it padding", report.padding, "alignment and red zones"),
         (f"fragmentation {format_share(report.fragmentation)}", report.arena_size - report.max_live, "of the arena"),
-        *((("  idle after the step", report.arena_size - report.gradients, _IDLE),) if report.gradients else ()),
+        ("  idle after the step", report.arena_size - report.gradients if report.gradients else 0, _IDLE),
         ("arena", report.arena_size, "one allocation"),
     )
     step = (
         ("outputs", out.outputs, "the caller's"),
         ("gradients", out.gradients, "the caller's"),
-        *((("intermediate", out.intermediate, _RELEASED),) if out.intermediate else ()),
+        ("intermediate", out.intermediate, _RELEASED),
         ("fallbacks", out.fallbacks, "results of kernels without out=, the most at one step"),
         ("kernels' temporaries", out.temporaries, "the most at one step" if out.temporaries is not None else ""),
         ("allocated by the step", out.during, "the most of these together at one step"),
     )
-    before = (
-        ("inputs", out.inputs, ""),
-        ("tangents", out.tangents, "gradients of the outputs, made by autograd"),
-        ("parameters", out.parameters, ""),
-        ("optimizer state", out.optimizer_state, ""),
-        ("constants", out.constants, ""),
-        *((("reserve", out.reserve, "what the step does not show"),) if out.reserve else ()),
-        *((("libraries' workspaces", None, _WORKSPACES),) if out.workspaces else ()),
-        ("outside the arena", report.outside_total, "all of these"),
-    )
     where = "device and host hold together" if report.kept and report.kept.device else "the device must hold"
     unknown = ", and kernels' temporaries" if out.temporaries is None else ""
-    return arena, step, before, (("total", report.total, f"arena + outside: what {where}{unknown}"),)
+    total = (
+        ("parameters", out.parameters, ""),
+        ("optimizer state", out.optimizer_state + need.state, need.optimizer),
+        ("constants", out.constants, f"{format_bytes(out.folded)} of it computed once" if out.folded else ""),
+        ("inputs", out.inputs, ""),
+        ("tangents", out.tangents, "gradients of the outputs, made by autograd"),
+        ("numbers", out.numbers, "that kernels take as tensors"),
+        ("reserve", out.reserve, f"set aside for {need.optimizer or 'what the step does not show'}"),
+        ("libraries' workspaces", None if out.workspaces else 0, _WORKSPACES),
+        ("arena", report.arena_size, "what forward and backward make, below"),
+        ("beside the arena", out.during, "results and temporaries, below"),
+        ("total", need.total, f"what {where}{unknown}"),
+    )
+    return tuple((*(line for line in g[:-1] if line[1] != 0), g[-1]) for g in (total, arena, step))
+
+
+def _peak(peak: Peak | None) -> str:
+    return f"at step {peak.step}, of {peak.alive} buffers" if peak else "nothing is planned"
 
 
 def title(report: Report) -> str:
@@ -62,16 +108,13 @@ _CLAIMED = "claimed by the plan file, and was not proved again here: run memplan
 
 
 def verdict(report: Report) -> str:
-    """Return a sentence on the quality of the plan, and how far it is proven."""
-    by = f"layout by {report.solver!r}, order {report.policy!r}"
+    """Return a sentence on the quality of the layout, and how far it is proven."""
+    by = f"layout by {report.solver!r}"
     if report.layout_claimed:
         return f"{by}: that no smaller arena than {format_bytes(report.bound)} exists in this order is {_CLAIMED}"
     if report.status != "optimal":
         return f"{by}: not proven; a smaller arena may exist, down to {format_bytes(report.bound)}"
-    if not report.order_certified:
-        return f"{by}: proven that no layout can need less in this order"
-    apart = f", alignment ({format_bytes(report.padding)}) apart" if report.padding else ""  # not in orders' bounds
-    return f"{by}: proven that no order and no layout can need less{apart}"
+    return f"{by}: no layout can need less in this order"
 
 
 def certificate(report: Report) -> str:
@@ -125,7 +168,7 @@ def budget_lines(report: Report) -> tuple[str, ...]:
         copied = f"{format_bytes(k.offloaded)} copied {back} the host ({_times(k.offloads, 'reload')}"
         lie = f"up to {format_bytes(k.host_size)} of what the step makes lie there" if k.device else ""
         what.append(f"{copied}; {lie or f'up to {format_bytes(k.host_size)} lie there'})")
-    cost = f"predicted +{k.overhead * 100:.2f} % of a step's time by the costs of {k.costs}"
+    cost = f"predicted {percent(k.overhead)} of a step's time by the costs of {k.costs}"
     if k.pinned:
         what.append(f"up to {format_bytes(k.pinned)} of the host's memory are page-locked, in powers of two")
     how = f"{'; '.join(what)}; {cost}" if what else "nothing is evicted"
@@ -145,22 +188,20 @@ def _times(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def peak_line(peak: Peak) -> str:
-    """Return where the peak is: "step 12 (forward): aten.mm in h.0.attn, model.py:12; 31 buffers alive"."""
-    module = f" in {peak.module}" if peak.module else ""
-    source = f", {peak.source}" if peak.source else ""
-    return f"step {peak.step} ({peak.phase}): {op_name(peak.target)}{module}{source}; {peak.alive} buffers alive"
-
-
 def report_form(report: Report) -> Form:
-    """Return all of a report: its sentences, memory, the peak, advice, graphs, and the largest buffers and ops."""
-    tables = []
+    """Return all of a report: the answer, memory, advice, graphs, the largest buffers and ops, and what is proven."""
+    sections = [
+        Section(lines=(*answer_lines(report), *waiting_lines(report), *budget_lines(report))),
+        _memory(report),
+    ]
+    if report.advice:
+        sections.append(Section(heading="what would shrink it", lines=tuple(lever.text for lever in report.advice)))
     if report.graphs:
         parts = ((g.name, str(g.forward + g.backward), format_bytes(g.arena_size), g.ends) for g in report.graphs)
         names = columns("graph steps> alone> ends@100")
-        tables.append(Section(heading="graphs, which share the arena", columns=names, rows=tuple(parts)))
+        sections.append(Section(heading="graphs, which share the arena", columns=names, rows=tuple(parts)))
     if report.largest:
-        tables.append(holders_section("largest buffers", report.largest))
+        sections.append(holders_section("largest buffers", report.largest))
     if report.functional:
         names = columns("op calls> size> bytes>@100 most_at_once>@60")
         rows = (
@@ -168,25 +209,21 @@ def report_form(report: Report) -> Form:
             for f in report.functional
         )
         heading = "ops that run functionally (no out= kernel)"
-        tables.append(Section(heading=heading, columns=names, rows=tuple(rows)))
-    sections = (*_summary(report, certificate(report)), *tables)
-    return Form(title=title(report), sections=sections, data=report_json(report))
+        sections.append(Section(heading=heading, columns=names, rows=tuple(rows)))
+    sections.append(Section(heading="how it was planned", lines=planned_lines(report)))
+    return Form(title=title(report), sections=tuple(sections), data=report_json(report))
 
 
-def _summary(report: Report, *proof: str) -> Iterator[Section]:
-    yield Section(lines=(verdict(report), *proof, *waiting_lines(report), *budget_lines(report)))
-    yield _memory(report)
-    if report.peak is not None:
-        yield Section(lines=(f"peak at {peak_line(report.peak)}",))
-    if report.advice:
-        yield Section(heading="what would shrink it", lines=tuple(lever.text for lever in report.advice))
+def planned_lines(report: Report) -> tuple[str, ...]:
+    """Return how good the plan is, and what proves it."""
+    return verdict(report), certificate(report)
 
 
 def _memory(report: Report) -> Section:
     groups = memory_lines(report)
     rows = tuple((label, *_size(size, remark), remark) for group in groups for label, size, remark in group)
     sums = frozenset(end - 1 for end in accumulate(map(len, groups)))
-    return Section(columns=columns("memory size> bytes>@60 remark@100"), rows=rows, sums=sums)
+    return Section(columns=columns("memory size> bytes>@100 remark@60"), rows=rows, sums=sums)
 
 
 def _size(size: int | None, remark: str) -> tuple[str, str]:
@@ -199,13 +236,13 @@ def report_markdown(report: Report) -> str:
 
 
 def report_text(report: Report) -> str:
-    """Return the report as plain text, without a trailing newline: what was planned, a line for each part, the peak."""
-    return plain(title(report), _summary(report))
+    """Return the report as plain text, without a trailing newline."""
+    return text(report_form(report))
 
 
 def report_fragment(report: Report) -> str:
     """Return the report as an HTML fragment for notebooks."""
-    return fragment(title(report), _memory(report))
+    return fragment(title(report), replace(_memory(report), lines=answer_lines(report)))
 
 
 def plan_fragment(plan: Plan) -> str:

@@ -23,8 +23,9 @@ from memplan.analysis.diff import diff, matched
 from memplan.core.evictions import Action
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
-from memplan.report.forms import diff_form, frontier_form, plus, share_of
+from memplan.report.forms import diff_form, share_of
 from memplan.report.picture import GREY, OTHERS, Picture, colours, picture_of_plan
+from memplan.report.sections import Form, percent
 from memplan.version import __version__
 
 if TYPE_CHECKING:
@@ -60,14 +61,14 @@ def diff_html(before: Plan, after: Plan, *, links: Links | None = None) -> str:
 
 
 def frontier_html(
-    name: str, frontier: Frontier, pictures: Sequence[Picture | None] = (), *, links: Links | None = None
+    form: Form, frontier: Frontier, pictures: Sequence[Picture | None] = (), *, links: Links | None = None
 ) -> str:
     """Return the page of a frontier: the curve, every figure in a table, and the plans that the points open.
 
     `pictures` are those of the plan of each point, None where there is none; points whose plan is the same have the
     same object.
     """
-    return _page("budget", frontier_data(name, frontier, pictures, links))
+    return _page("budget", frontier_data(form, frontier, pictures, links))
 
 
 def _page(name: str, data: Mapping[str, Any]) -> str:
@@ -106,14 +107,14 @@ def _diff_data(before: Plan, after: Plan, links: Links | None) -> dict[str, Any]
     packed, columns = pack({"before": [a for a, _ in drawn], "after": [b for _, b in drawn]})
     names = [f"{side}: {name or 'plan'}" for side, name in zip(("before", "after"), found.names, strict=True)]
     return {
-        **{"title": form.title, "names": names, "totals": form.sections[0].rows, "graphs": form.sections[0].lines},
+        **{"title": form.title, "names": names, "totals": form.sections[0].rows, "answer": form.sections[0].lines},
         "plans": [_packed(picture, links) for picture in pictures],
         **{"pairs": packed, "columns": columns, "foot": FOOT},
     }
 
 
 def frontier_data(
-    name: str, frontier: Frontier, pictures: Sequence[Picture | None] = (), links: Links | None = None
+    form: Form, frontier: Frontier, pictures: Sequence[Picture | None] = (), links: Links | None = None
 ) -> dict[str, Any]:
     """Return what the page of a frontier shows, as plain types; sizes are bytes, overheads shares of the time."""
     kept = {id(picture): picture for picture in pictures if picture is not None}
@@ -125,15 +126,15 @@ def frontier_data(
         if p.plan is not None:
             again, copied = p.evicted(Action.RECOMPUTE), p.evicted(Action.OFFLOAD)
             about = [
-                f"{format_bytes(p.total)}, {plus(p.overhead)}",
+                f"{format_bytes(p.total)}, {percent(p.overhead)}",
                 f"budget {format_bytes(p.budget)}, {share_of(p.budget, frontier.eager)} of the eager total",
                 f"{format_bytes(again)} computed again" if again else "",
                 f"{format_bytes(copied)} copied to the host and back" if copied else "",
             ]
             points.append({"total": p.total, "overhead": p.overhead, "plan": plan, "row": row, "about": about})
-    form = frontier_form(name, frontier)
     return {
         **{"title": form.title, "policy": frontier.policy, "eager": frontier.eager, "foot": FOOT},
+        "answer": form.sections[0].lines,
         "top": max([0.01, *(point["overhead"] for point in points)]) * 1.08,
         "right": max(frontier.eager, frontier.most, 1) * 1.04,
         **{"points": points, "rows": opened},
@@ -179,7 +180,8 @@ def _packed(picture: Picture, links: Links | None) -> dict[str, Any]:
     return {
         **{"title": picture.title, "steps": picture.steps, "arena": picture.arena, "maxLive": picture.max_live},
         **{"peakStep": picture.peak_step, "backwardFrom": picture.backward_from},
-        **{"figures": [list(figure) for figure in picture.figures], "notes": list(picture.notes)},
+        **{"figures": [list(figure) for figure in picture.figures]},
+        **{"answer": list(picture.answer), "notes": list(picture.notes), "proofs": list(picture.proofs)},
         **{"colours": colours(picture), "palette": {"others": OTHERS, "rest": GREY}},
         "words": list(words),
         "links": {i: links[text] for text, i in words.items() if text in links} if links else {},

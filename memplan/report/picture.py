@@ -17,7 +17,8 @@ from memplan.core.plan import Plan
 from memplan.core.problem import Interval, Problem, Solution
 from memplan.core.units import format_bytes, format_share
 from memplan.errors import InvalidSolution
-from memplan.report.lines import title, verdict
+from memplan.report.lines import answer_lines, planned_lines, title
+from memplan.report.sections import percent
 from memplan.report.summary import Report
 
 GREY = "#6b7079"
@@ -80,7 +81,8 @@ class Picture:
 
     `profile` are pairs of (step, live bytes from it on), `gathered` of (step, bytes of parameters that this rank has
     gathered from the others), empty for a step of one rank; `ops` is the op of each step, empty without a graph; the
-    backward begins at step `backward_from`. `figures` are (label, size, remark).
+    backward begins at step `backward_from`. `answer` are the sentences that come first, `figures` are (label, size,
+    remark), `notes` ways to save memory, `proofs` what is proven.
     """
 
     title: str
@@ -93,27 +95,33 @@ class Picture:
     ops: tuple[OpAt, ...] = ()
     backward_from: int | None = None
     figures: tuple[tuple[str, str, str], ...] = ()
+    answer: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    proofs: tuple[str, ...] = ()
     arrows: tuple[Arrow, ...] = ()
     copies: tuple[PictureCopy, ...] = ()
     gathered: tuple[tuple[int, int], ...] = ()
 
 
-def picture_of_plan(plan: Plan) -> Picture:
-    """Return the picture of a plan. It takes milliseconds on thousands of ops."""
-    report, graph = plan.report(), plan.graph
+def picture_of_plan(plan: Plan, report: Report | None = None) -> Picture:
+    """Return the picture of a plan and its report. It takes milliseconds on thousands of ops."""
+    report, graph = report or plan.report(), plan.graph
     backward = (i for i, op in enumerate(plan.schedule.order) if graph.ops[op].phase is Phase.BACKWARD)
     tensors = {graph.storages[v.storage].name: f"{v.dtype} {list(v.shape)}" for v in reversed(graph.values)}
+    need = report.needed
+    total = ("total", format_bytes(need.total), f"with {need.optimizer}" if need.optimizer else "everything together")
+    eager = (("eager", format_bytes(need.eager), "predicted"),) if need.eager is not None else ()
     outside = ("outside the arena", format_bytes(report.outside_total), "parameters, inputs, gradients, the caller's")
-    total = ("total", format_bytes(report.total), "what the device must hold")
     return replace(
         _placed(plan.problem, plan.solution, {holder.id: holder for holder in largest(plan)}, tensors),
         title=title(report),
         steps=report.steps,
         ops=tuple(op_at(plan, step) for step in range(report.steps)),
         backward_from=next(backward, None),
-        figures=(*_figures(plan.problem, plan.solution), *_budget(report), outside, total),
-        notes=(verdict(report), *(lever.text for lever in report.advice)),
+        figures=(total, *eager, *_budget(report), *_figures(plan.problem, plan.solution), outside),
+        answer=answer_lines(report),
+        notes=tuple(lever.text for lever in report.advice),
+        proofs=planned_lines(report),
         arrows=tuple(_arrows(plan)),
         copies=tuple(_copies(plan)),
         gathered=tuple(enumerate(plan.gathered)) if plan.collectives else (),
@@ -124,8 +132,8 @@ def picture_of(problem: Problem, solution: Solution, name: str) -> Picture:
     """Return the picture of a placed problem. Raises `InvalidSolution` if a buffer has no offset (infeasible)."""
     holders = {b.id: Holder.of(b, Origin(module=b.origin), "") for b in problem.buffers}
     title = f"{name}: {len(problem.buffers)} buffers by {solution.solver!r}"
-    notes = (f"{solution.status.name.lower()}: {solution.status.value}",)
-    return replace(_placed(problem, solution, holders, {}), title=title, notes=notes)
+    answer = (f"{solution.status.name.lower()}: {solution.status.value}",)
+    return replace(_placed(problem, solution, holders, {}), title=title, answer=answer)
 
 
 def _placed(problem: Problem, solution: Solution, holders: Mapping[str, Holder], tensors: Mapping[str, str]) -> Picture:
@@ -165,7 +173,7 @@ def _budget(report: Report) -> Iterator[tuple[str, str, str]]:
     if (k := report.kept) is not None:
         how = f"{k.recomputes} computed again, {k.offloads} copied"
         name, limit = ("arena budget", k.arena_budget) if k.budget is None else ("budget", k.budget)
-        yield name, format_bytes(limit), f"{how}; predicted +{k.overhead * 100:.2f} % of a step's time"
+        yield name, format_bytes(limit), f"{how}; predicted {percent(k.overhead)} of a step's time"
 
 
 _WORDS = {

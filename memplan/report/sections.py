@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from memplan.analysis.buffers import Holder
-from memplan.core.units import format_bytes
+from memplan.core.units import format_bytes, format_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ def limited(rows: Sequence[tuple[str, ...]], most: int) -> tuple[tuple[str, ...]
 
 def holders_section(heading: str, holders: Iterable[Holder]) -> Section:
     """Return a table of buffers: their sizes, kinds and steps, and where in the model they come from."""
-    names = columns("size> bytes>@100 kind@60 steps@60 module source@60 op")
+    names = columns("size> bytes>@100 kind@80 steps@80 module source@60 op")
     rows = ((format_bytes(h.size), f"{h.size:,}", h.kind, steps_of(h), *where(h)) for h in holders)
     return Section(heading=heading, columns=names, rows=tuple(rows))
 
@@ -84,27 +84,13 @@ def _markdown(section: Section) -> Iterator[str]:
         yield "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def plain(title: str, sections: Iterable[Section]) -> str:
-    """Return sections as plain text without a trailing newline; the first two columns of a table, and its last."""
-    lines = [title]
-    for section in sections:
-        lines += [section.heading] if section.heading else []
-        lines += section.lines
-        if section.rows:
-            left, right = (max(len(row[k]) for row in section.rows) for k in (0, 1))
-            lines.append("")
-            for k, row in enumerate(section.rows):
-                lines.append(f"  {row[0]:<{left}}  {row[1]:>{right}}  {row[-1]}".rstrip())
-                lines += [""] if k in section.sums else []
-            lines += [] if lines[-1] == "" else [""]
-    return "\n".join(map(printable, lines)).rstrip()
-
-
 def fragment(title: str, section: Section) -> str:
-    """Return a section as an HTML fragment for notebooks, without its lines."""
+    """Return a section as an HTML fragment for notebooks."""
+    lines = "".join(f"<div>{escape(printable(line))}</div>" for line in section.lines)
     align = [' style="text-align:right"' if column.numeric else "" for column in section.columns]
     rows = ("".join(f"<td{a}>{escape(printable(c))}</td>" for a, c in zip(align, r, strict=True)) for r in section.rows)
-    return f"<div><b>{escape(printable(title))}</b><table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table></div>"
+    table = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<div><b>{escape(printable(title))}</b>{lines}<table>{table}</table></div>"
 
 
 def cell(text: str) -> str:
@@ -143,3 +129,8 @@ def steps_of(holder: Holder) -> str:
 def signed(count: int) -> str:
     """Return a difference of bytes with its sign: "+1.50 MiB"."""
     return f"{'+' if count > 0 else ''}{format_bytes(count)}"
+
+
+def percent(change: float) -> str:
+    """Return a relative change: "+3.10 %"."""
+    return f"{'+' if change >= 0 else ''}{format_share(change)}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from memplan.analysis.buffers import Holder, OpAt, alive_at, largest, op_at
 from memplan.analysis.explain import Lever, levers
+from memplan.analysis.needs import OPTIMIZER, Needed, needed
 from memplan.core.division import Division
 from memplan.core.evictions import SEND, Action, DeviceArena
 from memplan.core.graph import StorageKind
@@ -142,7 +143,7 @@ class Report:
     `exchanged` are the collectives (None: there are no other ranks). `division` is how ops were divided by rows (None:
     they were not), `kernels` which kernels were chosen and why ("": there was no choice), `code` how Inductor generated
     them ("": as it does by itself). `peak` is None when nothing is planned.
-    `advice` are ways to save memory, each with the most that it saves.
+    `advice` are ways to save memory, each with the most that it saves. `needed` is the total with an optimizer.
     """
 
     model: str
@@ -176,6 +177,7 @@ class Report:
     outside: Outside
     outside_total: int
     total: int
+    needed: Needed
     peak: Peak | None
     largest: tuple[Holder, ...]
     functional: tuple[Functional, ...]
@@ -202,8 +204,8 @@ _OF_ORDER = ("certified", "max_live", "bound", "gap", "evidence", "proof")
 _OF_EVICTION = ("budget", "arena_budget", "policy", "costs", "seconds", "base_seconds", "stall", "overhead", "device")
 
 
-def make_report(plan: Plan) -> Report:
-    """Return the report of `plan`.
+def make_report(plan: Plan, optimizer: str = OPTIMIZER) -> Report:
+    """Return the report of `plan`, with what an optimizer keeps of a training step that has no update of its own.
 
     It takes milliseconds on thousands of ops.
     """
@@ -229,6 +231,7 @@ def make_report(plan: Plan) -> Report:
         code=str(plan.code or ""),
         outside=outside,
         outside_total=outside.total,
+        needed=needed(plan, optimizer),
         peak=_peak(plan),
         largest=largest(plan, LARGEST),
         functional=_functional(plan),

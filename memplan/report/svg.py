@@ -49,7 +49,7 @@ def _frame(picture: Picture) -> Iterator[str]:
     bottom = TOP + ARENA
     yield _text(LEFT, 32, picture.title, "h")
     yield _text(LEFT, 54, " · ".join(f"{label} {value}" for label, value, _ in picture.figures))
-    yield from (_text(LEFT, 72, note, "n") for note in picture.notes[:1])
+    yield from (_text(LEFT, 72, note, "n") for note in picture.answer[:1])
     for offset in ticks(picture.arena, 8, binary=True):
         y = _y(picture, offset)
         yield _path("g", f"M{LEFT} {y:.2f}H{WIDTH - RIGHT}")

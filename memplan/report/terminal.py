@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import re
+from typing import Any
+
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.containers import Lines
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +23,14 @@ def rendered(form: Form, width: int) -> RenderableType:
     for section in form.sections:
         parts += [*([Text()] if parts else []), *_section(section, width)]
     return Group(*parts)
+
+
+def text(form: Form) -> str:
+    """Return a form as plain text without a trailing newline, as a terminal of 120 characters shows it."""
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    with console.capture() as shown:
+        console.print(rendered(form, console.width))
+    return "\n".join(line.rstrip() for line in shown.get().rstrip().splitlines())
 
 
 def _section(section: Section, width: int) -> list[RenderableType]:
@@ -39,4 +52,20 @@ def _section(section: Section, width: int) -> list[RenderableType]:
 
 def literal(text: str, style: str = "") -> Text:
     """Return `text` on one line, with control characters and markup shown as they are."""
-    return Text(printable(text), style=style)
+    return _Literal(printable(text), style=style)
+
+
+class _Literal(Text):
+    """A text whose names are broken after their dots and underscores, where a line is too short for them."""
+
+    def wrap(self, console: Console, width: int, **how: Any) -> Lines:
+        names = re.sub(rf"\S{{{width + 1},}}", lambda name: _broken(name[0], width), self.plain)
+        shown = self if how.get("no_wrap") else Text(names, style=self.style)
+        return Text.wrap(shown, console, width, **how)
+
+
+def _broken(name: str, width: int) -> str:
+    lines = [""]
+    for part in re.findall(r"[^._]*[._]+|[^._]+", name):
+        lines = [*lines[:-1], lines[-1] + part] if len(lines[-1] + part) <= width else [*lines, part]
+    return "\n".join(lines).lstrip("\n")

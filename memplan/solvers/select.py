@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
+from typing import Any
 
+from memplan.core.arguments import require_kind
 from memplan.core.problem import Buffer, Problem, Solution
 from memplan.core.validate import validate
 from memplan.errors import InvalidProblem, UnsupportedProblem
@@ -15,6 +17,7 @@ from memplan.solvers.portfolio import Portfolio
 _ALL: tuple[Solver, ...] = (Portfolio(), *RULES)
 SOLVERS: Mapping[str, Solver] = {solver.name: solver for solver in _ALL}
 DEFAULT = "portfolio"
+_BUFFERS = "give a Problem, or its buffers; memplan.csvio.read_problem(path) reads a file of them"
 _MOST = 1 << 60  # bytes, steps: sums of a few of them must stay within 64 bits
 
 
@@ -88,7 +91,10 @@ def solve(
         4608
     """
     if not isinstance(problem, Problem):
-        problem = Problem(buffers=tuple(problem), capacity=capacity)
+        buffers: tuple[Any, ...] = tuple(problem) if isinstance(problem, Iterable) else (problem,)
+        for buffer in buffers:
+            require_kind(buffer, Buffer, "solve", _BUFFERS)
+        problem = Problem(buffers=buffers, capacity=capacity)
     elif capacity is not None:
         problem = Problem(buffers=problem.buffers, capacity=capacity)
     check_numbers(problem, time_limit, work_limit)

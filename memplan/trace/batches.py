@@ -23,6 +23,7 @@ from memplan.trace.tracing import trace
 
 _SECANTS = 12  # sizes that are guessed from the needs of others; then the range is halved
 Make = Callable[[int], tuple[nn.Module, Any]]
+_MAKE = "pass lambda batch: (model, example_inputs), which builds the inputs from the batch"
 
 
 def max_batch(
@@ -77,6 +78,9 @@ def max_batch(
         batch = memplan.max_batch(make, "1MiB")
         ```
     """
+    if isinstance(make, nn.Module) or not callable(make):
+        what = f"is a {type(make).__name__}, not a function from a batch size to (model, example_inputs)"
+        raise InvalidModel(what, where="make", hint=_MAKE)
     budgets = {"budget": budget, "arena_budget": arena_budget}
     limits = {name: read_size(name, given) for name, given in budgets.items() if given is not None}
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (lowest, highest))
@@ -84,7 +88,7 @@ def max_batch(
         raise InvalidSize(
             f"budget={budget!r}, arena_budget={arena_budget!r}, lowest={lowest}, highest={highest}",
             where="max_batch",
-            hint="give a budget in bytes and 1 <= lowest <= highest",
+            hint="give a budget, such as '8GiB', and 1 <= lowest <= highest",
         )
     options = PlanOptions(
         policy="auto" if policy is None else policy, costs=costs, solver=solver, gradients=gradients, reserve=reserve
@@ -94,11 +98,11 @@ def max_batch(
     if search.over(lowest) > 0:
         least = limit + search.over(lowest)
         raise BudgetInfeasible(
-            f"a batch of {lowest} does not fit into {format_bytes(limit)}",
+            f"needs at least {format_bytes(least)}: a batch of {lowest} does not fit into {format_bytes(limit)}",
             op="",
             smallest=least,
             where="max_batch",
-            hint=f"it needs {least} bytes ({format_bytes(least)})",
+            hint=f"give at least {least} bytes ({format_bytes(least)}), or a smaller lowest=",
         )
     fits = largest_within(search.over_or_refused, limit, lowest=lowest, highest=highest)
     if fits > lowest and search.same_need(lowest, fits):
@@ -167,15 +171,18 @@ class _Search:
         """Return the model and the inputs of a batch size, on fake tensors."""
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
-                model, inputs = self.make(batch)
+                made = self.make(batch)
         except MemplanError:
             raise
         except Exception as error:
             hint = "make(batch) runs on fake tensors: build the model and its inputs without reading values of tensors"
+            hint = f"{_MAKE}; {hint}" if isinstance(error, TypeError) else hint
             raise UnsupportedGraph(
                 f"make({batch})", f"{type(error).__name__}: {error}".splitlines()[0], hint, see="max-batch"
             ) from error
-        return model, inputs
+        if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
+            raise InvalidModel(f"returned an object of type {type(made).__name__}", where=f"make({batch})", hint=_MAKE)
+        return made
 
 
 def largest_within(over: Callable[[int], int], limit: int, *, lowest: int, highest: int) -> int:

@@ -15,7 +15,7 @@ from memplan.core.gpus import GpuTarget
 from memplan.core.plan import Plan
 from memplan.core.timed import timed
 from memplan.distributed.fake_ranks import divided, fake_ranks
-from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError
+from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, MemplanError
 from memplan.evict.costs import cost_model
 from memplan.planning.capacity import Capacity, capacity_of
 from memplan.planning.eager_total import eager_total
@@ -98,6 +98,9 @@ def fits(
     capacity = capacity_of(device, allowance=allowance, slack=slack)
     if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
         raise InvalidSize(f"{batch!r} is no number of samples", where="batch", hint="give a number of 1 or more")
+    if not callable(model):
+        what = f"is a {type(model).__name__}, neither an nn.Module nor a function from a batch size"
+        raise InvalidModel(what, where="model", hint="pass the model itself, then its inputs")
     kind = None if dtype is None else floating_type(dtype)
     step = _StepPlans(
         example=StepExample(model, (example_inputs, example_kwargs), kind),

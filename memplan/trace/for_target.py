@@ -18,6 +18,7 @@ from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.targets.child import asked_for
 from memplan.targets.stand_in import DEVICE
 from memplan.trace.capture.effects import with_fake_tensors
+from memplan.trace.capture.refusals import require_module
 from memplan.trace.planning import plan
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def plan_for(
         raise LibraryNotInstalled(what, where="kernels='inductor'", hint=hint, see="target")
     options = replace(options, reserve=options.reserved + target.workspace, costs=options.costs or target.costs)
 
+    require_module(model)
     args, kwargs = arguments_of(example_inputs, example_kwargs)
     given = [(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves((args, kwargs)))]
     for place, tensor in (*model.named_parameters(), *model.named_buffers(), *given):

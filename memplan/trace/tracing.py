@@ -7,8 +7,9 @@ trace in several variants. `trace` does both at once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from memplan.core.division import Division, compression_of
 from memplan.core.in_place import with_inplace_candidates
 from memplan.core.timed import timed
 from memplan.distributed.parallelism import parallelism_of
-from memplan.errors import UnsupportedProblem
+from memplan.errors import UnsupportedGraph, UnsupportedProblem
 from memplan.trace.capture.front_ends import quiet
 from memplan.trace.capture.joint_graph import Captured, capture
 from memplan.trace.chunking.chunk import divide
@@ -159,7 +160,7 @@ def capture_call(
     args, kwargs = arguments_of(example_inputs, example_kwargs)
     train = bool(getattr(model, "training", True)) if asked.train is None else asked.train
     name, target = type(model).__name__, None
-    with timed(f"tracing {name}"):
+    with timed(f"tracing {name}"), _one_list(args):
         if asked.kernels == "inductor":
             with quiet():
                 from memplan.trace.fused.step import decompositions  # imports Inductor
@@ -175,6 +176,17 @@ def capture_call(
         else:
             captured = capture(model, args, kwargs, train=train, by_dynamo=asked.by_dynamo)
     return CapturedCall(captured=captured, model=name, options=asked, target=target)
+
+
+@contextlib.contextmanager
+def _one_list(args: tuple[Any, ...]) -> Iterator[None]:
+    """Say in the error of a model that is called with one list that a list is one argument."""
+    try:
+        yield
+    except UnsupportedGraph as error:
+        if len(args) == 1 and isinstance(args[0], list):
+            error.hint = "a list is one argument, the only one: pass several arguments as a tuple, (first, second)"
+        raise
 
 
 def trace_captured(

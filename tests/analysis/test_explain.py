@@ -79,7 +79,7 @@ def _chain(op: str, sizes: tuple[int, int, int]) -> Plan:
 
 
 def test_what_waits_for_the_backward_can_be_evicted() -> None:
-    (lever,) = (lever for lever in levers(sample_plan(alignment=1)) if lever.name == "evict")
+    (lever,) = levers(sample_plan(alignment=1))
     # Without activation_2 (100 B) at the peak, 160 B are alive there, and 200 B when it comes back.
     assert lever.saves == 60
     assert "100 B of activations wait for the backward" in lever.text
@@ -90,10 +90,6 @@ def test_no_lever_promises_more_than_there_is(plan: Plan) -> None:
     for lever in levers(plan):
         assert 0 <= lever.saves <= max(plan.max_live, plan.arena_size)
         assert lever.text
-        if lever.name == "layout":
-            assert plan.arena_size > plan.solution.bound
-        if lever.name == "order":
-            assert not plan.schedule.certified
 
 
 # Differences.
@@ -139,7 +135,7 @@ def test_what_grew_is_paired_with_what_it_was() -> None:
 
 
 def _advised(plan: Plan, step: int) -> str:
-    return next((lever.text for lever in levers(plan, step) if lever.name == "evict"), "")
+    return next((lever.text for lever in levers(plan, step)), "")
 
 
 @pytest.mark.parametrize("policy", [slow("recompute"), "genoa", "flow"])

@@ -51,7 +51,7 @@ def test_an_exceeded_share_never_reads_like_its_limit(max_live: int, waste: int,
 
 @given(st.integers(0, 2**45), st.integers(0, 2**45))
 def test_an_exceeded_size_never_reads_like_its_limit(arena: int, limit: int) -> None:
-    (finding,) = _check(_fragmented(arena, arena), f"arena:{limit}").findings
+    (finding,) = _check(_fragmented(arena, arena), f"arena:{limit}B").findings
     measured, allowed, _ = finding.texts()
     assert finding.ok == (arena <= limit)
     assert (measured == allowed) == (arena == limit)
@@ -60,7 +60,7 @@ def test_an_exceeded_size_never_reads_like_its_limit(arena: int, limit: int) -> 
 @given(plans(), st.integers(0, 2000), st.floats(0, 1), st.integers(0, 2000))
 def test_a_verdict_is_ok_exactly_when_every_limit_is_kept(plan: Plan, arena: int, share: float, outside: int) -> None:
     limit = Fraction(f"{share:.19f}")
-    verdict = _check(plan, f"arena:{arena}", f"fragmentation:{share:.19f}", f"outside:{outside}")
+    verdict = _check(plan, f"arena:{arena}B", f"fragmentation:{share:.19f}", f"outside:{outside}B")
     kept = (
         plan.arena_size <= arena,
         Fraction(plan.arena_size - plan.max_live, max(plan.arena_size, 1)) <= limit,
@@ -115,17 +115,17 @@ def test_what_grew_outside_is_told_by_kind_both_ways() -> None:
 
 
 def test_a_limit_over_which_it_always_was_is_explained_by_who_is_there() -> None:
-    same = _explained("arena:319", NOW)
+    same = _explained("arena:319B", NOW)
     assert (same.grown, same.parts, same.before) == ((), (), Fraction(320))
     assert [holder.module for holder in same.because] == ["h.0.attn", "", "layers[1].norm"]
-    for rule in ("peak:259", "total:567"):
+    for rule in ("peak:259B", "total:567B"):
         other = _explained(rule, NOW)
         assert (len(other.because), other.parts, other.ok) == (3, (), False)
-    outside = _explained("outside:247", NOW)
+    outside = _explained("outside:247B", NOW)
     assert (outside.grown, outside.because) == ((), ())
     sizes = [size for _, size in outside.parts]
     assert sizes == sorted(sizes, reverse=True)
     assert dict(outside.parts) == dict(NOW.parts)
     assert sum(sizes) >= 248
-    kept = _explained("arena:320", dataclasses.replace(NOW, arena=300, max_live=300))
+    kept = _explained("arena:320B", dataclasses.replace(NOW, arena=300, max_live=300))
     assert (kept.ok, kept.grown, kept.because, kept.parts, kept.excess) == (True, (), (), (), Fraction(0))

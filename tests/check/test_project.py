@@ -97,7 +97,7 @@ BEFORE = Figures(arena=200, max_live=150, outside=70, parts={}, peak=())
         ("arena:+0", 200),
         ("peak:+0", 150),
         ("outside:+0", 70),
-        ("total:+30", 300),
+        ("total:+30B", 300),
         ("fragmentation:5%", Fraction(1, 20)),
         ("fragmentation:0.05", Fraction(1, 20)),
         ("fragmentation:+1%", Fraction(26, 100)),

@@ -95,14 +95,6 @@ def test_page_locked_copies_have_a_limit(run: Run, saved: Path, tmp_path: Path) 
     assert copied == [True, False, True], "copies of a step on the CPU are not page-locked"
 
 
-def test_bad_input(run: Run, saved: Path, tmp_path: Path) -> None:
-    assert run("budget", saved, "--costs", "abacus")[0] == 2
-    assert run("budget", saved, "--policy", "hope")[0] == 2
-    assert run("budget", saved, "--host-budget", "much")[0] == 2
-    assert run("budget", saved, "--pinned-budget", "half")[0] == 2
-    assert run("budget", saved, "--pinned-budget", "-1")[0] == 2
-
-
 def test_a_plan_with_evictions_is_judged_without_them(run: Run, saved: Path, tmp_path: Path) -> None:
     within("5MiB", chain(8)).save(tmp_path / "evicted.json")
     _, plain, _ = run("budget", saved, "--format", "json")

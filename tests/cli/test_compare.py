@@ -14,7 +14,7 @@ from tests.samples import sample_plan
 def test_diff_of_a_plan_with_itself(run: Run, plan_file: Path) -> None:
     code, out, err = run("diff", plan_file, plan_file)
     assert (code, err) == (0, "")
-    assert "the arena stays 320 B" in out
+    assert "the total stays 768 B" in out
     assert "the plans are the same" in out
 
 
@@ -23,7 +23,7 @@ def test_diff_shows_totals_and_buffers(run: Run, plan_file: Path, tmp_path: Path
     code, out, _ = run("diff", plan_file, "large.json")
     assert code == 0
     for text in (
-        "320 B -> 1.50 KiB (1,536 B)",
+        "total 768 B -> 1.94 KiB (+1.19 KiB, +158.33 %)",
         "the same graph",
         "grew: 3 buffers",
         "h.0.attn",
@@ -32,7 +32,7 @@ def test_diff_shows_totals_and_buffers(run: Run, plan_file: Path, tmp_path: Path
     ):
         assert text in out
     markdown = run("diff", plan_file, "large.json", "--format", "markdown")[1]
-    assert markdown.startswith("## sample: arena")
+    assert markdown.startswith("## total 768 B ")
     assert "| arena | 320 B | 1.50 KiB | +1.19 KiB (+1,216 B, +380.00 %) |" in markdown
     data = json.loads(run("diff", plan_file, "large.json", "--format", "json")[1])
     assert data["before"]["arena"] == 320

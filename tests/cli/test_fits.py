@@ -47,21 +47,3 @@ def test_a_model_fits_or_not(run: Run) -> None:
         out = run("fits", "net.py:net", *named, "--infer", "--no-search", "--format", "markdown")[1]
         assert "| context, libraries | 1.00 GiB |" in out
         assert f"kernels are those of {named[1]}" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        (("net.py:net", "--device", "tpu-v9"), "name one of h200"),
-        (("net.py:net", "--device", "h100", "--slack", "most"), "slack"),
-        (("net.py:breaks", "--device", "h100"), "no batch of 4"),
-        (("net.py", "--device", "h100"), "FACTORY"),
-        (("net.py:net", "--device", "h100", "--optimizer", "Adman"), "torch.optim has no"),
-        (("net.py:net", "--device", "h100", "--costs", "abacus"), "abacus"),
-        (("net.py:any_batch", "--device", "h100", "--batch", "0"), "--batch"),
-    ],
-)
-def test_bad_input(run: Run, arguments: tuple[str, ...], what: str) -> None:
-    code, out, err = run("fits", *arguments)
-    assert (code, out) == (2, "")
-    assert what in err

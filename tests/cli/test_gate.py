@@ -40,7 +40,7 @@ def test_growth_fails_and_says_what_grew_and_where(run: Run, grown: Path) -> Non
 
 @pytest.mark.parametrize(
     ("rule", "code"),
-    [("arena:+379%", 1), ("arena:+380%", 0), ("arena:+1215", 1), ("arena:+1216", 0), ("arena:1535B", 1),
+    [("arena:+379%", 1), ("arena:+380%", 0), ("arena:+1215B", 1), ("arena:+1216B", 0), ("arena:1535B", 1),
      ("arena:1536B", 0), ("outside:+0", 0), ("fragmentation:5%", 0), ("fragmentation:+0%", 0), ("total:+1KiB", 1)],
 )  # fmt: skip
 def test_every_rule_is_exact(run: Run, grown: Path, rule: str, code: int) -> None:
@@ -99,24 +99,6 @@ def test_an_update_refuses_an_invalid_plan(run: Run, grown: Path, tmp_path: Path
     assert (tmp_path / "base.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--baseline", "none.json"], "none.json: cannot be read"),
-        (["--fail-over", "arena:+1%"], "add --baseline FILE"),
-        (["--fail-over", "memory:1"], "--fail-over: 'memory:1' limits none of arena, peak"),
-        (["--update-baseline"], "there is no baseline to update"),
-        (["--baseline", "other.json"], "has no figures of plan.json"),
-        (["--baseline", "no/such/folder.json", "--update-baseline"], "cannot be written"),
-    ],
-)
-def test_bad_input_names_the_next_step(run: Run, plan_file: Path, args: list[str], message: str) -> None:
-    Path("other.json").write_text('{"format": "memplan-baseline-1", "models": {}}')
-    code, out, err = run("check", "plan.json", *args)
-    assert (code, out) == (2, "")
-    assert message in err
-
-
 def test_github_gets_annotations_and_a_summary(
     run: Run, grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +136,7 @@ def repository(grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_annotation_stands_at_the_file_and_line_of_the_repository(run: Run, repository: Path) -> None:
     assert _annotated(run) == "file=src/net/model.py,line=15,"
-    assert _annotated(run, "--max-arena", "1") == "file=src/net/model.py,line=12,"
+    assert _annotated(run, "--max-arena", "1B") == "file=src/net/model.py,line=12,"
 
 
 def test_paths_are_from_the_root_wherever_the_check_runs(
@@ -192,7 +174,7 @@ def test_a_traced_model_is_annotated_where_it_stands_and_its_plan_holds_no_path(
     )
     assert run("report", "src/net/tiny.py:make", "--infer", "--save", "plan.json")[0] == 0
     assert str(repository) not in (repository / "plan.json").read_text()
-    assert _annotated(run, "--max-arena", "1") == "file=src/net/tiny.py,line=5,"
+    assert _annotated(run, "--max-arena", "1B") == "file=src/net/tiny.py,line=5,"
 
 
 def test_pyproject_lists_what_is_checked(run: Run, plan_file: Path, tmp_path: Path) -> None:
@@ -224,10 +206,3 @@ def test_what_the_project_no_longer_lists_is_mentioned(run: Run, plan_file: Path
     assert "note: old.json is in the baseline" in err
     assert run("check", "--update-baseline")[0] == 0
     assert list(read_baseline(tmp_path / "base.json")) == ["plan.json"]
-
-
-def test_nothing_to_check_is_bad_input(run: Run) -> None:
-    for args, message in ((["check"], "[tool.memplan]"), (["check", "--infer"], "infer = true")):
-        code, _, err = run(*args)
-        assert code == 2
-        assert message in err

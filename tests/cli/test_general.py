@@ -82,7 +82,7 @@ def test_no_package_exports_a_name_of_its_own_submodule() -> None:
 
 def test_it_runs_as_a_module(plan_file: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "memplan", "check", str(plan_file), "--max-arena", "1"],
+        [sys.executable, "-m", "memplan", "check", str(plan_file), "--max-arena", "1B"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

@@ -135,7 +135,7 @@ def test_a_real_model_is_planned(run: Run, tmp_path: Path, monkeypatch: pytest.M
     assert run("report", "real.py:net", "--save", "real.json")[0] == 0
     plan = planfile.load(tmp_path / "real.json")
     assert plan.outside["parameters"] == 4 * (8 * 64 + 64 + 64 + 1)
-    assert run("check", "real.json", "--max-arena", plan.arena_size)[0] == 0
+    assert run("check", "real.json", "--max-arena", f"{plan.arena_size}B")[0] == 0
     assert run("report", "real.py:net", "--infer")[1].startswith("real.py:net: forward only")
 
 

@@ -104,27 +104,3 @@ def test_a_bad_csv_is_bad_input(run: Run, tmp_path: Path, content: str | bytes, 
     assert "buffers.csv" in err
     assert message in err
     assert [p.name for p in tmp_path.iterdir()] == ["buffers.csv"]
-
-
-def test_a_missing_file_and_a_folder_are_bad_input(run: Run, tmp_path: Path) -> None:
-    for path in ("missing.csv", tmp_path):
-        code, out, err = run("solve", path)
-        assert (code, out) == (2, "")
-        assert "cannot be read" in err
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--capacity", "3gib"], "--capacity"),
-        (["--capacity", "-1"], "--capacity"),
-        (["--time-limit", "nan"], "--time-limit"),
-        (["--time-limit", "0"], "--time-limit"),
-        (["--time-limit", "-1"], "--time-limit"),
-        (["--solver", "magic"], "greedy"),
-    ],
-)
-def test_bad_options_name_themselves(run: Run, csv_file: Path, args: list[str], message: str) -> None:
-    code, out, err = run("solve", csv_file, *args)
-    assert (code, out) == (2, "")
-    assert message in err

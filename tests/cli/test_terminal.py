@@ -43,7 +43,7 @@ def _on_a_terminal(args: list[str], **env: str) -> str:
 
 
 def test_colours_are_for_terminals_that_want_them(plan_file: Path) -> None:
-    args = ["check", str(plan_file), "--max-arena", "1"]
+    args = ["check", str(plan_file), "--max-arena", "1B"]
     assert "\x1b[1;31m" in _on_a_terminal(args)
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", _on_a_terminal(args, NO_COLOR="1"))
 
@@ -64,7 +64,7 @@ def test_narrow_terminals_are_not_overrun(plan_file: Path) -> None:
 
 def test_a_narrow_check_says_by_how_much(run: Run, plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    out = run("check", plan_file.name, "--max-arena", "1", "--max-outside", "1MiB")[1]
+    out = run("check", plan_file.name, "--max-arena", "1B", "--max-outside", "1MiB")[1]
     assert re.search(r"FAIL +plan\.json +arena +319 B", out)
     assert "arena of plan.json is 320 B: 319 B more than 1 B" in " ".join(out.split())
     assert re.search(r"ok +plan\.json +outside", out)
@@ -72,14 +72,19 @@ def test_a_narrow_check_says_by_how_much(run: Run, plan_file: Path, monkeypatch:
 
 
 def test_what_is_no_terminal_gets_no_escapes(run: Run, plan_file: Path) -> None:
-    for args in (["report", plan_file], ["check", plan_file, "--max-arena", "1"], ["--help"]):
+    for args in (["report", plan_file], ["check", plan_file, "--max-arena", "1B"], ["--help"]):
         assert "\x1b" not in run(*args)[1]
 
 
 def test_an_ascii_terminal_gets_ascii(tmp_path: Path) -> None:
     (tmp_path / "é.csv").write_text(CSV)
     sample_plan().save(tmp_path / "é.json")
-    for args in (["report", "é.json"], ["solve", "é.csv"], ["solve", "ü.csv"], ["check", "é.json", "--max-arena", "1"]):
+    for args in (
+        ["report", "é.json"],
+        ["solve", "é.csv"],
+        ["solve", "ü.csv"],
+        ["check", "é.json", "--max-arena", "1B"],
+    ):
         done = subprocess.run(
             [sys.executable, "-m", "memplan", *args],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "ascii"},

@@ -59,3 +59,7 @@ def test_costs_of_drawing_are_saved_and_those_of_before_are_read(tmp_path: Path)
 def test_an_impossible_time_to_draw_is_refused(draw: float) -> None:
     with pytest.raises(InvalidCosts, match="draw"):
         replace(DEVICES["cpu"], draw=draw)
+
+
+def test_a_cost_model_is_shown_in_one_short_line() -> None:
+    assert repr(DEVICES["h100"]) == "<CostModel of h100: 3.35e+12 B/s, 0 ops measured>"

@@ -10,6 +10,7 @@ import pytest
 from memplan.planning.frontier import Frontier, frontier
 from memplan.planning.make_plan import ScheduledGraph
 from memplan.planning.options import PlanOptions
+from memplan.report.forms import frontier_form
 from memplan.report.pages import frontier_data, frontier_html
 from memplan.report.picture import picture_of_plan
 from memplan.schedule import traced
@@ -31,7 +32,7 @@ def _frontier() -> Frontier:
 def _html() -> str:
     points = _frontier().points
     pictures = {id(p.plan): picture_of_plan(p.plan) for p in points if p.plan is not None}
-    return frontier_html("deep", _frontier(), [pictures.get(id(p.plan)) for p in points])
+    return frontier_html(frontier_form("deep", _frontier()), _frontier(), [pictures.get(id(p.plan)) for p in points])
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_points_have_plans_that_keep_their_budgets() -> None:
 
 
 def test_a_page_without_pictures_has_points_that_open_nothing() -> None:
-    data = frontier_data("deep", _frontier())
+    data = frontier_data(frontier_form("deep", _frontier()), _frontier())
     assert data["plans"] == []
     assert {point["plan"] for point in data["points"]} == {None}
 

@@ -150,4 +150,4 @@ def test_names_from_plans_run_nothing(page: Page, tmp_path: Path) -> None:
     plan: Plan = dataclasses.replace(sample_plan(), model=evil)
     open_html(page, tmp_path, diff_html(plan, sample_plan()))
     assert page.run("return document.querySelectorAll('img').length") == 0
-    assert evil in page.run("return document.getElementById('title').textContent")
+    assert evil in page.run("return document.getElementById('verdict').textContent")

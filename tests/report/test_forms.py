@@ -55,12 +55,13 @@ def test_the_certificate_stands_in_every_form(policy: str, says: str) -> None:
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_table_has_a_line_for_everything(width: int) -> None:
     text = _drawn(sample_plan(), width)
-    for label in ("peak (max live)", "padding", "fragmentation", "arena", "outputs", "gradients", "fallbacks"):
+    for label in ("total", "parameters", "optimizer state", "inputs", "beside the arena", "peak (max live)", "padding"):
         assert label in text
-    for label in ("kernels' temporaries", "not measured", "inputs", "parameters", "constants", "total"):
+    for label in ("arena", "outputs", "gradients", "fallbacks", "kernels' temporaries", "not measured"):
         assert label in text
+    assert "constants" not in text, "there are none"
     assert "aten.native_layer_norm" in text
-    assert "step 3 (backward): aten.expand" in text
+    assert "at step 3" in text or width < 60
 
 
 def test_brackets_in_module_names_are_no_markup() -> None:
@@ -98,7 +99,7 @@ def test_every_form_exists_for_every_plan(plan: Plan) -> None:
     assert _drawn(plan, 80)
     markdown = report_markdown(report)
     table = [line.replace("\\|", "") for line in markdown.splitlines() if line.startswith("| ")]
-    assert {line.count("|") for line in table[:14]} == {5}
+    assert {line.count("|") for line in table[:8]} == {5}
     data = json.loads(json.dumps(report_json(report), allow_nan=False))
     assert data["format"] == "memplan-report-1"
     assert data["arena_size"] == plan.arena_size
@@ -136,5 +137,5 @@ def test_how_a_budget_is_kept_stands_in_every_form(policy: str, how: str) -> Non
 def test_a_budget_that_evicts_nothing_says_so_and_none_says_nothing() -> None:
     text = report_markdown(deep_plan("recompute", 7 * MIB).report())
     assert "budget 7.00 MiB (7,340,032 B), kept by 'recompute': nothing is evicted" in text
-    assert "budget" not in report_markdown(deep_plan().report())
+    assert "kept by" not in report_markdown(deep_plan().report())
     assert report_json(deep_plan().report())["kept"] is None

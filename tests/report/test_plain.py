@@ -23,17 +23,10 @@ def test_every_plan_is_printed_with_every_part_of_its_total(plan: Plan) -> None:
     assert text == str(report)
     for group in memory_lines(report):
         for label, size, _ in group:
-            line = next(line for line in text.splitlines() if line.startswith(f"  {label} "))
+            line = next(line for line in text.splitlines() if line.startswith(f"{label} "))
             assert size is None or format_bytes(size) in line
     assert max(map(len, (repr(plan), repr(report)))) < 200
     assert plan.fingerprint[:12] in repr(plan)
-
-
-def test_columns_are_aligned() -> None:
-    lines = [line for line in str(sample_plan()).splitlines() if line.startswith("  ")]
-    arena = next(line for line in lines if line.startswith("  arena"))
-    total = next(line for line in lines if line.startswith("  total"))
-    assert arena.index(" B  ") == total.index(" B  ")
 
 
 def test_names_cannot_break_out_of_a_notebook() -> None:
@@ -49,7 +42,7 @@ def test_a_notebook_shows_the_picture_unless_it_has_too_many_buffers() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(words, "MOST_BLOCKS", len(plan.problem.buffers) - 1)
         assert "<svg" not in plan._repr_html_()
-        assert "<table>" in plan._repr_html_()
+        assert "<div>This step needs 768 B with AdamW" in plan._repr_html_()
 
 
 def test_pages_and_pictures_come_as_text() -> None:

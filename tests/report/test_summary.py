@@ -2,11 +2,20 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
+from memplan.analysis.needs import STATES
 from memplan.core.plan import Plan
-from memplan.report.lines import verdict
+from memplan.core.units import format_bytes
+from memplan.errors import InvalidModel
+from memplan.report.lines import answer_lines, report_form, verdict
+from memplan.report.pages import page_data
+from memplan.report.picture import picture_of_plan
 from memplan.report.summary import LARGEST, make_report
+from memplan.trace.optimizer.update_bytes import update_bytes
 from tests.graph_strategies import plans
 from tests.samples import sample_plan
 
@@ -70,10 +79,46 @@ def test_functional_bytes_add_up(plan: Plan) -> None:
     assert max((row.most for row in report.functional), default=0) == report.outside.fallbacks
 
 
-def test_advice_and_certificate_follow_from_the_plan() -> None:
+@given(plans(), st.sampled_from(sorted(STATES)))
+def test_parts_of_the_answer_add_up_to_what_is_needed(plan: Plan, optimizer: str) -> None:
+    report = plan.report(optimizer=optimizer)
+    need = report.needed
+    assert sum(need.parts.values()) == need.total == plan.total + need.state
+    assert need.eager is None or need.eager >= need.state
+    assert answer_lines(report)[0].startswith(f"This step needs {format_bytes(need.total)}")
+
+
+def test_the_answer_comes_first_in_every_form() -> None:
+    """What is needed, where it peaks and what would shrink it; a reserve stands for the optimizer's state."""
+    plan = sample_plan()
+    text = list(answer_lines(plan.report()))
+    shown = " ".join(str(plan).splitlines()[2:8])
+    assert shown.startswith(" ".join(text))
+    assert text[0] == (
+        "This step needs 768 B with AdamW (eager: 648 B): 320 B activations, 200 B AdamW's state, 100 B parameters, "
+        "100 B gradients, 40 B inputs, 8 B results and temporaries."
+    )
+    assert text[1] == "It peaks in the backward (aten.expand); the largest tensor there has 128 B, of h.0.attn."
+    assert text[2].startswith("Cheapest way to make it smaller: a budget. Recomputing or offloading activations")
+    report = plan.report()
+    assert text == list(report_form(report).sections[0].lines)
+    assert text == list(picture_of_plan(plan).answer) == page_data(picture_of_plan(plan))["answer"]
+    firsts = {name: answer_lines(plan.report(optimizer=name))[0].partition(":")[0] for name in ("SGD", "none")}
+    assert firsts == {"SGD": "This step needs 568 B with SGD (eager", "none": "This step needs 568 B (eager"}
+    aside = dataclasses.replace(plan, reserve=200)
+    assert answer_lines(aside.report())[0] == text[0], "as much was set aside"
+    assert "300 B set aside" in answer_lines(dataclasses.replace(plan, reserve=300).report())[0]
+    with pytest.raises(InvalidModel, match=r"name one of .*AdamW.*none"):
+        plan.report(optimizer="Lion")
+
+
+@pytest.mark.parametrize("name", sorted(set(STATES) - {"none"}))
+def test_states_are_those_of_torchs_optimizers(name: str) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(64, 32))
+    assert update_bytes(name, [parameter], foreach=True).state == STATES[name] * parameter.nbytes
+
+
+def test_the_verdict_follows_from_the_plan() -> None:
     report = sample_plan().report()
-    assert [lever.name for lever in report.advice] == ["evict", "order"]
-    assert verdict(report).endswith("proven that no layout can need less in this order")
+    assert verdict(report).endswith("no layout can need less in this order")
     assert "down to" in verdict(dataclasses.replace(report, status="feasible"))
-    certified = verdict(dataclasses.replace(report, order_certified=True))
-    assert certified.endswith("no order and no layout can need less, alignment (60 B) apart")

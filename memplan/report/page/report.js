@@ -13,8 +13,10 @@ class Report {
       add(card, "b", value);
       add(card, "small", remark);
     }
-    for (const note of data.notes.slice(1)) add($("notes"), "li", note);
-    $("advice").hidden = data.notes.length < 2;
+    for (const name of ["notes", "proofs"]) {
+      for (const line of data[name]) add($(name), "li", line);
+      $(name).closest("section").hidden = !data[name].length;
+    }
     if (matchMedia("(max-width: 760px)").matches) $("modules").open = false;
     this.arena = new Arena(
       $("stage"),

@@ -124,7 +124,7 @@ $("close").onclick = shut;
 for (const [section, k] of data.sections.map((s, k) => [s, k])) {
   const card = add($("sections"), "section", undefined, "card");
   if (section.heading) add(card, "h2", section.heading);
-  for (const line of section.lines) add(card, "div", line);
+  for (const line of k ? section.lines : []) add(card, "div", line);
   const table = add(add(card, "div", undefined, "scroll"), "table"),
     head = add(add(table, "thead"), "tr"),
     body = add(table, "tbody");
@@ -151,7 +151,6 @@ for (const [section, k] of data.sections.map((s, k) => [s, k])) {
   draw(svg, "circle", { class: "ours", cx: 6, cy: 6, r: 5 });
   add(item, "span", `memplan (${data.policy})`);
 }
-$("verdict").textContent = data.sections[0].lines.join("; ");
 let wide = 0;
 new ResizeObserver(() => {
   if ($("plot").clientWidth !== wide) {

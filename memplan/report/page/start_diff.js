@@ -20,7 +20,6 @@ const keys = [
 ];
 let arenas = [];
 frame(data, keys);
-$("verdict").textContent = data.graphs.join("; ");
 
 const plans = await Promise.all(data.plans.map(p => Plan.read(p)));
 const { mates, changes, moves } = compare(plans, unpackColumns(await inflate(data.pairs), data.columns));

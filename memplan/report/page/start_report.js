@@ -3,7 +3,6 @@ frame(
   data,
   reportKeys(() => report),
 );
-$("verdict").textContent = data.notes[0] || "";
 const plan = await Plan.read(data);
 report = new Report(plan);
 // For tests and curious people.

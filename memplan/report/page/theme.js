@@ -30,6 +30,7 @@ const hideTip = () => {
 function frame(data, keys) {
   document.title = "memplan: " + data.title;
   $("title").textContent = data.title;
+  for (const line of data.answer) add($("verdict"), "div", line);
   $("foot").textContent = data.foot;
   const preferred = matchMedia("(prefers-color-scheme: dark)");
   document.documentElement.dataset.theme = preferred.matches ? "dark" : "light";
