@@ -1,4 +1,4 @@
-"""What a step needs with an optimizer, by the parts that people know, beside what eager needs."""
+"""Computes what a step needs with an optimizer, by the parts that people know, beside what eager needs."""
 
 from __future__ import annotations
 

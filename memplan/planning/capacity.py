@@ -60,7 +60,7 @@ def capacity_of(
     if not isinstance(device, (str, int)) or isinstance(device, bool):
         hint = f"name a GPU ('h100'), '{HOST}', or its memory ('24GiB')"
         what = f"is a {type(device).__name__}, and names no device"
-        raise UnsupportedDevice(what, where="device", hint=hint, see="target")
+        raise InvalidSize(what, where="device", hint=hint)
     text, gpu = device.strip().lower() if isinstance(device, str) else "0", None
     if text == HOST:
         total, costs, usual = _physical(), HOST, ALLOWANCE
