@@ -52,7 +52,6 @@ def checks(python: str) -> tuple[Check, ...]:
         return Check(name=name, command=command, seconds=seconds, environment=environment)
 
     return (
-        tests("placed results, up to the end of the process", "large_fallbacks", seconds=90),
         tests("races, by torch's sanitizer", "torchs_sanitizer", seconds=150, MEMPLAN_TEST_SANITIZER="1"),
         tests("recordings", "cuda_graph or recordings or recorded or fused_attention or whole_steps"),
         tests("copies to the host", "a_budget_changes_no_bit"),

@@ -13,7 +13,6 @@ from torch import nn
 import memplan
 from benchmarks.zoo import ZOO
 from memplan.core.evictions import TRANSFERS
-from memplan.devices.kinds import alignment_of
 from memplan.evict.costs import signature_of
 from memplan.evict.measure import measure
 from memplan.planning.fit import make_workload
@@ -21,7 +20,6 @@ from memplan.runtime import CompiledModule
 from memplan.runtime.copies.copies import Direction
 from memplan.runtime.profiling.op_timer import Measurement
 from memplan.runtime.profiling.profile_guided import SAMPLES, WARM
-from memplan.schedule import order
 from memplan.trace import trace
 from tests.models import Layers
 from tests.runtime.budgets import FAST_LINK, everything
@@ -39,8 +37,8 @@ def _net() -> tuple[nn.Module, torch.Tensor]:
 
 def _peak(model: nn.Module, x: torch.Tensor) -> int:
     """Bytes that `everything` needs."""
-    traced = trace(model, x)
-    workload = make_workload(traced.graph, order(traced.graph).order, FAST_LINK, alignment_of(traced.device))
+    plan = memplan.plan(model, x, gradients="outside")
+    workload = make_workload(plan.graph, plan.schedule.order, FAST_LINK, plan.alignment)
     return measure(workload, everything(workload)).peak
 
 

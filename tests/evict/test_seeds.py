@@ -11,6 +11,7 @@ from memplan.core.graph import Graph
 from memplan.errors import BudgetInfeasible
 from memplan.evict.measure import measure
 from memplan.evict.policies.auto import auto, recompute
+from memplan.evict.policies.checkpoint import checkpoint, with_blocks
 from memplan.evict.policies.dtr import dtr
 from memplan.evict.search import DecisionSearch, decisions_of
 from memplan.evict.workload import floor
@@ -46,3 +47,14 @@ def test_events_become_decisions_that_can_be(share: float) -> None:
     again = decisions_of(search, workload.plain)
     assert not again.decision.any()
     assert (again.area, again.seconds) == (start.area, start.seconds)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
+def test_a_checkpoint_around_each_block_is_a_start_where_the_model_has_none(name: str) -> None:
+    workload = workload_of(traced_nano(name).graph, alignment=64)
+    events = checkpoint(with_blocks(workload))
+    by_hand = measure(workload, events)
+    assert by_hand.peak < 0.9 * measure(workload, workload.plain).peak
+    assert with_blocks(with_blocks(workload)) == with_blocks(workload), "marks that are there stay"
+    at = replace(workload, budget=by_hand.peak)
+    assert measure(at, recompute(at, work=0)).seconds <= by_hand.seconds * (1 + 1e-9)

@@ -20,7 +20,7 @@ import numpy as np
 
 from memplan.errors import BudgetInfeasible
 from memplan.evict.measure import measure
-from memplan.evict.policies.checkpoint import checkpoint
+from memplan.evict.policies.checkpoint import checkpoint, with_blocks
 from memplan.evict.policies.delta import delta
 from memplan.evict.policies.dtr import dtr, on_demand
 from memplan.evict.policies.flow import flow
@@ -102,10 +102,12 @@ def _coarse(
 
 
 def _followed(search: DecisionSearch) -> Iterator[Events]:
-    """Yield the events of DTR, and those of the model's checkpoints, whether they keep the budget or not."""
+    """Yield the events of DTR, and those of the model's checkpoints, whether they keep the budget or not.
+
+    A model without any gets one around each of its blocks, as one writes by hand.
+    """
     yield from _tried(search.workload, dtr)
-    if any(op.checkpoint for op in search.workload.graph.ops):
-        yield from _tried(search.workload, checkpoint)
+    yield checkpoint(with_blocks(search.workload))
 
 
 def _tried(workload: Workload, policy: Policy) -> Iterator[Events]:

@@ -9,8 +9,44 @@ once more, and the inputs of the inner regions stay until these have run again, 
 
 from __future__ import annotations
 
-from memplan.core.graph import Phase
+import re
+from dataclasses import replace
+
+from memplan.core.graph import Op, Phase
 from memplan.evict.workload import Event, Events, Kind, Workload
+
+_BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")  # a module path up to its first number: "h.3" of "h.3.attn.c_proj"
+
+
+def with_blocks(workload: Workload) -> Workload:
+    """Return a workload with the model's checkpoints or, if it has none, with one around each of its repeated blocks.
+
+    That is what one writes by hand to save memory: a block's input is kept, and the backward makes the rest again. A
+    block that the forward enters again has another checkpoint there. Results that other blocks read are kept.
+    """
+    ops, first = workload.graph.ops, workload.graph.forward_ops
+    if any(op.checkpoint for op in ops):
+        return workload
+    region: list[int] = []
+    last, count = "", 0
+    for op in ops[:first]:
+        block = _BLOCK.match(op.origin.module)
+        if block and block[0] != last:
+            last, count = block[0], count + 1
+        region.append(count if block else 0)
+    left = {
+        i
+        for i in range(first)
+        if any(region[j] != region[i] for s in workload.writes[i] for j in workload.uses[s] if j < first)
+    }
+
+    def marked(i: int, op: Op) -> Op:
+        return replace(op, checkpoint=region[i]) if i < first and i not in left else op
+
+    graph = replace(workload.graph, ops=tuple(marked(i, op) for i, op in enumerate(ops)))
+    other = replace(workload, graph=graph)
+    other.__dict__.update({**workload.__dict__, "graph": graph})  # nothing that is cached depends on checkpoints
+    return other
 
 
 def checkpoint(workload: Workload) -> Events:
