@@ -13,7 +13,6 @@ from torch import fx, nn
 from torch.nn.functional import cross_entropy
 
 import memplan
-from memplan.core.code_options import CodeOptions
 from memplan.core.division import Division
 from memplan.trace import capture_call
 from memplan.trace.fused import row_division
@@ -217,13 +216,3 @@ def test_a_backward_may_run_twice() -> None:
     (loss * 2).backward()
     for p, one in zip((p for p in model.parameters() if p.grad is not None), once, strict=True):
         torch.testing.assert_close(p.grad, one * 3)
-
-
-@pytest.mark.slow
-def test_a_partition_of_memplans_own_saves_them() -> None:
-    step = capture_call(_made(_plain), DATA, kernels="inductor")
-    graph = step.retrace(division=BLOCKS, code=CodeOptions(saved=())).graph
-    blocks = [(op.phase, op.origin.node) for op in graph.ops if "_rows" in op.origin.node]
-    late = [node for phase, node in blocks if phase == "backward"]
-    assert all(node.endswith("_mul") for node in late), "the backward scales, and computes no block"
-    assert len(late) < len(blocks)
