@@ -13,6 +13,7 @@
     Tracker()                        is a hook that counts the bytes in the arena and on the host at each step
     Backend(**options)               configures torch.compile(model, backend="memplan")
     partitioner(budget)              makes plain torch.compile recompute so that a step's peak keeps a budget
+    set_log_level("info")            says what takes long, before it begins; so does MEMPLAN_LOG=info
     explain(plan), diff(one, two)    show the live buffers of a step; the differences between two plans
 
 Importing this package does not import torch and patches nothing: each name is imported on first use. torch is an extra
@@ -21,6 +22,7 @@ Importing this package does not import torch and patches nothing: each name is i
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from memplan.core.division import Compression, Divide, Division
     from memplan.core.plan import Plan
     from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
+    from memplan.core.timed import set_log_level
     from memplan.core.validate import validate
     from memplan.evict.costs import CostModel, load_costs
     from memplan.evict.workload import Policy as EvictionPolicy
@@ -99,6 +102,7 @@ __all__ = [
     "plan",
     "profile",
     "record",
+    "set_log_level",
     "solve",
     "validate",
 ]
@@ -124,6 +128,7 @@ _HOMES = {
     "max_batch": "memplan.trace.batches",
     "partitioner": "memplan.integrations.inductor.partitioner",
     "profile": "memplan.runtime.api.profiling",
+    "set_log_level": "memplan.core.timed",
     "solve": "memplan.solvers",
     "validate": "memplan.core.validate",
 }
@@ -144,6 +149,9 @@ provide(
         "memplan.report.text_diagrams": ("partition_table", "stack_text"),
     }
 )
+
+if os.environ.get("MEMPLAN_LOG"):
+    import_module("memplan.core.timed").set_log_level(os.environ["MEMPLAN_LOG"])
 
 _ROOMS_WITH_TORCH = ("memplan.integrations", "memplan.runtime", "memplan.targets", "memplan.trace")
 

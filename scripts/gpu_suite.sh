@@ -12,7 +12,7 @@
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 #       --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \
 #       --platform manylinux2014_x86_64 -d WHEELS \
-#       ortools==9.15.6755 immutabledict==4.3.1 diffusers==0.42.1 importlib-metadata==10.2.0 fastjsonschema==2.22.3
+#       ortools==9.15.6755 immutabledict==4.3.1 diffusers==0.42.1 importlib-metadata==10.2.0
 # Also taken from the environment: SIZE of the search for batches, MODELS, ROUNDS, CAPACITY.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -31,7 +31,7 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 missing="$("$python" -c '
 from importlib.util import find_spec
 needed = {name: name for name in "numpy numba ortools typer rich transformers diffusers pytest hypothesis".split()}
-needed |= {"fastjsonschema": "fastjsonschema", "PIL": "pillow", "absl": "absl-py", "immutabledict": "immutabledict"}
+needed |= {"PIL": "pillow", "absl": "absl-py", "immutabledict": "immutabledict"}
 needed |= {"pandas": "pandas", "importlib_metadata": "importlib-metadata", "google": "protobuf"}
 print(*(package for name, package in needed.items() if find_spec(name) is None))
 ')"

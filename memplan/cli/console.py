@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
+from memplan.core.timed import live_line
 from memplan.errors import MemplanError
 
 if TYPE_CHECKING:
@@ -157,12 +158,8 @@ def stages(doing: str) -> Iterator[Callable[[str], object]]:
     if not is_live(screen):
         yield lambda stage: say(f"{time.perf_counter() - began:6.1f} s  {doing}: {stage}", stderr=True)
         return
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    parts = SpinnerColumn("line"), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
-    with Progress(*parts, console=screen, transient=True) as shown:
-        task = shown.add_task(f"{doing} ...", total=None)
-        yield lambda stage: shown.update(task, description=f"{doing}: {stage}")
+    with live_line(doing, screen) as tell:
+        yield tell
 
 
 # -- Ctrl-C --------------------------------------------------------------------------------------------------

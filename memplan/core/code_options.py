@@ -16,9 +16,6 @@ class CodeOptions:
             layout (Inductor's `layout_optimization`).
         group_bytes: a kernel that runs several loops one after another touches at most this many bytes; None: the
             compiler's own grouping.
-        saved: the nodes of the joint graph, by name, that the forward saves for the backward; None: the compiler's own
-            partition.
-        knob: torch's `activation_memory_budget` when it chose the partition; 1.0, its default, changes nothing.
 
     Raises:
         InvalidPlan: a value is out of its range.
@@ -29,18 +26,12 @@ class CodeOptions:
 
     layouts: bool = True
     group_bytes: int | None = None
-    saved: tuple[str, ...] | None = None
-    knob: float = 1.0
 
     def __post_init__(self) -> None:
         if self.group_bytes is not None and self.group_bytes < 1:
             raise InvalidPlan(f"{self.group_bytes} bytes are too few for a kernel", where="code.group_bytes")
-        if not 0 <= self.knob <= 1:
-            raise InvalidPlan(f"{self.knob} is not between 0 and 1", where="code.knob")
 
     def __str__(self) -> str:
         said = [] if self.layouts else ["without layout_optimization"]
         said += [] if self.group_bytes is None else ["small groups of loops"]
-        said += [] if self.saved is None else ["a partition of memplan's"]
-        said += [] if self.knob == 1.0 else [f"activation_memory_budget={self.knob:g}"]
         return ", ".join(said)

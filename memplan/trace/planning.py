@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -30,7 +30,7 @@ from memplan.trace.default_kernels import made_by_default, with_kernels
 from memplan.trace.optimizer.updates import small_updates
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import CapturedCall, capture_call, retraced
-from memplan.trace.variants import gain_of_dividing, in_bytes, variants_to_plan
+from memplan.trace.variants import best_code, gain_of_dividing, in_bytes, variants_to_plan
 from memplan.version import __version__
 
 _log = logging.getLogger("memplan")
@@ -120,7 +120,8 @@ def plan_step(
             if generator is None:
                 found, made = variant, make(variant)
             else:
-                found, made = _best_code(variant, generator, make, within, limited=limited)
+                again = partial(generator.retrace, division=variant.division)
+                found, made = best_code(variant, again, make, within, limited=limited)
             return found, replace(made, division=found.division, compress=found.compress, code=found.code)
         except BudgetInfeasible as error:
             failed = error
@@ -129,23 +130,6 @@ def plan_step(
         gain = gain_of_dividing(traced, retracer, alignment, sums=generator is not None)
         failed.hint = "; ".join(filter(None, (failed.hint, gain)))
     raise failed
-
-
-def _best_code(
-    variant: TracedGraph,
-    retracer: CapturedCall,
-    make: Callable[[TracedGraph], Plan],
-    within: PlanOptions,
-    *,
-    limited: bool,
-) -> tuple[TracedGraph, Plan]:
-    """Return a variant with the code that needs the fewest bytes or, within budgets, the fastest, and its plan."""
-    from memplan.trace.variants import fastest_code, smallest_code  # imports the search and its compiler
-
-    again = partial(retracer.retrace, division=variant.division)
-    if not limited:
-        return smallest_code(variant, again, make)
-    return fastest_code(variant, again, make, within, cost_model(within.costs or device_costs(variant.device)))
 
 
 def _plan_variant(

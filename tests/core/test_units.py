@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.core.timed import timed
 from memplan.core.units import (
     bytes_apart,
     format_bytes,
@@ -98,17 +96,3 @@ def test_different_shares_read_as_different(one: float, two: float) -> None:
 @given(st.integers(0, 2**62))
 def test_what_is_shown_is_within_one_percent(size: int) -> None:
     assert abs(parse_size(format_bytes(size)) - size) <= size * 0.01 + 1
-
-
-def test_long_work_is_logged_whether_or_not_it_succeeds(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.INFO, logger="memplan")
-    with timed("a moment"):
-        pass
-    assert caplog.messages == []
-    monkeypatch.setattr("memplan.core.timed.LONG", 0.0)
-    with contextlib.suppress(ValueError), timed("tracing"):
-        raise ValueError
-    assert caplog.messages == ["tracing took 0.0 s"]
-    assert caplog.records[0].levelno == logging.INFO

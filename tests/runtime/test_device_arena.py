@@ -110,8 +110,8 @@ def test_copies_pickles_and_plan_files_run_there_too(net: SeveralResults, x: tor
     loaded = memplan.compile(net, x, train=False, plan=tmp_path / "plan.json")
     twins: list[Any] = [pickle.loads(pickle.dumps(compiled)), loaded]
     for twin in twins:
-        assert twin.plan.eviction.device == "cpu:1"
         assert torch.equal(twin(x)[0], expected)
+        assert twin.plan.eviction.device == "cpu:1"
     with pytest.raises(PlanMismatch, match="runs on cpu:1"):
         memplan.compile(net, x, train=False, plan=tmp_path / "plan.json", device="cpu")
     with pytest.raises(PlanMismatch, match="runs on the device of the model"):

@@ -16,7 +16,6 @@ import torch
 from torch import fx
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import count_calls
-from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._inductor import compile_fx, config
@@ -25,7 +24,6 @@ from torch._inductor.virtualized import V
 from memplan.core.code_options import CodeOptions
 from memplan.devices.kinds import HOST, is_accelerator
 from memplan.errors import UnsupportedGraph
-from memplan.torch_inside.graphs import one_of_each
 from memplan.torch_inside.versions import compiler_config, loaded_code, partition
 from memplan.trace.fused.aligned_products import align_products
 from memplan.trace.fused.early_gradients import EARLY
@@ -43,7 +41,7 @@ from memplan.trace.fused.kernel_runs import (
 )
 from memplan.trace.fused.sums import with_sums_in_place
 from memplan.trace.fused.wrapper import recording
-from memplan.trace.passes.partitions import made_in_the_forward, require_new_values, save_old_values, tag_saved
+from memplan.trace.passes.partitions import made_in_the_forward, require_new_values, save_old_values
 from memplan.trace.passes.rewrite import fake_mode_of, storage_key
 
 # What a user may have set and the recorded code cannot have.
@@ -118,7 +116,7 @@ def generate(
         returned: The number of outputs of the forward.
         static: The inputs, by position, that stay from step to step.
         training: The graph contains a backward.
-        code: How to partition it, and to generate its kernels.
+        code: How to generate its kernels.
         in_blocks: It was divided by rows: no kernel may compute parts of two blocks.
 
     Raises:
@@ -134,7 +132,7 @@ def generate(
         if not training:
             forward = _forward(joint, model, given, returned, how, inference=True)
             return Halves(forward=forward, backward=None, given=given, returned=returned)
-        first, second = _partition(joint, model, returned, static, code, aligns=aligns)
+        first, second = _partition(joint, model, returned, static, aligns=aligns)
         saved = _names_of_outputs(first)[returned:]
         forward = _forward(first, model, given, returned, how, inference=False)
         pairs = zip(saved, forward.outputs[returned:], strict=True)
@@ -151,13 +149,12 @@ def _partition(
     model: str,
     returned: int,
     static: Sequence[int],
-    code: CodeOptions,
     *,
     aligns: bool,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return the graphs of forward and backward.
 
-    Without options they are partitioned as by Inductor, but for what is read too late. `aligns`: matrix products are
+    They are partitioned as by Inductor, but for what is read too late. `aligns`: matrix products are
     padded before.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
@@ -171,12 +168,7 @@ def _partition(
         own = users or min_cut_rematerialization_partition
         if aligns:
             align_products(gm.graph)
-        if code.saved is None:
-            save_old_values(gm.graph)
-        else:
-            own = min_cut_rematerialization_partition
-            one_of_each(gm)
-            tag_saved(gm.graph, frozenset(code.saved), never_again=lambda node: EARLY in node.meta)
+        save_old_values(gm.graph)
         early = [node for node in gm.graph.nodes if EARLY in node.meta]
         return made_in_the_forward(gm, early, functools.partial(own, gm, inputs, compiler="inductor"), **options)
 
@@ -303,10 +295,8 @@ def _device_of(values: Sequence[Any]) -> str:
 def _compiling(mode: Any, code: CodeOptions) -> Iterator[None]:
     """The contexts in which AOTAutograd calls Inductor."""
     settings = _SETTINGS if code.layouts else {**_SETTINGS, "layout_optimization": False}
-    knob = {} if code.knob == 1.0 else {"activation_memory_budget": code.knob}
     with (
         config.patch(settings),
-        functorch_config.patch(knob),
         torch.no_grad(),
         torch._C._DisableAutocast(),
         V.set_fake_mode(mode),

@@ -1,4 +1,4 @@
-"""The Inductor that is here: whether it has a compiler, how it chooses layouts and partitions, and its errors in our
+"""The Inductor that is here: whether it has a compiler, how it chooses layouts, and its errors in our
 words.
 """
 
@@ -38,11 +38,6 @@ def require_inductor() -> None:
 def chooses_layouts() -> bool:
     """Return whether Inductor chooses the layouts of convolutions, and its user does not insist on that."""
     return bool(config.layout_optimization) and not config.force_layout_optimization
-
-
-def partitions_freely() -> bool:
-    """Return whether Inductor's user has set no partitioner."""
-    return config.custom_partitioner_fn is None
 
 
 def refused(what: str) -> UnsupportedGraph:

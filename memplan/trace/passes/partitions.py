@@ -61,7 +61,6 @@ def tag_saved(
     saved: Collection[str],
     *,
     backward: Collection[fx.Node] | None = None,
-    never_again: Callable[[fx.Node], bool] = lambda node: False,
 ) -> tuple[str, ...]:
     """Tag a joint graph so that these nodes (by name) are saved, and return the names of all that will be.
 
@@ -73,7 +72,6 @@ def tag_saved(
         graph: The graph of forward and backward.
         saved: The names of nodes of the forward.
         backward: The nodes of the backward; None: those that depend on a gradient that comes in.
-        never_again: Tells whether a node must not run twice for other reasons.
 
     Example:
         >>> tag_saved(joint.graph, {"mm", "gelu"})
@@ -82,7 +80,7 @@ def tag_saved(
     clear_tags(graph)
     views = view_ops()
     backward = _depends_on_tangents(graph) if backward is None else backward
-    unsafe = _not_again(graph, never_again)
+    unsafe = _not_again(graph)
     wanted = {_base(node, views) for node in graph.nodes if node.name in saved}
     kept: dict[fx.Node, None] = {}
     seen: set[fx.Node] = set()
@@ -174,13 +172,13 @@ def is_collective(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace in _COLLECTIVES
 
 
-def _not_again(graph: fx.Graph, never_again: Callable[[fx.Node], bool]) -> set[fx.Node]:
+def _not_again(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that must not run twice: random ones, collectives, and readers of overwritten inputs."""
     found = readers_of_old_values(graph)
     for node in (one for one in graph.nodes if one.op == "call_function"):
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         item = node.target is operator.getitem and node.args[0] in found
-        if random or item or is_collective(node) or never_again(node):
+        if random or item or is_collective(node):
             found.add(node)
     return found
 

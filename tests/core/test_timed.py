@@ -1,0 +1,79 @@
+"""What takes long says so, before it begins and afterwards; who asks for it sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+import memplan
+from memplan.core.timed import timed
+from memplan.errors import UnknownName
+
+
+def test_work_is_logged_before_it_begins_and_its_time_whether_or_not_it_succeeds(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, logger="memplan")
+    with timed("a moment"):
+        assert caplog.messages == ["a moment ..."]
+    assert caplog.messages == ["a moment ..."]
+    monkeypatch.setattr("memplan.core.timed.LONG", 0.0)
+    with contextlib.suppress(ValueError), timed("tracing"):
+        raise ValueError
+    assert caplog.messages[1:] == ["tracing ...", "tracing took 0.0 s"]
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_the_level_of_the_log_is_set_and_taken_back(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        for _ in range(2):  # nothing is printed twice
+            memplan.set_log_level(level)
+        with timed("tracing"):
+            pass
+        assert capsys.readouterr().err.count("tracing ...") == 1
+        memplan.set_log_level("warning")
+        with timed("tracing"):
+            pass
+    finally:
+        memplan.set_log_level(None)
+    with timed("tracing"):
+        pass
+    assert not capsys.readouterr().err
+    assert logging.getLogger("memplan").propagate
+
+
+@pytest.mark.parametrize("level", ["loud", ""])
+def test_a_level_that_there_is_not_is_refused(level: str) -> None:
+    with pytest.raises(UnknownName, match="info"):
+        memplan.set_log_level(level)
+
+
+def test_the_environment_sets_the_level() -> None:
+    code = "import logging, memplan; print(logging.getLogger('memplan').level)"
+    run = [sys.executable, "-c", code]
+    found = subprocess.run(run, env={**os.environ, "MEMPLAN_LOG": "info"}, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == [str(logging.INFO)]
+
+
+@pytest.mark.parametrize(("terminal", "logged"), [(True, False), (False, False), (True, True)])
+def test_a_terminal_has_a_line_that_disappears_unless_the_log_is_there(
+    terminal: bool, logged: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO if logged else logging.WARNING, logger="memplan")
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr("sys.stderr", shown)
+    monkeypatch.setenv("TERM", "xterm")
+    with timed("tracing"), timed("its part"):  # one line at a time
+        pass
+    assert ("tracing ..." in shown.getvalue()) is (terminal and not logged)
+    assert "its part" not in shown.getvalue()
+    if terminal and not logged:
+        assert shown.getvalue().endswith("\x1b[2K")
