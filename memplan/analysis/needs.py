@@ -78,7 +78,7 @@ def needed(plan: Plan, optimizer: str = OPTIMIZER) -> Needed:
     eager = None
     if not (_away(plan) or plan.sections or any(op.target.startswith("inductor.") for op in graph.ops)):
         measured = plan.temporaries if plan.eviction is None else None
-        eager = eager_total(without_evictions(plan).graph, measured or ()) + plan.reserve + plan.numbers + state
+        eager = eager_total(without_evictions(plan).graph, measured or ()) + plan.reserve + state
     return Needed(
         optimizer=name if graph.gradients and not _away(plan) and full in (state, aside) else "",
         state=state,
@@ -90,7 +90,7 @@ def needed(plan: Plan, optimizer: str = OPTIMIZER) -> Needed:
             "optimizer": graph.bytes_of(StorageKind.OPTIMIZER_STATE) + state + aside,
             "activations": plan.arena_size - inside,
             "inputs": graph.bytes_of(StorageKind.INPUT, StorageKind.TANGENT),
-            "results and temporaries": during - beside + plan.numbers + plan.reserve - aside,
+            "results and temporaries": during - beside + plan.reserve - aside,
         },
     )
 

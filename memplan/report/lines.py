@@ -81,10 +81,9 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
     total = (
         ("parameters", out.parameters, ""),
         ("optimizer state", out.optimizer_state + need.state, need.optimizer),
-        ("constants", out.constants, f"{format_bytes(out.folded)} of it computed once" if out.folded else ""),
+        ("constants", out.constants, ""),
         ("inputs", out.inputs, ""),
         ("tangents", out.tangents, "gradients of the outputs, made by autograd"),
-        ("numbers", out.numbers, "that kernels take as tensors"),
         ("reserve", out.reserve, f"set aside for {need.optimizer or 'what the step does not show'}"),
         ("libraries' workspaces", None if out.workspaces else 0, _WORKSPACES),
         ("arena", report.arena_size, "what forward and backward make, below"),

@@ -62,11 +62,6 @@ def test_the_false_claim_of_a_layout_is_shown_as_a_claim(tmp_path: Path) -> None
     assert (figures["status"], figures["layout_claimed"]) == ("claimed", True)
 
 
-def test_advice_does_not_count_from_a_claim(tmp_path: Path) -> None:
-    saves = {lever.name: lever.saves for lever in loaded(false_layout(), tmp_path).report().advice}
-    assert saves["layout"] == 200 - 150
-
-
 def test_a_file_cannot_say_that_it_is_proven(tmp_path: Path) -> None:
     false_layout().save(tmp_path / "plan.json")
     assert "claimed" not in json.loads((tmp_path / "plan.json").read_text())["solution"]
