@@ -92,7 +92,7 @@ def test_even_an_instant_answer_is_progress(run: Run, csv_file: Path) -> None:
         ("", ":1"),
         ("id,lower,upper,size\na,0,1,5\nb,3,1,5\n", ":3"),
         ("id,lower,upper,size\na,0,1,5\na,0,1,5\n", "'a'"),
-        ("buffer,start,end,size,gaps\na,0,1,5,\nb,0,9,5,1-\n", ":3: gaps"),
+        ("id,lower,upper,size,gaps\na,0,1,5,\nb,0,9,5,1-\n", ":3: gaps"),
         ("\x00\x01\x02", "buffers.csv"),
         (b"\xff\xfe\x00\xd8", "buffers.csv"),
     ],

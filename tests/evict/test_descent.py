@@ -70,7 +70,7 @@ def test_a_walk_that_never_fits_has_no_best() -> None:
     assert walked.last.area == search.start().area
     coarse = descend_classes(search, search.start(), 1.0, storage_classes(search))
     short, long = (
-        anneal_walk(search, coarse, singles(search), work=work, seed=0, soft=1.0) for work in (20_000, 2_000_000)
+        anneal_walk(search, coarse, singles(search), work=work, seed=0, soft=1.0) for work in (20_000, 4_000_000)
     )
     assert short.best is None
     assert 0 < short.last.area != coarse.area

@@ -227,7 +227,7 @@ def _holds(plan: Plan) -> None:
     report = plan.report()
     assert report.total == report.arena_size + report.outside_total
     assert plan.to_text()
-    assert check(plan, [parse_rule(f"arena:{plan.arena_size}")]).ok
+    assert check(plan, [parse_rule(f"arena:{plan.arena_size}B")]).ok
     assert planfile.to_text(plan)
 
 

@@ -94,14 +94,6 @@ def _window(net: Any, x: Any) -> Any:
     return net.b(net.a(x))
 
 
-def _checkpoint_breaks(net: Any, x: Any) -> Any:
-    def block(h: Any) -> Any:
-        torch._dynamo.graph_break()
-        return net.b(h)
-
-    return checkpoint(block, net.a(x), use_reentrant=False)
-
-
 def _hooked() -> nn.Module:
     net = Net(lambda net, x: net.b(net.a(x)))
     net.b.register_full_backward_hook(lambda module, inputs, outputs: inputs)
@@ -146,7 +138,6 @@ CASES: dict[str, Case] = {
     "Python state": ("capture/effects.py:_changes", lambda: Net(_counts), _x),
     "first call": ("capture/effects.py:require_same_call", lambda: Net(_first), _x),
     "random": ("capture/effects.py:_draws", lambda: Net(lambda net, x: net.b(net.a(x)) * random.random()), _x),
-    "lost checkpoint": ("capture/refusals.py:lost_checkpoints", lambda: Net(_checkpoint_breaks), _x),
     "branch": (
         "capture/refusals.py:unsupported",
         lambda: Net(lambda net, x: net.b(net.a(x)) if x.sum() > 0 else net.a(x)),
@@ -167,6 +158,7 @@ ELSEWHERE: dict[str, str] = {
     "graph/offload_target.py": _OPTION,
     "fused/": "of Inductor's kernels: the backend then runs the graph as eager",
     "passes/partitions.py": "of Inductor's partitions",
+    "capture/front_ends.py:require_own_forward": "test_a_forward_set_on_the_object has it",
     "capture/joint_graph.py:captured": "nothing to train",
     "capture/refusals.py:require_module": "no module",
     "capture/refusals.py:require_same_types": "eager raises it too",
@@ -417,3 +409,13 @@ def test_what_is_changed_through_autograd_has_eagers_gradients(change: str, by_b
         found[-1].append([torch.tensor(t.requires_grad) for t in results])
     for ours, theirs in zip(*found, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_forward_set_on_the_object_runs_as_several_graphs_and_is_no_plan() -> None:
+    net = Net(lambda net, x: net.b(net.a(x)))
+    inner, x = net.forward, _x()
+    net.forward = lambda x: inner(x) * 2  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedGraph, match="forward was replaced"):
+        memplan.plan(net, x)
+    expected = net(x)
+    assert torch.equal(memplan.compile(net, x)(x), expected)

@@ -148,16 +148,22 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _counted(made: torch.optim.Optimizer) -> UpdateBytes:
-    """Return what an optimizer of tensors without bytes keeps and allocates: it makes its state in a first step."""
+    """Return what an optimizer of tensors without bytes keeps and allocates: it makes its state when it is made, or in
+    a first step.
+    """
     step: Any = type(made).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without the hooks of all optimizers
     updated = [p for group in made.param_groups for p in group["params"]]
     known = [storage_of(x)[0] for p in updated for x in (p, p.grad)]
-    with _Allocations(known) as counted, torch.no_grad():
+    leaves = (x for state in made.state.values() for x in tree_leaves(dict(state)))
+    held = dict(
+        storage_of(x) for x in leaves if isinstance(x, FakeTensor) or (isinstance(x, torch.Tensor) and x.is_meta)
+    )
+    with _Allocations([*known, *held]) as counted, torch.no_grad():
         step(made)
-        state = counted.peak = counted.live
+        live = counted.peak = counted.live
         step(made)
-    return UpdateBytes(name=type(made).__name__, state=state, temporaries=counted.peak - state)
+    return UpdateBytes(name=type(made).__name__, state=live + sum(held.values()), temporaries=counted.peak - live)
 
 
 def _copied(optimizer: torch.optim.Optimizer, updated: Collection[int]) -> torch.optim.Optimizer:
