@@ -200,3 +200,31 @@ def test_fake_and_meta_models_cannot_be_compiled() -> None:
         memplan_compile(model, x)
     with pytest.raises(InputMismatch, match="no data"):
         compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda y: y.sum(), x)
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 0.9}, {"train": False}])
+def test_without_an_example_a_model_is_planned_at_its_first_call(options: dict[str, Any]) -> None:
+    model = nn.Sequential(_linear(16), nn.Tanh(), nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 2))
+    eager, x = copy.deepcopy(model), torch.randn(32, 16)
+    compiled = memplan_compile(model, **options)
+    with pytest.raises(InputMismatch, match="first call"):
+        _ = compiled.plan
+    with torch.no_grad():
+        assert torch.equal(compiled.eval()(x), eager.eval()(x))
+    for net in (compiled, eager):
+        torch.manual_seed(1)
+        net.train()
+        if "train" not in options:
+            net(x).sum().backward()
+    assert compiled.plan.graph.ops
+    pairs = zip(model.parameters(), eager.parameters(), strict=True)
+    assert all(p.grad is q.grad is None or torch.equal(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
+    assert (model[0].weight.grad is None) == ("train" in options)
+
+
+def test_what_needs_an_example_says_so() -> None:
+    model, x = _linear(), torch.randn(2, 4)
+    with pytest.raises(InputMismatch, match="needs example inputs"):
+        memplan_compile(model, plan=memplan_plan(model, x))
+    with pytest.raises(InputMismatch, match="x"):
+        memplan_compile(model, ())

@@ -13,7 +13,7 @@ from memplan.core.choices import Checkpoint, Gradients, Kernels, Layout, OnMisma
 from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
 from memplan.distributed.parallelism import parallelism_of
-from memplan.errors import UnsupportedGraph
+from memplan.errors import InputMismatch, UnsupportedGraph
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Budget, Costs, Device, DynamicShapes
 from memplan.runtime.api.compiled_graphs import several_graphs
@@ -28,7 +28,7 @@ from memplan.trace.default_kernels import with_kernels
 
 def compile(
     model: nn.Module,
-    example_inputs: Any = (),
+    example_inputs: Any = None,
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
@@ -67,7 +67,8 @@ def compile(
     Args:
         model: The module to compile. The result shares its parameters, buffers and submodules.
         example_inputs: A tuple of positional arguments, a dict of keywords (without `example_kwargs`), or the only
-            argument: real tensors with the usual shapes, dtypes and devices of later calls.
+            argument: real tensors with the usual shapes, dtypes and devices of later calls. None: the
+            model is planned at its first call, and has no `.plan` before; `()` is a call without arguments.
         example_kwargs: The keyword arguments.
         train: True plans forward and backward. False plans the forward alone; results then have no gradients. None
             follows `model.training`; in eval mode, a call that eager would record then gets a program with a backward,
@@ -136,23 +137,36 @@ def compile(
         UnsupportedDevice: The device does not exist, or the model is on a device already.
         UnsupportedCall: The options cannot be combined.
         BudgetInfeasible: No plan keeps the budget; the error names the smallest one that can be kept.
-        InputMismatch: A parameter, buffer or input is a fake or meta tensor.
+        InputMismatch: A parameter, buffer or input is a fake or meta tensor; or there is no example where `plan`, or a
+            model of several ranks, needs one.
         PlanMismatch: `plan` was made for another graph or device.
         MemplanError: An option has an unknown value. What `memplan.load` raises is raised for `plan`.
 
     Example:
         ```python
-        compiled = memplan.compile(model, inputs, budget="2GiB")
+        compiled = memplan.compile(model, inputs, budget="2GiB")  # without inputs: planned at the first call
         loss = compiled(inputs).square().mean()
         loss.backward()
         ```
     """
     keywords = dict(locals())
-    args, kwargs = arguments_of(example_inputs, example_kwargs)
     given = given_plan(keywords)
     follows = {"device": device_for(device, given), "gradients": gradients_for(gradients, given)}
     options = CompileOptions.of({**keywords, **follows})
+    if example_inputs is None and example_kwargs is None:
+        return _at_first_call(options, model, train, given)
+    args, kwargs = arguments_of(() if example_inputs is None else example_inputs, example_kwargs)
     return compiled_by(options, model, args, kwargs, train=train, given=given)
+
+
+def _at_first_call(options: CompileOptions, model: nn.Module, train: bool | None, given: Plan | None) -> CompiledModule:
+    """Return a compiled module that is planned at its first call. Raises `InputMismatch` for what needs an example."""
+    require_module(model)
+    what = "plan=" if given is not None else "a model of several ranks" if parallelism_of(model) is not None else ""
+    if what:
+        hint = "pass the inputs of a usual call: memplan.compile(model, inputs)"
+        raise InputMismatch(f"{what} needs example inputs", where=type(model).__name__, hint=hint)
+    return CompiledModule(model, options=with_kernels(options, model, ()), train=train)
 
 
 def compiled_by(

@@ -93,16 +93,16 @@ class ModuleCalls:
         self._model, self._hooks, self._together = model, hooks, together
         self._selector: Selector | None = None
         self._plan: Plan | None = None
-        self._evaluates = False  # a copy that was called for an evaluation alone so far
+        self._evaluates = False  # without an example, and called for an evaluation alone so far
         self._rebuilt = 0  # times that all programs were made again
         self._sizes_refused = False
         self._warned: set[str] = set()
 
     @property
     def selector(self) -> Selector:
-        """Chooses the program of a call. Raises `InputMismatch` for a copy that was not called so far."""
+        """Chooses the program of a call. Raises `InputMismatch` before the first call of a copy, or without example."""
         if self._selector is None:
-            what = "a copy of a compiled module is compiled for its first call"
+            what = "a copy, or a module that was compiled without example inputs, is planned at its first call"
             raise InputMismatch(what, where=self._name, hint="call it once", see="other-model")
         return self._selector
 
@@ -140,8 +140,8 @@ class ModuleCalls:
         if given is not None:
             self.options = self.builder.options
 
-    def _compile_copy(self, args: Args, kwargs: Kwargs) -> None:
-        """Build the program of the first call of a copy; one that evaluates alone gets none with a backward."""
+    def _compile_for(self, args: Args, kwargs: Kwargs) -> None:
+        """Build the program of the first call, where there was no example; one that evaluates gets no backward."""
         train = self._model.training and self._records(args, kwargs) if self.train is None else self.train
         self._make(self.options, args, kwargs, train)
         self._evaluates = self.train is None and not train
@@ -278,10 +278,10 @@ class ModuleCalls:
         with self.calling:
             try:
                 if self._selector is None:
-                    self._compile_copy(args, kwargs)
+                    self._compile_for(args, kwargs)
                 elif self._evaluates and self._model.training and self._records(args, kwargs):
                     self.builder.free_arena()
-                    self._compile_copy(args, kwargs)
+                    self._compile_for(args, kwargs)
             except UnsupportedGraph as refused:
                 return self._as_several(refused, refused, args, kwargs)
             if self.pending is None:
