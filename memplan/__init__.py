@@ -23,11 +23,12 @@ Importing this package does not import torch and patches nothing: each name is i
 from __future__ import annotations
 
 import os
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from memplan.core.later import provide
-from memplan.errors import MemplanError
+from memplan.errors import MemplanError, UnknownName
 from memplan.version import __version__
 
 if TYPE_CHECKING:
@@ -151,7 +152,10 @@ provide(
 )
 
 if os.environ.get("MEMPLAN_LOG"):
-    import_module("memplan.core.timed").set_log_level(os.environ["MEMPLAN_LOG"])
+    try:
+        import_module("memplan.core.timed").set_log_level(os.environ["MEMPLAN_LOG"])
+    except UnknownName as unknown:  # an import does not fail for that
+        warnings.warn(f"MEMPLAN_LOG is ignored: {unknown}", stacklevel=2)
 
 _ROOMS_WITH_TORCH = ("memplan.integrations", "memplan.runtime", "memplan.targets", "memplan.trace")
 

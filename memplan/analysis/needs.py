@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from memplan.analysis.buffers import homes
+from memplan.core.arguments import require_kind
 from memplan.core.gpus import find_gpu
 from memplan.core.graph import StorageKind
 from memplan.core.plan import Plan
-from memplan.errors import InvalidModel
+from memplan.errors import InvalidModel, UnsupportedDevice
 
 OPTIMIZER = "AdamW"  # unless the user names another one
 # Tensors like a parameter that each optimizer keeps of it, with its defaults in torch.optim.
@@ -36,6 +39,7 @@ class Needed:
 
 def named_optimizer(name: str) -> str:
     """Return the name of an optimizer as torch writes it. Raises `InvalidModel` for one that is not in `STATES`."""
+    require_kind(name, str, "optimizer", 'name it: "SGD"')
     found = {known.lower(): known for known in STATES}.get(name.strip().lower())
     if found is None:
         hint = f"name one of {', '.join(STATES)}; `memplan fits` takes any other of torch.optim"
@@ -45,8 +49,11 @@ def named_optimizer(name: str) -> str:
 
 def set_aside(plan: Plan) -> int:
     """Return the bytes that the user set aside: `Plan.reserve` without the workspaces of a target."""
-    target = plan.versions.get("target")
-    return max(plan.reserve - (find_gpu(target, quiet=True).workspace if target else 0), 0)
+    target, workspace = plan.versions.get("target"), 0
+    if target:
+        with suppress(UnsupportedDevice):  # one that this version does not know
+            workspace = find_gpu(target, quiet=True).workspace
+    return max(plan.reserve - workspace, 0)
 
 
 def state_beside(plan: Plan, optimizer: str = OPTIMIZER) -> int:
@@ -55,10 +62,15 @@ def state_beside(plan: Plan, optimizer: str = OPTIMIZER) -> int:
 
 
 def _state(plan: Plan, name: str) -> int:
-    """Return what an optimizer keeps of the gradients that a plan returns; 0 where they are not on its device."""
+    """Return what an optimizer keeps of the parameters whose gradients a plan returns; 0 where they are elsewhere.
+
+    A gradient is a parameter's if it is as large as one; the gradients of inputs are not.
+    """
     graph = plan.graph
-    gradients = sum(graph.storages[s].nbytes for s in {graph.values[v].storage for v in graph.gradients})
-    return 0 if _away(plan) else STATES[name] * min(gradients, graph.bytes_of(StorageKind.PARAMETER))
+    left = Counter(s.nbytes for s in graph.storages if s.kind is StorageKind.PARAMETER)
+    gradients = Counter(graph.storages[s].nbytes for s in {graph.values[v].storage for v in graph.gradients})
+    trained = sum(nbytes * min(count, left[nbytes]) for nbytes, count in gradients.items())
+    return 0 if _away(plan) else STATES[name] * trained
 
 
 def _away(plan: Plan) -> bool:
@@ -80,7 +92,7 @@ def needed(plan: Plan, optimizer: str = OPTIMIZER) -> Needed:
         measured = plan.temporaries if plan.eviction is None else None
         eager = eager_total(without_evictions(plan).graph, measured or ()) + plan.reserve + state
     return Needed(
-        optimizer=name if graph.gradients and not _away(plan) and full in (state, aside) else "",
+        optimizer=name if graph.gradients and not _away(plan) and (full == aside > 0 or not aside) else "",
         state=state,
         total=plan.total + state,
         eager=eager,

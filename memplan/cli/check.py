@@ -128,7 +128,7 @@ def _named(target: str, gpu: str | None) -> str:
 class _Work:
     """The way in which entries are checked: against the baseline in `file`, if any.
 
-    `verify`: prove the claims of the plans again, each within `time_limit` seconds; then no limit is needed.
+    `verify`: prove the claims of the plans again, a layout's within `time_limit` seconds; then no limit is needed.
     `optimizer`: the one that counts in the total of every entry; None: the entry's own.
     """
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memplan.errors import UnknownName
 
@@ -29,7 +29,7 @@ def timed(doing: str) -> Iterator[None]:
     """
     _log.info("%s ...", doing)
     began = time.perf_counter()
-    silent = _shown.get() or _log.isEnabledFor(logging.INFO) or not sys.stderr.isatty()
+    silent = _shown.get() or _log.isEnabledFor(logging.INFO) or not _is_terminal()
     try:
         with nullcontext() if silent else live_line(doing):
             yield
@@ -37,6 +37,14 @@ def timed(doing: str) -> Iterator[None]:
         seconds = time.perf_counter() - began
         if seconds > LONG:
             _log.info("%s took %.1f s", doing, seconds)
+
+
+def _is_terminal() -> bool:
+    """Return whether the standard error is a terminal; what stands for it may not know."""
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):
+        return False
 
 
 @contextmanager
@@ -64,14 +72,14 @@ class _Printing(logging.StreamHandler):  # type: ignore[type-arg]
     """The handler of `set_log_level`."""
 
 
-def set_log_level(level: str | None) -> None:
+def set_log_level(level: str | int | None) -> None:
     """Print what the logger `memplan` says to the standard error.
 
     The environment variable `MEMPLAN_LOG` does so from the start.
 
     Args:
         level: What is printed: "debug", "info" (each stage before it begins, and how long it took), "warning" or
-            "error"; None: only what Python's own settings of the logger say.
+            "error", or a number of Python's; None: only what Python's own settings of the logger say.
 
     Raises:
         UnknownName: There is no such level.
@@ -80,8 +88,8 @@ def set_log_level(level: str | None) -> None:
         >>> memplan.set_log_level("info")
     """
     log = logging.getLogger("memplan")
-    number = logging.getLevelNamesMapping().get("NOTSET" if level is None else level.upper())
-    if number is None:
+    number: Any = logging.getLevelNamesMapping().get(str(level or "NOTSET").upper(), level)
+    if not isinstance(number, int) or level == "":
         raise UnknownName(
             "is no level", where=f"log level {level!r}", hint='give "debug", "info", "warning" or "error"'
         )

@@ -22,6 +22,7 @@ _UNITS = {
 _SIZE = re.compile(r"([0-9]{1,19})(?:\.([0-9]{1,19}))? ?([A-Za-z]*)", re.ASCII)
 _SHARE = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?(%?)", re.ASCII)
 _HIGHEST = 2**63 - 1
+_GIBIBYTES = 1024  # bare numbers up to this are taken for GiB in a hint
 
 
 def format_bytes(count: int) -> str:
@@ -81,7 +82,8 @@ def parse_size(text: str, *, bare: bool = False) -> int:
     size = int(Fraction(f"{whole}.{part}") * _UNITS[unit])
     if not unit and not bare and 0 < size < 1 << 20:
         number = text.strip()
-        raise InvalidSize(f"{_shown(text)} has no unit", hint=f"did you mean {number}GiB? write {number}B for bytes")
+        guess = f"did you mean {number}GiB? " if size <= _GIBIBYTES else ""
+        raise InvalidSize(f"{_shown(text)} has no unit", hint=f"{guess}write {number}B for bytes")
     if size > _HIGHEST:
         raise InvalidSize(f"{_shown(text)} is more than {_HIGHEST} bytes", hint=hint)
     return size

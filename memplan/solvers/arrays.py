@@ -184,6 +184,7 @@ class PieceOutcome(enum.Enum):
     SOLVED = enum.auto()
     EXHAUSTED = enum.auto()  # no placement exists
     LIMIT = enum.auto()
+    LARGE = enum.auto()  # not searched, and the heuristics found none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

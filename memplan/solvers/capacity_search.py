@@ -58,7 +58,10 @@ class CapacitySearch:
             assert self.arena is not None
             goal = self.bound + int((self.arena - 1 - self.bound) * _STEPS[step])
             seed += 1
-            if self._try(goal, budget.slice(effort), seed) is not PieceOutcome.LIMIT:
+            outcome = self._try(goal, budget.slice(effort), seed)
+            if outcome is PieceOutcome.LARGE:  # the heuristics give the same again
+                return
+            if outcome is not PieceOutcome.LIMIT:
                 step = min(step + 1, len(_STEPS) - 1)
             elif step:
                 step = 0

@@ -178,5 +178,5 @@ def _place(arrays: ProblemArrays, max_offset: Ints, budget: WorkBudget, seed: in
         if is_large:
             budget.spend(first_fit_work(arrays), 1)
     if is_large:  # a training step of that size is placed by heuristics
-        return PieceOutcome.LIMIT, np.full(arrays.n, -1, np.int64)
+        return PieceOutcome.LARGE, np.full(arrays.n, -1, np.int64)
     return search(instance_of(arrays, max_offset), budget, seed)

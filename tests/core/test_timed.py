@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -49,8 +50,8 @@ def test_the_level_of_the_log_is_set_and_taken_back(level: str, capsys: pytest.C
     assert logging.getLogger("memplan").propagate
 
 
-@pytest.mark.parametrize("level", ["loud", ""])
-def test_a_level_that_there_is_not_is_refused(level: str) -> None:
+@pytest.mark.parametrize("level", ["loud", "", 1.5])
+def test_a_level_that_there_is_not_is_refused(level: Any) -> None:
     with pytest.raises(UnknownName, match="info"):
         memplan.set_log_level(level)
 
@@ -77,3 +78,19 @@ def test_a_terminal_has_a_line_that_disappears_unless_the_log_is_there(
     assert "its part" not in shown.getvalue()
     if terminal and not logged:
         assert shown.getvalue().endswith("\x1b[2K")
+
+
+@pytest.mark.parametrize("stderr", [None, object(), "closed"])
+def test_what_stands_for_the_standard_error_need_be_no_terminal(stderr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if stderr == "closed":
+        stderr = io.StringIO()
+        stderr.close()
+    monkeypatch.setattr("sys.stderr", stderr)
+    with timed("tracing"):
+        pass
+
+
+def test_an_import_does_not_fail_for_a_level() -> None:
+    run = [sys.executable, "-c", "import memplan"]
+    found = subprocess.run(run, env={**os.environ, "MEMPLAN_LOG": "loud"}, capture_output=True, text=True, check=True)
+    assert "MEMPLAN_LOG is ignored" in found.stderr

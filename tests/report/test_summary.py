@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from memplan.analysis.needs import STATES
+import memplan
+from memplan.analysis.needs import STATES, needed
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
 from memplan.errors import InvalidModel
@@ -122,3 +124,15 @@ def test_the_verdict_follows_from_the_plan() -> None:
     report = sample_plan().report()
     assert verdict(report).endswith("no layout can need less in this order")
     assert "down to" in verdict(dataclasses.replace(report, status="feasible"))
+
+
+def test_the_state_is_that_of_trained_parameters_and_not_of_inputs() -> None:
+    model = nn.Sequential(nn.Linear(64, 64).requires_grad_(False), nn.ReLU(), nn.Linear(64, 64))
+    plan = memplan.plan(model, torch.randn(4096, 64, requires_grad=True))
+    assert needed(plan, "AdamW").state == 2 * sum(p.nbytes for p in model[2].parameters())
+
+
+def test_bytes_that_were_set_aside_are_no_optimizers_that_keeps_nothing() -> None:
+    plan = memplan.plan(nn.Linear(8, 8), torch.randn(4, 8), reserve="1MiB")
+    for name in ("SGD", "none"):
+        assert needed(plan, name).optimizer == ""

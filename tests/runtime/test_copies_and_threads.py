@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import memplan
 from memplan.errors import InputMismatch, StaleActivationsError, UnsupportedCall
 from memplan.runtime import CompiledModule, compile, compile_step
 from memplan.runtime.api.builder import Builder
@@ -192,3 +193,67 @@ def test_a_second_thread_is_refused_while_a_module_is_compiled_again(monkeypatch
     assert all(p.grad is not None for p in compiled.parameters())
     compiled.zero_grad()
     assert len(_gradients(compiled, _x())) == len(list(compiled.parameters()))
+
+
+class Chooses(nn.Module):
+    """Returns numbers in training and indices in evaluation; `breaks`: no graph holds a training call."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.breaks = nn.Linear(8, 8), breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        if self.training and self.breaks and y.sum() > 1e9:
+            return y * 2
+        return y if self.training else y.argmax(-1)
+
+
+def test_an_evaluation_of_other_sizes_runs_while_a_call_waits() -> None:
+    model = Chooses()
+    eager, compiled = copy.deepcopy(model), compile(model, torch.randn(8, 8))
+    waiting, expected = compiled(torch.ones(8, 8)), eager(torch.ones(8, 8))
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        assert torch.equal(compiled.eval()(x), eager.eval()(x))
+    for out, net in ((waiting, compiled), (expected, eager)):
+        out.sum().backward()
+        net.train()(x).square().sum().backward()
+    assert same_tensors([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
+
+
+def test_a_copy_that_one_graph_cannot_hold_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = copy.deepcopy(compile(Chooses(breaks=True).eval(), torch.randn(8, 8)))
+    build, built = Builder.build, list[bool]()
+
+    def counted(self: Builder, args: Any, kwargs: Any, train: bool, *rest: Any) -> Any:
+        built.append(train)
+        return build(self, args, kwargs, train, *rest)
+
+    monkeypatch.setattr(Builder, "build", counted)
+    with torch.no_grad():
+        twin(torch.randn(8, 8))
+    for _ in range(3):
+        twin.train()(torch.randn(8, 8)).sum().backward()
+    assert built.count(True) == 1
+
+
+def test_a_copy_that_was_evaluated_trains_while_a_call_waits() -> None:
+    twin = copy.deepcopy(compile(_net(), _x()))
+    eager = copy.deepcopy(twin._original)
+    outs = [(net.eval()(_x()), net.train()(_x())) for net in (twin, eager)]
+    for one, two in outs:
+        (one.sum() + two.sum()).backward()
+    assert same_tensors([p.grad for p in twin.parameters()], [p.grad for p in eager.parameters()])
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, slow(lambda m: pickle.loads(pickle.dumps(m)))])
+def test_a_copy_has_the_given_plan_and_what_calls_are_to_be_like(how: Any) -> None:
+    model = _net()
+    given = memplan.plan(model, _x(), schedule="traced", layout="tstack")
+    twin = how(compile(model, _x(), plan=given, on_mismatch="error"))
+    with pytest.raises(InputMismatch, match="made for"):
+        twin(_x()[:1])
+    twin(_x())
+    assert twin.plan.solution.solver == given.solution.solver == "tstack"

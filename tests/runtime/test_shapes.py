@@ -249,3 +249,14 @@ def test_gradients_that_are_still_set_are_added_to(gradients: Any) -> None:
     assert all(map(torch.equal, views, values)), "a view of a gradient keeps its bytes while shapes change"
     _step(compiled, _inputs(3, 8))
     assert all(_in_arena(compiled)) is (gradients == "arena")
+
+
+def test_the_first_program_moves_into_the_arena_that_grew_while_a_step_waited() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    rows = Dim("rows", min=2, max=70_000)
+    compiled = memplan.compile(model, torch.randn(64, 64), dynamic_shapes=({0: rows},), train=None)
+    waiting = compiled(torch.randn(4096, 64))
+    with torch.no_grad():
+        compiled(torch.randn(60_000, 64))
+    waiting.sum().backward()
+    assert compiled._calls.selector.main.arena is compiled._calls.arena

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from memplan.core.plan import Plan
-from memplan.errors import InputMismatch, UnsupportedGraph
+from memplan.errors import UnsupportedGraph
 from memplan.runtime.api.compiled_module import CompiledModule, in_this_thread, rebuilt
 from memplan.runtime.dynamo.backend import Backend, SeveralGraphs, can_be_several
-from memplan.runtime.guards.input_guards import CallKind, kind_of_call
+from memplan.runtime.guards.input_guards import CallKind, kind_of_call, require_like
 from memplan.runtime.options import CompileOptions
 from memplan.trace.capture.refusals import why_it_breaks
 
@@ -105,7 +105,7 @@ class CompiledGraphs(CompiledModule):
         if torch.compiler.is_compiling() and in_this_thread():
             return self._original(*args, **kwargs)
         if self._calls.options.on_mismatch == "error":
-            require_same(self._kind, kind_of_call(args, kwargs))
+            require_like(self._kind, kind_of_call(args, kwargs))
         without_gradients = torch.no_grad() if self._calls.train is False else contextlib.nullcontext()
         with without_gradients:
             return self._graphs(*args, **kwargs)
@@ -130,11 +130,3 @@ class CompiledGraphs(CompiledModule):
         """Return what compiles a copy again: graphs and addresses cannot be copied or pickled."""
         settings = {"options": self._calls.options, "train": self._calls.train, "kind": self._kind}
         return rebuilt, (CompiledGraphs, self._original, settings)
-
-
-def require_same(example: CallKind, call: CallKind) -> None:
-    """Raise `InputMismatch` unless a call is like the example, for `on_mismatch="error"`."""
-    if example != call:
-        pairs = zip(example[1], call[1], strict=False)
-        what = next((f"was made for {a}, and is called with {b}" for a, b in pairs if a != b), "was made for others")
-        raise InputMismatch(f"the plan {what}", where="the call", hint='choose on_mismatch="replan" or "eager"')

@@ -14,6 +14,7 @@ from memplan.runtime.api.on_demand_offload import OnDemandOffload
 from memplan.runtime.api.shared_module import SharedModule
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.guards import transforms
+from memplan.runtime.guards.input_guards import CallKind
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.op_timer import Measurement
 from memplan.runtime.profiling.profile_guided import MeasuredStep
@@ -58,19 +59,20 @@ class CompiledModule(SharedModule, MeasuredStep):
         train: bool | None = None,
         example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
         given: Plan | None = None,
+        kind: CallKind | None = None,
         together: bool = False,
     ) -> None:
         """Compile `model` for the example inputs; for its first call where there is none, as in a copy.
 
-        `together`: as in `Builder`.
+        `kind`: what the first call of a copy is to be like. `together`: as in `Builder`.
         """
         super().__init__(model)
         hooks = Hooks()
-        calls = ModuleCalls(model, options, hooks, train, together=together)
+        calls = ModuleCalls(model, options, hooks, train, given=given, kind=kind, together=together)
         # without nn.Module.__setattr__: the model may have a submodule of any name
         self.__dict__.update(hooks=hooks, _calls=calls)
         if example is not None:
-            calls.compile(*example, given)
+            calls.compile(*example)
 
     @property
     def plan(self) -> Plan:
@@ -128,7 +130,13 @@ class CompiledModule(SharedModule, MeasuredStep):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what compiles a copy at its first call: addresses in an arena cannot be copied or pickled."""
-        settings = {"options": self._calls.options_of_copy, "train": self._calls.train}
+        calls = self._calls
+        settings = {
+            "options": calls.options_of_copy,
+            "train": calls.train,
+            "given": calls.given,
+            "kind": calls.kind,
+        }
         return rebuilt, (CompiledModule, self._original, settings)
 
 

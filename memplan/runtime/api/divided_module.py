@@ -50,12 +50,12 @@ class DividedModule(CompiledModule):
         given: Plan | None = None,
     ) -> None:
         """Compile the model for the example inputs, together with the other ranks."""
-        super().__init__(model, options=replace(options, gradients="outside"), train=train, together=True)
+        super().__init__(model, options=replace(options, gradients="outside"), train=train, given=given, together=True)
         calls, asked = self._calls, self._calls.options
         with Agreement(parallelism.group) as ranks:
             require_call_options(options)
             guards = ParallelGuards(model)
-            calls.compile(args, kwargs, given)
+            calls.compile(args, kwargs)
             main = calls.selector.main
             lines = [f"{key} {version}" for key, version in sorted(main.plan.versions.items())]
             lines += [*option_lines(asked), f"plan {'new' if given is None else 'given'}"]

@@ -24,6 +24,7 @@ from memplan.errors import (
     InputMismatch,
     InvalidShapes,
     MemplanError,
+    PlanMismatch,
     StaleActivationsError,
     UnsupportedGraph,
 )
@@ -35,6 +36,7 @@ from memplan.runtime.api.shapes import ShapedSelector, varying_sizes
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.backend import SeveralGraphs, can_be_several
 from memplan.runtime.execute.runner import Runner
+from memplan.runtime.guards.input_guards import CallKind, kind_of_call, require_like
 from memplan.runtime.measured_budget import require_room
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import ArenaInUse, OneThread
@@ -69,6 +71,8 @@ class ModuleCalls:
     Attributes:
         options: Those by which its programs are made, with the budgets of a given plan.
         train: As in `memplan.compile`; None: calls of both kinds.
+        given: The plan that was passed; None: there was none.
+        kind: What the example is like, or what the first call of a copy is to be like; None: not known.
         pending: The programs of calls in flight, once one began while another waited for its backward.
         several: The graphs of calls that one graph cannot hold; None before the first such call.
         passive: With `on_mismatch="passive"`, the state of the last call that ran without a plan; else None.
@@ -79,10 +83,18 @@ class ModuleCalls:
     """
 
     def __init__(
-        self, model: nn.Module, options: CompileOptions, hooks: Hooks, train: bool | None, *, together: bool = False
+        self,
+        model: nn.Module,
+        options: CompileOptions,
+        hooks: Hooks,
+        train: bool | None,
+        *,
+        given: Plan | None = None,
+        kind: CallKind | None = None,
+        together: bool = False,
     ) -> None:
         """Make those of a model that is compiled by `compile`, or at its first call. `together`: as in `Builder`."""
-        self.options, self.train = options, train
+        self.options, self.train, self.given, self.kind = options, train, given, kind
         self.pending: PendingCalls | None = None
         self.several: SeveralGraphs | None = None
         self.passive: OnDemandOffload | None = None
@@ -96,6 +108,7 @@ class ModuleCalls:
         self._evaluates = False  # without an example, and called for an evaluation alone so far
         self._rebuilt = 0  # times that all programs were made again
         self._sizes_refused = False
+        self._refused: dict[Any, UnsupportedGraph] = {}  # first calls that one graph cannot hold, so as to trace once
         self._warned: set[str] = set()
 
     @property
@@ -134,16 +147,26 @@ class ModuleCalls:
 
     # -- programs ----------------------------------------------------------------------------------------
 
-    def compile(self, args: Args, kwargs: Kwargs, given: Plan | None = None) -> None:
-        """Build the program of the example inputs, by a `given` plan if there is one; others at their first call."""
-        self._make(self.options, args, kwargs, self._model.training if self.train is None else self.train, given=given)
+    def compile(self, args: Args, kwargs: Kwargs) -> None:
+        """Build the program of the example inputs, by the given plan if there is one; others at their first call."""
+        train, given = self._model.training if self.train is None else self.train, self.given
+        self._make(self.options, args, kwargs, train, given=given)
+        self.kind = kind_of_call(args, kwargs)
         if given is not None:
             self.options = self.builder.options
 
     def _compile_for(self, args: Args, kwargs: Kwargs) -> None:
         """Build the program of the first call, where there was no example; one that evaluates gets no backward."""
+        kind = kind_of_call(args, kwargs)
+        if self.kind is not None and self.options.on_mismatch in ("error", "eager") and not self.options.dynamic_shapes:
+            require_like(self.kind, kind)
         train = self._model.training and self._records(args, kwargs) if self.train is None else self.train
-        self._make(self.options, args, kwargs, train)
+        try:
+            self._make(self.options, args, kwargs, train, given=self.given)
+        except PlanMismatch as other:
+            _log.info("%s: the given plan is not for the first call of this copy: %s", self._name, other.summary)
+            self._make(self.options, args, kwargs, train)
+        self.kind = self.kind or kind
         self._evaluates = self.train is None and not train
 
     def _make(
@@ -196,9 +219,11 @@ class ModuleCalls:
             options = replace(options, costs=self.builder.options.costs)
         require_room(options, before.main.plan, before.main.arena.nbytes)
         pending = PendingCalls(options, self.arena)
-        like = before.like_example(args, kwargs)
+        like, train = before.like_example(args, kwargs), before.main.traced.training
+        if like is None and self.train is None:
+            train = self._records(args, kwargs)
         with contextlib.nullcontext() if like is None else before.in_main_modes():
-            self._make(options, *(like or (args, kwargs)), before.main.traced.training, pending=pending)
+            self._make(options, *(like or (args, kwargs)), train, pending=pending)
         _log.info(_SEVERAL, self._name)
 
     def _replan(
@@ -276,21 +301,33 @@ class ModuleCalls:
     def run(self, args: Args, kwargs: Kwargs) -> Any:
         """Run the model for the arguments of a call; programs are made, and made again, in here alone."""
         with self.calling:
+            begins = self._evaluates and self.pending is None and self._model.training and self._records(args, kwargs)
+            key = (kind_of_call(args, kwargs), self._model.training) if begins or self._selector is None else None
             try:
-                if self._selector is None:
-                    self._compile_for(args, kwargs)
-                elif self._evaluates and self._model.training and self._records(args, kwargs):
+                if key in self._refused:
+                    raise self._refused[key]
+                if begins:
                     self.builder.free_arena()
+                if key is not None:
                     self._compile_for(args, kwargs)
             except UnsupportedGraph as refused:
+                self._refused = {**self._refused, key: refused} if len(self._refused) < MAX_PROGRAMS else {key: refused}
                 return self._as_several(refused, refused, args, kwargs)
+            except (BudgetInfeasible, StaleActivationsError) as refused:
+                if not isinstance(refused, ArenaInUse) or not several_can_wait(self.options):
+                    raise
+            except MemplanError as refused:
+                return self._without_plan(refused, refused, args, kwargs)
             if self.pending is None:
                 try:
                     return self._call(args, kwargs)
                 except ArenaInUse:
                     if not several_can_wait(self.options):
                         raise
-                self._let_calls_wait(args, kwargs)
+                try:
+                    self._let_calls_wait(args, kwargs)
+                except UnsupportedGraph as refused:
+                    return self._as_several(refused, refused, args, kwargs)
             assert self.pending is not None
             with self.pending:
                 return self._call(args, kwargs)

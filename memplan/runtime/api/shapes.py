@@ -141,6 +141,8 @@ class ShapedSelector(Selector):
         for programs in (self.programs, self._runners):
             for key in [k for k, other in programs.items() if other.arena is not runner.arena]:
                 del programs[key]
+        if self.main.arena is not runner.arena:
+            self.main = self.builder.again(self.main)
 
     # -- new programs ------------------------------------------------------------------------------------
 

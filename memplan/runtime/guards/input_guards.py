@@ -82,6 +82,14 @@ def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKind:
     return str(spec), tuple(map(kind_of, leaves))
 
 
+def require_like(example: CallKind, call: CallKind) -> None:
+    """Raise `InputMismatch` unless a call is like the example, for `on_mismatch="error"`."""
+    if example != call:
+        pairs = zip(example[1], call[1], strict=False)
+        what = next((f"was made for {a}, and is called with {b}" for a, b in pairs if a != b), "was made for others")
+        raise InputMismatch(f"the plan {what}", where="the call", hint='choose on_mismatch="replan" or "eager"')
+
+
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
