@@ -414,7 +414,7 @@ def test_what_is_changed_through_autograd_has_eagers_gradients(change: str, by_b
 def test_a_forward_set_on_the_object_runs_as_several_graphs_and_is_no_plan() -> None:
     net = Net(lambda net, x: net.b(net.a(x)))
     inner, x = net.forward, _x()
-    net.forward = lambda x: inner(x) * 2  # type: ignore[method-assign]
+    net.forward = lambda x: inner(x) * 2  # type: ignore[method-assign,misc]
     with pytest.raises(UnsupportedGraph, match="forward was replaced"):
         memplan.plan(net, x)
     expected = net(x)
