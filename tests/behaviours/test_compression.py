@@ -268,6 +268,7 @@ def test_P9_codes_take_half_of_the_arena_away() -> None:  # noqa: N802
     assert lossy.arena_size <= 0.58 * whole.arena_size  # gradients pass through both
 
 
+@pytest.mark.slow
 def test_P9_training_follows_eager() -> None:  # noqa: N802
     model, args = zoo.resnet("nano")
     theirs, ours = deepcopy(model), model

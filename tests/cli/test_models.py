@@ -139,6 +139,7 @@ def test_a_real_model_is_planned(run: Run, tmp_path: Path, monkeypatch: pytest.M
     assert run("report", "real.py:net", "--infer")[1].startswith("real.py:net: forward only")
 
 
+@pytest.mark.slow
 def test_a_real_model_gives_the_same_file_under_any_hash_seed(tmp_path: Path) -> None:
     (tmp_path / "real.py").write_text(NET)
     code = "import sys; from memplan.cli import main; sys.exit(main(sys.argv[1:]))"

@@ -18,6 +18,7 @@ from tests.distributed.models import EvenGpt, tokens
 _MESH = 8  # bytes of the numbers of two ranks, in each mesh
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_torch_alone_does(tmp_path: Path) -> None:
     """One launch, since each costs seconds: FSDP2 and DDP, budgets, poison, casts, clipping, evaluation between."""
     ranks = launch("trained_alike", str(tmp_path), fresh=True)

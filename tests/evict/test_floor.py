@@ -15,7 +15,6 @@ import memplan
 from benchmarks import zoo
 from memplan.core.plan import Plan
 from memplan.evict.policies.auto import auto, recompute
-from tests.slow import slow
 
 _WIDTH, _LAYERS, _VOCAB, _BATCH, _LENGTH = 32, 6, 64, 4, 64
 
@@ -116,7 +115,8 @@ def _short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(policy.__kwdefaults__, "work", 100_000)
 
 
-@pytest.mark.parametrize("make", [slow(_gpt2), slow(_llama), slow(_bert), slow(_vit), _traversals])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [_gpt2, _llama, _bert, _vit, _traversals])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 def test_the_smallest_budget_is_below_what_one_checkpoint_per_block_needs(make: Callable[[], zoo.Example]) -> None:
     torch.manual_seed(0)

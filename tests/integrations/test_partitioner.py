@@ -131,6 +131,7 @@ def test_peak_within_budget(make: Callable[[], tuple[nn.Module, tuple[Any, ...]]
     assert measured - unused >= 0.99 * chosen.bytes.peak  # what is counted is what happens
 
 
+@pytest.mark.slow
 def test_bits_are_those_of_inductor_with_the_same_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Blocks(), torch.randn(256, 32)
     tags: dict[str, Any] = {}

@@ -133,7 +133,7 @@ def _late(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-@pytest.mark.parametrize("loss", [_plain, _scaled, _squared, _two_heads, _also_below])
+@pytest.mark.parametrize("loss", [_plain, _scaled, _squared, slow(_two_heads), _also_below])
 def test_the_backward_only_scales_what_the_forward_has_computed(loss: Loss) -> None:
     graph = _joint(loss)
     divide_rows(graph, BLOCKS)
