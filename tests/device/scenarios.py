@@ -583,7 +583,8 @@ def host_reads(device: LateDevice) -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, Callable[[LateDevice], dict[str, Any]]] = {
-    "policies mlp resnet": lambda device: policies(device, "mlp", "resnet"),
+    "policies mlp": lambda device: policies(device, "mlp"),
+    "policies resnet": lambda device: policies(device, "resnet"),
     "policies gpt2 vit": lambda device: policies(device, "gpt2", "vit"),
     "resident": resident,
     "whole step": whole_step,
