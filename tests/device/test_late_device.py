@@ -35,10 +35,11 @@ def _run(library: Path, name: str, folder: Path, seeds: int = 1) -> tuple[int | 
     return process.exitcode, log.read_text(errors="replace")
 
 
+_LONG = ("vit", "resnet")  # scenarios of large models
+
+
 @pytest.mark.parametrize("seeds", [1, slow(4)])
-@pytest.mark.parametrize(
-    "name", [slow(name) if "vit" in name or "resnet" in name else name for name in SCENARIOS if name != "host reads"]
-)
+@pytest.mark.parametrize("name", [slow(n) if n.endswith(_LONG) else n for n in SCENARIOS if n != "host reads"])
 def test_every_order_of_queued_work_gives_the_bits_of_eager(
     library: Path, name: str, seeds: int, tmp_path: Path
 ) -> None:
