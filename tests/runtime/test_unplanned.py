@@ -137,7 +137,7 @@ CASES: dict[str, Case] = {
     ),
     "Python state": ("capture/effects.py:_changes", lambda: Net(_counts), _x),
     "first call": ("capture/effects.py:require_same_call", lambda: Net(_first), _x),
-    "random": ("capture/effects.py:_draws", lambda: Net(lambda net, x: net.b(net.a(x)) * random.random()), _x),
+    "random": ("capture/effects.py:_draws", lambda: Net(lambda net, x: net.b(net.a(x)) * random.uniform(0, 1)), _x),
     "branch": (
         "capture/refusals.py:unsupported",
         lambda: Net(lambda net, x: net.b(net.a(x)) if x.sum() > 0 else net.a(x)),
