@@ -1,4 +1,4 @@
-"""What the benchmarks compute from their measurements, and the tables that they write."""
+"""Tests what the benchmarks compute from their measurements, and the tables that they write."""
 
 from __future__ import annotations
 

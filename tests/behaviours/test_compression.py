@@ -142,7 +142,7 @@ def _captured_lossy(rows: int, columns: int, dtype: torch.dtype) -> Any:
 
 
 def _read_back(x: Tensor) -> Tensor:
-    """What the backward reads of `x`; the forward's result is checked to be that of the graph as it was."""
+    """Return what the backward reads of `x`, after a check that the forward's result is that of the graph as it was."""
     before, after = _captured_lossy(*x.shape, x.dtype)
     args = (-x, torch.ones_like(x), torch.ones((), dtype=x.dtype))
     theirs = fx.Interpreter(before).run(*args, enable_io_processing=False)

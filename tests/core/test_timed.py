@@ -1,4 +1,4 @@
-"""What takes long says so, before it begins and afterwards; who asks for it sees it."""
+"""Tests that long work says so before it begins and afterwards, to those who ask for it."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_parts_of_the_answer_add_up_to_what_is_needed(plan: Plan, optimizer: str
 
 
 def test_the_answer_comes_first_in_every_form() -> None:
-    """What is needed, where it peaks and what would shrink it; a reserve stands for the optimizer's state."""
+    """Show what is needed, where it peaks and what would shrink it; a reserve stands for the optimizer's state."""
     plan = sample_plan()
     text = list(answer_lines(plan.report()))
     shown = " ".join(str(plan).splitlines()[2:8])

@@ -280,7 +280,7 @@ def test_inputs_that_change_and_outputs_that_are_inputs() -> None:
 
 
 def test_torch_finds_the_backend_by_name() -> None:
-    """By the entry point of an installation, which is that of pyproject.toml."""
+    """Check the entry point of an installation, which is that of pyproject.toml."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     (name,) = project["entry-points"]["torch_dynamo_backends"]
     assert name == "memplan"

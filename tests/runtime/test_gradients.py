@@ -30,7 +30,7 @@ def _net() -> nn.Module:
 
 
 def _assert_same(ours: nn.Module, eager: nn.Module) -> None:
-    """The same parameters have a gradient, and the same one."""
+    """Assert that the same parameters have a gradient, and the same one."""
     one, two = gradients_of(ours), gradients_of(eager)
     assert one.keys() == two.keys()
     assert all(torch.equal(gradient, two[name]) for name, gradient in one.items())

@@ -64,7 +64,7 @@ def _steps(call: Callable[..., Any], model: nn.Module, *batches: torch.Tensor) -
 
 @pytest.fixture(scope="module")
 def expected() -> list[torch.Tensor]:
-    """What `torch.compile` computes for two batches."""
+    """Return what `torch.compile` computes for two batches."""
     torch._dynamo.reset()
     model = _model()
     found = _steps(torch.compile(model, dynamic=False), model, _batch(), _batch())

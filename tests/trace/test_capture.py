@@ -1,4 +1,4 @@
-"""What can be traced; what cannot is refused with the node, the reason and a hint, and nothing else is said."""
+"""Tests what can be traced; the rest is refused with the node, the reason and a hint, and nothing else is said."""
 
 from __future__ import annotations
 

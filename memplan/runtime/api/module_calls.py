@@ -155,9 +155,8 @@ class ModuleCalls:
         if given is not None:
             self.options = self.builder.options
 
-    def _compile_for(self, args: Args, kwargs: Kwargs) -> None:
+    def _compile_for(self, kind: CallKind, args: Args, kwargs: Kwargs) -> None:
         """Build the program of the first call, where there was no example; one that evaluates gets no backward."""
-        kind = kind_of_call(args, kwargs)
         if self.kind is not None and self.options.on_mismatch in ("error", "eager") and not self.options.dynamic_shapes:
             require_like(self.kind, kind)
         train = self._model.training and self._records(args, kwargs) if self.train is None else self.train
@@ -304,12 +303,12 @@ class ModuleCalls:
             begins = self._evaluates and self.pending is None and self._model.training and self._records(args, kwargs)
             key = (kind_of_call(args, kwargs), self._model.training) if begins or self._selector is None else None
             try:
-                if key in self._refused:
-                    raise self._refused[key]
-                if begins:
-                    self.builder.free_arena()
                 if key is not None:
-                    self._compile_for(args, kwargs)
+                    if key in self._refused:
+                        raise self._refused[key]
+                    if begins:
+                        self.builder.free_arena()
+                    self._compile_for(key[0], args, kwargs)
             except UnsupportedGraph as refused:
                 self._refused = {**self._refused, key: refused} if len(self._refused) < MAX_PROGRAMS else {key: refused}
                 return self._as_several(refused, refused, args, kwargs)

@@ -59,8 +59,8 @@ class Runner:
 
         `added`: the graph copies gradients of parameters out, so that they can be added instead. `recorder`: record
         and replay CUDA graphs; `whole`: one graph for the whole step. `bound`: as in `build_program`. `hooks`: the
-        hooks that observe the steps. `unused`: no other
-        program runs in this arena, and it need not be locked. `input_guards`: those of the same step.
+        hooks that observe the steps. `unused`: no other program runs in this arena, and it need not be locked.
+        `input_guards`: those of the same step.
         """
         self._module_guards, self._before_plan = module_guards, traced
         self._options: dict[str, Any] = {"sanitize": sanitize, "added": added, "whole": whole, "hooks": hooks}
