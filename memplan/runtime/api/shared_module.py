@@ -1,8 +1,8 @@
 """`SharedModule`: a module that stands for another one, whose parameters, buffers and attributes are its own too.
 
 Trainers look at the signature of `forward` and the name of the class to know which columns of a data set a model takes,
-and which of them are labels. Each compiled module has a class of its own, which shows the original's, and nothing else: `isinstance` tells a compiled module
-from what it was compiled from.
+and which of them are labels. Each compiled module has a class of its own, which shows the original's, and nothing else:
+`isinstance` tells a compiled module from what it was compiled from.
 """
 
 from __future__ import annotations
