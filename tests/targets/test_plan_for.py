@@ -37,6 +37,38 @@ def test_a_plan_has_the_gpus_kernels_alignment_and_costs() -> None:
     assert any("attention" in name for name in names)
 
 
+@pytest.mark.parametrize(
+    ("target", "dtype", "width", "counted"),
+    [
+        pytest.param("h100", torch.bfloat16, 64, True, id="cudnn"),
+        pytest.param("a100", torch.bfloat16, 64, True, id="flash"),
+        pytest.param("h100", torch.float32, 64, False, id="efficient"),
+    ],
+)
+def test_the_backward_of_attention_adds_up_in_32_bits(
+    target: str, dtype: torch.dtype, width: int, counted: bool
+) -> None:
+    class Attention(nn.Module):
+        """Attention of a projection to itself."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(2 * width, 2 * width, dtype=dtype)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """Attend with two heads."""
+            heads = self.project(x).unflatten(-1, (2, width)).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(heads, heads, heads)
+
+    x = torch.empty(4, 32, 2 * width, dtype=dtype)
+    plan = memplan.plan(Attention(), x, target=target, kernels="aten")
+    report = plan.report()
+    assert plan.outside["temporaries"] == counted * 4 * x.numel()
+    assert ("attention's backward" in str(report)) == counted
+    assert report.outside.workspaces == find_gpu(target).workspace
+    assert report.outside.reserve == 0
+
+
 def test_a_plan_is_saved_and_loaded_with_its_target(tmp_path: Path) -> None:
     model, inputs = ZOO["mlp"]()
     plan = memplan.plan(model, inputs, target="a100", reserve="1MiB")
@@ -144,7 +176,7 @@ def test_eagers_peak_is_that_of_an_h200(name: str) -> None:
     """Within 5 %, with the workspaces of cuBLAS, which are in the allowance of a device."""
     make: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]] = getattr(real_sizes, name)
     model, inputs = make()
-    answer = memplan.fits(model, inputs, device="h200", search=False, allowance=find_gpu("h200").workspace)
+    answer = memplan.fits(model, inputs, target="h200", search=False, allowance=find_gpu("h200").workspace)
     assert answer.eager / 1e9 == pytest.approx(MEASURED["eager"][name], rel=0.05)
 
 
@@ -157,5 +189,5 @@ def test_what_cannot_stand_in_is_traced_as_the_cpu_and_said(
 
     monkeypatch.setattr("memplan.trace.fits.require_child", refused)
     model, inputs = ZOO["mlp"]()
-    assert memplan.fits(model, inputs, device="h100", search=False)
+    assert memplan.fits(model, inputs, target="h100", search=False)
     assert "traced as the CPU's" in caplog.text
