@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,8 @@ from torch import nn
 import memplan
 from benchmarks import real_sizes
 from benchmarks.zoo import ZOO
-from memplan.core.gpus import find_gpu
+from memplan.core.gpus import find_gpu, gpu_called
+from memplan.core.units import parse_size
 from memplan.errors import InvalidShapes, LibraryNotInstalled, UnsupportedDevice
 from tests.slow import slow
 
@@ -94,11 +98,12 @@ def test_a_model_on_the_cpu_and_one_on_meta_have_the_same_plan() -> None:
 def test_a_budget_is_kept_and_its_plan_is_refused_where_none_keeps_it() -> None:
     layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())]
     model, inputs = nn.Sequential(*layers), torch.empty(512, 64)
-    kept = memplan.plan(model, inputs, target="rtx4090", arena_budget=0.8)
-    assert kept.arena_size <= 0.8 * memplan.plan(model, inputs, target="rtx4090").max_live
+    how: dict[str, Any] = {"target": "rtx4090", "kernels": "aten"}
+    kept = memplan.plan(model, inputs, arena_budget=0.8, **how)
+    assert kept.arena_size <= 0.8 * memplan.plan(model, inputs, **how).max_live
     assert kept.evictions
     with pytest.raises(memplan.errors.BudgetInfeasible):
-        memplan.plan(model, inputs, target="rtx4090", budget="1MiB")
+        memplan.plan(model, inputs, budget="1MiB", **how)
 
 
 @pytest.mark.parametrize(
@@ -139,45 +144,96 @@ def test_a_model_that_is_on_another_device_is_refused() -> None:
 @pytest.mark.skipif(not HAS_TRITON, reason="Inductor generates Triton's code")
 def test_generated_kernels_are_tritons() -> None:
     model, inputs = ZOO["gpt2"]()
-    plan = memplan.plan(model, inputs, target="h100", kernels="inductor")
-    assert any(".triton_" in op.target for op in plan.graph.ops)
-    assert plan.total < memplan.plan(model, inputs, target="h100").total
+    plan = memplan.plan(model, inputs, target="h100")
+    assert any(".triton_" in op.target for op in plan.graph.ops), "they are the default"
+    eagers = memplan.plan(model, inputs, target="h100", kernels="aten")
+    assert plan.total < eagers.total
+    assert memplan.fits(model, inputs, target="h100", search=False).total < eagers.total + find_gpu("h100").memory
+
+
+def _of_real_size(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Return a model that an H200 has trained, and its inputs."""
+    make: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]] = getattr(real_sizes, name)
+    return make()
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels"),
+    ("name", "kernels", "within"),
     [
-        ("resnet", "aten"),
-        slow("gpt2", "aten"),
-        slow("gpt2", "inductor"),
-        slow("llama1b", "inductor"),
-        slow("resnet", "inductor"),
-        slow("bert", "inductor"),
+        slow("resnet", "aten", 0.01),
+        slow("gpt2", "aten", 0.02),
+        ("gpt2", "inductor", 0.01),
+        slow("llama1b", "inductor", 0.01),
+        slow("resnet", "inductor", 0.01),
+        slow("bert", "inductor", 0.01),
     ],
 )
-def test_totals_are_those_that_an_h200_had(name: str, kernels: str) -> None:
-    """Within 3 % of the total, in which there libraries' workspaces were not, and 1 % of a generated step's arena."""
+def test_totals_are_those_that_an_h200_had(name: str, kernels: str, within: float) -> None:
+    """Within 1 % of the total, in which there libraries' workspaces were not, and of a generated step's arena.
+
+    ResNet's arena may differ: which results of convolutions leave it is decided by their workspaces there.
+    """
     if kernels == "inductor" and not HAS_TRITON:
         pytest.skip("Inductor generates Triton's code")
-    make: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]] = getattr(real_sizes, name)
-    model, inputs = make()
+    model, inputs = _of_real_size(name)
     how: dict[str, Any] = {"kernels": kernels}
     known = MEASURED[name][kernels]
     plan = memplan.plan(model, inputs, target="h200", **how)
-    assert (plan.total - plan.reserve) / 1e9 == pytest.approx(known["total"], rel=0.03)
-    if kernels == "inductor":
+    assert (plan.total - plan.reserve) / 1e9 == pytest.approx(known["total"], rel=within)
+    if kernels == "inductor" and name != "resnet":
         assert plan.arena_size / 1e9 == pytest.approx(known["arena"], rel=0.01)
     assert not plan.evictions, "nobody asked for a budget"
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON, reason="Inductor generates Triton's code")
 @pytest.mark.parametrize("name", ["resnet", "gpt2", "bert", "llama1b"])
-def test_eagers_peak_is_that_of_an_h200(name: str) -> None:
-    """Within 5 %, with the workspaces of cuBLAS, which are in the allowance of a device."""
-    make: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]] = getattr(real_sizes, name)
-    model, inputs = make()
-    answer = memplan.fits(model, inputs, target="h200", search=False, allowance=find_gpu("h200").workspace)
+def test_what_fits_answers_is_the_peak_of_an_h200(name: str) -> None:
+    """Eager's within 5 %, that of the planned step within 3 %, with the workspaces of cuBLAS as the allowance.
+
+    The optimizer was fused there: it allocated nothing beside its state.
+    """
+    model, inputs = _of_real_size(name)
+    workspace = find_gpu("h200").workspace
+    answer = memplan.fits(model, inputs, target="h200", search=False, allowance=workspace)
     assert answer.eager / 1e9 == pytest.approx(MEASURED["eager"][name], rel=0.05)
+    step = answer.plan.total + answer.need.state
+    assert step / 1e9 == pytest.approx(MEASURED["peak"][name], rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON, reason="Inductor generates Triton's code")
+@pytest.mark.parametrize(("budget", "peak"), [("2.55GiB", 3.807), ("2GiB", 3.205)])
+def test_a_budgets_peak_is_that_of_an_h200(budget: str, peak: float) -> None:
+    """Within 3 %: GPT-2 with its head in blocks. The budget there did not count cuBLAS's workspaces."""
+    model, inputs = _of_real_size("gpt2")
+    plan = memplan.plan(model, inputs, target="h200", budget=parse_size(budget) + find_gpu("h200").workspace)
+    state = 8 * sum(p.numel() for p in model.parameters())
+    assert (plan.total + state) / 1e9 == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kernels", ["aten", "inductor"])
+def test_a_gpu_plans_what_its_stand_in_does(kernels: str) -> None:
+    """Graph, order and arena, in two processes: one has the GPU, from the other it is hidden."""
+    code = (
+        "import json, sys, torch, memplan; from benchmarks.real_sizes import gpt2\n"
+        "device, how = ('cuda', {}) if torch.cuda.is_available() else ('meta', {'target': sys.argv[2]})\n"
+        "model, inputs = gpt2(device, tiny=True)\n"
+        "plan = memplan.plan(model, inputs, kernels=sys.argv[1], **how)\n"
+        "ops = [op.target for op in plan.graph.ops]\n"
+        "print(json.dumps([ops, list(plan.schedule.order), plan.arena_size, plan.problem.fingerprint]))"
+    )
+    known = gpu_called(torch.cuda.get_device_name())
+    if known is None:
+        pytest.skip(f"{torch.cuda.get_device_name()} is no known target")
+    found = []
+    for hidden in ({}, {"CUDA_VISIBLE_DEVICES": ""}):
+        command = [sys.executable, "-c", code, kernels, known.name]
+        ended = subprocess.run(command, env={**os.environ, **hidden}, capture_output=True, text=True, check=True)
+        found.append(json.loads(ended.stdout.splitlines()[-1]))
+    here, there = found
+    assert here == there
 
 
 def test_what_cannot_stand_in_is_traced_as_the_cpu_and_said(

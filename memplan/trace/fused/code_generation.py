@@ -52,6 +52,7 @@ _SETTINGS: dict[str, Any] = {
     "graph_partition": False,
     "memory_planning": False,
     "profile_bandwidth": False,
+    "comprehensive_padding": False,  # rows of a result and of what may lie over it have to stay alike
     "shape_padding": False,  # `align_products` pads what is worth it, without copies
     "triton.cooperative_reductions": False,  # their kernels have workspaces
     "triton.cudagraphs": False,
