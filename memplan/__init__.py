@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from memplan.core.validate import validate
     from memplan.evict.costs import CostModel, load_costs
     from memplan.evict.workload import Policy as EvictionPolicy
-    from memplan.integrations.inductor.partitioner import partitioner
+    from memplan.integrations.partitioner import partitioner
     from memplan.planning.memory_answer import Fits
     from memplan.planning.options import Budget, Costs, Device, DynamicShapes, PlanKeywords
     from memplan.planning.planfile import load
@@ -127,7 +127,7 @@ _HOMES = {
     "fits": "memplan.trace.fits",
     "load": "memplan.planning.planfile",
     "max_batch": "memplan.trace.batches",
-    "partitioner": "memplan.integrations.inductor.partitioner",
+    "partitioner": "memplan.integrations.partitioner",
     "profile": "memplan.runtime.api.profiling",
     "set_log_level": "memplan.core.timed",
     "solve": "memplan.solvers",
