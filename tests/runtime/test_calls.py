@@ -116,21 +116,6 @@ def test_a_call_that_differs_names_the_first_difference(args: Any, what: str) ->
     assert caught.value.hint
 
 
-def test_on_mismatch_eager_and_replan() -> None:
-    choices: tuple[Any, ...] = ("eager", "replan")
-    for choice in choices:
-        model = _linear()
-        compiled = memplan_compile(model, torch.randn(3, 4), on_mismatch=choice)
-        for n in (5, 3, 5):
-            x = torch.randn(n, 4)
-            out = compiled(x)
-            assert torch.equal(out, copy.deepcopy(model)(x))
-            model.zero_grad()
-            out.sum().backward()
-            assert model.bias.grad is not None
-            assert model.bias.grad.tolist() == [n] * 4
-
-
 class Moody(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
-from torch.nn import functional as F  # noqa: N812  (torch's own convention)
 
 import memplan
 from tests.slow import slow
@@ -51,24 +50,6 @@ def test_a_body_that_is_unfrozen_and_frozen_again(options: dict[str, Any]) -> No
         eager.body.requires_grad_(wants)
         for rows in (6, 40 if n > 1 else 5):
             assert_same_step(model, eager, compiled, _x(n, rows))
-
-
-def test_compile_step_with_a_body_that_is_unfrozen() -> None:
-    model, eager = _models()
-    ours, theirs = (torch.optim.Adam(part.parameters(), lr=0.1, foreach=False) for part in (model, eager))
-    step = memplan.compile_step(model, ours, F.mse_loss, (_x(0), torch.ones(6, 4)))
-    for n, wants in enumerate((False, True, False)):
-        for part in (model, eager):
-            part.body.requires_grad_(wants)
-        for rows in (6, 40 if n else 5):
-            target = torch.ones(rows, 4)
-            theirs.zero_grad()
-            loss = F.mse_loss(eager(_x(n, rows)), target)
-            torch.autograd.backward(loss)
-            theirs.step()
-            assert torch.equal(step(_x(n, rows), target), loss.detach())
-            for p, q in zip(model.parameters(), eager.parameters(), strict=True):
-                assert torch.equal(p, q)
 
 
 def test_a_larger_table_is_never_run_by_programs_of_the_first() -> None:

@@ -13,9 +13,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from memplan.errors import InputMismatch
-from memplan.planning.planfile import load
 from memplan.runtime import CompiledStep, compile_step
-from memplan.schedule import order
 from tests.slow import slow
 
 _LAYERS = 3
@@ -82,24 +80,6 @@ def test_small_updates_share_calls_and_change_nothing(make: Any, accumulate: int
     for _ in range(accumulate - 1):
         step(*_batch())
     assert _calls(step) < _updates(step) / 2
-
-
-@pytest.mark.slow
-def test_waiting_for_others_costs_no_memory(tmp_path: Any) -> None:
-    def planned(**options: Any) -> CompiledStep:
-        net = _net()
-        return compile_step(net, _adamw(net), F.mse_loss, _batch(), **options)
-
-    together, apart = planned(), planned(schedule=order)
-    assert together.plan.schedule.policy.endswith(" + gather")
-    assert together.plan.arena_size <= apart.plan.arena_size
-    assert together.plan.max_live <= apart.plan.max_live
-    assert together.plan.schedule.bound == apart.plan.schedule.bound
-    assert _calls(together) < _calls(apart)
-    together.plan.save(tmp_path / "plan.json")
-    saved = load(tmp_path / "plan.json")
-    assert saved.schedule == together.plan.schedule
-    assert planned(plan=saved).plan.schedule == saved.schedule
 
 
 def test_counters_are_the_optimizers() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from tests.slow import slow
 from tests.steps import same_tensors
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 class Breaking(nn.Module):
@@ -31,13 +30,6 @@ class Breaking(nn.Module):
         hidden = hidden * 2 if hidden.sum() > 1e9 else hidden * 3
         found: torch.Tensor = self.down(hidden).sigmoid()
         return found.square().mean()
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def _model() -> nn.Module:
@@ -92,18 +84,6 @@ def test_a_model_with_graph_breaks_compiles_to_several_graphs_of_generated_kerne
     assert "is planned as several graphs" in caplog.text
     assert same_tensors(_steps(compiled, model, _batch(), _batch()), expected)
     assert any(op.target.startswith("inductor.cpp_fused_") for op in compiled.plan.graph.ops)
-
-
-@pytest.mark.slow
-def test_a_call_without_gradients_runs_generated_kernels() -> None:
-    model = _model().eval()
-    twin, backend = copy.deepcopy(model), memplan.Backend(kernels="inductor")
-    compiled: Any = torch.compile(model, backend=backend)
-    with torch.no_grad():
-        found = compiled(_batch())
-        torch._dynamo.reset()
-        assert torch.equal(found, torch.compile(twin)(_batch()))
-    assert not any(op.phase.value == "backward" for graph in backend.graphs for p in graph.plans for op in p.graph.ops)
 
 
 def test_what_graphs_of_generated_kernels_do_not_have_is_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from tests.slow import slow
 from tests.steps import same_tensors
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 class Stacked(nn.Module):
@@ -39,13 +39,6 @@ class Stacked(nn.Module):
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
             x = norm(convolution(x)).relu()
         return x.mean()
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def _steps(call: Callable[..., Any], model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:

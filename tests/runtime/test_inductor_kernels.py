@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -155,42 +154,6 @@ def test_the_kernels_are_inductors_and_everything_is_in_one_arena(pair: Any) -> 
     assert placed  # kernels that only change a layout come from nowhere
     assert all(origin.source.startswith("test_inductor_kernels.py:") for origin in placed)
     assert plan.arena_size <= plan.max_live * 1.05
-
-
-@pytest.mark.slow
-def test_a_compilation_of_another_thread_has_torchs_own_wrapper_and_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import compile_fx, config
-    from torch._inductor.codegen import common
-
-    from memplan.trace.fused.wrapper import RecordingWrapper
-
-    def gradient(result: Any, model: nn.Module) -> Any:
-        result.square().sum().backward()
-        return next(model.parameters()).grad
-
-    torch.manual_seed(0)
-    x, ours = torch.randn(2, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU())
-    theirs, alone = copy.deepcopy(ours), copy.deepcopy(ours)
-    torch._dynamo.reset()
-    result = torch.compile(theirs)(x)  # its backward is compiled in the midst of memplan's compilation
-    inner, found = compile_fx.compile_fx_inner, list[torch.Tensor]()
-    thread = threading.Thread(target=lambda: found.append(gradient(result, theirs)))
-
-    def beside(*args: Any, **options: Any) -> Any:
-        monkeypatch.setattr(compile_fx, "compile_fx_inner", inner)
-        assert common.device_codegens["cpu"].wrapper_codegen is RecordingWrapper
-        thread.start()
-        thread.join(0.2)  # it may have to wait for the lock that this compilation holds
-        return inner(*args, **options)
-
-    monkeypatch.setattr(compile_fx, "compile_fx_inner", beside)
-    with config.patch(fx_graph_cache=False):  # or an earlier run's code is read, and nothing is compiled
-        compiled = memplan.compile(ours, x, kernels="inductor")
-    thread.join()
-    torch._dynamo.reset()
-    expected = gradient(torch.compile(alone)(x), alone)
-    assert torch.equal(found[0], expected)
-    assert torch.equal(gradient(compiled(x), ours), expected)
 
 
 def test_a_plan_for_other_kernels_is_refused(block: tuple[Block, memplan.Plan], tmp_path: Path) -> None:
@@ -348,17 +311,6 @@ class Added(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.bias
-
-
-@pytest.mark.slow
-def test_tied_weights_count_once() -> None:
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.GELU(), nn.Linear(4, 4, bias=False))
-    model[2].weight = model[0].weight
-    x, twin = torch.linspace(-1, 1, 8).view(2, 4), copy.deepcopy(model)
-    compiled = memplan.compile(model, x, kernels="inductor")
-    assert compiled.plan.outside["parameters"] == model[0].weight.nbytes
-    torch._dynamo.reset()
-    _require_equal(_step(compiled, x, 0), _step(torch.compile(twin), x, 0))
 
 
 def test_graphs_without_ops_run() -> None:

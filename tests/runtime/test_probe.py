@@ -10,15 +10,7 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.runtime.kernels.probe import same_bytes, writes
-
-
-def test_strides_of_few_elements_may_be_anything() -> None:
-    for shape in ((1,), (0,), (0, 3), (1, 1, 1)):
-        for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.bool):
-            odd = torch.empty_strided(shape, [7] * len(shape), dtype=dtype).fill_(1)
-            assert same_bytes(odd, torch.ones(shape, dtype=dtype))
-            assert same_bytes(odd, torch.zeros(shape, dtype=dtype)) is (not odd.numel())
+from memplan.runtime.kernels.probe import same_bytes
 
 
 def test_bytes_are_compared_and_not_numbers() -> None:
@@ -72,17 +64,3 @@ def test_a_loss_that_resizes_is_tried_in_silence(capfd: pytest.CaptureFixture[st
     x = torch.rand(2, 3)
     assert torch.equal(memplan.compile(model, x)(x), model(x))
     assert "resized" not in "".join(capfd.readouterr())
-
-
-def test_who_uses_a_result_as_memory_for_more_does_not_write_it() -> None:
-    x, out = torch.rand(2, 3), torch.zeros(())
-
-    def resizing(x: torch.Tensor, *, out: torch.Tensor) -> None:
-        out.resize_(x.shape).copy_(x)
-        out.resize_(()).copy_(x.sum())
-
-    def honest(x: torch.Tensor, *, out: torch.Tensor) -> None:
-        torch.sum(x, (), out=out)
-
-    assert not writes(resizing, (x,), {"out": out}, [out], [x.sum()])
-    assert writes(honest, (x,), {"out": out}, [out], [x.sum()])

@@ -11,22 +11,8 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.runtime.execute import values_of_call
-from tests.runtime.allocated import allocations
 
 ROWS, WIDTH = 4, 96
-
-
-class WithCache(nn.Module):
-    """Returns a product and what it was made of, as decoders return their keys and values beside logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cached = self.first(x)
-        return self.last(torch.tanh(cached)), cached
 
 
 class Turned(nn.Module):
@@ -75,19 +61,3 @@ def test_a_result_that_no_loss_uses_may_have_any_layout(turn: str, partner: str,
         ]
         assert len(found) == len(expected) == 2
         assert all(map(torch.equal, found, expected))
-
-
-def test_zeros_that_only_elementwise_ops_read_take_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made() -> list[int]:
-        """Return what a step allocates after the forward."""
-        compiled = memplan.compile(WithCache(), torch.rand(ROWS, WIDTH), gradients="outside")
-        for _ in range(2):
-            compiled(torch.rand(ROWS, WIDTH))[0].square().sum().backward()
-        compiled.zero_grad()
-        loss = compiled(torch.rand(ROWS, WIDTH))[0].square().sum()
-        return allocations(loss.backward)
-
-    nbytes = ROWS * WIDTH * 4
-    spread = made()
-    monkeypatch.setattr(values_of_call, "_spreads", lambda *_: False)
-    assert made().count(nbytes) == spread.count(nbytes) + 1

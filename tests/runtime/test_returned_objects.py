@@ -58,18 +58,6 @@ def test_a_language_model_returns_its_cache_as_in_eager() -> None:
             optimizer.step()
 
 
-@pytest.mark.slow
-def test_a_cache_of_an_evaluation_continues_in_eager() -> None:
-    eager, model = _llama().eval(), _llama()
-    compiled = memplan.compile(model, _batch(0))
-    compiled.eval()
-    with torch.no_grad():
-        one, two = compiled(**_batch(1)), eager(**_batch(1))
-        following = torch.tensor([[1], [2], [3], [4]])
-        found = [m(following, past_key_values=o.past_key_values).logits for m, o in ((model, one), (eager, two))]
-    assert torch.equal(*found)
-
-
 class Record:
     """An object with plain attributes: tensors, others, and another object in a list."""
 

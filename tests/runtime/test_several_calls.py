@@ -93,17 +93,6 @@ def test_calls_in_flight_train_as_eager(step: Step, gradients: Any) -> None:
     _train(step, gradients=gradients)
 
 
-class Generator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        first = (nn.ConvTranspose2d(10, 16, 4), nn.BatchNorm2d(16), nn.ReLU())
-        self.main = nn.Sequential(*first, nn.ConvTranspose2d(16, 3, 4, 4), nn.Tanh())
-
-    def forward(self, z: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.main(z)
-        return out
-
-
 def test_a_rollout_beyond_the_limit_runs_eagerly_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     eager = _net()
     net = copy.deepcopy(eager)

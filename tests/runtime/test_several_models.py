@@ -180,16 +180,6 @@ def test_a_parameter_that_a_model_has_no_more_is_no_matter_of_another_model() ->
     two.called[1](two.x).sum().backward()
 
 
-def test_a_frozen_model_runs_without_a_backward_where_nothing_requires_a_gradient() -> None:
-    frozen = _layers(WIDTH, WIDTH, nn.ReLU()).requires_grad_(False)
-    compiled = memplan.compile(frozen, torch.rand(ROWS, WIDTH, requires_grad=True))
-    x = torch.rand(ROWS, WIDTH)
-    result = compiled(x)
-    assert not result.requires_grad
-    assert torch.equal(result, frozen(x))
-    assert compiled(x.requires_grad_()).requires_grad
-
-
 class Ends(nn.Module):
     """A model whose last op keeps its result for the backward, and whose gradients are larger."""
 
