@@ -133,3 +133,18 @@ class Saves(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.two(torch.relu(self.one(x))))
         return nn.functional.max_pool2d(torch.tanh(x), 2).mean((2, 3))
+
+
+class BreaksInEval(nn.Module):
+    """Looks at its results in evaluation only, where no graph can hold it."""
+
+    def __init__(self, hidden: int = 64) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, hidden), nn.Linear(hidden, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(x).tanh()
+        if not self.training and hidden.sum() > 0:
+            hidden = hidden * 2
+        out: torch.Tensor = self.two(hidden)
+        return out

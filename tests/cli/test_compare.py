@@ -87,9 +87,3 @@ def test_bad_input(run: Run, plan_file: Path, args: list[str], message: str) -> 
     code, out, err = run(*args)
     assert (code, out) == (2, "")
     assert message in err
-
-
-def test_narrow_terminals_are_not_overrun(run: Run, plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "50")
-    for args in (["diff", plan_file, plan_file], ["explain", plan_file]):
-        assert max(map(len, run(*args)[1].splitlines())) <= 50

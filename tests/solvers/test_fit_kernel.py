@@ -67,15 +67,6 @@ def test_placed_buffers_are_met_in_any_order_of_their_offsets() -> None:
         assert _fitted(arrays, order, start) == _placed(arrays, order, start), seed
 
 
-def test_an_exact_hole_is_used_and_equal_holes_go_to_the_lower_one() -> None:
-    size = np.array([2, 3, 2, 3, 2, 3, 3], np.int64)
-    start = np.array([0, -1, 5, -1, 10, -1, -1], np.int64)  # holes [2, 5), [7, 10) and from 12 on
-    n = len(size)
-    segments = (np.arange(n + 1), np.zeros(n, np.int64), np.ones(n, np.int64))
-    fit_kernel.fit(np.array([1, 3, 5, 6]), size, np.ones(n, np.int64), np.zeros(n, np.int64), *segments, start)
-    assert start.tolist() == [0, 2, 5, 7, 10, 12, 15]
-
-
 def test_neighbours_and_members_are_who_is_alive_together() -> None:
     for seed, arrays in small_cores(150):
         piece = instance_of(arrays, arrays.max_offset(100))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.instances import network, planted
+from benchmarks.instances import network
 from memplan.core.problem import Problem
 from memplan.core.validate import validate
 from memplan.solvers import SolverLimits, solve
@@ -21,7 +21,7 @@ from memplan.solvers.arrays import (
 )
 from memplan.solvers.base import WorkBudget, finish
 from memplan.solvers.heuristics import first_fit, unplaced
-from memplan.solvers.solve_at_capacity import Piece, _peel, reduce
+from memplan.solvers.solve_at_capacity import Piece, _peel
 from memplan.solvers.tree_search import RULES, search_once
 from tests.solvers.small import decide
 from tests.strategies import problems
@@ -42,13 +42,6 @@ def test_peeled_buffers_find_room_wherever_the_others_lie(seed: int) -> None:
     offsets[kept] = greedy[kept]
     first_fit(arrays, np.concatenate(peeled[::-1]), offsets)
     assert (offsets <= max_offset).all()
-
-
-def test_reduce_keeps_every_buffer_once() -> None:
-    arrays = make_problem_arrays(planted(200, seed=3, density=0.9))
-    reduced = reduce(arrays, arrays.max_offset(1024))
-    parts = [p.ids for p in reduced.pieces]
-    assert sorted(np.concatenate([*parts, reduced.bottom, reduced.fill]).tolist()) == list(range(arrays.n))
 
 
 @settings(max_examples=100)

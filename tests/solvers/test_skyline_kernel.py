@@ -43,16 +43,6 @@ def test_each_buffer_goes_on_top_of_all_that_it_meets_or_is_refused() -> None:
     assert refusals > 100
 
 
-def test_the_number_of_refused_buffers_is_returned_and_they_leave_no_trace() -> None:
-    lo, hi = np.array([0, 0, 1, 2]), np.array([3, 2, 3, 3])
-    offsets = np.full(4, -1, np.int64)
-    refused = skyline_kernel.on_skyline(
-        np.arange(4), np.array([4, 4, 4, 2]), np.ones(4, np.int64), np.zeros(4, np.int64), np.array([9, 3, 3, 4]),
-        np.arange(5), lo, hi, 3, offsets,
-    )  # fmt: skip
-    assert (refused, offsets.tolist()) == (2, [0, -1, -1, 4])
-
-
 def test_wide_and_narrow_intervals_share_one_skyline() -> None:
     """A segment tree of up to 32 leaves, with intervals of every length in it."""
     for seed in range(25):
@@ -96,24 +86,3 @@ def test_an_allocator_takes_the_first_or_the_tightest_hole(best: bool) -> None:
     for seed, arrays in small_cores(400, most=16):
         lifted = replace(arrays, low=arrays.low + seed % 4)
         assert next(online(lifted, best)).tolist() == _allocated(lifted, best=best), seed
-
-
-def test_freed_ranges_join_the_holes_below_and_above_them() -> None:
-    def freed(at: int, size: int, *holes: tuple[int, int]) -> list[tuple[int, int]]:
-        where = np.full(5, -9, np.int64)
-        ends = np.full(5, -9, np.int64)
-        for k, (low, high) in enumerate(holes):
-            where[k], ends[k] = low, high
-        count = skyline_kernel._free(at, size, where, ends, len(holes))
-        return list(zip(where[:count].tolist(), ends[:count].tolist(), strict=True))
-
-    assert freed(4, 2, (8, 9), (20, 30)) == [(4, 6), (8, 9), (20, 30)]
-    assert freed(10, 2, (8, 9), (20, 30)) == [(8, 9), (10, 12), (20, 30)]
-    assert freed(40, 2, (8, 9), (20, 30)) == [(8, 9), (20, 30), (40, 42)]
-    assert freed(9, 2, (8, 9), (20, 30)) == [(8, 11), (20, 30)]
-    assert freed(30, 2, (8, 9), (20, 30)) == [(8, 9), (20, 32)]
-    assert freed(18, 2, (8, 9), (20, 30)) == [(8, 9), (18, 30)]
-    assert freed(9, 11, (8, 9), (20, 30)) == [(8, 30)]
-    assert freed(9, 11, (8, 9), (20, 30), (40, 50), (60, 70)) == [(8, 30), (40, 50), (60, 70)]
-    assert freed(0, 8, (8, 9), (20, 30)) == [(0, 9), (20, 30)]
-    assert freed(3, 4) == [(3, 7)]
