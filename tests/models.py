@@ -29,6 +29,22 @@ def traced_nano(name: str, *, in_place: bool = True) -> TracedGraph:
     return replace(captured, options=replace(captured.options, in_place=in_place)).retrace()
 
 
+class Made(nn.Module):
+    """What `function(self, *inputs)` returns, for a model with these parts: modules, parameters, tensors as buffers."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
+
+
 class Layers(nn.Module):
     """`layers` linear layers of width 16 that keep their results for the backward, with dropout if it is above 0.
 

@@ -107,6 +107,11 @@ def itself(loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """The plainest optimizer of a model, for `Training`."""
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 class Training:
     """A step of `memplan.compile_step`, and eager's copy of its model, which train on the same batches."""
 

@@ -13,22 +13,14 @@ from torch.nn import functional as F  # noqa: N812
 
 from memplan.errors import InputMismatch
 from memplan.runtime import compile as memplan_compile
+from tests.models import Made
 from tests.steps import gradients_of
 
 
-class Fn(nn.Module):
+def _fn(function: Callable[..., Any]) -> Made:
     """`function(self, *inputs)` with a 4 x 4 parameter `w` and a buffer `n` of 4."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.w = nn.Parameter(torch.randn(4, 4))
-        self.register_buffer("n", torch.ones(4))
-        self.n: torch.Tensor
-        self.function = function
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.function(self, *inputs)
+    torch.manual_seed(0)
+    return Made(function, w=nn.Parameter(torch.randn(4, 4)), n=torch.ones(4))
 
 
 class EarlyGradient(torch.autograd.Function):
@@ -137,7 +129,7 @@ def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", SAME_AS_EAGER)
 def test_same_as_eager(name: str) -> None:
-    model = Fn(SAME_AS_EAGER[name])
+    model = _fn(SAME_AS_EAGER[name])
     eager = copy.deepcopy(model)
     compiled = memplan_compile(model, _x(), sanitize="poison")
     for seed in range(2):
@@ -163,17 +155,17 @@ def _write_both(s: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
 
 def test_inputs_that_share_memory() -> None:
     x = _x()
-    difference = memplan_compile(Fn(lambda s, x, y: (x - y) * s.w), (x, x), on_mismatch="error")
+    difference = memplan_compile(_fn(lambda s, x, y: (x - y) * s.w), (x, x), on_mismatch="error")
     with pytest.raises(InputMismatch, match="share memory"):
         difference(_x(), _x(seed=2))
-    reads = Fn(lambda s, x, y: (x + y) * s.w)
+    reads = _fn(lambda s, x, y: (x + y) * s.w)
     assert torch.equal(memplan_compile(reads, (_x(), _x()), on_mismatch="error")(x, x), copy.deepcopy(reads)(x, x))
-    writes = memplan_compile(Fn(_write_both), (_x(), _x()), on_mismatch="error")
+    writes = memplan_compile(_fn(_write_both), (_x(), _x()), on_mismatch="error")
     with pytest.raises(InputMismatch, match="share memory"):
         writes(x, x)
     with pytest.raises(InputMismatch, match="strides"):
         writes(x, _x(4, 8)[:, ::2])
-    counts = Fn(lambda s, x: (s.n.add_(1), x * s.w)[1])
+    counts = _fn(lambda s, x: (s.n.add_(1), x * s.w)[1])
     with pytest.raises(InputMismatch, match="buffer 'n'"):
         memplan_compile(counts, torch.ones(4), on_mismatch="error")(counts.n)
 
@@ -202,7 +194,7 @@ def _change_and_return(s: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
 
 
 def test_what_was_changed_in_place_is_returned_itself() -> None:
-    model = Fn(_change_and_return)
+    model = _fn(_change_and_return)
     compiled = memplan_compile(model, (_x(), torch.ones(3)))
     y = torch.ones(3)
     out, n, same, view, product = compiled(_x(), y)
@@ -215,7 +207,7 @@ def test_what_was_changed_in_place_is_returned_itself() -> None:
 
 
 def test_outputs_may_be_changed_in_place() -> None:
-    model = Fn(lambda s, x: _let(x * s.w, lambda h: (h * 2, h[0])))
+    model = _fn(lambda s, x: _let(x * s.w, lambda h: (h * 2, h[0])))
     one, two = memplan_compile(model, _x())(_x())
     two.mul_(3)
     one.add_(1)

@@ -19,6 +19,7 @@ from memplan.runtime import CompiledModule
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import plan_traced, trace
 from memplan.trace.batches import max_batch
+from tests.models import Made
 from tests.runtime.budgets import FAST_LINK, QUICK, plan_of_everything
 from tests.slow import slow
 from tests.steps import outcome_of
@@ -113,7 +114,7 @@ def _in_parts(x: torch.Tensor) -> torch.Tensor:
 )
 def test_memory_that_was_never_written_begins_where_it_is_first_read(fill: Any) -> None:
     torch.manual_seed(0)
-    model = _Between(fill)
+    model = Made(lambda m, x: m.out(fill(m.into(x).tanh())), into=nn.Linear(6, 6), out=nn.Linear(6, 6))
     eager, x = copy.deepcopy(model), torch.randn(4, 6)
     compiled = memplan_compile(model, x, arena_budget="min", sanitize="poison")
     one, two = (
@@ -121,15 +122,3 @@ def test_memory_that_was_never_written_begins_where_it_is_first_read(fill: Any) 
         for net, call in ((model, compiled), (eager, eager))
     )
     assert one.same_as(two)
-
-
-class _Between(nn.Module):
-    """Two layers, and what `fill` makes between them."""
-
-    def __init__(self, fill: Any) -> None:
-        super().__init__()
-        self.fill, self.into, self.out = fill, nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.out(self.fill(self.into(x).tanh()))
-        return out

@@ -12,6 +12,7 @@ from torch import nn
 
 import memplan
 from memplan.core.choices import Gradients
+from tests.models import Made
 from tests.slow import slow
 
 
@@ -20,21 +21,16 @@ def _grad(p: torch.Tensor) -> torch.Tensor:
     return p.grad
 
 
-class Sums(nn.Module):
+def _sums() -> Made:
     """Two parameters whose gradients are one tensor, as AOTAutograd hands them out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x + self.a + self.b).sin()
+    a, b = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4))
+    return Made(lambda m, x: (x + m.a + m.b).sin(), a=a, b=b)
 
 
 @pytest.mark.parametrize("gradients", ["outside", slow("arena")])
 def test_two_gradients_have_bytes_of_their_own(gradients: Gradients) -> None:
     torch.manual_seed(0)
-    model, x = Sums(), torch.randn(3, 4)
+    model, x = _sums(), torch.randn(3, 4)
     eager = copy.deepcopy(model)
     for net, call in ((model, memplan.compile(model, x, gradients=gradients)), (eager, eager)):
         call(x).sum().backward()

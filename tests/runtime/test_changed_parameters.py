@@ -11,26 +11,20 @@ from torch import nn
 from torch.export import Dim
 
 import memplan
+from tests.models import Made
 from tests.slow import slow
 from tests.steps import assert_same_step
 
 
-class Body(nn.Module):
+def _body() -> Made:
     """A body, which is frozen first, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16)), nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.body(x).tanh())
-        return out
+    body = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16)).requires_grad_(False)
+    return Made(lambda m, x: m.head(m.body(x).tanh()), body=body, head=nn.Linear(16, 4))
 
 
-def _models() -> tuple[Body, Body]:
+def _models() -> tuple[Any, Any]:
     torch.manual_seed(0)
-    one = Body()
-    one.body.requires_grad_(False)
+    one = _body()
     return one, copy.deepcopy(one)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from memplan.runtime import compile as memplan_compile
+from tests.models import Made
 from tests.slow import slow
 
 Op = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -30,17 +31,6 @@ OPS: dict[str, Op] = {
 FAST = ("conjugate", "adjoint", "imaginary returned", "expanded")
 
 
-class _Weighted(nn.Module):
-    def __init__(self, op: Op) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.op = op
-        self.weight = nn.Parameter(torch.randn(4, 4, dtype=_COMPLEX))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.op(x, self.weight)
-
-
 def _step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """The result, and the gradients of the parameter and of the input, for an incoming gradient that is conjugated."""
     model.zero_grad()
@@ -56,7 +46,9 @@ def _step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in OPS])
 def test_values_and_gradients_are_eagers(name: str) -> None:
-    net = _Weighted(OPS[name])
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(4, 4, dtype=_COMPLEX))
+    net = Made(lambda m, x: OPS[name](x, m.weight), weight=weight)
     eager = copy.deepcopy(net)
     compiled = memplan_compile(net, (torch.randn(4, 4, dtype=_COMPLEX, requires_grad=True),), sanitize="poison")
     for _ in range(2):

@@ -16,16 +16,9 @@ import memplan
 from tests.slow import slow
 
 
-class WithDropout(nn.Module):
+def _with_dropout() -> nn.Module:
     """Two layers, with a dropout between them that eval mode leaves out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.drop, self.two = nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.two(self.drop(self.one(x).relu()))
-        return out
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 3)).eval()
 
 
 def _gradients(model: nn.Module, call: Callable[..., torch.Tensor], *batches: torch.Tensor) -> list[torch.Tensor]:
@@ -40,7 +33,7 @@ def _gradients(model: nn.Module, call: Callable[..., torch.Tensor], *batches: to
 )
 def test_a_term_of_a_loss_keeps_its_gradient(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    model = WithDropout().eval()
+    model = _with_dropout()
     eager = copy.deepcopy(model)
     x = torch.randn(5, 6)
     compiled = memplan.compile(model, x, sanitize="poison", **options)
@@ -52,7 +45,7 @@ def test_a_term_of_a_loss_keeps_its_gradient(options: dict[str, Any]) -> None:
 
 def test_a_loop_that_keeps_its_results_runs(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    model = WithDropout().eval()
+    model = _with_dropout()
     compiled, batches = memplan.compile(model, torch.randn(5, 6)), [torch.randn(5, 6) for _ in range(4)]
     with caplog.at_level(logging.WARNING, "memplan"):
         kept = [compiled(x) for x in batches]
@@ -68,16 +61,16 @@ def test_a_loop_that_keeps_its_results_runs(caplog: pytest.LogCaptureFixture) ->
 
 def test_nothing_is_recorded_that_eager_does_not_record() -> None:
     x = torch.randn(5, 6)
-    frozen = memplan.compile(WithDropout().eval().requires_grad_(False), x)
+    frozen = memplan.compile(_with_dropout().requires_grad_(False), x)
     assert not frozen(x).requires_grad
     assert not frozen._calls.selector._runners, "no program beside the planned one"
     assert frozen(x.clone().requires_grad_()).requires_grad
-    asked = memplan.compile(WithDropout().eval(), x, train=False)
+    asked = memplan.compile(_with_dropout(), x, train=False)
     assert not asked(x).requires_grad, "train=False asks for that"
 
 
 def test_where_the_backward_cannot_be_planned_the_call_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
-    model, x = WithDropout().eval(), torch.randn(512, 6)
+    model, x = _with_dropout(), torch.randn(512, 6)
     budget = memplan.compile(model, x, train=False).plan.arena_size + 64
     compiled = memplan.compile(model, x, arena_budget=budget)
     with torch.no_grad():

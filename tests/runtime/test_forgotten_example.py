@@ -19,17 +19,9 @@ from tests.slow import slow
 Ref = weakref.ref[torch.Tensor]
 
 
-class Words(nn.Module):
+def _model() -> nn.Module:
     """A table of few words, so that numbers other than the example's may be none of its rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 4)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.head(self.table(words)).relu()
-        return made
+    return nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3), nn.ReLU())
 
 
 def _words(rows: int = 6, seed: int = 0) -> torch.Tensor:
@@ -48,7 +40,7 @@ def _alive(refs: Sequence[Ref]) -> list[torch.Tensor]:
 
 
 def test_no_program_of_a_module_keeps_the_call_that_it_was_made_for() -> None:
-    compiled, example = _compiled(Words(), _words)
+    compiled, example = _compiled(_model(), _words)
     refs = [example]
     x = _words(3)
     refs.append(weakref.ref(x))
@@ -62,7 +54,7 @@ def test_no_program_of_a_module_keeps_the_call_that_it_was_made_for() -> None:
 
 
 def test_a_copy_has_the_plan_of_an_example_that_is_gone() -> None:
-    compiled, example = _compiled(Words(), _words)
+    compiled, example = _compiled(_model(), _words)
     assert not _alive([example])
     copied = pickle.loads(pickle.dumps(compiled))
     assert torch.equal(copied(_words()), compiled(_words()))
@@ -77,7 +69,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int) -> tupl
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, slow(torch.optim.Adadelta)])
 def test_no_program_of_a_step_keeps_the_batch_that_it_was_made_for(kind: Callable[..., torch.optim.Optimizer]) -> None:
-    model = Words()
+    model = _model()
     reference = copy.deepcopy(model)
     eager = kind(reference.parameters(), lr=0.1)
     step, refs = _step(model, kind(model.parameters(), lr=0.1), 4)

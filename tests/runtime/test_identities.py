@@ -13,19 +13,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import memplan
+from tests.models import Made
+from tests.steps import Training, sgd
 
 
-class Aliasing(nn.Module):
-    """Returns what a function makes of itself and its input."""
-
-    def __init__(self, function: Callable[[Any, torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.register_buffer("count", torch.arange(16.0))
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.function(self, x)
+def _parts() -> dict[str, Any]:
+    return {"a": nn.Linear(16, 16), "b": nn.Linear(16, 16), "count": torch.arange(16.0)}
 
 
 CASES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
@@ -110,7 +103,7 @@ def _same(one: Any, two: Any) -> bool:
 @pytest.mark.parametrize("name", CASES)
 def test_results_alias_as_in_eager(name: str, mode: str, wants: bool) -> None:
     torch.manual_seed(0)
-    model = Aliasing(CASES[name]).train(mode == "train")
+    model = Made(CASES[name], **_parts()).train(mode == "train")
     x = torch.randn(6, 16).requires_grad_(wants)
     with torch.no_grad() if mode == "no_grad" else contextlib.nullcontext():
         compiled = memplan.compile(copy.deepcopy(model), (x,))
@@ -129,21 +122,19 @@ def _compare(name: str, model: nn.Module, compiled: nn.Module, x: torch.Tensor, 
         assert _same(one, two), f"observation {i}: {one} {two}"
 
 
-class Broken(Aliasing):
+class Broken(Made):
     """Returns the same after a graph break."""
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, *inputs: Any) -> Any:
         """Depend on data before the results are made."""
-        if x.detach().sum() > 1e9:
-            return None
-        return self.function(self, x)
+        return None if inputs[0].detach().sum() > 1e9 else self.function(self, *inputs)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", SOME)
 def test_results_alias_as_in_eager_after_a_graph_break(name: str, mode: str) -> None:
     torch.manual_seed(0)
-    model = Broken(CASES[name]).train(mode == "train")
+    model = Broken(CASES[name], **_parts()).train(mode == "train")
     x = torch.randn(6, 16)
     with torch.no_grad() if mode == "no_grad" else contextlib.nullcontext():
         compiled = memplan.compile(copy.deepcopy(model), (x,))
@@ -153,21 +144,13 @@ def test_results_alias_as_in_eager_after_a_graph_break(name: str, mode: str) -> 
 @pytest.mark.parametrize("name", SOME)
 def test_results_alias_as_in_eager_in_a_whole_step(name: str) -> None:
     torch.manual_seed(0)
-    model, x = Aliasing(CASES[name]), torch.randn(6, 16)
-    mine = copy.deepcopy(model)
+    model, x = Made(CASES[name], **_parts()), torch.randn(6, 16)
 
     def loss_of(results: Any) -> torch.Tensor:
         tensors = [r for r in pytree.tree_leaves(results) if isinstance(r, torch.Tensor)]
         weighed = [(i + 1) / 3 * (r.sin() * torch.linspace(0.3, 1.7, r.shape[-1])).sum() for i, r in enumerate(tensors)]
         return torch.stack(weighed).sum()
 
-    step = memplan.compile_step(mine, torch.optim.SGD(mine.parameters(), lr=0.1), loss_of, (x,))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = Training(model, sgd, loss_of, x)
     for _ in range(2):
-        optimizer.zero_grad()
-        loss: Any = loss_of(model(x))
-        loss.backward()
-        optimizer.step()
-        assert torch.equal(step(x), loss)
-        for one, two in zip(model.state_dict().values(), mine.state_dict().values(), strict=True):
-            assert torch.equal(one, two)
+        training.both(x)

@@ -12,7 +12,7 @@ from torch import nn
 import memplan
 from memplan.errors import UnsupportedCall
 from tests.slow import slow
-from tests.steps import same_tensors
+from tests.steps import Outcome, outcome_of, same_outcomes
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -41,34 +41,25 @@ def _batch() -> torch.Tensor:
     return torch.linspace(-1, 1, 160).view(10, 16)
 
 
-def _steps(call: Callable[..., Any], model: nn.Module, *batches: torch.Tensor) -> list[torch.Tensor]:
-    """The losses, gradients and buffers of one step for each batch."""
-    found = []
-    for seed, batch in enumerate(batches):
-        model.zero_grad()
-        torch.manual_seed(seed)
-        loss = call(batch)
-        loss.backward()
-        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        found += [loss.detach().clone(), *gradients, *(b.clone() for b in model.buffers())]
-    return found
+def _steps(call: Callable[..., Any], model: nn.Module) -> list[Outcome]:
+    return [outcome_of(model, call, _batch(), seed=seed) for seed in range(2)]
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[torch.Tensor]:
+def expected() -> list[Outcome]:
     """Return what `torch.compile` computes for two batches."""
     torch._dynamo.reset()
     model = _model()
-    found = _steps(torch.compile(model, dynamic=False), model, _batch(), _batch())
+    found = _steps(torch.compile(model, dynamic=False), model)
     torch._dynamo.reset()
     return found
 
 
 @pytest.mark.parametrize("options", [{"sanitize": "poison"}, slow({"budget": "min"})])
-def test_graphs_have_the_bits_of_torch_compile_in_one_arena(options: Any, expected: list[torch.Tensor]) -> None:
+def test_graphs_have_the_bits_of_torch_compile_in_one_arena(options: Any, expected: list[Outcome]) -> None:
     model, backend = _model(), memplan.Backend(kernels="inductor", **options)
     compiled: Any = torch.compile(model, backend=backend)
-    assert same_tensors(_steps(compiled, model, _batch(), _batch()), expected)
+    assert same_outcomes(_steps(compiled, model), expected)
     one, two = (graph.instances[0].plan for graph in backend.graphs[:2])
     assert all(any(op.target.startswith("inductor.cpp_fused_") for op in p.graph.ops) for p in (one, two))
     backend.place()
@@ -77,12 +68,12 @@ def test_graphs_have_the_bits_of_torch_compile_in_one_arena(options: Any, expect
 
 @pytest.mark.slow
 def test_a_model_with_graph_breaks_compiles_to_several_graphs_of_generated_kernels(
-    expected: list[torch.Tensor], caplog: pytest.LogCaptureFixture
+    expected: list[Outcome], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = _model()
     compiled = memplan.compile(model, _batch(), kernels="inductor")
     assert "is planned as several graphs" in caplog.text
-    assert same_tensors(_steps(compiled, model, _batch(), _batch()), expected)
+    assert same_outcomes(_steps(compiled, model), expected)
     assert any(op.target.startswith("inductor.cpp_fused_") for op in compiled.plan.graph.ops)
 
 

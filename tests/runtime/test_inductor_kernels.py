@@ -21,7 +21,7 @@ from memplan.errors import (
     UnsupportedGraph,
 )
 from memplan.runtime import CompiledModule
-from tests.models import Counted
+from tests.models import Counted, Made
 from tests.slow import slow
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
@@ -199,21 +199,16 @@ def test_no_kernel_that_draws_or_changes_a_buffer_runs_twice(name: str) -> None:
     assert len({op.target for op in plan.graph.ops}) < len(plan.graph.ops), "another kernel runs twice"
 
 
-class Token(nn.Module):
-    """The gradient of `token` is a part of that of `positions`, and Inductor returns it as a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.positions = nn.Parameter(torch.ones(1, 1, 8)), nn.Parameter(torch.ones(1, 5, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (torch.cat((self.token.expand(len(x), 1, 8), x), 1) + self.positions).square().mean()
-
-
 @pytest.mark.parametrize("gradients", [slow("outside"), "arena"])
 def test_gradients_that_inductor_returns_as_views_are_added_up_as_eagers(gradients: Any) -> None:
-    """They have bytes of their own; torch.compile adds to the shared ones twice."""
-    model, x = Token(), torch.linspace(0, 1, 2 * 4 * 8).view(2, 4, 8)
+    """The gradient of `token` is a part of that of `positions`; torch.compile adds to the shared bytes twice."""
+    token, positions = nn.Parameter(torch.ones(1, 1, 8)), nn.Parameter(torch.ones(1, 5, 8))
+    model = Made(
+        lambda m, x: (torch.cat((m.token.expand(len(x), 1, 8), x), 1) + m.positions).square().mean(),
+        token=token,
+        positions=positions,
+    )
+    x = torch.linspace(0, 1, 2 * 4 * 8).view(2, 4, 8)
     eager = copy.deepcopy(model)
     compiled = memplan.compile(model, x, kernels="inductor", gradients=gradients)
     for _ in range(3):
@@ -324,23 +319,12 @@ def test_graphs_without_ops_run() -> None:
     assert torch.equal(model.bias.grad, 2 * (x[0] + model.bias).detach())  # type: ignore[arg-type]
 
 
-class Residual(nn.Module):
-    """A product that is added to one of its own factors, the left or the right one."""
-
-    def __init__(self, size: int, *, right: bool) -> None:
-        super().__init__()
-        self.right = right
-        self.first, self.second = nn.Parameter(torch.randn(size, size)), nn.Parameter(torch.randn(size, size))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x @ self.first
-        return h + (self.second @ h if self.right else h @ self.second)
-
-
 @pytest.mark.parametrize("right", [False, True])
 def test_a_sum_is_not_made_over_a_factor_of_its_product(right: bool) -> None:
     torch.manual_seed(0)
-    model, x = Residual(300, right=right), torch.randn(300, 300)  # smaller products are read before any is written
+    x, first, second = (torch.randn(300, 300) for _ in range(3))  # smaller products are read before any is written
+    parts = {"first": nn.Parameter(first), "second": nn.Parameter(second)}
+    model = Made(lambda m, x: (h := x @ m.first) + (m.second @ h if right else h @ m.second), **parts)
     compiled = memplan.compile(model, x, train=False, kernels="inductor")
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-4 * model(x).abs().max().item())

@@ -16,8 +16,10 @@ import memplan
 from benchmarks.zoo import ZOO
 from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, UnsupportedCall
 from memplan.runtime import CompiledStep
+from tests.models import Made
 from tests.runtime.reference import same_parameters
 from tests.slow import slow
+from tests.steps import itself
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -25,21 +27,8 @@ pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.filterwarning
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-class Dropping(nn.Module):
-    """A network with dropout and a buffer that the forward changes, which returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(16, 48), nn.BatchNorm1d(48), nn.Linear(48, 4)
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.down(self.drop(nn.functional.gelu(self.norm(self.up(x)))))
-        return found.square().mean()
-
-
-def _itself(loss: torch.Tensor) -> torch.Tensor:
-    return loss
+def _loss(model: Any, x: torch.Tensor) -> Any:
+    return model.layers(x).square().mean()
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -47,25 +36,16 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _dropping() -> tuple[nn.Module, tuple[Any, ...]]:
-    return Dropping(), (torch.linspace(-1, 1, 160).view(10, 16),)
-
-
-class Deep(nn.Module):
-    """Six layers, whose weights need more than what the backward keeps; it returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = nn.functional.gelu(layer(x))
-        return x.square().mean()
+    """Dropout, and a buffer that the forward changes."""
+    layers = (nn.Linear(16, 48), nn.BatchNorm1d(48), nn.GELU(), nn.Dropout(0.2), nn.Linear(48, 4))
+    return Made(_loss, layers=nn.Sequential(*layers)), (torch.linspace(-1, 1, 160).view(10, 16),)
 
 
 def _deep() -> tuple[nn.Module, tuple[Any, ...]]:
+    """Weights that need more than what the backward keeps."""
     torch.manual_seed(0)
-    return Deep(), (torch.linspace(-1, 1, 128).view(4, 32),)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())]
+    return Made(_loss, layers=nn.Sequential(*layers)), (torch.linspace(-1, 1, 128).view(4, 32),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +108,7 @@ def test_updates_are_bitwise_those_of_torch_compile_and_the_optimizer(name: str)
     model, batch = case.model()
     twin = copy.deepcopy(model)
     ours, theirs = case.optimizer(model.parameters()), case.optimizer(twin.parameters())
-    step = memplan.compile_step(model, ours, _itself, batch, kernels="inductor", on_mismatch="error", **case.options)
+    step = memplan.compile_step(model, ours, itself, batch, kernels="inductor", on_mismatch="error", **case.options)
     expected = _updates(torch.compile(twin, dynamic=False), twin, theirs, batch, case)
     losses = _seeded(step, batch, len(expected))
     assert all(torch.equal(one, two) for one, two in zip(losses, expected, strict=True))
@@ -148,7 +128,7 @@ def test_a_gradient_dies_at_its_update_and_the_budget_counts_the_optimizers_stat
     model, batch = _deep()
 
     def made(own: nn.Module, **options: Any) -> CompiledStep:
-        return memplan.compile_step(own, _adamw(own.parameters()), _itself, batch, kernels="inductor", **options)
+        return memplan.compile_step(own, _adamw(own.parameters()), itself, batch, kernels="inductor", **options)
 
     step = made(model)
     apart = memplan.plan(model, batch, kernels="inductor")
@@ -170,7 +150,7 @@ def test_a_gradient_dies_at_its_update_and_the_budget_counts_the_optimizers_stat
     assert all(torch.equal(*pair) for pair in zip(*(_seeded(one, batch, 2) for one in (small, loaded)), strict=True))
     assert same_parameters(twin, third)
     with pytest.raises(PlanMismatch):
-        memplan.compile_step(third, _adamw(third.parameters()), _itself, batch, plan=path, kernels="aten")
+        memplan.compile_step(third, _adamw(third.parameters()), itself, batch, plan=path, kernels="aten")
 
 
 _REFUSED: tuple[dict[str, Any], ...] = (
@@ -185,7 +165,7 @@ def test_what_a_step_of_generated_kernels_does_not_have_is_refused() -> None:
     model, batch = _dropping()
     for options in _REFUSED:
         with pytest.raises(UnsupportedCall) as refused:
-            memplan.compile_step(model, _adamw(model.parameters()), _itself, batch, kernels="inductor", **options)
+            memplan.compile_step(model, _adamw(model.parameters()), itself, batch, kernels="inductor", **options)
         assert refused.value.see == "inductor-options"
     with pytest.raises(MemplanError, match="kernels='triton'"):
-        memplan.compile_step(model, _adamw(model.parameters()), _itself, batch, kernels="triton")  # type: ignore[arg-type]
+        memplan.compile_step(model, _adamw(model.parameters()), itself, batch, kernels="triton")  # type: ignore[arg-type]

@@ -14,18 +14,13 @@ from torch.export import Dim
 import memplan
 from memplan.core.choices import OnMismatch
 from memplan.errors import InputMismatch, UnsupportedGraph
+from tests.models import Made
+from tests.steps import Training, sgd
 
 
-class Scaled(nn.Module):
+def _scaled(size: int, after: Callable[[torch.Tensor], Any] = lambda y: y) -> Any:
     """x * w, and what `after` makes of it."""
-
-    def __init__(self, size: int, after: Callable[[torch.Tensor], Any] = lambda y: y) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(size))
-        self.after = after
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.after(x * self.w)
+    return Made(lambda m, x: after(x * m.w), w=nn.Parameter(torch.randn(size)))
 
 
 _WINDOWS: dict[str, Callable[[], torch.Tensor]] = {
@@ -38,7 +33,7 @@ _WINDOWS: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("example", _WINDOWS)
 def test_a_dense_call_after_an_overlapping_example(example: str, how: OnMismatch) -> None:
     torch.manual_seed(0)
-    model, x, dense = Scaled(3), _WINDOWS[example](), torch.randn(14, 3)
+    model, x, dense = _scaled(3), _WINDOWS[example](), torch.randn(14, 3)
     compiled = memplan.compile(model, x, on_mismatch=how)
     assert torch.equal(compiled(x), model(x))
     other = _WINDOWS[example]()
@@ -51,7 +46,7 @@ def test_a_dense_call_after_an_overlapping_example(example: str, how: OnMismatch
 
 
 def test_an_overlapping_call_after_a_dense_example() -> None:
-    model = Scaled(3)
+    model = _scaled(3)
     compiled = memplan.compile(model, torch.randn(14, 3))
     for make in _WINDOWS.values():
         x = make()
@@ -60,13 +55,7 @@ def test_an_overlapping_call_after_a_dense_example() -> None:
 
 def test_a_dense_batch_after_an_overlapping_one() -> None:
     torch.manual_seed(0)
-    model, x, dense = Scaled(3), _WINDOWS["unfold"](), torch.randn(14, 3)
-    eager = copy.deepcopy(model)
-    step = memplan.compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.sum, x)
-    step(dense)
-    eager(dense).sum().backward()
-    torch.optim.SGD(eager.parameters(), lr=0.1).step()
-    assert torch.equal(model.w, eager.w)
+    Training(_scaled(3), sgd, torch.sum, _WINDOWS["unfold"]()).both(torch.randn(14, 3))
 
 
 def test_an_overlapping_example_beside_a_varying_one() -> None:
@@ -108,12 +97,12 @@ _OUTPUTS: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("after", _OUTPUTS)
 def test_gradients_of_overlapping_outputs_are_those_of_eager(after: str, way: str) -> None:
     torch.manual_seed(0)
-    model, x = Scaled(16, _OUTPUTS[after]), torch.randn(2, 16, requires_grad=True)
+    model, x = _scaled(16, _OUTPUTS[after]), torch.randn(2, 16, requires_grad=True)
     eager, y = copy.deepcopy(model), x.detach().clone().requires_grad_()
     compiled: Any = torch.compile(model, backend=memplan.Backend())
     _backward(memplan.compile(model, x, gradients="outside", sanitize="poison") if way == "compile" else compiled, x)
     _backward(eager, y)
-    assert torch.equal(model.w.grad, eager.w.grad)  # type: ignore[arg-type]
+    assert torch.equal(model.w.grad, eager.w.grad)
     assert torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import memplan
 from memplan.runtime.kernels.probe import same_bytes
+from tests.models import Made
 
 
 def test_bytes_are_compared_and_not_numbers() -> None:
@@ -28,16 +29,9 @@ def test_bytes_are_compared_and_not_numbers() -> None:
     assert same_bytes(z.conj().imag, torch.tensor([-2.0, 4.0]))
 
 
-class Scaled(nn.Module):
+def _scaled(op: Callable[[torch.Tensor], Any]) -> Made:
     """What `op` makes of x * w."""
-
-    def __init__(self, op: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.rand(3))
-        self.op = op
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.op(x * self.w)
+    return Made(lambda m, x: op(x * m.w), w=nn.Parameter(torch.rand(3)))
 
 
 _FEW: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -50,7 +44,7 @@ _FEW: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("op", _FEW)
 def test_results_of_few_elements_are_those_of_eager(op: str) -> None:
-    model, x = Scaled(_FEW[op]), torch.rand(2, 3)
+    model, x = _scaled(_FEW[op]), torch.rand(2, 3)
     compiled = memplan.compile(model, x, sanitize="poison")
     for x in (torch.rand(2, 3), torch.rand(2, 3)):
         with torch.no_grad():
@@ -60,7 +54,7 @@ def test_results_of_few_elements_are_those_of_eager(op: str) -> None:
 
 def test_a_loss_that_resizes_is_tried_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
-    model = Scaled(lambda y: nn.functional.binary_cross_entropy(y.sigmoid(), torch.ones_like(y)))
+    model = _scaled(lambda y: nn.functional.binary_cross_entropy(y.sigmoid(), torch.ones_like(y)))
     x = torch.rand(2, 3)
     assert torch.equal(memplan.compile(model, x)(x), model(x))
     assert "resized" not in "".join(capfd.readouterr())

@@ -12,33 +12,20 @@ from torch import nn
 
 from memplan.runtime import CompiledModule
 from memplan.runtime import compile as memplan_compile
-
-
-class _Layer(nn.Module):
-    """A linear layer and a function of its input, its result and itself."""
-
-    def __init__(self, function: Callable[[_Layer, torch.Tensor, torch.Tensor], Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(4, 4)
-        self.mean: torch.Tensor
-        self.register_buffer("mean", torch.zeros(4))
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.function(self, x, self.linear(x))
+from tests.models import Made
 
 
 def _x(*, grad: bool = False) -> torch.Tensor:
     return torch.linspace(-1, 1, 12).view(3, 4).requires_grad_(grad)
 
 
-_Function = Callable[[_Layer, torch.Tensor, torch.Tensor], Any]
+_Function = Callable[[Any, torch.Tensor, torch.Tensor], Any]
 
 
-def _pair(function: _Function, *, grad: bool = False, **options: Any) -> tuple[_Layer, _Layer, CompiledModule]:
-    """A model for eager, and a copy with what was compiled of it."""
-    model = _Layer(function)
+def _pair(function: _Function, *, grad: bool = False, **options: Any) -> tuple[Any, Any, CompiledModule]:
+    """A linear layer with a function of itself, its input and its result; and a copy with what was compiled of it."""
+    torch.manual_seed(0)
+    model = Made(lambda m, x: function(m, x, m.linear(x)), linear=nn.Linear(4, 4), mean=torch.zeros(4))
     twin = copy.deepcopy(model)
     return model, twin, memplan_compile(twin, (_x(grad=grad),), **options)
 
@@ -67,7 +54,7 @@ _LOSSES: dict[str, Callable[[Any], torch.Tensor]] = {
 def test_gradients_are_eagers_for_every_tangent_and_none_where_eagers_are(loss: str) -> None:
     """The second result depends on the weight alone, the first on all."""
 
-    def function(m: _Layer, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def function(m: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return y.relu() * x, x @ m.linear.weight
 
     model, _, compiled = _pair(function, grad=True)
@@ -90,7 +77,7 @@ def test_results_that_need_no_gradient_still_require_one_as_in_eager() -> None:
 
 
 def test_changes_in_place_count_as_in_eager() -> None:
-    def function(m: _Layer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def function(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         m.mean.mul_(0.5).add_(y.detach().mean(0))
         x.mul_(2.0)
         return torch.nn.functional.linear(x.clone(), m.linear.weight, m.linear.bias)

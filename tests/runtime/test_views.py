@@ -11,20 +11,14 @@ from torch import nn
 
 import memplan
 from memplan.errors import InputMismatch, StaleActivationsError
+from tests.models import Made
 
 _Forward = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
-class Weighted(nn.Module):
-    """Returns what a function makes of an input and a parameter of the same shape."""
-
-    def __init__(self, function: _Forward) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 6))
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.function(x, self.w)
+def _weighted(function: _Forward) -> Any:
+    """What a function makes of an input and a parameter of the same shape."""
+    return Made(lambda m, x: function(x, m.w), w=nn.Parameter(torch.randn(4, 6)))
 
 
 VIEWS: dict[str, _Forward] = {
@@ -50,7 +44,7 @@ def _results(model: Any, x: torch.Tensor, w: nn.Parameter) -> tuple[list[torch.T
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_and_pieces_are_eagers(name: str) -> None:
-    model, x = Weighted(VIEWS[name]), torch.randn(4, 6)
+    model, x = _weighted(VIEWS[name]), torch.randn(4, 6)
     compiled = memplan.compile(model, x.clone().requires_grad_(), sanitize="poison")
     for _ in range(2):
         x = torch.randn(4, 6)
@@ -72,7 +66,7 @@ def test_to_change_a_view_of_what_the_backward_needs_raises(view: Any) -> None:
     def forward(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (view(torch.sigmoid(x * w)),)
 
-    model, x = Weighted(forward), torch.randn(4, 6)
+    model, x = _weighted(forward), torch.randn(4, 6)
     compiled = memplan.compile(model, x)
     (changed,) = compiled(x)
     with torch.no_grad():
@@ -86,7 +80,7 @@ def test_to_change_a_view_of_what_the_backward_needs_raises(view: Any) -> None:
 
 def test_views_of_an_input_that_is_laid_out_otherwise_are_eagers() -> None:
     """They have eager's strides and share the input's bytes; such a call gets a program of its own."""
-    model = Weighted(lambda x, w: (*torch.split(x, 2), *x.unbind(0), x, (x * w).sum()))
+    model = _weighted(lambda x, w: (*torch.split(x, 2), *x.unbind(0), x, (x * w).sum()))
     compiled = memplan.compile(model, torch.randn(4, 6))
     for x in (torch.randn(1, 6).expand(4, 6), torch.randn(6, 4).t(), torch.randn(4, 6)):
         ours, theirs = compiled(x), model(x)
@@ -96,5 +90,5 @@ def test_views_of_an_input_that_is_laid_out_otherwise_are_eagers() -> None:
     strict = memplan.compile(model, torch.randn(4, 6), on_mismatch="error")
     with pytest.raises(InputMismatch, match=r"has strides \(1, 4\).* returns a view of it"):
         strict(torch.randn(6, 4).t())
-    copied = memplan.compile(Weighted(lambda x, w: (x * w).sum()), torch.randn(4, 6), on_mismatch="error")
+    copied = memplan.compile(_weighted(lambda x, w: (x * w).sum()), torch.randn(4, 6), on_mismatch="error")
     copied(torch.randn(6, 4).t()).backward()

@@ -18,6 +18,7 @@ from memplan.errors import InputMismatch, MemplanError, PlanMismatch, Unsupporte
 from memplan.planning.options import PlanOptions
 from memplan.runtime import CompiledStep, compile_step
 from memplan.trace import plan as memplan_plan
+from tests.models import Made
 from tests.runtime.reference import same_parameters
 from tests.runtime.test_optimizers import Lion
 from tests.slow import slow
@@ -274,19 +275,13 @@ def test_a_batch_by_keywords() -> None:
         step(x=x[:1], y=y)
 
 
-class Takes(nn.Module):
+def _takes(weight: torch.Tensor) -> Made:
     """A parameter of any kind."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.weight).abs().sum()
+    return Made(lambda m, x: (x * m.weight).abs().sum(), weight=nn.Parameter(weight))
 
 
 def test_parameters_that_fused_kernels_cannot_update_are_refused() -> None:
-    model = Takes(torch.randn(4, 2)[:, 0])
+    model = _takes(torch.randn(4, 2)[:, 0])
     with pytest.raises(UnsupportedGraph, match="gaps") as caught:
         compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), itself, torch.randn(3, 4))
     assert caught.value.hint
@@ -294,7 +289,7 @@ def test_parameters_that_fused_kernels_cannot_update_are_refused() -> None:
 
 def test_state_lies_as_its_parameter() -> None:
     """The kernels walk all tensors alike: a state that is laid out otherwise would be mixed up."""
-    x, model = torch.randn(3, 4, 5), Takes(torch.ones(4, 5).t().contiguous().t())
+    x, model = torch.randn(3, 4, 5), _takes(torch.ones(4, 5).t().contiguous().t())
     optimizer: Any = OPTIMIZERS["adamw"](model.parameters())
     model(x).backward()
     optimizer.step()
