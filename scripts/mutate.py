@@ -70,10 +70,10 @@ JUDGES: Mapping[str, tuple[str, ...]] = {
     "memplan/trace/kernel_scratch.py": ("tests/trace/test_fits.py",),
     "memplan/solvers/base.py": ("tests/solvers/test_select.py",),
     "memplan/solvers/arrays.py": ("tests/solvers/test_problem_arrays.py",),
-    "memplan/solvers/baselines.py": ("tests/solvers/test_baselines.py", "tests/solvers/test_skyline_kernel.py"),
+    "memplan/solvers/baselines.py": ("tests/solvers/test_baselines.py", "tests/solvers/test_fit_kernel.py"),
     "memplan/solvers/portfolio.py": ("tests/solvers/test_select.py",),
     "memplan/solvers/capacity_search.py": ("tests/solvers/test_thresholds.py",),
-    "memplan/solvers/solve_at_capacity.py": ("tests/solvers/test_reduce.py", "tests/solvers/test_thresholds.py"),
+    "memplan/solvers/solve_at_capacity.py": ("tests/solvers/test_parts.py", "tests/solvers/test_thresholds.py"),
     "memplan/solvers/tree_search.py": ("tests/solvers/test_thresholds.py", "tests/solvers/test_search_kernel.py"),
     "memplan/solvers/branch_kernel.py": ("tests/solvers/test_search_kernel.py",),
 }
