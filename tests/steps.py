@@ -121,12 +121,13 @@ class Training:
         make: Callable[[Any], Any],
         loss_fn: Callable[..., Any],
         *example: Any,
+        eager: nn.Module | None = None,
         clip: float | None = None,
         accumulate: int = 1,
         **options: Any,
     ) -> None:
-        """`make` returns the optimizer of a model."""
-        self.model, self.eager = model, copy.deepcopy(model)
+        """`make` returns the optimizer of a model; `eager` is needed where the model cannot be copied."""
+        self.model, self.eager = model, eager or copy.deepcopy(model)
         self.ours, self.theirs = make(self.model), make(self.eager)
         self.loss_fn, self.clip, self.accumulate, self.calls = loss_fn, clip, accumulate, 0
         self.step = memplan.compile_step(

@@ -22,6 +22,7 @@ from memplan.trace.capture.joint_graph import capture
 from memplan.trace.passes.compression import group_of, pack_masks, quantize
 from memplan.trace.passes.rewrite import copy_of
 from tests.runtime.budgets import QUICK
+from tests.slow import slow
 from tests.steps import outcome_of
 
 
@@ -221,7 +222,7 @@ def _example_lossy(dtype: torch.dtype) -> tuple[nn.Module, tuple[Any, ...]]:
     return zoo.Regression(layers.to(dtype)), (torch.randn(32, 64, dtype=dtype), torch.randn(32, 64, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)])
 def test_P9_the_forward_keeps_its_bits_and_a_plan_its_gradients(dtype: torch.dtype, tmp_path: Path) -> None:  # noqa: N802
     model, args = _example_lossy(dtype)
     exact = outcome_of(model, memplan.compile(model, args), *args, seed=1)

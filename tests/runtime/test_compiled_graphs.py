@@ -341,7 +341,8 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
 def test_losses_and_updates_are_eagers(
     name: str, accumulate: int, clip: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    training = Training(_made(name), _adam, _loss, _batch(), accumulate=accumulate, clip=clip, sanitize="poison")
+    how: dict[str, Any] = {"accumulate": accumulate, "clip": clip, "sanitize": "poison"}
+    training = Training(_made(name), _adam, _loss, _batch(), eager=_made(name), **how)
     assert isinstance(training.step, StepThenUpdate)
     assert "is planned as several graphs, and AdamW's step() runs by itself" in caplog.text
     for call in range(4):

@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Make] = {
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *((name, "adamw") if name == "lstm" else slow(name, "adamw") for name in ZOO if name != "mlp"),
+        *(slow(name, "adamw") for name in ZOO if name != "mlp"),
         ("mlp", "momentum"),
     ],
 )
