@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +16,13 @@ from benchmarks.zoo import ZOO
 from memplan.core.evictions import Action
 from memplan.core.happens_before import follow, require_no_races
 from memplan.core.plan import Plan
-from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, UnsupportedCall
+from memplan.errors import MemplanError, UnsupportedCall
 from memplan.runtime import CompiledStep
 from memplan.runtime.memory import arena
 from memplan.trace import capture_call
 from tests.models import Made
 from tests.runtime.budgets import plan_of_everything
 from tests.runtime.late_copies import LateCopies
-from tests.runtime.reference import same_parameters
 from tests.runtime.test_inductor_kernels import Block, _tokens
 from tests.slow import slow
 from tests.steps import Outcome, itself, outcome_of, same_outcomes
@@ -47,13 +45,6 @@ def _dropping() -> tuple[nn.Module, tuple[Any, ...]]:
     """Dropout, and a buffer that the forward changes."""
     layers = (nn.Linear(16, 48), nn.BatchNorm1d(48), nn.GELU(), nn.Dropout(0.2), nn.Linear(48, 4))
     return Made(_loss, layers=nn.Sequential(*layers)), (torch.linspace(-1, 1, 160).view(10, 16),)
-
-
-def _deep() -> tuple[nn.Module, tuple[Any, ...]]:
-    """Weights that need more than what the backward keeps."""
-    torch.manual_seed(0)
-    layers = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())]
-    return Made(_loss, layers=nn.Sequential(*layers)), (torch.linspace(-1, 1, 128).view(4, 32),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,36 +120,6 @@ def test_updates_are_bitwise_those_of_torch_compile_and_the_optimizer(name: str)
     targets = [op.target for op in step.plan.graph.ops]
     assert any(target.startswith("inductor.cpp_fused_") for target in targets)
     assert any(target.startswith(case.targets) for target in targets)
-
-
-@pytest.mark.slow
-def test_a_gradient_dies_at_its_update_and_the_budget_counts_the_optimizers_state(tmp_path: Path) -> None:
-    model, batch = _deep()
-
-    def made(own: nn.Module, **options: Any) -> CompiledStep:
-        return memplan.compile_step(own, _adamw(own.parameters()), itself, batch, kernels="inductor", **options)
-
-    step = made(model)
-    apart = memplan.plan(model, batch, kernels="inductor")
-    gradients = sum(p.nbytes for p in model.parameters())
-    assert step.plan.arena_size < apart.arena_size - gradients // 2, "all gradients are in the arena together"
-    state = 2 * gradients
-    assert step.plan.total >= step.plan.arena_size + state
-    limit = step.plan.total - step.plan.arena_size // 4
-    twin = copy.deepcopy(model)
-    small = made(twin, budget=limit)
-    assert small.plan.total <= limit
-    with pytest.raises(BudgetInfeasible):
-        made(twin, budget=state)
-    path = tmp_path / "plan.json"
-    small.plan.save(path)
-    third = copy.deepcopy(model)
-    loaded = made(third, plan=path)
-    assert loaded.plan.graph.fingerprint == small.plan.graph.fingerprint
-    assert all(torch.equal(*pair) for pair in zip(*(_seeded(one, batch, 2) for one in (small, loaded)), strict=True))
-    assert same_parameters(twin, third)
-    with pytest.raises(PlanMismatch):
-        memplan.compile_step(third, _adamw(third.parameters()), itself, batch, plan=path, kernels="aten")
 
 
 _REFUSED: tuple[dict[str, Any], ...] = (
