@@ -35,10 +35,6 @@ def compiled(model: TwoLayers, x: torch.Tensor) -> CompiledModule:
     return memplan_compile(model, (x,), sanitize="poison")
 
 
-def _grads(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
 def test_second_derivatives_raise(model: TwoLayers, compiled: CompiledModule, x: torch.Tensor) -> None:
     loss = compiled(x).sum()
     with pytest.raises(UnsupportedCall, match="create_graph"):
