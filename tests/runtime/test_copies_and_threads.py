@@ -1,4 +1,4 @@
-"""A compiled module among others, and in the hands of other code: copied, nested, moved, wrapped, in several threads."""
+"""A compiled module among others and in the hands of other code: copied, nested, moved, wrapped, in several threads."""
 
 from __future__ import annotations
 
