@@ -318,7 +318,7 @@ _ITEMSIZE: Mapping[str, int] = MappingProxyType(
 
 
 # What an H200 and an H100 reach of their data sheets (measured 2026-11-27, torch 2.11): 785 and 798 of 989 TFLOP/s in a
-# product of 8192 x 8192 matrices in BF16, 4.3 of 4.8 and 3.0 of 3.35 TB/s in a copy. Others are taken to reach the same.
+# product of 8192 x 8192 matrices in BF16, 4.3 of 4.8 and 3.0 of 3.35 TB/s in a copy. Others are taken to do so too.
 _OF_PRODUCTS, _OF_BANDWIDTH = 0.8, 0.9
 
 
