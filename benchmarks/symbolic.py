@@ -163,7 +163,7 @@ def main() -> None:
         rows=rows,
         settings={"threads": 1, "batch": "2..64", "length": f"3..{LONGEST}"},
         notes=[
-            "`resolve` places the buffers for these values, in the order of the plan for the hint, and has that checked",
+            "`resolve` places the buffers for these values in the order of the plan for the hint, and has that checked",
             "by the independent validator; it is done once for a shape.",
         ],
     )
