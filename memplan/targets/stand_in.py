@@ -88,6 +88,7 @@ def _cuda(target: GpuTarget) -> None:
         "_lazy_init": None,
         "is_available": True,
         "is_initialized": True,
+        "is_current_stream_capturing": False,
         "device_count": 1,
         "current_device": 0,
         "get_device_properties": properties,
