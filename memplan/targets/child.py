@@ -37,7 +37,7 @@ def asked_for(target: GpuTarget, question: Callable[[], _T]) -> _T:
         question: What traces and plans; its answer has no tensors.
 
     Raises:
-        UnsupportedDevice: This process cannot be copied.
+        UnsupportedDevice: This process cannot be copied, or has run a backward on a machine with a device.
         MemplanError: What the question raises, and if its process ends without an answer.
     """
     require_child()
@@ -94,6 +94,7 @@ def _answer(target: GpuTarget, question: Callable[[], Any], results: IO[bytes]) 
     try:
         with _forwarded(send), torch.autograd.set_multithreading_enabled(False):
             torch.set_num_threads(1)  # the threads of the parent are not in a copy of it
+            _require_backward()
             from memplan.targets.stand_in import stand_in
 
             stand_in(target)
@@ -101,6 +102,17 @@ def _answer(target: GpuTarget, question: Callable[[], Any], results: IO[bytes]) 
         send("answer", answer)
     except BaseException as error:
         send("error", error)
+
+
+def _require_backward() -> None:
+    """Raise `UnsupportedDevice` where autograd's threads for a device ran in the parent: a copy cannot trace a backward."""
+    number = torch.zeros((), requires_grad=True)
+    try:
+        torch.autograd.grad(number * 2, number)
+    except RuntimeError as error:
+        what = "this process has run a backward on a machine with a device, so a copy of it cannot trace another"
+        hint = "plan in a process of its own, as `memplan report FILE.py:FACTORY --target ...` does, or before training"
+        raise UnsupportedDevice(what, where="target", hint=hint, see="target") from error
 
 
 def _in_words(kind: str, what: Any, error: Exception) -> tuple[str, Any]:
