@@ -60,6 +60,16 @@ def no_more_than_eager(
     return found
 
 
+def as_after_a_trial(plan: Plan, options: PlanOptions) -> Plan:
+    """Return the plan that a trial run on a device would leave, as far as what kernels allocate is known before it.
+
+    What kernels return leaves the arena where eager would need less, as in `no_more_than_eager`.
+    """
+    if plan.eviction is not None or plan.collectives or options.has_budget:
+        return plan
+    return no_more_than_eager(plan, plan.graph, plan.transient, options, saved=True) or plan
+
+
 def _is_away(plan: Plan) -> bool:
     """Return whether a step runs on another device than its caller's."""
     return plan.eviction is not None and bool(plan.eviction.device)

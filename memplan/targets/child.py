@@ -105,7 +105,7 @@ def _answer(target: GpuTarget, question: Callable[[], Any], results: IO[bytes]) 
 
 
 def _require_backward() -> None:
-    """Raise `UnsupportedDevice` where autograd's threads for a device ran in the parent: a copy cannot trace a backward."""
+    """Raise `UnsupportedDevice` where autograd's threads for a device ran in the parent: no copy can trace a backward."""
     number = torch.zeros((), requires_grad=True)
     try:
         torch.autograd.grad(number * 2, number)
