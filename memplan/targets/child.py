@@ -105,7 +105,7 @@ def _answer(target: GpuTarget, question: Callable[[], Any], results: IO[bytes]) 
 
 
 def _require_backward() -> None:
-    """Raise `UnsupportedDevice` where autograd's threads for a device ran in the parent: no copy can trace a backward."""
+    """Raise `UnsupportedDevice` where autograd has had threads for a device: a copy of it can trace no backward."""
     number = torch.zeros((), requires_grad=True)
     try:
         torch.autograd.grad(number * 2, number)
