@@ -97,8 +97,10 @@ def _answer(target: GpuTarget, question: Callable[[], Any], results: IO[bytes]) 
             _require_backward()
             from memplan.targets.stand_in import stand_in
 
-            stand_in(target)
+            notes = stand_in(target)
             answer = question()
+            for note in sorted(notes):
+                _log.warning("%s", note)
         send("answer", answer)
     except BaseException as error:
         send("error", error)
