@@ -24,6 +24,7 @@ from torch._inductor.virtualized import V
 from memplan.core.code_options import CodeOptions
 from memplan.devices.kinds import HOST, is_accelerator
 from memplan.errors import UnsupportedGraph
+from memplan.torch_inside.graphs import BufferAOTInput, ParamAOTInput
 from memplan.torch_inside.versions import compiler_config, loaded_code, partition
 from memplan.trace.fused.aligned_products import align_products
 from memplan.trace.fused.early_gradients import EARLY
@@ -103,7 +104,6 @@ def generate(
     model: str,
     *,
     returned: int,
-    static: Sequence[int],
     training: bool,
     code: CodeOptions,
     in_blocks: bool,
@@ -114,7 +114,6 @@ def generate(
         joint: The graph, whose changed inputs are written back at the end of the forward.
         model: The name of the model, for errors.
         returned: The number of outputs of the forward.
-        static: The inputs, by position, that stay from step to step.
         training: The graph contains a backward.
         code: How to generate its kernels.
         in_blocks: It was divided by rows: no kernel may compute parts of two blocks.
@@ -131,7 +130,7 @@ def generate(
         if not training:
             forward = _forward(joint, model, given, returned, how, inference=True)
             return Halves(forward=forward, backward=None, given=given, returned=returned)
-        first, second = _partition(joint, model, returned, static, aligns=aligns)
+        first, second = _partition(joint, model, returned, aligns=aligns)
         return _both((first, second), model, given, returned, how)
 
 
@@ -150,7 +149,7 @@ def _both(
 ) -> Halves:
     """Generate a forward and its backward."""
     first, second = graphs
-    saved = _names_of_outputs(first)[returned:]
+    saved = [getattr(node, "name", None) for node in _outputs_of(first)[returned:]]
     forward = _forward(first, model, given, returned, how, inference=False)
     pairs = zip(saved, forward.outputs[returned:], strict=True)
     found = {name: view for name, view in pairs if name is not None and isinstance(view, (BlockView, RandomState))}
@@ -162,12 +161,7 @@ def _both(
 
 
 def _partition(
-    joint: fx.GraphModule,
-    model: str,
-    returned: int,
-    static: Sequence[int],
-    *,
-    aligns: bool,
+    joint: fx.GraphModule, model: str, returned: int, *, aligns: bool
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return the graphs of forward and backward.
 
@@ -175,9 +169,10 @@ def _partition(
     padded before.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
-    primals = [n.meta.get("val") for n in placeholders if not _is_tangent(n)]
-    tangents = [n.meta.get("val") for n in placeholders if _is_tangent(n)]
+    primals = [n.meta.get("val") for n in placeholders if not n.meta["desc"].is_tangent()]
+    tangents = [n.meta.get("val") for n in placeholders if n.meta["desc"].is_tangent()]
 
+    static = [i for i, n in enumerate(placeholders) if isinstance(n.meta["desc"], (ParamAOTInput, BufferAOTInput))]
     users = config.custom_partitioner_fn
 
     def keeping_old_values(gm: fx.GraphModule, inputs: Sequence[object], **options: Any) -> Any:
@@ -195,7 +190,7 @@ def _partition(
             (primals, tangents),
             keeping_old_values,
             num_fwd_outputs=returned,
-            static_lifetime_input_indices=list(static),
+            static_lifetime_input_indices=static,
         )
     require_new_values(joint.graph, first.graph, second.graph)
     _require_drawn_once(first.graph, second.graph)
@@ -341,19 +336,11 @@ def _given(placeholders: Sequence[fx.Node]) -> dict[str, BlockView]:
     return found
 
 
-def _is_tangent(node: fx.Node) -> bool:
-    return bool(node.meta["desc"].is_tangent())
-
-
 def _outputs_of(graph: fx.GraphModule) -> Sequence[Any]:
     """Return the outputs of a graph: nodes and plain values."""
     (output,) = graph.graph.find_nodes(op="output")
     found: Sequence[Any] = output.args[0]
     return found
-
-
-def _names_of_outputs(graph: fx.GraphModule) -> list[str | None]:
-    return [getattr(node, "name", None) for node in _outputs_of(graph)]
 
 
 def _values_of(graph: fx.GraphModule) -> list[Any]:
