@@ -6,7 +6,7 @@
     record(step_fn)                  records and places the allocations of a step that cannot be traced; after
                                      install_allocator() it can be replayed on CUDA
     solve(problem)                   assigns offsets to buffers, for compilers and embedded systems
-    fits(model, inputs, device="h100")  says whether a training step fits a device, part by part, before it runs
+    fits(model, inputs, target="h100")  says whether a training step fits a device, part by part, before it runs
     max_batch(make, budget)          finds the largest batch that fits, without running out of memory
     profile(model, example_inputs)   measures each op on this machine: costs for budgets
     load(path)                       loads and validates a plan; load_symbolic(path): a plan for a range of shapes

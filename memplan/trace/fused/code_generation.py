@@ -53,6 +53,7 @@ _SETTINGS: dict[str, Any] = {
     "graph_partition": False,
     "memory_planning": False,
     "profile_bandwidth": False,
+    "comprehensive_padding": False,  # rows of a result and of what may lie over it have to stay alike
     "shape_padding": False,  # `align_products` pads what is worth it, without copies
     "triton.cooperative_reductions": False,  # their kernels have workspaces
     "triton.cudagraphs": False,
@@ -126,7 +127,8 @@ def generate(
     how = _How(code=code, in_blocks=in_blocks)
     on_device = is_accelerator(torch.device(_device_of([node.meta.get("val") for node in placeholders])))
     aligns = on_device and config.shape_padding
-    with _compiling(fake_mode_of(joint.graph), code):
+    settings = _SETTINGS if code.layouts else {**_SETTINGS, "layout_optimization": False}
+    with _compiling(fake_mode_of(joint.graph), settings):
         if not training:
             forward = _forward(joint, model, given, returned, how, inference=True)
             return Halves(forward=forward, backward=None, given=given, returned=returned)
@@ -140,7 +142,8 @@ def generate_partition(joint: fx.Graph, forward: fx.GraphModule, backward: fx.Gr
     `returned`: the number of outputs of the forward. Raises what `generate` raises.
     """
     given, code = _given(joint.find_nodes(op="placeholder")), CodeOptions()
-    with _compiling(fake_mode_of(joint), code):
+    settings = {name: value for name, value in _SETTINGS.items() if not name.endswith("padding")}  # which it does
+    with _compiling(fake_mode_of(joint), settings):
         return _both((forward, backward), "the graph", given, returned, _How(code=code, in_blocks=False))
 
 
@@ -304,9 +307,8 @@ def _device_of(values: Sequence[Any]) -> str:
 
 
 @contextlib.contextmanager
-def _compiling(mode: Any, code: CodeOptions) -> Iterator[None]:
-    """The contexts in which AOTAutograd calls Inductor."""
-    settings = _SETTINGS if code.layouts else {**_SETTINGS, "layout_optimization": False}
+def _compiling(mode: Any, settings: dict[str, Any]) -> Iterator[None]:
+    """The contexts in which AOTAutograd calls Inductor, with these settings of it."""
     with (
         config.patch(settings),
         torch.no_grad(),
