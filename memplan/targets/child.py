@@ -79,7 +79,8 @@ def _answer(target: GpuTarget, question: Callable[[], Any], results: IO[bytes]) 
     """Send the answer to a question, or the error that it raises, from the child."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent says that it was stopped
         signal.signal(number, signal.SIG_DFL)
-    _end_with_parent()
+    with contextlib.suppress(OSError, AttributeError):  # where it can, the system ends this process with its parent
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def send(kind: str, what: Any) -> None:
         """Send a message whole; of what cannot be sent, the words."""
@@ -128,12 +129,6 @@ def _in_words(kind: str, what: Any, error: Exception) -> tuple[str, Any]:
     except Exception:  # its own text fails
         words = type(what).__name__
     return "error", RuntimeError(words)
-
-
-def _end_with_parent() -> None:
-    """Have the system end this process when its parent ends, where it can."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextlib.contextmanager
