@@ -11,7 +11,6 @@ from memplan.analysis.explain import Lever, levers
 from memplan.analysis.needs import OPTIMIZER, Needed, needed
 from memplan.core.division import Division
 from memplan.core.evictions import SEND, Action, DeviceArena
-from memplan.core.graph import StorageKind
 from memplan.core.jsonio import to_json
 from memplan.core.later import later
 from memplan.core.plan import GraphSection, Plan
@@ -276,22 +275,12 @@ def _exchanged(plan: Plan) -> Exchanged | None:
     )
 
 
-_BEFORE = {
-    "inputs": StorageKind.INPUT, "tangents": StorageKind.TANGENT, "optimizer_state": StorageKind.OPTIMIZER_STATE,
-    "parameters": StorageKind.PARAMETER, "constants": StorageKind.CONSTANT,
-}  # fmt: skip
-
-
 def _outside(plan: Plan) -> Outside:
-    made = {name: plan.outside.get(name, 0) for name in ("outputs", "gradients", "intermediate", "fallbacks")}
-    return Outside(
-        **made,
-        **{name: plan.graph.bytes_of(kind) for name, kind in _BEFORE.items()},
-        temporaries=None if plan.temporaries is None else plan.outside["temporaries"],
-        during=max(plan.outside_profile, default=0),
-        reserve=plan.reserve,
-        workspaces=plan.on_accelerator,
-    )
+    made: dict[str, Any] = {name.replace(" ", "_"): size for name, size in plan.outside.items()}
+    if plan.temporaries is None:
+        made["temporaries"] = None
+    peak = {"during": max(plan.outside_profile, default=0), "workspaces": plan.on_accelerator}
+    return Outside(**{"intermediate": 0, "reserve": 0, **made, **peak})
 
 
 def _peak(plan: Plan) -> Peak | None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from memplan.evict.policies.auto import auto, recompute
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.planfile import load, save
 from memplan.schedule import traced
@@ -31,14 +30,6 @@ class Net(nn.Module):
 def net():
     return Net(), (torch.randn(256, 32),)
 """
-
-
-@pytest.fixture(autouse=True)
-def _short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less annealing, which takes the same time for these small steps as for large ones."""
-    for policy in (auto, recompute):
-        assert policy.__kwdefaults__ is not None
-        monkeypatch.setitem(policy.__kwdefaults__, "work", 100_000)
 
 
 @pytest.fixture

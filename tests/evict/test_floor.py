@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import memplan
 from benchmarks import zoo
 from memplan.core.plan import Plan
-from memplan.evict.policies.auto import auto, recompute
 
 _WIDTH, _LAYERS, _VOCAB, _BATCH, _LENGTH = 32, 6, 64, 4, 64
 
@@ -105,14 +104,6 @@ def _beyond_gradients(plan: Plan) -> int:
     """The bytes of the arena less those of the parameters' gradients in it."""
     storages = [plan.graph.storages[s] for s in {plan.graph.values[v].storage for v in plan.graph.gradients}]
     return plan.arena_size - sum(-(-one.nbytes // 64) * 64 for one in storages if one.planned)
-
-
-@pytest.fixture(autouse=True)
-def _short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less annealing, which makes steps faster, and not smaller."""
-    for policy in (auto, recompute):
-        assert policy.__kwdefaults__ is not None
-        monkeypatch.setitem(policy.__kwdefaults__, "work", 100_000)
 
 
 @pytest.mark.slow

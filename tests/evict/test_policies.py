@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -16,8 +16,7 @@ from memplan.errors import BudgetInfeasible, MemplanError
 from memplan.evict.measure import measure
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.dtr import Heuristic, dtr, h_ahead, h_dtr, on_demand
-from memplan.evict.policies.flow import flow
-from memplan.evict.policies.genoa import genoa
+from memplan.evict.policies.flow import flow, genoa
 from memplan.evict.select import POLICIES, fit_policy
 from memplan.evict.workload import Events, Kind, Policy, Workload, floor
 from memplan.trace import capture_loss, trace
@@ -25,8 +24,6 @@ from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder, graphs
 
 _SLOW = {"auto", "recompute"}
-_WORK = 200_000  # ops measured: 20,000 changes of a step with at most ten ops
-_SHORT = partial(recompute, work=_WORK)
 _SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.0)  # of what the step needs without eviction; 0.0: the floor
 _FEW = settings(max_examples=15)
 
@@ -70,7 +67,7 @@ def test_within_the_budget_and_equal_to_the_traced_step(data: st.DataObject, nam
 @given(graphs(max_ops=8), st.sampled_from(sorted(_SLOW)), st.sampled_from(_SHARES), st.sampled_from([1, 64]))
 def test_searching_policies_too(graph: Graph, name: str, share: float, alignment: int) -> None:
     workload = workload_of(graph, alignment=alignment)
-    _fitted(graph, _at(workload, share), partial(auto if name == "auto" else recompute, work=_WORK))
+    _fitted(graph, _at(workload, share), auto if name == "auto" else recompute)
 
 
 @pytest.mark.parametrize("host_resident", [False, True])

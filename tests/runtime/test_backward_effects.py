@@ -14,7 +14,7 @@ from torch.export import Dim
 
 import memplan
 from memplan.core.graph import Phase, StorageKind
-from memplan.core.written_first import require_written_first
+from memplan.core.legal_orders import require_written_first
 from memplan.errors import InvalidPlan, StaleActivationsError, UnsupportedGraph
 from memplan.trace import trace
 from tests.slow import slow

@@ -9,13 +9,14 @@ import torch
 
 from memplan.core.graph import StorageKind
 from memplan.core.plan import Plan
+from memplan.core.schedule import make_schedule
 from memplan.devices.kinds import alignment_of
 from memplan.evict.measure import measure
 from memplan.evict.workload import Event, Events, Kind, Workload
 from memplan.planning.fit import fit, make_workload
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.planner import eviction_of
-from memplan.schedule import make_schedule, order
+from memplan.schedule import order
 from memplan.trace import trace
 from memplan.trace.traced import TracedGraph
 from tests.models import TwoLayersLoss

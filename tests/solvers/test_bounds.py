@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 
 from memplan.core.problem import Buffer, Interval, Problem
-from memplan.solvers import thresholds
 from memplan.solvers.arrays import lower_bound, make_problem_arrays
 from tests.solvers.small import least_arena
 from tests.strategies import layered_problems
@@ -35,14 +33,6 @@ def test_padding_counts_but_for_the_topmost_buffer_of_each_section() -> None:
 def test_no_arena_ends_below_a_pinned_or_a_large_buffer() -> None:
     assert _bound((8, 0, 1), (8, 5, 6), pin=640) == 648
     assert _bound((65, 0, 1), alignment=64) == 65
-
-
-def test_of_many_buffers_one_padding_stands_for_all_sections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "PAINTED", 2)
-    assert _bound((256, 0, 2), (200, 3, 5)) == 256  # up to the threshold, each section's own
-    monkeypatch.setattr(thresholds, "PAINTED", 1)
-    assert _bound((256, 0, 2), (200, 3, 5)) == 256  # of the largest alone; 256 - 56 by the sections
-    assert _bound((64, 0, 2), (192, 0, 2), (200, 3, 5)) == 200
 
 
 @given(problem=layered_problems(most=6))

@@ -14,11 +14,12 @@ from memplan.core import lifetimes
 from memplan.core.graph import Graph
 from memplan.core.in_place import with_inplace_candidates
 from memplan.core.problem import Solution, Status
+from memplan.core.schedule import make_schedule
 from memplan.core.validate import validate
 from memplan.errors import InvalidPlan, MemplanError, ShapeOutOfRange
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.planfile import check_consistency, checksum
-from memplan.schedule import make_schedule, order, traced
+from memplan.schedule import order, traced
 from memplan.symbolic import Expression, SymbolicPlan, load_symbolic, make_symbolic
 from memplan.symbolic.sizes import evaluator, graph_at, holder
 from tests.symbolic.strategies import symbolic_plans, values_in
