@@ -116,6 +116,7 @@ class SimulatedDevice:
         self.position = 0
         self._events: list[Event] = []
         self._locks = [0] * count
+        self._left = set[int]()  # those away whose bytes on the device were given up, as the host had them already
         self._here: dict[int, None] = {}
         self._runs = 0
 
@@ -164,6 +165,7 @@ class SimulatedDevice:
             if self.where[top] is Location.AWAY:
                 self._take(top, self.workload.size[top])
                 self._emit(Kind.RELOAD, Kind.RELOADED, of=top)
+                self._left.discard(top)
                 self.touched[top] = self.clock
                 self._appear(top)
             if self.where[top] is Location.HERE:
@@ -215,6 +217,8 @@ class SimulatedDevice:
             self._hand_over(host, result)
         for s in lost:
             self._give(~s, w.size[s])
+            if s in self._left:  # it is there again, and has a copy on the host
+                self._emit(Kind.DROP, of=s)
         self._touch(i, recompute=recompute)
         self._hold(new, -1)
         for s in new:
@@ -285,7 +289,11 @@ class SimulatedDevice:
 
     def _swap_out(self, s: int) -> None:
         """Offload a storage, without a copy where the host has the same bytes."""
-        self._emit(*((Kind.DROP,) if self.clean[s] else (Kind.OFFLOAD, Kind.OFFLOADED)), of=s)
+        if self.clean[s]:
+            self._emit(Kind.DROP, of=s)
+            self._left.add(s)
+        else:
+            self._emit(Kind.OFFLOAD, Kind.OFFLOADED, of=s)
         self.clean[s] = True
         self._leave(s, Location.AWAY)
 

@@ -66,13 +66,6 @@ def test_the_page(run: Run, saved: Path, tmp_path: Path) -> None:
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
 
 
-def test_a_model_has_the_costs_that_are_named(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(MODEL)
-    code, out, _ = run("budget", "net.py:net", "--costs", "h100")
-    assert code == 0
-    assert "costs of h100" in out
-
-
 def test_page_locked_copies_have_a_limit(run: Run, saved: Path, tmp_path: Path) -> None:
     graph = chain(5, size=256 << 20)
     graph = replace(graph, storages=tuple(replace(s, device="cuda:0") for s in graph.storages))
