@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from memplan.core.extras import require_library
+from memplan.core.arguments import require_library
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.errors import InvalidProblem
 from memplan.solvers import solve

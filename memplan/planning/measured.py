@@ -10,7 +10,7 @@ from memplan.core.graph import Graph, StorageKind
 from memplan.core.plan import Plan
 from memplan.core.totals import beside_results
 from memplan.core.units import format_bytes
-from memplan.planning.eager_total import eager_total
+from memplan.planning.base_graph import eager_total
 from memplan.planning.options import PlanOptions
 from memplan.planning.outside_arena import plan_partly_outside
 

@@ -13,13 +13,10 @@ from memplan.evict.search import (
     descend,
     descend_classes,
     drastic,
-    singles,
     storage_classes,
 )
 from memplan.evict.search_kernel import PIN, RECOMPUTE_ONCE
 from memplan.evict.workload import Events, Kind, Workload, infeasible
-
-_WORK = 1_000_000  # ops measured by annealing
 
 
 def partition(workload: Workload) -> Events:
@@ -38,7 +35,7 @@ def partition(workload: Workload) -> Events:
     found = [fitted for one in starts for a in EXPONENTS if (fitted := descend(search, one, a))]
     if not found:
         raise infeasible(workload)
-    return search.events(improve(search, found, singles(search), work=_WORK, seed=0))
+    return search.events(improve(search, found))
 
 
 def kept_for_backward(workload: Workload, events: Events) -> tuple[int, ...]:

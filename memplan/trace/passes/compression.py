@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memplan.core.compressed_storages import PACKED, PACKING, UNPACKED, UNPACKING
+from memplan.core.evictions import PACKED, PACKING, UNPACKED, UNPACKING
 from memplan.torch_inside.graphs import ParamAOTInput, PlainAOTInput
 from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, storage_key, value
