@@ -11,7 +11,7 @@ from torch import nn
 import memplan
 from memplan.errors import InputMismatch, UnsupportedGraph
 from memplan.planning.planfile import check_consistency
-from memplan.runtime.api.step_then_update import StepThenUpdate
+from memplan.runtime.api.compile_step import StepThenUpdate
 from tests.runtime.test_compiled_graphs import WIDTH, Checked, _batch, _made
 from tests.slow import slow
 

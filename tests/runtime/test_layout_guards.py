@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.runtime.guards.input_guards import LayoutGuards
+from memplan.runtime.guards.input_guards import layout_check
 
 
 def _tensors() -> list[torch.Tensor]:
@@ -17,11 +17,11 @@ def _tensors() -> list[torch.Tensor]:
 
 
 def test_others_of_the_same_layout_are_alike() -> None:
-    alike = LayoutGuards(_tensors())
-    assert alike.check(*_tensors())
+    alike = layout_check(_tensors())
+    assert alike(*_tensors())
     with torch.no_grad():
-        assert alike.check(*_tensors())
-    assert LayoutGuards([]).check()
+        assert alike(*_tensors())
+    assert layout_check([])()
 
 
 OTHERS: dict[str, Callable[[], object]] = {
@@ -41,33 +41,33 @@ OTHERS: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_any_difference_is_seen(name: str) -> None:
     one, two, three = _tensors()
-    assert not LayoutGuards([one, two, three]).check(one, OTHERS[name](), three)
+    assert not layout_check([one, two, three])(one, OTHERS[name](), three)
 
 
 def test_a_parameter_that_was_frozen_or_turned_is_seen() -> None:
     tensors = _tensors()
-    alike = LayoutGuards(tensors)
+    alike = layout_check(tensors)
     tensors[0].requires_grad_(False)
-    assert not alike.check(*tensors)
+    assert not alike(*tensors)
     tensors[0].requires_grad_(True)
-    assert alike.check(*tensors)
+    assert alike(*tensors)
     tensors[0].data = torch.randn(4, 3).t()
-    assert not alike.check(*tensors)
+    assert not alike(*tensors)
 
 
 def test_tied_tensors_stay_tied() -> None:
     tied, other = nn.Parameter(torch.randn(3)), torch.randn(3)
-    alike = LayoutGuards([tied, other, tied])
-    assert alike.check(tied, other, tied)
+    alike = layout_check([tied, other, tied])
+    assert alike(tied, other, tied)
     twin = nn.Parameter(torch.randn(3))
-    assert alike.check(twin, other, twin)
-    assert not alike.check(tied, other, twin)
+    assert alike(twin, other, twin)
+    assert not alike(tied, other, twin)
 
 
 def test_nothing_is_kept_alive() -> None:
     tensor = torch.randn(3)
     reference = weakref.ref(tensor)
-    alike = LayoutGuards([tensor])
+    alike = layout_check([tensor])
     del tensor
     assert reference() is None
-    assert alike.check(torch.randn(3))
+    assert alike(torch.randn(3))

@@ -21,7 +21,6 @@ from benchmarks.peak_measure import live_bytes
 from memplan.errors import InputMismatch, UnsupportedGraph
 from memplan.planning.planfile import check_consistency
 from memplan.runtime import CompiledStep, compile_step
-from memplan.runtime.memory.arena import arena_for_all
 from tests.runtime.allocated import allocations
 from tests.runtime.reference import same_parameters
 from tests.slow import slow
@@ -536,19 +535,19 @@ def test_an_update_that_is_no_longer_planned_runs_as_eager(
 def test_where_no_larger_arena_comes_earlier_programs_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     step, net, ours, twin, theirs = _pair("adamw")
     assert torch.equal(step(*_batch()), _eager(twin, theirs, _batch()))
-    first, sizes = step._builder._arena, []
-    assert first is not None
+    arena = step._builder.arena
+    assert arena is not None
+    held = []
 
-    def made(*args: Any) -> Any:
-        sizes.append(first.nbytes)
-        if len(sizes) == 1:
-            raise RuntimeError("no memory")
-        return arena_for_all(*args)
+    def fail(*_: Any) -> Any:
+        held.append(arena.held)
+        raise RuntimeError("no memory")
 
-    monkeypatch.setattr("memplan.runtime.api.step_builder.arena_for_all", made)
-    with pytest.raises(RuntimeError, match="no memory"):
-        step(*_batch(rows=64))
-    assert sizes[0] == 0, "there is one at a time"
+    with monkeypatch.context() as patch:
+        patch.setattr("memplan.runtime.memory.arena.Memory.storage", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            step(*_batch(rows=64))
+    assert held == [0], "there is one at a time"
     for seed in range(3):
         assert torch.equal(step(*_batch(seed)), _eager(twin, theirs, _batch(seed)))
     _require_same(net, twin)

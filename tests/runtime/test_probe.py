@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.runtime.kernels.probe import same_bytes, writes
+from memplan.runtime.kernels import same_bytes, writes
 
 
 def test_strides_of_few_elements_may_be_anything() -> None:
