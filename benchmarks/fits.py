@@ -38,7 +38,7 @@ def measured(model: str, size: str, contender: str) -> Row:
     """
     torch.set_num_threads(1)
     module, inputs = ZOO[model](size)  # type: ignore[arg-type]
-    answer = memplan.fits(module, inputs, device="cpu", allowance=0, search=False)
+    answer = memplan.fits(module, inputs, target="cpu", allowance=0, search=False)
     call = memplan.compile(module, inputs) if contender == "memplan" else module
     optimizer = torch.optim.AdamW(module.parameters())
     predicted = answer.total if contender == "memplan" else answer.eager

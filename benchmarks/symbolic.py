@@ -96,19 +96,17 @@ def measure(name: str, count: int) -> dict[str, Cell]:
     start = _larger(example)
     trace(model, start, train=True)  # imports, caches of torch's
     took, plan = once(lambda: plan_of(trace_symbolic(model, start, {}, dynamic_shapes=shapes, train=True)))
-    ratios, anew_seconds, resolve_seconds, replans = [], [], [], 0
+    ratios, anew_seconds, resolve_seconds = [], [], []
     chosen = spread(plan, count)
     for values in chosen:
         inputs = inputs_at(model, start, shapes, values)
         again, concrete = once(partial(_anew, model, inputs))
-        plan._resolver.resolved.clear()
+        plan._resolved.clear()
         waited, resolved = once(partial(plan.resolve, values))
-        replans += resolved.schedule.order != plan.plan.schedule.order or resolved.solution.solver != "symbolic"
         ratios.append(resolved.arena_size / concrete.arena_size)
         anew_seconds.append(again)
         resolve_seconds.append(waited)
     at_hint = plan.resolve(plan.hint).arena_size / _anew(model, start).arena_size
-    middle = chosen[len(chosen) // 2]
     return {
         "model": name,
         "ops": len(plan.plan.graph.ops),
@@ -118,8 +116,6 @@ def measure(name: str, count: int) -> dict[str, Cell]:
         "at_hint": at_hint,
         "mean": statistics.mean(ratios),
         "worst": max(ratios),
-        "replanned": replans,
-        "place_ms": 1e3 * seconds(lambda: plan.place(middle), 200),
         "resolve_ms": 1e3 * statistics.median(resolve_seconds),
         "symbolic_s": took,
         "anew_s": statistics.median(anew_seconds),
@@ -159,8 +155,6 @@ def main() -> None:
             "at_hint": "arena / anew at the hint",
             "mean": "mean over the range",
             "worst": "worst",
-            "replanned": "planned anew by resolve",
-            "place_ms": "place, ms",
             "resolve_ms": "resolve and validate, ms",
             "symbolic_s": "symbolic plan, s",
             "anew_s": "plan one shape anew, s",
@@ -169,8 +163,8 @@ def main() -> None:
         rows=rows,
         settings={"threads": 1, "batch": "2..64", "length": f"3..{LONGEST}"},
         notes=[
-            "`place` gives offsets for values (warm, median of 200). `resolve` does that, builds the plan for these",
-            "values and has it checked by the independent validator; that is done once for a shape.",
+            "`resolve` places the buffers for these values in the order of the plan for the hint, and has that checked",
+            "by the independent validator; it is done once for a shape.",
         ],
     )
     print(write(table))

@@ -6,7 +6,7 @@
     record(step_fn)                  records and places the allocations of a step that cannot be traced; after
                                      install_allocator() it can be replayed on CUDA
     solve(problem)                   assigns offsets to buffers, for compilers and embedded systems
-    fits(model, inputs, device="h100")  says whether a training step fits a device, part by part, before it runs
+    fits(model, inputs, target="h100")  says whether a training step fits a device, part by part, before it runs
     max_batch(make, budget)          finds the largest batch that fits, without running out of memory
     profile(model, example_inputs)   measures each op on this machine: costs for budgets
     load(path)                       loads and validates a plan; load_symbolic(path): a plan for a range of shapes
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from memplan.core.validate import validate
     from memplan.evict.costs import CostModel, load_costs
     from memplan.evict.workload import Policy as EvictionPolicy
-    from memplan.integrations.inductor.partitioner import partitioner
+    from memplan.integrations.partitioner import partitioner
     from memplan.planning.memory_answer import Fits
     from memplan.planning.options import Budget, Costs, Device, DynamicShapes, PlanKeywords
     from memplan.planning.planfile import load
@@ -127,7 +127,7 @@ _HOMES = {
     "fits": "memplan.trace.fits",
     "load": "memplan.planning.planfile",
     "max_batch": "memplan.trace.batches",
-    "partitioner": "memplan.integrations.inductor.partitioner",
+    "partitioner": "memplan.integrations.partitioner",
     "profile": "memplan.runtime.profiling.op_timer",
     "set_log_level": "memplan.core.timed",
     "solve": "memplan.solvers",

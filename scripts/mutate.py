@@ -69,19 +69,19 @@ JUDGES: Mapping[str, tuple[str, ...]] = {
     "memplan/trace/fused/kernel_runs.py": ("tests/trace/fused/test_wrapper.py",),
     "memplan/trace/kernel_scratch.py": ("tests/trace/test_fits.py",),
     "memplan/solvers/base.py": ("tests/solvers/test_select.py",),
-    "memplan/solvers/arrays.py": (
-        "tests/solvers/test_problem_arrays.py",
-        "tests/solvers/test_placement.py",
-    ),
-    "memplan/solvers/baselines.py": ("tests/solvers/test_baselines.py", "tests/solvers/test_skyline_kernel.py"),
+    "memplan/solvers/arrays.py": ("tests/solvers/test_problem_arrays.py",),
+    "memplan/solvers/baselines.py": ("tests/solvers/test_baselines.py", "tests/solvers/test_fit_kernel.py"),
     "memplan/solvers/portfolio.py": ("tests/solvers/test_select.py",),
     "memplan/solvers/capacity_search.py": ("tests/solvers/test_thresholds.py",),
-    "memplan/solvers/solve_at_capacity.py": ("tests/solvers/test_reduce.py", "tests/solvers/test_thresholds.py"),
+    "memplan/solvers/solve_at_capacity.py": ("tests/solvers/test_parts.py", "tests/solvers/test_thresholds.py"),
     "memplan/solvers/tree_search.py": ("tests/solvers/test_thresholds.py", "tests/solvers/test_search_kernel.py"),
-    "memplan/solvers/branch_kernel.py": (
-        "tests/solvers/test_state_keys.py",
-        "tests/solvers/test_search_kernel.py",
-    ),
+    "memplan/solvers/branch_kernel.py": ("tests/solvers/test_search_kernel.py",),
+    "memplan/solvers/skyline_kernel.py": ("tests/solvers/test_fit_kernel.py",),
+    "memplan/targets/attention.py": ("tests/targets/test_plan_for.py",),
+    "memplan/runtime/debug/sanitizers.py": ("tests/runtime/test_checks.py",),
+    "memplan/cli/report.py": ("tests/cli/test_commands.py",),
+    "memplan/cli/compare.py": ("tests/cli/test_commands.py",),
+    "memplan/cli/fits.py": ("tests/cli/test_commands.py",),
 }
 
 

@@ -29,6 +29,22 @@ def traced_nano(name: str, *, in_place: bool = True) -> TracedGraph:
     return replace(captured, options=replace(captured.options, in_place=in_place)).retrace()
 
 
+class Made(nn.Module):
+    """What `function(self, *inputs)` returns, for a model with these parts: modules, parameters, tensors as buffers."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
+
+
 class Layers(nn.Module):
     """`layers` linear layers of width 16 that keep their results for the backward, with dropout if it is above 0.
 
@@ -133,3 +149,18 @@ class Saves(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.two(torch.relu(self.one(x))))
         return nn.functional.max_pool2d(torch.tanh(x), 2).mean((2, 3))
+
+
+class BreaksInEval(nn.Module):
+    """Looks at its results in evaluation only, where no graph can hold it."""
+
+    def __init__(self, hidden: int = 64) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, hidden), nn.Linear(hidden, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(x).tanh()
+        if not self.training and hidden.sum() > 0:
+            hidden = hidden * 2
+        out: torch.Tensor = self.two(hidden)
+        return out

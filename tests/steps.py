@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+import memplan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,3 +100,72 @@ def assert_same_step(one: nn.Module, two: nn.Module, call: Callable[..., Any], *
         assert torch.equal(gradient, second.gradients[name]), name
     assert first.same_as(second)
     return frozenset(first.gradients)
+
+
+def itself(loss: torch.Tensor) -> torch.Tensor:
+    """The loss function of a model that returns its loss."""
+    return loss
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """The plainest optimizer of a model, for `Training`."""
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class Training:
+    """A step of `memplan.compile_step`, and eager's copy of its model, which train on the same batches."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Callable[[Any], Any],
+        loss_fn: Callable[..., Any],
+        *example: Any,
+        eager: nn.Module | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+        **options: Any,
+    ) -> None:
+        """`make` returns the optimizer of a model; `eager` is needed where the model cannot be copied."""
+        self.model, self.eager = model, eager or copy.deepcopy(model)
+        self.ours, self.theirs = make(self.model), make(self.eager)
+        self.loss_fn, self.clip, self.accumulate, self.calls = loss_fn, clip, accumulate, 0
+        self.step = memplan.compile_step(
+            model, self.ours, loss_fn, example, clip_grad_norm=clip, accumulate=accumulate, **options
+        )
+
+    def both(self, *batch: Any, seed: int = 0) -> torch.Tensor:
+        """The loss of a batch; fails where it, or a parameter or a buffer afterwards, is not eager's bit by bit."""
+        torch.manual_seed(seed)
+        loss = self.step(*batch)
+        torch.manual_seed(seed)
+        with_target = self.loss_fn is nn.functional.mse_loss
+        expected = self.loss_fn(self.eager(batch[0]), batch[1]) if with_target else self.loss_fn(self.eager(*batch))
+        (expected / self.accumulate if self.accumulate > 1 else expected).backward()
+        self.calls += 1
+        if self.calls % self.accumulate == 0:
+            if self.clip is not None:
+                nn.utils.clip_grad_norm_(list(self.eager.parameters()), self.clip)
+            self.theirs.step()
+            self.theirs.zero_grad()
+        assert torch.equal(loss, expected.detach())
+        for (name, one), two in zip(self.model.state_dict().items(), self.eager.state_dict().values(), strict=True):
+            assert torch.equal(one, two), name
+        return loss
+
+    def assert_same_state(self) -> None:
+        """Fail unless both optimizers have the same `state_dict`."""
+        assert_same_state(self.ours, self.theirs)
+
+
+def assert_same_state(one: Any, two: Any) -> None:
+    """Fail unless two optimizers have the same `state_dict`, bit by bit, in the same order."""
+    ours, theirs = one.state_dict(), two.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert list(ours["state"]) == list(theirs["state"])
+    for index, state in theirs["state"].items():
+        assert list(ours["state"][index]) == list(state), index
+        for key, value in state.items():
+            mine = ours["state"][index][key]
+            assert type(mine) is type(value), (index, key)
+            assert torch.equal(mine, value) if isinstance(value, torch.Tensor) else mine == value, (index, key)

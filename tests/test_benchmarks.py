@@ -8,27 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import first_call, fits, fused, solver_traces
+from benchmarks import fits, fused, solver_traces
 from benchmarks.full_size import row as step_memory_row
 from benchmarks.instances import LIVES
-from benchmarks.page import made_up
-from benchmarks.page import main as page
-from benchmarks.runtime import MOST, largest, main
+from benchmarks.runtime import main
 from benchmarks.solver_traces import graphs, of_nodes, read
-from benchmarks.streamed import main as streamed
 from benchmarks.zoo import ZOO
-from memplan.core.problem import Buffer, Problem, Solution, Status
-from memplan.core.validate import validate
-from tests.report.browser import CHROMIUM, DRIVER, MISSING
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.mark.parametrize("limit", [0, 1, 2, 7, 31, 100, 1000, 10**6])
-def test_the_largest_batch_is_found_to_three_percent(limit: int) -> None:
-    found = largest(lambda count: count <= limit)
-    assert found <= limit
-    assert found >= min(limit, MOST) * 31 / 32 - 1
 
 
 def test_the_command_line_writes_a_table_and_goes_on_where_it_was(
@@ -46,29 +33,11 @@ def test_the_command_line_writes_a_table_and_goes_on_where_it_was(
         main(["--models", "mlp", *options, "--rounds", "3"])
 
 
-def test_streamed_models_are_measured_at_every_budget(tmp_path: Path) -> None:
-    options = ["--models", "mlp", "--size", "nano", "--policies", "genoa,flow", "--rounds", "2"]
-    assert streamed([*options, "--directory", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "streamed.json").read_text())["rows"]
-    assert [row["policy"] for row in rows] == ["alone", "flow", "flow", "flow", "genoa", "flow"]
-    slowest = next(row for row in rows if row["policy"] == "genoa")
-    assert all(row["predicted_ms"] <= slowest["predicted_ms"] for row in rows if row["policy"] == "flow")
-    assert all(row["arena"] >= slowest["arena"] for row in rows if row["policy"] == "flow")
-
-
 def test_a_whole_step_is_compared_with_eagers_peak() -> None:
     found = step_memory_row("mlp", ZOO["mlp"]("nano"))
     bound, live, peak = (float(str(found[key])) for key in ("bound_ratio", "max_live_ratio", "ratio"))
     assert 0 < bound <= live <= peak < 1
     assert found["ratio"] == pytest.approx(float(str(found["peak_mb"])) / float(str(found["eager_mb"])))
-
-
-def test_first_steps_are_timed_in_processes_of_their_own(tmp_path: Path) -> None:
-    arguments = ["--models", "mlp", "--repeats", "1", "--contenders", "memplan", "--directory", str(tmp_path)]
-    assert first_call.main(arguments) == 0
-    (row,) = json.loads((tmp_path / "first-call.json").read_text())["rows"]
-    assert row["memplan"] == 1
-    assert row["memplan_s"] > 0
 
 
 def test_what_fits_predicts_is_what_training_takes() -> None:
@@ -92,33 +61,6 @@ def test_the_benchmark_of_fused_kernels_refuses_what_it_cannot_measure(
         fused.main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
-
-
-def test_the_buffers_overlap_nowhere() -> None:
-    picture = made_up(3000)
-    assert len(picture.blocks) == 3000
-    buffers = tuple(Buffer(id=b.holder.id, size=b.holder.size, live=b.segments[0]) for b in picture.blocks)
-    problem = Problem(buffers=buffers)
-    solution = Solution(
-        offsets={b.holder.id: b.offset for b in picture.blocks},
-        arena_size=picture.arena,
-        status=Status.FEASIBLE,
-        bound=picture.max_live,
-        solver="made up",
-        seconds=0.0,
-    )
-    validate(problem, solution)
-
-
-@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=MISSING)
-def test_the_command_line_writes_a_table(tmp_path: Path) -> None:
-    assert page(["--counts", "200", "--repeats", "1", "--directory", str(tmp_path)]) == 0
-    (row,) = json.loads((tmp_path / "page.json").read_text())["rows"]
-    assert row["buffers"] == 200
-    assert 0 < row["file_mb"] < 0.2
-    assert 0 < row["after_ms"] < row["painted_ms"]
-    assert row["redrawn_ms"] > 0
-    assert row["hover_ms"] <= row["hover99_ms"]
 
 
 # A graph in the contest's format: a node that lives for no step there is alive at one here.

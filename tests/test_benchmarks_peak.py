@@ -11,17 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.peak import main, row_of, summary
+from benchmarks.peak import main
 from benchmarks.peak_measure import (
     CONTENDERS,
     MODELS,
     Step,
     by_events,
-    covered,
     live_bytes,
     peak_growth,
 )
-from benchmarks.results import Row
 
 MIB = 1 << 20
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 says so of any profile
@@ -87,11 +85,6 @@ def test_what_is_offloaded_to_the_host_is_not_in_the_peak_of_the_device() -> Non
     assert figures["total"] * 0.99 < figures["peak"] <= figures["total"] + SCALARS
 
 
-def test_spans_that_overlap_count_once() -> None:
-    assert covered([(0, 10), (5, 7), (8, 12), (20, 21), (20, 21)]) == 13
-    assert covered([]) == 0
-
-
 @pytest.mark.slow
 def test_the_command_line_writes_a_table(tmp_path: Path) -> None:
     arguments = ["--models", "mlp", "--size", "nano", "--contenders", "eager,memplan", "--rounds", "1"]
@@ -101,19 +94,3 @@ def test_the_command_line_writes_a_table(tmp_path: Path) -> None:
     assert eager["total_mb"] is None
     assert planned["peak_mb"] == pytest.approx(planned["total_mb"], rel=0.003)
     assert planned["standing_mb"] > eager["standing_mb"]  # the arena
-
-
-@pytest.mark.slow
-def test_broken_promises_are_named_below_the_table() -> None:
-    eager: Row = {"model": "m", "contender": "eager", "peak": 100, "resident": 100, "ms": 1.0}
-    kept: Row = {"model": "m", "contender": "memplan", "peak": 90, "total": 90, "limit": 90}
-    broken: Row = {"model": "m", "contender": "memplan", "peak": 120, "padding": 10, "total": 110, "limit": 100}
-    padded: Row = {"model": "m", "contender": "memplan", "peak": 110, "padding": 10, "total": 110}
-    rows = [row_of(row, eager) for row in (eager, kept, broken, padded)]
-    assert summary(rows[:2])[-1] == "No promise is broken."
-    assert [line.partition(": ")[2] for line in summary(rows) if line.startswith("- m,")] == [
-        "the peak is 1.090909 of its total",
-        "the peak is 1.200000 of its budget",
-        "the peak, alignment apart, is 1.100 of that of eager",
-    ]
-    assert summary(rows[:2])[2].startswith("- memplan: 0.900 by memory events (0.900 to 0.900), above eager for 0 of 1")

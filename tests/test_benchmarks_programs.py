@@ -18,10 +18,10 @@ from tests.slow import slow
 
 TABLE = Path(__file__).parent.parent / "benchmarks" / "results" / "programs.json"
 RESULTS = list(Result)
-# A few that take little time: a recurrent model, several models; and every night a fifth of all.
-CHOSEN = ("mnist_rnn", "distillation")
+# One of several models, which takes little time; and every night a fifth of all.
+CHOSEN = ("distillation",)
 OTHERS = (
-    "dcgan", "actor_critic", "vae", "regression", "ema", "transfer", "autocast", "word_lm_transformer",
+    "mnist_rnn", "dcgan", "actor_critic", "vae", "regression", "ema", "transfer", "autocast", "word_lm_transformer",
     "accelerate_bf16", "bert", "siamese", "ctc_inside", "llama", "t5", "timm_vit", "hf_trainer_bf16", "accelerate_loop",
     "lightning_bf16",
 )  # fmt: skip
@@ -77,12 +77,6 @@ def test_a_way_is_judged_by_eager_and_then_by_aot_eager() -> None:
     assert found["compile_step"].reason == "loss 0 differs by 0.5"
 
 
-def test_nan_is_nan_and_zeros_have_signs() -> None:
-    nan, zero, minus = (_outcome(x) for x in (float("nan"), 0.0, -0.0))
-    assert judge("p", {"eager": nan, "compile": nan})[0].result is Result.BITWISE
-    assert judge("p", {"eager": zero, "compile": minus})[0].result is Result.WRONG
-
-
 def test_errors_of_memplan_are_refusals_and_others_are_not() -> None:
     def sparse(run: Run) -> None:
         memplan.plan(nn.LazyLinear(3), torch.randn(2, 3))
@@ -96,22 +90,3 @@ def test_errors_of_memplan_are_refusals_and_others_are_not() -> None:
     assert outcome_of(Program(run=broken), "compile") == {"failed": "KeyError: 'weight'"}
     verdicts = judge("p", {"eager": _outcome(1.0), "aot_eager": {"failed": "no"}, "compile": {"failed": "no"}})
     assert [v.result for v in verdicts] == [Result.FAILED, Result.AOT_FAILS]
-
-
-def test_the_peak_is_of_the_fourth_step_with_what_is_alive_before() -> None:
-    def allocates(run: Run) -> None:
-        kept = torch.ones(1000, dtype=torch.uint8)
-        for i in run.steps(range(5)):
-            torch.ones(1_000_000 * (i + 1), dtype=torch.uint8)
-            run.loss(kept[0])
-
-    def without_peak(run: Run) -> None:
-        run.loss(torch.ones(()))
-
-    before = outcome_of(Program(run=allocates), "eager")["peak"]
-    kept = torch.ones(500_000, dtype=torch.uint8)
-    after = outcome_of(Program(run=allocates), "eager")["peak"]
-    assert before >= 4_001_000
-    assert 490_000 <= after - before <= 510_000
-    assert outcome_of(Program(run=without_peak), "eager")["peak"] is None
-    assert kept.sum() == 500_000

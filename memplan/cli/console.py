@@ -59,6 +59,10 @@ Gpu = Annotated[
     str | None, opt("--target,--device GPU", "Plan for a GPU that need not be here: h100, a100, sm90:80GiB, ...")
 ]
 Costs = Annotated[str | None, opt("--costs DEVICE|FILE", "The costs of predicted times: a GPU (as --target), or cpu.")]
+Budget = Annotated[str | None, opt("--budget SIZE", "Evict what exceeds this total: 8GiB, 50% or min.")]
+Kernels = Annotated[
+    str | None, opt("--kernels KIND", "inductor: generated (default on a GPU); aten: eager's (on the CPU).")
+]
 HostBudget = Annotated[str | None, opt("--host-budget SIZE", "The most bytes of copies on the host.")]
 PinnedBudget = Annotated[str | None, opt("--pinned-budget SIZE", "The same where they are page-locked: for CUDA.")]
 Reserve = Annotated[str | None, opt("--reserve SIZE", "Set more bytes aside, in place of the optimizer's state.")]

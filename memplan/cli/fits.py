@@ -16,7 +16,9 @@ from memplan.cli.console import Format, opt
 def fits(
     target: Annotated[str, typer.Argument(metavar="MODEL", help="FILE.py:FACTORY or package.module:FACTORY.")],
     *,
-    device: Annotated[str, opt("--device,--target NAME|SIZE", "A GPU (h100, sm90:80GiB), cpu, or 24GiB.")],
+    device: Annotated[str, opt("--target,--device NAME|SIZE", "A GPU (h100, sm90:80GiB), cpu, or 24GiB.")],
+    budget: c.Budget = None,
+    kernels: c.Kernels = None,
     batch: Annotated[int | None, opt("--batch N", "Samples of a step; default: the example's.", min=1)] = None,
     optimizer: Annotated[str, opt("--optimizer NAME", "A class of torch.optim, or none.")] = "AdamW",
     dtype: Annotated[str | None, opt("--dtype TYPE", "The type of all floating-point tensors: bfloat16.")] = None,
@@ -55,11 +57,12 @@ def fits(
             return made.model, made.args, dict(made.kwargs)
 
         given, batch = (make,), batch or batch_of((named.args, dict(named.kwargs))) or 1
+    asked: dict[str, Any] = {"budget": budget, "kernels": kernels}
     try:
         with c.stages(f"Planning {target}") as tell:
             made = answer(
-                *given, device=device, batch=batch, optimizer=optimizer, dtype=dtype, train=False if infer else None,
-                allowance=allowance, slack=slack, costs=costs, search=search, ranks=ranks, on_progress=tell,
+                *given, target=device, batch=batch, optimizer=optimizer, dtype=dtype, train=False if infer else None,
+                allowance=allowance, slack=slack, costs=costs, search=search, ranks=ranks, on_progress=tell, **asked,
             )  # fmt: skip
     except Exception as error:
         raise blame(error, "planning failed", file=factory.file) from error

@@ -27,6 +27,7 @@ from memplan.core.totals import (
     beside_results,
     functional_transient,
     gathered_profile,
+    known_transient,
     outside_bytes,
     outside_profile,
     page_locked_bytes,
@@ -196,10 +197,10 @@ class Plan:
 
     @cached_property
     def transient(self) -> tuple[int, ...]:
-        """The bytes outside the arena while each op (by index) runs: measured, or else its fallback results."""
+        """The bytes outside the arena while each op (by index) runs: measured, or else what is known before."""
         if self.temporaries is not None:
             return self.temporaries
-        return functional_transient(self.graph)
+        return known_transient(self.graph)
 
     @cached_property
     def outside_profile(self) -> tuple[int, ...]:
@@ -212,7 +213,7 @@ class Plan:
         """Bytes outside the arena, by kind; "intermediate", "fallbacks" and "temporaries" are the most at any one step.
 
         "fallbacks" are results of kernels without a true `out=` variant; "temporaries" are other bytes that kernels
-        allocate while they run (0 until `compile` has measured them).
+        allocate while they run: what is known of attention's until `compile` has measured them.
         """
         g, order = self.graph, self.schedule.order
         intermediate = released_bytes(g, order)
@@ -237,7 +238,8 @@ class Plan:
     def total(self) -> int:
         """The predicted peak of the whole step, bytes: arena, model, inputs, the peak of `outside_profile`, `reserve`.
 
-        Kernels' temporaries are in it when they were measured: `compile` measures them, `plan` does not.
+        Kernels' temporaries are in it when they were measured: `compile` measures them, `plan` does not; it knows those
+        of attention's backward on a GPU.
         """
         outside = outside_bytes(self.graph, self.schedule.order, self.transient)
         return self.arena_size + outside + self.reserve

@@ -137,15 +137,6 @@ def placed_parameters(model: nn.Module, inner: Mapping[str, Any]) -> dict[str, P
     return found
 
 
-def group_of_placed(model: nn.Module) -> str | None:
-    """Return the name of the group that a parameter is placed on, unchecked; None if none is."""
-    for _, p in model.named_parameters():
-        if is_distributed(p):
-            mesh = p.device_mesh  # type: ignore[attr-defined]
-            return str(mesh.get_group(0).group_name) if mesh.ndim == 1 else group_of_all()
-    return None
-
-
 def group_of_all() -> str:
     """Return the name of the group of all ranks."""
     found: Any = distributed.group.WORLD

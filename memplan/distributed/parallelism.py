@@ -13,15 +13,8 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from memplan.distributed.internals import (
-    OF_REDUCER,
-    groups_of,
-    internal,
-    placement_of,
-    require_attributes,
-    require_state,
-)
-from memplan.distributed.local import PlacedParameter, group_of_all, group_of_placed, placed_parameters
+from memplan.distributed.internals import groups_of, placement_of, reading_torch
+from memplan.distributed.local import PlacedParameter, group_of_all, placed_parameters
 from memplan.distributed.ops import process_group
 from memplan.distributed.refusals import (
     require_alone,
@@ -32,7 +25,6 @@ from memplan.distributed.refusals import (
 )
 from memplan.torch_inside.versions import reducing_group
 
-_PRIVATE = "torch.distributed.fsdp._fully_shard"
 _FIRST_BUCKET_BYTES = 1 << 20  # of torch's, which starts to reduce early
 
 
@@ -121,6 +113,7 @@ class Parallelism:
         return found
 
 
+@reading_torch()
 def parallelism_of(model: nn.Module) -> Parallelism | None:
     """Return how a model is divided among ranks; None for a plain one.
 
@@ -130,11 +123,7 @@ def parallelism_of(model: nn.Module) -> Parallelism | None:
     if not distributed.is_available() or not distributed.is_initialized():
         return None
     for module in fsdp_modules(model):
-        require_state(module._get_fsdp_state())  # type: ignore[operator]
         module.reshard()  # type: ignore[operator]
-    reducer = reducer_of(model)
-    if reducer is not None:
-        require_attributes(reducer, OF_REDUCER)
     names = dict(_names(model))
     sharded = fsdp_parameters(model)
     freed = _freed_after_forward(model)
@@ -154,25 +143,6 @@ def parallelism_of(model: nn.Module) -> Parallelism | None:
     device = torch.device(sharded[0].device) if sharded else next(model.parameters()).device
     group = replicas.group if replicas is not None else groups[0] if len(groups) == 1 else group_of_all()
     return Parallelism(shards=shards, placed=placed, replicas=replicas, device=device, group=group)
-
-
-def group_of_ranks(model: nn.Module) -> str | None:
-    """Return the name of a process group that trains a model together, unchecked; None for a plain model."""
-    if not distributed.is_available() or not distributed.is_initialized():
-        return None
-    reducer = reducer_of(model)
-    if reducer is not None:
-        return str(reducer.process_group.group_name)
-    divided, twice = "", False
-    for module in fsdp_modules(model):
-        state: Any = module._get_fsdp_state()  # type: ignore[operator]
-        for group in groups_of(state):
-            found = getattr(getattr(group, "mesh_info", None), "shard_process_group", None)
-            divided = divided or ("" if found is None else str(found.group_name))
-            twice = twice or any(getattr(param, "is_dtensor", False) for param in getattr(group, "fsdp_params", ()))
-    if not divided:
-        return group_of_placed(model)
-    return group_of_all() if twice else divided
 
 
 def fsdp_modules(model: nn.Module) -> list[nn.Module]:
@@ -246,12 +216,13 @@ def _freed_after_forward(model: nn.Module) -> set[int]:
 
 def _shards(param: Any, names: Mapping[int, list[str]], *, reshards: bool) -> Iterator[tuple[str, Shard]]:
     """Yield the shard of an `FSDPParam` for each name of its parameter."""
-    divide_factors = internal(f"{_PRIVATE}._fsdp_collectives", "_get_gradient_divide_factors")
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+
     group = param.mesh_info.shard_process_group
     reduces = reducing_group(param.mesh_info)
     own, gathered = param.sharded_param.dtype, gathered_dtype(param)
     reduced = param.mp_policy.reduce_dtype or gathered
-    before, after, how, _ = divide_factors(group, None, reduced, param.device.type)
+    before, after, how, _ = _get_gradient_divide_factors(group, None, reduced, param.device.type)
     for name in names[id(param.sharded_param)]:
         yield (
             name,

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import distributed, nn
 
-from memplan.distributed.internals import internal
 from memplan.errors import UnsupportedGraph
 
 _DDP = "DistributedDataParallel"
@@ -19,36 +18,25 @@ def _refuse(where: str, what: str, hint: str) -> None:
 
 def require_group(module: nn.Module, state: Any, group: Any) -> None:
     """Raise `UnsupportedGraph` for options of a `fully_shard` that a compiled step does not follow."""
-    private = "torch.distributed.fsdp._fully_shard"
-    own = [internal(f"{private}._fsdp_collectives", name) for name in ("DefaultAllGather", "DefaultReduceScatter")]
-    one, several = (internal(f"{private}._fsdp_common", name) for name in ("FSDPMeshInfo", "HSDPMeshInfo"))
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
     where = type(module).__name__
-    if isinstance(group.mesh_info, several) or not isinstance(group.mesh_info, one):
+    if isinstance(group.mesh_info, HSDPMeshInfo) or not isinstance(group.mesh_info, FSDPMeshInfo):
         _refuse(where, "is sharded over a mesh of several dimensions (HSDP)", "shard it over a mesh of one dimension")
     if len(state._modules) > 1:
         _refuse(where, "is one of several modules of a fully_shard([...])", "call fully_shard for each of them")
     if type(group.offload_policy).__name__ != "OffloadPolicy":
         _refuse(where, "is sharded with an offload_policy", "leave offloading to memplan: pass budget=")
-    if [type(group._all_gather_comm), type(group._reduce_scatter_comm)] != own:
+    if (type(group._all_gather_comm), type(group._reduce_scatter_comm)) != (DefaultAllGather, DefaultReduceScatter):
         _refuse(where, "has collectives of its own (set_custom_all_gather and the like)", "use torch's own")
     if group._all_reduce_hook is not None:
         _refuse(where, "has an all-reduce hook", "do what it does outside of the step")
-    if any(_gathers(x) for x in vars(module).values()):
-        what = "has a method that gathers its parameters (register_fsdp_forward_method)"
-        _refuse(where, what, "leave that out: a compiled step gathers each parameter where it is read")
     if not group.reduce_grads:
         hint = "call set_requires_gradient_sync(True), and pass accumulate= to compile_step"
         _refuse(where, "does not reduce its gradients (set_requires_gradient_sync(False))", hint)
     if group.gradient_divide_factor is not None or group.force_sum_reduction_for_comms:
         _refuse(where, "has a divide factor of its own for its gradients", "scale the loss instead")
-
-
-def _gathers(value: object) -> bool:
-    """Return whether an attribute is what `register_fsdp_forward_method` has put in the place of a method."""
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    code = getattr(value, "__code__", None)
-    return code is not None and code in register_fsdp_forward_method.__code__.co_consts
 
 
 def require_parameter(param: Any) -> None:
@@ -118,8 +106,6 @@ def require_alone(groups: Sequence[Sequence[int]], *, replicated: bool) -> None:
 def require_reducer(model: nn.Module, reducer: Any) -> None:
     """Raise `UnsupportedGraph` for a `DistributedDataParallel` that a compiled step does not follow."""
     require_reducer_options(reducer)
-    if not reducer.require_backward_grad_sync:
-        _refuse(_DDP, "is in no_sync()", "compile and call the step outside of it, with accumulate= for several")
     nested = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel) and m is not reducer]
     if nested:
         _refuse(_DDP, "contains another one", "wrap the whole model once")
@@ -129,6 +115,8 @@ def require_reducer(model: nn.Module, reducer: Any) -> None:
 
 def require_reducer_options(reducer: Any) -> None:
     """Raise `UnsupportedGraph` for options of a `DistributedDataParallel` that it may be given at any time."""
+    if not reducer.require_backward_grad_sync:
+        _refuse(_DDP, "is in no_sync()", "compile and call the step outside of it, with accumulate= for several")
     if reducer._comm_hooks:
         _refuse(_DDP, "has a communication hook, which changes what is reduced", "leave register_comm_hook out")
     if getattr(reducer, "buffer_hook", None) is not None:

@@ -16,7 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from memplan.distributed.internals import internal, placement_of
+from memplan.distributed.internals import placement_of, reading_torch
 from memplan.distributed.local import placed_like
 from memplan.distributed.parallelism import (
     Parallelism,
@@ -88,6 +88,7 @@ class _Inner(nn.Module):
         return self.module(*args, **kwargs)
 
 
+@reading_torch()
 def whole_copy(model: nn.Module, parallelism: Parallelism) -> nn.Module:
     """Return the copy of a model. Names of parameters, buffers and modules are those of the model."""
     made: dict[int, Any] = {}  # by the identity of what it stands for
@@ -125,11 +126,11 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
 
 def _without_hooks(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module without the hooks and objects that `fully_shard` has registered."""
-    contract = "torch.distributed._composable.contract"
-    of_torch = {internal(contract, "REGISTRY_KEY"), internal(contract, "STATE_KEY")}
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
     state = module._get_fsdp_state()  # type: ignore[operator]
     own = {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
-    found = {key: held for key, held in vars(module).items() if key not in of_torch}
+    found = {key: held for key, held in vars(module).items() if key not in (REGISTRY_KEY, STATE_KEY)}
     for kind in _HOOKS:
         for name in (kind, f"{kind}_with_kwargs"):
             if name in found:

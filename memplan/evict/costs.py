@@ -317,13 +317,19 @@ _ITEMSIZE: Mapping[str, int] = MappingProxyType(
 )
 
 
+# What an H200 and an H100 reach of their data sheets (measured 2026-11-27, torch 2.11): 785 and 798 of 989 TFLOP/s in a
+# product of 8192 x 8192 matrices in BF16, 4.3 of 4.8 and 3.0 of 3.35 TB/s in a copy. Others are taken to do so too.
+_OF_PRODUCTS, _OF_BANDWIDTH = 0.8, 0.9
+
+
 def _roofline(gpu: GpuTarget) -> CostModel:
+    """Return the roofline of a GPU: the rates that it reaches."""
     link = Link(bytes_per_second=gpu.link, latency=10e-6)
     return CostModel(
         name=gpu.name,
-        matrix_flops=gpu.tf32,
-        narrow_flops=gpu.bf16,
-        bytes_per_second=gpu.bandwidth,
+        matrix_flops=_OF_PRODUCTS * gpu.tf32,
+        narrow_flops=_OF_PRODUCTS * gpu.bf16,
+        bytes_per_second=_OF_BANDWIDTH * gpu.bandwidth,
         launch=2e-6,
         to_host=link,
         to_device=link,

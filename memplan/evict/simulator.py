@@ -110,6 +110,7 @@ class DeviceState:
         self._clean = [s in self.given for s in range(count)]  # the host has the same bytes
         self._seconds = [sum(workload.seconds[i] for i in writers) for writers in workload.writers]
         self._locks = [0] * count
+        self.left = set[int]()  # those away whose bytes on the device were given up, as the host had them already
         self._here: dict[int, None] = {}
 
     def next_use(self, storage: int) -> int:
@@ -185,6 +186,7 @@ class DeviceState:
         self._here.pop(host)
         if self.next_use(host) < len(self.workload.graph.ops):
             self.emit(Kind.DROP, host)
+            self.left.add(host)
             self._move(host, Location.AWAY)
         else:
             self._move(host, Location.DEAD)
@@ -203,6 +205,7 @@ class DeviceState:
         """Offload a storage, without a copy where the host has the same bytes."""
         if self._clean[s]:
             self.emit(Kind.DROP, s)
+            self.left.add(s)
         else:
             self.emit(Kind.OFFLOAD, s)
             self.emit(Kind.OFFLOADED, s)
@@ -216,6 +219,7 @@ class DeviceState:
         self.take(s, self.workload.size[s])
         self.emit(Kind.RELOAD, s)
         self.emit(Kind.RELOADED, s)
+        self.left.discard(s)
         self.touched[s] = self.clock
         self.appear(s)
 
@@ -356,6 +360,8 @@ class EvictionSimulator:
             d.hand_over(host, result)
         for s in lost:
             d.give(~s, w.size[s])
+            if s in d.left:  # it is there again, and has a copy on the host
+                d.emit(Kind.DROP, s)
         d.touch(i, recompute=recompute)
         d.let_go(new)
         for s in new:

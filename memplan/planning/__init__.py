@@ -3,5 +3,5 @@
 In: a `Graph` with its `Schedule`, and a budget. Out: a `Plan`. Start at `options.py` (what the user asks for) and
 `make_plan.py` (place), then `budget.py` (keep a budget), `planner.py` (plans under limits of bytes), `fit.py` (one
 limit of live bytes), `frontier.py` (many budgets) and `planfile.py` (files, and their checks). For several devices,
-`blocks.py` assigns ops to devices, `divide.py` adds the transfers, and `multi_device.py` places one arena per device.
+`multi_device.py` assigns ops to devices and places an arena on each, and `divide.py` adds the transfers.
 """

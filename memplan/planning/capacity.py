@@ -60,24 +60,24 @@ def capacity_of(
     if not isinstance(device, (str, int)) or isinstance(device, bool):
         hint = f"name a GPU ('h100'), '{HOST}', or its memory ('24GiB')"
         what = f"is a {type(device).__name__}, and names no device"
-        raise InvalidSize(what, where="device", hint=hint)
+        raise InvalidSize(what, where="target", hint=hint)
     text, gpu = device.strip().lower() if isinstance(device, str) else "0", None
     if text == HOST:
         total, costs, usual = _physical(), HOST, ALLOWANCE
     elif text in ALIASES or not text[:1].isdigit():
         try:
-            gpu = find_gpu(str(device), "device")
+            gpu = find_gpu(str(device))
         except UnsupportedDevice as error:
             error.hint = f"{error.hint}; {HOST}; or a memory alone, as 24GiB"
             raise
         total, costs, usual = gpu.memory, gpu.costs, ALLOWANCE
     else:
-        total, costs, usual = read_size("device", device), "", 0
+        total, costs, usual = read_size("target", device), "", 0
     taken = usual if allowance is None else read_size("allowance", allowance)
     free = _slack(slack, total)
     if total <= taken + free:
         what = f"of {format_bytes(total)}, {format_bytes(taken)} are the context's and {format_bytes(free)} stay free"
-        raise InvalidSize(f"{what}: nothing is left", where="device", hint="give less slack or allowance")
+        raise InvalidSize(f"{what}: nothing is left", where="target", hint="give less slack or allowance")
     return Capacity(device=str(device), total=total, allowance=taken, slack=free, costs=costs, gpu=gpu)
 
 
@@ -87,7 +87,7 @@ def _physical() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError) as error:
         what = "this system does not say how much memory it has"
-        raise UnsupportedDevice(what, where="device", hint="give its memory: 24GiB", see="unknown-memory") from error
+        raise UnsupportedDevice(what, where="target", hint="give its memory: 24GiB", see="unknown-memory") from error
 
 
 def _slack(slack: int | float | str | None, total: int) -> int:

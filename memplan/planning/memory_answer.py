@@ -97,7 +97,7 @@ class Fits:
         plan: The plan of the step without a budget.
 
     Example:
-        >>> answer = memplan.fits(model, batch, device="h100")
+        >>> answer = memplan.fits(model, batch, target="h100")
         >>> answer.fits, answer.total, answer.largest_batch
     """
 

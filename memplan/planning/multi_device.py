@@ -1,37 +1,160 @@
-"""Makes a plan for several devices: the step of one device, partitioned by blocks, with an arena placed on each."""
+"""Makes a plan for several devices: the step of one device, partitioned by blocks, with an arena placed on each.
+
+A block is a module whose path ends in a number ("h.3"); it includes its submodules, their backward and their updates.
+Paths are cut at the smallest depth that gives enough units; other modules are units of their own. Each device gets a
+contiguous run of units, chosen by dynamic programming. Every run has a price: its max live bytes, with copies of the
+storages that it reads from other devices (without in-place reuse, so never too few), and the seconds of the transfers
+to it, which are minimized under the budgets. Without budgets, the largest device may need a tenth more bytes than where
+it needs the fewest (PipeDream, Narayanan et al. 2019, divides layers by time in this way).
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache, partial
+from itertools import accumulate, repeat
+from typing import Any
+
+import numpy as np
 
 from memplan.core import lifetimes
-from memplan.core.evictions import DeviceArena, EvictionPlan
+from memplan.core.evictions import TRANSFERS, DeviceArena, EvictionPlan
+from memplan.core.graph import Graph, Phase
 from memplan.core.plan import Plan
-from memplan.core.problem import Problem, Solution, Status
+from memplan.core.problem import Solution, Status
 from memplan.core.schedule import make_schedule
 from memplan.core.totals import functional_transient, transient_on
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError
 from memplan.evict.apply import Applied, apply
-from memplan.evict.costs import CostModel, simulate
+from memplan.evict.costs import CostModel, Link, simulate
 from memplan.evict.equivalent import require_equivalent
 from memplan.evict.measure import measure
 from memplan.evict.policies.flow import flow
-from memplan.planning.blocks import Assignment, Units, assign, units_of
-from memplan.planning.divide import Divided, devices_of, divide
-from memplan.planning.fit import make_workload, plan_again
+from memplan.planning.divide import devices_of, divide
+from memplan.planning.fit import make_workload
 from memplan.planning.make_plan import ScheduledGraph, solved
 from memplan.planning.options import PlanOptions
 from memplan.planning.planner import budgets_in_bytes
 from memplan.solvers import solve
 
 _POLICY = "blocks"  # the name of the policy in plans
+_PER_DEVICE = 3  # units per device, so that devices can be balanced
+_DEEPEST = 4
+_SLACK = 1.1  # times the smallest possible size of the largest device: bytes traded for shorter transfers
 
-# A divided graph, its order, buffers in all and by device, solutions, transient bytes, bytes beside the arenas, limits.
-_Made = tuple[
-    Divided, ScheduledGraph, Problem, list[Problem], list[Solution], tuple[int, ...], list[int], Sequence[int]
-]
+
+def units_of(graph: Graph, devices: int) -> tuple[int, ...]:
+    """Return the unit of each op of `graph`, in the order of the forward; the ops are in schedule order.
+
+    Copies to and from the host, which follow their storage, have -1. Without blocks, the units are single modules.
+    """
+    for depth in range(1, _DEEPEST + 1):
+        found = _cut(graph, depth)
+        if max(found) >= _PER_DEVICE * devices - 1:
+            return found
+    return found if max(found) >= devices - 1 else _cut(graph, 0)
+
+
+def _cut(graph: Graph, depth: int) -> tuple[int, ...]:
+    """Return the unit of each op where module paths are cut at this depth.
+
+    An op of the forward is of its block, or of the unit before it; another one of that of its module, or of what made
+    the last storage that it reads.
+    """
+    index: dict[str, int] = {}  # block -> unit
+    home: dict[str, int] = {}  # module -> unit of its first op
+    found = [-1] * len(graph.ops)
+    current = 0
+    for i, op in enumerate(graph.ops):
+        if op.phase is Phase.FORWARD and op.target not in TRANSFERS:
+            block = _block(op.origin.module, depth)
+            if _is_block(block) or block not in index:
+                current = index.setdefault(block, len(index))
+            found[i] = home.setdefault(op.origin.module, current) if _is_block(block) else current
+    made: dict[int, int] = {}  # storage -> unit of its last writer
+    for i, op in enumerate(graph.ops):
+        if op.target in TRANSFERS:
+            continue
+        if found[i] < 0:
+            near = index.get(_block(op.origin.module, depth), home.get(op.origin.module, -1))
+            read = [made[s] for v in op.reads if (s := graph.values[v].storage) in made]
+            found[i] = near if near >= 0 and op.origin.module else read[-1] if read else current
+        current = found[i]
+        made.update(dict.fromkeys(graph.written(op), current))
+    return tuple(found)
+
+
+def _is_block(path: str) -> bool:
+    return path.rpartition(".")[2].isdigit()
+
+
+def _block(module: str, depth: int) -> str:
+    """Return a module path up to its `depth`-th number, or to its last if it has fewer; all of one that has none."""
+    parts = module.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[min(depth, len(numbers)) - 1] + 1]) if numbers and depth else module
+
+
+def assign(
+    graph: Graph, units: Sequence[int], budgets: Sequence[int] | None, *, link: Link, alignment: int, count: int
+) -> tuple[int, tuple[int, ...]]:
+    """Return the bytes by which a device exceeds its budget, and the runs of units of the devices that exceed it least.
+
+    Device k runs the units [ends[k - 1], ends[k]), device 0 those before ends[0]. `budgets` are the most bytes of each
+    device's arena; None balances the devices.
+    """
+    touched = _touched(graph, units)
+    sizes = {s: -(-graph.storages[s].nbytes // alignment) * alignment for s in touched}
+    m = max(units) + 1
+
+    @cache
+    def price(start: int, end: int) -> tuple[int, float]:
+        """Return the max live bytes of a device that runs these units, and the seconds of transfers to it."""
+        change = np.zeros(len(graph.ops) + 1, np.int64)
+        seconds = 0.0
+        for s, touches in touched.items():
+            home = next((unit for _, unit in touches if unit >= 0), 0)
+            here = [step for step, unit in touches if start <= unit < end]
+            if start <= home < end:
+                here = [touches[0][0], touches[-1][0]]
+            elif here:
+                seconds += link.seconds(sizes[s])
+            else:
+                continue
+            change[here[0]] += sizes[s]
+            change[here[-1] + 1] -= sizes[s]
+        return int(np.cumsum(change).max(initial=0)), seconds
+
+    def best(limits: Sequence[int]) -> tuple[int, float, tuple[int, ...]]:
+        """Return the least excess over the limits, the seconds of transfers, and the ends of the runs."""
+        ways: dict[int, tuple[int, float, tuple[int, ...]]] = {0: (0, 0.0, ())}
+        for k, limit in enumerate(limits):
+            after = {}
+            for end in range(m + 1) if k < count - 1 else (m,):
+                found = []
+                for start, (over, seconds, ends) in ways.items():
+                    if start <= end:
+                        nbytes, more = price(start, end)
+                        found.append((max(over, nbytes - limit), seconds + more, (*ends, end)))
+                after[end] = min(found)
+            ways = after
+        return ways[m]
+
+    over, _, ends = best([int(best([0] * count)[0] * _SLACK)] * count if budgets is None else budgets)
+    return over, ends
+
+
+def _touched(graph: Graph, units: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+    """Return (step, unit) of each op that touches a planned storage."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for step, op in enumerate(graph.ops):
+        for s in graph.touched(op):
+            if graph.storages[s].planned:
+                found.setdefault(s, []).append((step, units[step]))
+    return found
 
 
 def plan_several(
@@ -60,99 +183,81 @@ def plan_several(
     asked = budgets_in_bytes(options, graph, workload)
     totals = _budgets(asked.budget, "budget", len(devices))
     arenas = _budgets(asked.arena_budget, "arena_budget", len(devices))
-    reserves = [scheduled.reserve] * len(devices)
-    budgets = None if totals is None and arenas is None else _stricter(arenas, totals, reserves)
+    known = functional_transient(graph) if transient is None else tuple(transient)
+    most = max(known, default=0) + scheduled.reserve  # beside the arena of a device
     whole = apply(workload, flow(workload))
     units = units_of(whole.graph, len(devices))
+    divided_into = partial(assign, whole.graph, units, link=costs.to_device, alignment=alignment, count=len(devices))
 
-    def make(wanted: list[int] | None) -> _Made:
-        """Return the step divided into arenas of so many bytes, without holes."""
-        try:
-            assignment = assign(
-                whole.graph, units, costs.to_device, alignment=alignment, count=len(devices), budgets=wanted
-            )
-        except BudgetInfeasible as error:
-            if totals is None:
-                error.where = "arena_budget"
-                raise
-            extra = max(functional_transient(graph) if transient is None else transient, default=0) + scheduled.reserve
-            raise _with_more(error, extra) from error
-        divided = _divided(whole, units, assignment, devices)
-        require_equivalent(graph, divided.graph, divided.sources)
-        order = make_schedule(divided.graph, tuple(range(len(divided.graph.ops))), scheduled.schedule.policy)
-        partitioned = replace(scheduled, graph=divided.graph, schedule=order)
-        problem = partitioned.problem
-        parts = [lifetimes.device_problem(problem, divided.graph, device) for device in devices]
-        solutions = [solved(part, options) for part in parts]
-        known = functional_transient(divided.graph) if transient is None else _of_sources(transient, divided.sources)
-        beside = [transient_on(divided.graph, known, device) + scheduled.reserve for device in devices]
-        sizes = [solution.arena_size for solution in solutions]
-        limits = sizes if budgets is None or scheduled.redzone else _stricter(arenas, totals, beside)
-        return divided, partitioned, problem, parts, solutions, known, beside, limits
+    def limits(beside: Sequence[int]) -> list[int] | None:
+        """Return the most bytes of each arena, where these are beside them; None for no limit."""
+        rest = None if totals is None else [max(total - b, 0) for total, b in zip(totals, beside, strict=True)]
+        given = [one for one in (arenas, rest) if one is not None]
+        return [min(each) for each in zip(*given, strict=True)] if given else None
 
-    def less(made: _Made, wanted: list[int] | None) -> list[int] | None:
-        solutions, limits = made[4], made[7]
-        over = [max(s.arena_size - b, 0) for s, b in zip(solutions, limits, strict=True)]
-        return [max(b - extra, 0) for b, extra in zip(wanted or limits, over, strict=True)] if any(over) else None
-
-    made, kept = plan_again(make, less, budgets)
-    divided, partitioned, problem, parts, solutions, known, beside, limits = made
-    if not kept:
-        raise _without_holes(solutions, limits, beside if totals is not None else None)
-    sections = _sections(devices, parts, solutions, limits, totals)
+    wanted = limits([most] * len(devices))
+    over, ends = divided_into(wanted)
+    if wanted is not None and over > 0:
+        raise _infeasible(divided_into([0] * len(devices))[0] + (0 if totals is None else most), asked)
+    device_of = [bisect_right(ends, unit) if unit >= 0 else -1 for unit in units]
+    divided, sources = divide(whole.graph, whole.sources, devices_of(whole.graph, device_of), devices)
+    require_equivalent(graph, divided, sources)
+    order = make_schedule(divided, tuple(range(len(divided.ops))), scheduled.schedule.policy)
+    partitioned = replace(scheduled, graph=divided, schedule=order)
+    problem = partitioned.problem
+    parts = [lifetimes.device_problem(problem, divided, device) for device in devices]
+    solutions = [solved(part, options) for part in parts]
+    temporaries = (
+        functional_transient(divided)
+        if transient is None
+        else tuple(0 if source < 0 else known[source] for source in sources)
+    )
+    outside = [transient_on(divided, temporaries, device) + scheduled.reserve for device in devices]
+    allowed = limits(outside) if not scheduled.redzone else None
+    sizes = [solution.arena_size for solution in solutions]
+    starts = accumulate(sizes, initial=0)
+    rows = zip(devices, starts, sizes, parts, allowed or sizes, totals or repeat(None), strict=False)
+    sections = tuple(
+        DeviceArena(device=name, start=start, size=size, max_live=part.max_live, arena_budget=limit, budget=total)
+        for name, start, size, part, limit, total in rows
+    )
+    over = max(section.size - section.arena_budget for section in sections)
+    if over > 0:  # an arena has holes
+        raise _infeasible(max(section.budget or section.arena_budget for section in sections) + over, asked)
     plan = partitioned.plan(problem, _side_by_side(sections, solutions))
-    plan = plan if transient is None else replace(plan, temporaries=known)
-    return replace(plan, eviction=_eviction(plan, whole, divided, costs, sections))
+    plan = plan if transient is None else replace(plan, temporaries=temporaries)
+    return replace(plan, eviction=_record(plan, whole, sources, sections, costs))
 
 
-def _eviction(
-    plan: Plan, whole: Applied, divided: Divided, prices: CostModel, sections: tuple[DeviceArena, ...]
-) -> EvictionPlan:
-    """Return the `EvictionPlan` that records the devices' arenas and the predicted seconds of the step."""
-    seconds, stall = simulate(divided.graph, prices)
-    return EvictionPlan(
-        policy=_POLICY,
-        costs=prices.name,
-        arena_budget=sum(section.arena_budget for section in sections),
-        seconds=seconds,
-        base_seconds=simulate(whole.graph, prices)[0],
-        stall=stall,
-        sources=divided.sources,
-        instances=whole.instances,
-        host=solve(lifetimes.host_problem(divided.graph, plan.schedule, alignment=plan.alignment)),
-        device=", ".join(section.device for section in sections),
-        sections=sections,
+def _infeasible(needed: int, asked: PlanOptions) -> BudgetInfeasible:
+    """Return the error of blocks that do not fit: in the best assignment, a device needs so many bytes."""
+    return BudgetInfeasible(
+        f"no assignment of blocks fits: in the best one, a device needs {format_bytes(needed)}",
+        op="",
+        smallest=needed,
+        where="arena_budget" if asked.budget is None else "budget",
+        hint=f"give each device at least {needed} bytes, or more devices",
     )
 
 
-def _sections(
-    devices: Sequence[str],
-    parts: Sequence[Problem],
-    solutions: Sequence[Solution],
-    limits: Sequence[int],
-    totals: Sequence[int] | None,
-) -> tuple[DeviceArena, ...]:
-    """Return the arenas of the devices, at consecutive offsets."""
-    found, start = [], 0
-    for i, (device, part, solution) in enumerate(zip(devices, parts, solutions, strict=True)):
-        size = solution.arena_size
-        found.append(
-            DeviceArena(
-                device=device,
-                start=start,
-                size=size,
-                max_live=part.max_live,
-                arena_budget=limits[i],
-                budget=None if totals is None else totals[i],
-            )
-        )
-        start += size
-    return tuple(found)
-
-
-def _divided(whole: Applied, units: Units, assignment: Assignment, devices: Sequence[str]) -> Divided:
-    wanted = [assignment.device_of(unit) if unit >= 0 else -1 for unit in units.of]
-    return divide(whole.graph, whole.sources, devices_of(whole.graph, wanted), devices)
+def _record(
+    plan: Plan, whole: Applied, sources: tuple[int, ...], sections: tuple[DeviceArena, ...], costs: CostModel
+) -> EvictionPlan:
+    """Return the record of the devices' arenas and of the predicted seconds of the step."""
+    seconds, stall = simulate(plan.graph, costs)
+    return EvictionPlan(
+        policy=_POLICY,
+        costs=costs.name,
+        arena_budget=sum(section.arena_budget for section in sections),
+        seconds=seconds,
+        base_seconds=simulate(whole.graph, costs)[0],
+        stall=stall,
+        sources=sources,
+        instances=whole.instances,
+        host=solve(lifetimes.host_problem(plan.graph, plan.schedule, alignment=plan.alignment)),
+        device=", ".join(section.device for section in sections),
+        sections=sections,
+    )
 
 
 def _side_by_side(sections: Sequence[DeviceArena], solutions: Sequence[Solution]) -> Solution:
@@ -177,47 +282,12 @@ def _budgets(budget: object, name: str, count: int) -> list[int] | None:
     """Return the budget in bytes of each of `count` devices; None for none. Raises `InvalidSize` for anything else."""
     if budget is None:
         return None
-    each = list(budget) if isinstance(budget, tuple) else [budget] * count
+    each: list[Any] = list(budget) if isinstance(budget, tuple) else [budget] * count
     if len(each) != count:
         what = f"{len(each)} budgets for {count} devices"
         raise InvalidSize(what, where=name, hint="give one for all devices alike, or one for each")
-    found = []
     for one in each:
         if not isinstance(one, int):
             hint = "give each device bytes, a text or a share, or no budget at all, which divides evenly"
             raise InvalidSize(f"{one!r} is not a budget of one of several devices", where=name, hint=hint)
-        found.append(one)
-    return found
-
-
-def _of_sources(transient: Sequence[int], sources: Sequence[int]) -> tuple[int, ...]:
-    """Return the transient bytes of each op, from those of the traced ops; copies have none."""
-    return tuple(0 if source < 0 else transient[source] for source in sources)
-
-
-def _stricter(arenas: Sequence[int] | None, totals: Sequence[int] | None, beside: Sequence[int]) -> list[int]:
-    """Return the most bytes of each device's arena, where `beside` are the other bytes on each device."""
-    within = [] if totals is None else [max(total - b, 0) for total, b in zip(totals, beside, strict=True)]
-    return [min(limits) for limits in zip(*filter(None, (arenas, within)), strict=True)]
-
-
-def _with_more(error: BudgetInfeasible, extra: int) -> BudgetInfeasible:
-    """Return the error of arenas that are too small as one of totals, which are `extra` bytes larger."""
-    least = error.smallest + extra
-    hint = f"give each device at least {least} bytes, or more devices"
-    return BudgetInfeasible(error.what, op=error.op, smallest=least, where="budget", hint=hint)
-
-
-def _without_holes(
-    solutions: Sequence[Solution], limits: Sequence[int], beside: Sequence[int] | None
-) -> BudgetInfeasible:
-    """Return the error of blocks that do not fit; `beside`: the other bytes on each device, if its total is limited."""
-    sizes = [solution.arena_size for solution in solutions]
-    largest = max(map(sum, zip(sizes, beside or [0] * len(sizes), strict=True)))
-    return BudgetInfeasible(
-        f"blocks were divided, and do not fit into {', '.join(map(format_bytes, limits))} without holes",
-        op="",
-        smallest=largest,
-        where="arena_budget" if beside is None else "budget",
-        hint=f"give each device {largest} bytes",
-    )
+    return each

@@ -15,7 +15,7 @@ from memplan.core.evictions import EvictionPlan
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
 from memplan.core.schedule import make_schedule
-from memplan.core.totals import functional_transient, most_within, outside_bytes
+from memplan.core.totals import known_transient, most_within, outside_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.measure import measure
 from memplan.evict.policies.checkpoint import checkpoint
@@ -172,7 +172,7 @@ class Planner:
     def descended(self) -> Plan | None:
         """Return a plan that keeps the limits, found by evicting more where one needs more; None if none is found."""
         graph = self.scheduled.graph
-        transient = functional_transient(graph) if self.transient is None else self.transient
+        transient = known_transient(graph) if self.transient is None else self.transient
         return self._descend(self._arena_beside(transient), leave_out=False)
 
     def below_partly_outside(self) -> Plan | None:

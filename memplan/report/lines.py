@@ -27,6 +27,7 @@ Line = tuple[str, int | None, str]
 
 _RELEASED = "freed after their last use, the most at one step"
 _WORKSPACES = "not known: cuBLAS keeps some for each thread and stream; in no total, reserve= sets bytes aside for it"
+_KNOWN = "of attention's backward; others are not measured"
 _IDLE = "while the optimizer runs; the rest holds gradients"
 
 
@@ -73,11 +74,15 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
         ("gradients", out.gradients, "the caller's"),
         ("intermediate", out.intermediate, _RELEASED),
         ("fallbacks", out.fallbacks, "results of kernels without out=, the most at one step"),
-        ("kernels' temporaries", out.temporaries, "the most at one step" if out.temporaries is not None else ""),
+        (
+            "kernels' temporaries",
+            out.temporaries,
+            "the most at one step" if out.measured else _KNOWN * bool(out.temporaries),
+        ),
         ("allocated by the step", out.during, "the most of these together at one step"),
     )
     where = "device and host hold together" if report.kept and report.kept.device else "the device must hold"
-    unknown = ", and kernels' temporaries" if out.temporaries is None else ""
+    unknown = ", and kernels' temporaries" if not out.measured else ""
     total = (
         ("parameters", out.parameters, ""),
         ("optimizer state", out.optimizer_state + need.state, need.optimizer),
@@ -85,7 +90,7 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
         ("inputs", out.inputs, ""),
         ("tangents", out.tangents, "gradients of the outputs, made by autograd"),
         ("reserve", out.reserve, f"set aside for {need.optimizer or 'what the step does not show'}"),
-        ("libraries' workspaces", None if out.workspaces else 0, _WORKSPACES),
+        ("libraries' workspaces", out.workspaces, _WORKSPACES if out.workspaces is None else "an allowance for cuBLAS"),
         ("arena", report.arena_size, "what forward and backward make, below"),
         ("beside the arena", out.during, "results and temporaries, below"),
         ("total", need.total, f"what {where}{unknown}"),

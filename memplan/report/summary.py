@@ -8,7 +8,7 @@ from typing import Any
 
 from memplan.analysis.buffers import Holder, OpAt, alive_at, largest, op_at
 from memplan.analysis.explain import Lever, levers
-from memplan.analysis.needs import OPTIMIZER, Needed, needed
+from memplan.analysis.needs import OPTIMIZER, Needed, needed, set_aside
 from memplan.core.division import Division
 from memplan.core.evictions import SEND, Action, DeviceArena
 from memplan.core.graph import StorageKind
@@ -28,10 +28,11 @@ class Outside:
 
     `outputs` and `gradients` belong to the caller, and are written directly by the last kernel. `intermediate` are
     results that need less here than in the arena, `fallbacks` results of ops without an `out=` kernel, `temporaries`
-    what kernels allocate internally: each the most at any one step. `during` is the most that these five hold together
-    at one step, which is less than their sum if their peaks are at different steps. `inputs`, `parameters` and
-    `constants` exist before the step; `reserve` is what the user reserved. `workspaces`: libraries of the device may
-    keep memory that no plan knows.
+    what kernels allocate internally (if that was not `measured`, what is known of attention's): each the most at any
+    one step. `during` is the most that these five hold together at one step, which is less than their sum if their
+    peaks are at different steps. `inputs`, `parameters` and `constants` exist before the step; `reserve` is what the
+    user reserved. `workspaces` are what libraries of the device keep: set aside for a target, None (not known) on one
+    that is here, 0 on the CPU.
     """
 
     outputs: int
@@ -39,6 +40,7 @@ class Outside:
     intermediate: int
     fallbacks: int
     temporaries: int | None
+    measured: bool
     during: int
     inputs: int
     tangents: int
@@ -46,13 +48,13 @@ class Outside:
     parameters: int
     constants: int
     reserve: int
-    workspaces: bool
+    workspaces: int | None
 
     @property
     def total(self) -> int:
         """The most bytes outside the arena: what `Plan.total` adds to the arena."""
         model = self.parameters + self.optimizer_state + self.constants
-        return self.during + self.inputs + self.tangents + model + self.reserve
+        return self.during + self.inputs + self.tangents + model + self.reserve + (self.workspaces or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,10 +289,11 @@ def _outside(plan: Plan) -> Outside:
     return Outside(
         **made,
         **{name: plan.graph.bytes_of(kind) for name, kind in _BEFORE.items()},
-        temporaries=None if plan.temporaries is None else plan.outside["temporaries"],
+        temporaries=plan.outside["temporaries"] or (None if plan.temporaries is None else 0),
+        measured=plan.temporaries is not None,
         during=max(plan.outside_profile, default=0),
-        reserve=plan.reserve,
-        workspaces=plan.on_accelerator,
+        reserve=(aside := set_aside(plan)),
+        workspaces=plan.reserve - aside or (None if plan.on_accelerator else 0),
     )
 
 

@@ -1,39 +1,46 @@
 """`SymbolicPlan`: one plan for a range of shapes, made for hint values and resolved for any values of its symbols.
 
-The ops, their order, their live intervals, in-place reuse and the order of placement are the same for all values.
-The values give sizes (`sizes.py`), offsets (`place.py`) and whole plans (`resolve.py`).
+The ops, their order, their live intervals and in-place reuse are the same for all values. The values give sizes
+(`sizes.py`), which are placed as those of any plan are.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from memplan.core.graph import Graph
+from memplan.core import lifetimes
 from memplan.core.plan import Plan, as_loaded
-from memplan.core.schedule import Evidence, Schedule, make_schedule
+from memplan.core.problem import Problem
+from memplan.core.schedule import make_schedule
 from memplan.core.units import format_bytes, format_share
+from memplan.core.validate import validate
 from memplan.errors import InvalidPlan, ShapeOutOfRange, UnknownName
 from memplan.planning.planfile import FileFormat, check_consistency
 from memplan.report.sections import printable
-from memplan.schedule import cut_bound
-from memplan.symbolic.resolve import Placement, Resolver
+from memplan.solvers import solve
+from memplan.solvers.base import finish
 from memplan.symbolic.sizes import (
+    Evaluate,
     Expression,
     Sizes,
     Symbol,
     check_sizes,
     check_symbols,
     evaluator,
+    graph_at,
     holder,
     values_of,
     with_stable_candidates,
     with_used_candidates,
 )
+
+_KEPT = 16  # resolved plans
+_WORK = 100_000  # units for each placement: a call of a new shape waits for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +68,9 @@ class SymbolicPlan:
     plan: Plan
     sizes: Sizes
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Support `copy` and `pickle`, without the plans that were resolved."""
-        return _remake, ({f.name: getattr(self, f.name) for f in fields(self)},)
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, without the plans that were resolved, for `copy` and `pickle`."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @property
     def hint(self) -> dict[str, int]:
@@ -76,23 +83,6 @@ class SymbolicPlan:
         return self.plan.fingerprint
 
     # -- what it needs -----------------------------------------------------------------------------------
-
-    def place(self, values: Mapping[str, int]) -> Placement:
-        """Compute the offsets for these values, without validating them or planning anew.
-
-        Args:
-            values: a value for each symbol.
-
-        Returns:
-            Offsets, arena size and max live, bytes.
-
-        Raises:
-            ShapeOutOfRange: a value is missing or out of its range, or a condition does not hold.
-
-        Example:
-            >>> symbolic.place({"batch": 32}).arena_size
-        """
-        return self._resolver.place(values)
 
     def arena_size(self, values: Mapping[str, int]) -> int:
         """Return the bytes of the arena of the plan for these values.
@@ -126,16 +116,15 @@ class SymbolicPlan:
         Example:
             >>> symbolic.max_live({"batch": 32})
         """
-        return self.place(values).max_live
+        return self.resolve(values).max_live
 
     def resolve(self, values: Mapping[str, int], within: Mapping[str, int] | None = None) -> Plan:
-        """Make the validated plan for these values.
+        """Make the validated plan for these values, with the order of the plan for the hints.
 
         Args:
             values: a value for each symbol.
-            within: larger values, those of a bucket. The order and the offsets are then those of the plan for the
-                bucket, which all values in the bucket share, if no buffer is larger than in that plan; otherwise the
-                plan is made for `values` alone.
+            within: larger values, those of a bucket. The offsets are then those of the plan for the bucket, which all
+                values in the bucket share, if no buffer is larger than in that plan.
 
         Returns:
             The plan. The last plans are kept and returned again.
@@ -147,7 +136,50 @@ class SymbolicPlan:
         Example:
             >>> plan = symbolic.resolve({"batch": 32})
         """
-        return self._resolver.resolve(values, within)
+        given = self._checked(values)
+        key = (given, given if within is None else self._checked(within))
+        if key not in self._resolved:
+            self._resolved[key] = self._made(given, None if key[0] == key[1] else self.resolve(within or values))
+            if len(self._resolved) > _KEPT:
+                self._resolved.popitem(last=False)
+        self._resolved.move_to_end(key)
+        return self._resolved[key]
+
+    def _made(self, values: tuple[int, ...], upper: Plan | None) -> Plan:
+        """Return the plan for these values, with the offsets of `upper` if no buffer is larger than there."""
+        base = self.plan
+        graph = graph_at(base.graph, self.sizes, self._evaluate(*values))
+        schedule = make_schedule(graph, base.schedule.order, base.schedule.policy)
+        problem = lifetimes.problem(graph, schedule, alignment=base.alignment, redzone=base.redzone)
+        if upper is not None and _are_within(problem, upper.problem):
+            offsets = {b.id: upper.solution.offsets[b.id] for b in problem.buffers}
+            solution = finish(problem, offsets, solver="symbolic", seconds=0.0)
+            validate(problem, solution)
+        else:
+            solution = base.solution if problem == base.problem else solve(problem, work_limit=_WORK)
+        return replace(base, graph=graph, schedule=schedule, problem=problem, solution=solution, temporaries=None)
+
+    @cached_property
+    def _evaluate(self) -> Evaluate:
+        return evaluator(self.sizes.expressions, [s.name for s in self.symbols])
+
+    @cached_property
+    def _holds(self) -> Evaluate:
+        return holder(self.conditions, [s.name for s in self.symbols])
+
+    @cached_property
+    def _resolved(self) -> OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], Plan]:
+        return OrderedDict()
+
+    def _checked(self, values: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the values in the order of the symbols; raise `ShapeOutOfRange` where a condition does not hold."""
+        given = values_of(self.symbols, values)
+        for text, holds in zip(self.conditions, self._holds(*given), strict=True):
+            if not holds:
+                names = ", ".join(f"{s.name}={values[s.name]}" for s in self.symbols)
+                hint = f"narrow the range, or make a plan of its own for {names}"
+                raise ShapeOutOfRange(f"the step was traced under the condition {text}", where=names, hint=hint)
+        return given
 
     def require_in_range(self, values: Mapping[str, int]) -> None:
         """Raise an error that names the first value that is missing or out of its range.
@@ -178,11 +210,7 @@ class SymbolicPlan:
         Example:
             >>> symbolic.covers({"batch": 32})
         """
-        return self._resolver.covers(values)
-
-    @cached_property
-    def _resolver(self) -> Resolver:
-        return Resolver(self.symbols, self.conditions, self.plan, self.sizes)
+        return all(self._holds(*values_of(self.symbols, values)))
 
     # -- what people see ---------------------------------------------------------------------------------
 
@@ -233,8 +261,10 @@ class SymbolicPlan:
         _FORM.write(self, path)
 
 
-def _remake(own: dict[str, Any]) -> SymbolicPlan:
-    return SymbolicPlan(**own)
+def _are_within(problem: Problem, upper: Problem) -> bool:
+    """Return whether no buffer of a problem is larger than that of its name in another one."""
+    largest = {b.id: b.size for b in upper.buffers}
+    return all(b.size <= largest.get(b.id, -1) for b in problem.buffers)
 
 
 def make_symbolic(
@@ -245,37 +275,22 @@ def make_symbolic(
     conditions: Sequence[str] = (),
     inputs: Sequence[Sequence[str]] = (),
 ) -> SymbolicPlan:
-    """Make a symbolic plan from the plan for the hints, whose graph must come from `stable`.
+    """Make a symbolic plan from the plan for the hints, whose graph must come from `with_stable_candidates`.
 
     Raises `InvalidPlan` if sizes, conditions and plan do not belong together.
     """
     graph = with_used_candidates(plan.graph, plan.schedule.order)
+    if graph != plan.graph:
+        plan = replace(plan, graph=graph, schedule=make_schedule(graph, plan.schedule.order, plan.schedule.policy))
     made = SymbolicPlan(
         symbols=tuple(symbols),
         conditions=tuple(conditions),
         inputs=tuple(map(tuple, inputs)),
-        plan=replace(plan, graph=graph, schedule=_proven(graph, plan.schedule)) if graph != plan.graph else plan,
+        plan=plan,
         sizes=sizes,
     )
     check_symbolic(made)
     return made
-
-
-def _proven(graph: Graph, schedule: Schedule) -> Schedule:
-    """Return the schedule with the same order and the bound proven for `graph`, which has fewer in-place candidates."""
-    plain = make_schedule(graph, schedule.order, schedule.policy)
-    if schedule.evidence not in (Evidence.CUT, Evidence.BETWEEN):
-        return plain
-    op = next((i for i, op in enumerate(graph.ops) if op.name == schedule.proof), None)
-    bound = cut_bound(graph, op)
-    return (
-        replace(plain, bound=bound, evidence=schedule.evidence, proof=schedule.proof) if bound > plain.bound else plain
-    )
-
-
-def stable(graph: Graph, sizes: Sizes) -> Graph:
-    """Return the graph to plan for the hints, with only the in-place candidates that exist for all values."""
-    return with_stable_candidates(graph, sizes)
 
 
 def check_symbolic(made: SymbolicPlan) -> None:
@@ -294,14 +309,11 @@ def check_symbolic(made: SymbolicPlan) -> None:
     if made.plan.eviction is not None:
         raise InvalidPlan("has evictions, which hold for one size only", where="plan.eviction")
     graph = made.plan.graph
-    if (
-        with_stable_candidates(graph, made.sizes) != graph
-        or with_used_candidates(graph, made.plan.schedule.order) != graph
-    ):
+    check_sizes(graph, made.sizes, made.symbols)
+    kept = with_used_candidates(with_stable_candidates(graph, made.sizes), made.plan.schedule.order)
+    if kept != graph:
         raise InvalidPlan("has in-place candidates that other values do not have", where="plan.graph")
-    check_sizes(graph, made.sizes, made.symbols, evaluator(made.sizes.expressions, names))
-    hints = tuple(s.hint for s in made.symbols)
-    if not all(holder(made.conditions, names)(*hints)):
+    if not all(made._holds(*(s.hint for s in made.symbols))):
         raise InvalidPlan("do not hold for the hint", where="conditions")
 
 
@@ -309,11 +321,6 @@ def check_whole(made: SymbolicPlan) -> None:
     """Check a symbolic plan from a file: its parts, as `check_symbolic` does, and its plan for the hints completely."""
     check_consistency(made.plan)
     check_symbolic(made)
-
-
-def whole_as_loaded(made: SymbolicPlan) -> SymbolicPlan:
-    """Return the symbolic plan of a file after `check_whole`, with bounds that it did not prove marked as claimed."""
-    return replace(made, plan=as_loaded(made.plan))
 
 
 SYMBOLIC_VERSION = 3
@@ -324,7 +331,7 @@ _FORM = FileFormat(
     version=SYMBOLIC_VERSION,
     root="symbolic",
     check=check_whole,
-    mark=whole_as_loaded,
+    mark=lambda made: replace(made, plan=as_loaded(made.plan)),  # what it did not prove is claimed
     hint="make the plan anew: memplan.plan(model, example_inputs, dynamic_shapes=...).save(path)",
 )
 
@@ -361,12 +368,12 @@ def to_text(plan: SymbolicPlan) -> str:
     for values in [v for i, v in enumerate(ends) if v not in ends[:i]]:
         named = ", ".join(f"{name}={value}" for name, value in values.items())
         try:
-            placed = plan.place(values)
+            placed = plan.resolve(values)
         except ShapeOutOfRange as error:
             lines.append(f"  {named}: {error.what}")
         else:
             need = f"arena {format_bytes(placed.arena_size)}, max live {format_bytes(placed.max_live)}"
-            lines.append(f"  {named}: {need}, usage {format_share(placed.usage)}")
+            lines.append(f"  {named}: {need}, usage {format_share(1 - placed.fragmentation)}")
     lines += ["", "buffer: bytes"]
     lines += [f"  {printable(b.id)}: {plan.size_of(b.id)}" for b in plan.plan.problem.buffers]
     counted = Counter(plan.size_of(b.id) for b in plan.plan.problem.buffers)

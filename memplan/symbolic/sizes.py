@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import keyword
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from memplan.core.graph import Graph, Op, Storage, Value
 from memplan.core.in_place import used_candidates
@@ -65,11 +67,13 @@ def values_of(symbols: Sequence[Symbol], given: Mapping[str, int]) -> tuple[int,
     return tuple(given[s.name] for s in symbols)
 
 
-_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
-_COMPARISONS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
+_ALLOWED = (
+    *(ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.Call, ast.Name, ast.Constant, ast.Load),
+    *(ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Pow, ast.USub, ast.Not, ast.And, ast.Or),
+    *(ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq),
+)
 _FUNCTIONS = {"max": max, "min": min}
-_LONGEST = 2000  # characters
-_DEEPEST = 400  # parts inside of each other
+_WRITTEN = re.compile(r"[\w\s+\-*/%<>=!(),]{1,2000}")
 _HIGHEST_POWER = 8
 
 Evaluate = Callable[..., tuple[int, ...]]
@@ -85,9 +89,16 @@ class Expression:
         self.text = text
         self.symbols = tuple(symbols)
         try:
-            self.condition = _check(_parse(text, where), frozenset(symbols), text, where)
-        except RecursionError as error:
-            raise _too_deep(text, where) from error
+            node = ast.parse(text if _WRITTEN.fullmatch(text) else "", mode="eval").body
+            wrong = next((part for part in ast.walk(node) if not _is_allowed(part, self.symbols)), None)
+            evaluator([] if wrong else [text], symbols)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise InvalidPlan(f"{clip(ascii(text))} is no expression", where=where, hint=_HINT) from error
+        if wrong is not None:
+            part = ast.get_source_segment(text, wrong) or text
+            raise InvalidPlan(f"{clip(ascii(part))} in {clip(ascii(text))} is not allowed", where=where, hint=_HINT)
+        negated = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+        self.condition = negated or isinstance(node, ast.Compare | ast.BoolOp)
 
     def evaluate(self, *values: int) -> int:
         """Return the value of the expression (of a condition: 0 or 1). Raises `InvalidPlan` if a divisor is 0."""
@@ -103,20 +114,31 @@ class Expression:
         return f"Expression({self.text!r})"
 
 
+_HINT = "sizes are made of whole numbers, the plan's symbols, + - * // % **, max, min and comparisons"
+
+
+def _is_allowed(node: ast.AST, symbols: Sequence[str]) -> bool:
+    """Return whether a part of an expression, apart from its own parts, is one that sizes are made of."""
+    match node:
+        case ast.Constant(value=number):
+            return type(number) is int and abs(number) < 2**63
+        case ast.Name(id=name):
+            return name in symbols or name in _FUNCTIONS
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):  # powers of powers could be extremely large
+            plain = isinstance(right, ast.Constant) and right.value in range(_HIGHEST_POWER + 1)
+            return plain and not any(isinstance(part, ast.Pow) for part in ast.walk(left))
+        case ast.Call(func=function, args=parts, keywords=others):
+            return isinstance(function, ast.Name) and function.id in _FUNCTIONS and len(parts) > 1 and not others
+    return isinstance(node, _ALLOWED)
+
+
 def evaluator(texts: Sequence[str], symbols: Sequence[str]) -> Evaluate:
     """Return a function that takes a value for each symbol and returns the value of every text.
 
     The texts must have been checked by `Expression` before.
     """
-    names = [_placeholder(i) for i in range(len(symbols))]
-    known = dict(zip(symbols, names, strict=True))
-    try:
-        body = ast.Tuple(elts=[_renamed(_parse(text, "expression"), known) for text in texts], ctx=ast.Load())
-        arguments = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
-        tree = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, body)))
-        made: Evaluate = eval(compile(tree, "<sizes>", "eval"), {"__builtins__": {}, **_FUNCTIONS})
-    except RecursionError as error:
-        raise _too_deep(max(texts, key=len), "expression") from error
+    source = f"lambda {', '.join(symbols)}: ({''.join(f'({text}),' for text in texts)})"
+    made: Evaluate = eval(source, {"__builtins__": {}, **_FUNCTIONS})
 
     def evaluate(*values: int) -> tuple[int, ...]:
         try:
@@ -142,79 +164,6 @@ def holder(conditions: Sequence[str], symbols: Sequence[str]) -> Evaluate:
             return 0
 
     return lambda *values: tuple(holds(one, values) for one in each)
-
-
-def _placeholder(index: int) -> str:
-    return f"x{index}"
-
-
-def _parse(text: str, where: str) -> ast.expr:
-    if len(text) > _LONGEST:
-        raise InvalidPlan(f"an expression of {len(text)} characters", where=where)
-    try:
-        return ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise InvalidPlan(f"{clip(ascii(text))} is not an expression", where=where) from error
-
-
-def _check(node: ast.expr, symbols: frozenset[str], text: str, where: str, depth: int = 0) -> bool:
-    """Return whether `node` is a condition. Raises `InvalidPlan` naming the first part that is not allowed."""
-    if depth > _DEEPEST:  # whatever limit of recursion a library has set
-        raise _too_deep(text, where)
-    parts = _parts(node, symbols)
-    if parts is None:
-        raise _not_allowed(node, text, where)
-    of_conditions = isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
-    for part in parts:
-        if _check(part, symbols, text, where, depth + 1) is not of_conditions:
-            raise _not_allowed(part, text, where)
-    return of_conditions or isinstance(node, ast.Compare)
-
-
-def _parts(node: ast.expr, symbols: frozenset[str]) -> Sequence[ast.expr] | None:
-    """Return the operands of a node; None for a node that is not allowed."""
-    match node:
-        case ast.Constant(value=int(number)) if type(number) is int and abs(number) < 2**63:
-            return ()
-        case ast.Name(id=name) if name in symbols:
-            return ()
-        case ast.UnaryOp(op=ast.USub() | ast.Not(), operand=part):
-            return (part,)
-        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(power))) if 0 <= power <= _HIGHEST_POWER:
-            return None if _has_power(left) else (left,)  # powers of powers could be extremely large
-        case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _OPERATORS):
-            return (left, right)
-        case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if name in _FUNCTIONS and len(parts) > 1:
-            return parts
-        case ast.Compare(left=left, ops=ops, comparators=others) if all(isinstance(op, _COMPARISONS) for op in ops):
-            return (left, *others)
-        case ast.BoolOp(values=parts):
-            return parts
-    return None
-
-
-def _too_deep(text: str, where: str) -> InvalidPlan:
-    return InvalidPlan(f"{clip(ascii(text))} is nested too deeply", where=where)
-
-
-def _has_power(node: ast.expr) -> bool:
-    return any(isinstance(part, ast.Pow) for part in ast.walk(node))
-
-
-def _not_allowed(node: ast.expr, text: str, where: str) -> InvalidPlan:
-    part = ast.get_source_segment(text, node) or text
-    hint = "sizes are made of whole numbers, the plan's symbols, + - * // % **, max, min and comparisons"
-    return InvalidPlan(f"{clip(ascii(part))} in {clip(ascii(text))} is not allowed", where=where, hint=hint)
-
-
-def _renamed(node: ast.expr, names: dict[str, str]) -> ast.expr:
-    class Rename(ast.NodeTransformer):
-        def visit_Name(self, found: ast.Name) -> ast.Name:
-            return ast.Name(names.get(found.id, found.id), ast.Load())
-
-    renamed = Rename().visit(node)
-    assert isinstance(renamed, ast.expr)
-    return renamed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,18 +202,16 @@ def graph_at(graph: Graph, sizes: Sizes, numbers: Sequence[int]) -> Graph:
     Raises `ShapeOutOfRange` if a size would be negative.
     """
 
+    negative = next((p for p in (*sizes.storages, *chain(*sizes.views)) if numbers[p] < 0), None)
+    if negative is not None:
+        where = sizes.expressions[negative]
+        raise ShapeOutOfRange("would be a negative size", where=where, hint="narrow the range of the symbols")
+
     def view(value: Value, places: tuple[int, ...]) -> Value:
-        n = len(value.shape)
-        found = tuple(numbers[p] for p in places)
-        if min(found) < 0:
-            raise ShapeOutOfRange(
-                "would have a negative size", where=value.name, hint="narrow the range of its symbols"
-            )
+        n, found = len(value.shape), tuple(numbers[p] for p in places)
         return replace(value, shape=found[:n], strides=found[n:-1], offset=found[-1])
 
     def sized(storage: Storage, place: int) -> Storage:
-        if numbers[place] < 0:
-            raise ShapeOutOfRange("would have a negative size", where=storage.name, hint="narrow its symbols' range")
         return storage if numbers[place] == storage.nbytes else replace(storage, nbytes=numbers[place])
 
     return replace(
@@ -274,40 +221,21 @@ def graph_at(graph: Graph, sizes: Sizes, numbers: Sequence[int]) -> Graph:
     )
 
 
-def check_sizes(graph: Graph, sizes: Sizes, symbols: Sequence[Symbol], evaluate: Callable[..., Sequence[int]]) -> None:
-    """Raise `InvalidPlan` unless the table gives `graph` at the symbols' hints.
-
-    `evaluate` returns the values of all expressions for values of the symbols.
-    """
-    _check_table(graph, sizes)
+def check_sizes(graph: Graph, sizes: Sizes, symbols: Sequence[Symbol]) -> None:
+    """Raise `InvalidPlan` unless the table gives `graph` at the symbols' hints."""
     names = [s.name for s in symbols]
     for i, text in enumerate(sizes.expressions):
         if Expression(text, names, f"sizes.expressions[{i}]").condition:
             raise InvalidPlan(f"{text!r} is a condition, not a size", where=f"sizes.expressions[{i}]")
-    at_hint = graph_at(graph, sizes, evaluate(*(s.hint for s in symbols)))
-    for i, (one, two) in enumerate(zip(at_hint.storages, graph.storages, strict=True)):
-        if one != two:
-            what = f"is {sizes.expressions[sizes.storages[i]]}, {one.nbytes} at the hint; the graph has {two.nbytes}"
-            raise InvalidPlan(what, where=f"sizes.storages[{i}]")
-    for i, (here, there) in enumerate(zip(at_hint.values, graph.values, strict=True)):
-        if here != there:
-            raise InvalidPlan("is not the graph's at the hint", where=f"sizes.views[{i}]")
-
-
-def _check_table(graph: Graph, sizes: Sizes) -> None:
-    """Raise `InvalidPlan` unless every storage and value has its entries and all entries are valid indices."""
-    if len(set(sizes.expressions)) != len(sizes.expressions):
-        raise InvalidPlan("an expression stands twice", where="sizes.expressions")
-    if len(sizes.storages) != len(graph.storages):
-        raise InvalidPlan(f"{len(sizes.storages)} entries for {len(graph.storages)}", where="sizes.storages")
-    if len(sizes.views) != len(graph.values):
-        raise InvalidPlan(f"{len(sizes.views)} entries for {len(graph.values)} values", where="sizes.views")
-    for i, (value, places) in enumerate(zip(graph.values, sizes.views, strict=True)):
-        if len(places) != 2 * len(value.shape) + 1:
-            raise InvalidPlan("needs a shape, strides and an offset", where=f"sizes.views[{i}]")
-    for place in (*sizes.storages, *(p for view in sizes.views for p in view)):
-        if not 0 <= place < len(sizes.expressions):
-            raise InvalidPlan(f"names expression {place}", where="sizes")
+    known = range(len(sizes.expressions))
+    places = (*sizes.storages, *chain(*sizes.views))
+    ranks = [2 * len(value.shape) + 1 for value in graph.values]
+    fits = len(sizes.storages) == len(graph.storages) and [len(view) for view in sizes.views] == ranks
+    if not fits or any(place not in known for place in places):
+        raise InvalidPlan("are not those of the plan's storages and values", where="sizes")
+    numbers = evaluator(sizes.expressions, names)(*(s.hint for s in symbols))
+    if graph_at(graph, sizes, numbers) != graph:
+        raise InvalidPlan("are not those of the plan at the hint", where="sizes")
 
 
 def with_stable_candidates(graph: Graph, sizes: Sizes) -> Graph:

@@ -6,6 +6,7 @@ It cannot be undone: it belongs into a process that only plans (`child.py`).
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -162,8 +163,10 @@ def _constants_on_the_host() -> torch.library.Library:
         return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    library.impl("empty.memory_format", empty, "CUDA")  # type: ignore[no-untyped-call]
-    library.impl("empty_strided", empty_strided, "CUDA")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():  # a build for CUDA warns that its own kernels are replaced
+        warnings.simplefilter("ignore", UserWarning)
+        library.impl("empty.memory_format", empty, "CUDA")  # type: ignore[no-untyped-call]
+        library.impl("empty_strided", empty_strided, "CUDA")  # type: ignore[no-untyped-call]
     return library
 
 

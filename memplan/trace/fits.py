@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan.core.choices import Kernels
 from memplan.core.gpus import GpuTarget
 from memplan.core.plan import Plan
 from memplan.core.timed import timed
@@ -21,17 +22,17 @@ from memplan.planning.capacity import Capacity, capacity_of
 from memplan.planning.eager_total import eager_total
 from memplan.planning.measured import with_temporaries
 from memplan.planning.memory_answer import Fits, Need, need_of
-from memplan.planning.options import DEFAULTS, Costs, PlanOptions
+from memplan.planning.options import DEFAULTS, Budget, Costs, PlanOptions
 from memplan.targets.child import asked_for, require_child
 from memplan.targets.stand_in import DEVICE
 from memplan.trace.batches import largest_within
 from memplan.trace.capture.effects import with_fake_tensors
 from memplan.trace.kernel_scratch import KernelScratch
 from memplan.trace.optimizer.update_bytes import NONE, MakeOptimizer, UpdateBytes, update_bytes
-from memplan.trace.planning import plan_step
+from memplan.trace.planning import captured_step, plan_step
 from memplan.trace.step_example import StepExample, batch_of, floating_type
 from memplan.trace.traced import TracedGraph
-from memplan.trace.tracing import trace
+from memplan.trace.tracing import CapturedCall
 
 Make = Callable[[int], tuple[Any, ...]]
 _log = logging.getLogger("memplan")
@@ -42,7 +43,9 @@ def fits(
     example_inputs: Any = (),
     example_kwargs: dict[str, Any] | None = None,
     *,
-    device: str | int,
+    target: str | int,
+    budget: Budget | None = None,
+    kernels: Kernels | None = None,
     batch: int | None = None,
     optimizer: str | MakeOptimizer = "AdamW",
     dtype: str | torch.dtype | None = None,
@@ -59,15 +62,19 @@ def fits(
     The step is forward and backward in one arena, as `memplan.compile` runs them, and `optimizer.step()`. Nothing runs
     and no memory of the model's size is allocated. For a GPU that is named, its own kernels are traced, in a process
     where it stands in (as with `target=` of `memplan.plan`); for a size, the CPU's. What an accelerator's kernels
-    allocate for themselves is not known, and belongs to the slack.
+    allocate for themselves is not known, but for attention's backward, and belongs to the slack.
 
     Args:
         model: The module; its parameters may be real, fake or meta tensors. Or a function from a batch size to
             `(model, example_inputs)` or `(model, example_inputs, example_kwargs)`.
         example_inputs: As in `memplan.plan`; none for a function.
         example_kwargs: The keyword arguments; none for a function.
-        device: A GPU, as `target` of `memplan.plan` names it ("h100", "sm90:80GiB"); "cpu", which is this machine; or
+        target: A GPU, as that of `memplan.plan` names it ("h100", "sm90:80GiB"); "cpu", which is this machine; or
             the memory of an accelerator: bytes, or a text such as "24GiB".
+        budget: Plan for this total ("min", "20GiB", 0.8), as in `memplan.plan`, with the optimizer's state; None: for
+            none, and the cheapest plan that fits is searched for where the step does not.
+        kernels: What computes the step, as in `memplan.plan`: on a named GPU the kernels that Inductor generates,
+            unless "aten" asks for eager's.
         batch: The samples of a step: the first dimension of every tensor in the example; None takes the example's. A
             function is called with it (1 if None).
         optimizer: The name of a class of `torch.optim`, "none", or a function from parameters to an optimizer.
@@ -92,10 +99,10 @@ def fits(
         UnsupportedCall: `ranks` is no number of ranks, or this process is one of another number.
 
     Example:
-        >>> answer = memplan.fits(model, batch, device="h100", optimizer="AdamW")
+        >>> answer = memplan.fits(model, batch, target="h100", optimizer="AdamW")
         >>> print(answer)
     """
-    capacity = capacity_of(device, allowance=allowance, slack=slack)
+    capacity = capacity_of(target, allowance=allowance, slack=slack)
     if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
         raise InvalidSize(f"{batch!r} is no number of samples", where="batch", hint="give a number of 1 or more")
     if not callable(model):
@@ -106,7 +113,7 @@ def fits(
         example=StepExample(model, (example_inputs, example_kwargs), kind),
         optimizer=optimizer,
         capacity=capacity,
-        options=replace(DEFAULTS, costs=costs or capacity.costs or "a100"),
+        options=replace(DEFAULTS, costs=costs or capacity.costs or "a100", budget=budget, kernels=kernels),
         train=train,
         ranks=ranks,
         tell=on_progress or (lambda stage: None),
@@ -117,13 +124,13 @@ def fits(
         with fake_ranks(ranks):
             return step.answer(batch, search=search)
 
-    target = _target_of(capacity)
-    if target is None:
+    gpu = _target_of(capacity)
+    if gpu is None:
         made = answer()
     else:
-        step.tell(f"tracing and planning for {target.full_name}")
+        step.tell(f"tracing and planning for {gpu.full_name}")
         step.there, step.tell = DEVICE, lambda stage: None  # the child has no terminal of its own
-        made = asked_for(target, answer)
+        made = asked_for(gpu, answer)
     return made if costs or capacity.costs else replace(made, seconds=None)  # the speed of a size is not known
 
 
@@ -137,6 +144,17 @@ def _target_of(capacity: Capacity) -> GpuTarget | None:
         _log.warning("the kernels are traced as the CPU's, which need more than a GPU's: %s", why.summary)
         return None
     return capacity.gpu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """A traced step of `model`; `captured` traces variants of it, `shown` is the batch that its inputs show."""
+
+    model: nn.Module
+    traced: TracedGraph
+    captured: CapturedCall | None
+    options: PlanOptions
+    shown: int | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,12 +178,13 @@ class _StepPlans:
 
     def answer(self, batch: int | None, *, search: bool) -> Fits:
         """Return the answer for a batch (None: the example's own)."""
-        traced, model, shown = self._traced(batch)
-        plan, own = self._planned(traced, self.options), shown if batch is None else batch
+        step = self._traced(batch)
+        plan, own = self._planned(step), step.shown if batch is None else batch
         need, update = self._need(plan), self._known_update
         if own is not None:
             self._needs[own] = need.total
-        eager = eager_total(traced.graph, plan.temporaries or ()) + need.state
+        eagers = step.traced if step.options.kernels == "aten" else self._traced(batch, kernels="aten").traced
+        eager = eager_total(eagers.graph, plan.temporaries or ()) + need.state
         made = Fits(
             model=plan.model,
             capacity=self.capacity,
@@ -173,8 +192,8 @@ class _StepPlans:
             eager=max(eager, need.in_update) + self.capacity.allowance,
             batch=own,
             optimizer=update.name,
-            dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
-            train=traced.graph.forward_ops < len(traced.graph.ops),
+            dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in step.model.parameters()})),
+            train=step.traced.graph.forward_ops < len(step.traced.graph.ops),
             largest_batch=None,
             seconds=sum(cost_model(self.options.costs or "a100").seconds(plan.graph)),
             unmeasured=len(self._scratch.unknown),
@@ -182,31 +201,38 @@ class _StepPlans:
         )
         if not search:
             return made
-        within, smallest = (None, None) if made.fits else self._within(traced, need)
+        within, smallest = (None, None) if made.fits else self._within(step, need)
         return replace(made, within=within, smallest=smallest, largest_batch=self._largest(made))
 
-    def _traced(self, batch: int | None) -> tuple[TracedGraph, nn.Module, int | None]:
-        """Return the step, its model, and the size of the batch that its inputs show."""
+    def _traced(self, batch: int | None, *, kernels: Kernels | None = None) -> _Step:
+        """Return the step of a batch, with the kernels of the options unless others are asked for."""
         model, args, kwargs = self.example.made(batch)
         model = model if self.ranks is None else divided(model)
         shown = 1 if batch is None and self.example.is_function else batch_of((args, kwargs))
         if self.there is not None:
             model, (args, kwargs) = with_fake_tensors(model, (args, kwargs), device=str(self.there))
+        options = self.options if kernels is None else replace(self.options, kernels=kernels)
         with self._stage(f"tracing {type(model).__name__}" + (f" with a batch of {shown}" if shown else "")):
-            traced = trace(model, args, kwargs, train=self.train, gradients_in_arena=self.options.gradients_in_arena)
+            options, traced, captured = captured_step(model, args, kwargs, self.train, options)
         if self._update is None:
             trains = bool(model.training) if self.train is None else self.train
             name, host = self.optimizer if trains else NONE, self.capacity.is_host
             self._update = update_bytes(name, _updated_parameters(traced, model), foreach=not host, counters=host)
-        stand_in = torch.device("cpu" if self.capacity.is_host else "cuda")  # it decides the alignment
-        return replace(traced, device=stand_in), model, shown
+        if self.there is None:
+            stand_in = torch.device("cpu" if self.capacity.is_host else "cuda")  # it decides the alignment
+            traced = replace(traced, device=stand_in)
+        retracer = captured if options.kernels == "inductor" else None
+        return _Step(model=model, traced=traced, captured=retracer, options=options, shown=shown)
 
-    def _planned(self, traced: TracedGraph, options: PlanOptions) -> Plan:
-        """Return the plan of a traced step; on this machine, with what its kernels allocate for themselves."""
+    def _planned(self, step: _Step, **limits: Any) -> Plan:
+        """Return the plan of a step; on this machine, with what its kernels allocate for themselves."""
+        traced, options = step.traced, replace(step.options, **limits)
+        if options.has_budget:
+            options = replace(options, reserve=self._known_update.state)
         within = " within a budget" if options.has_budget else ""
         with self._stage(f"planning {len(traced.graph.ops):,} ops{within}"):
             if not self.capacity.is_host:
-                return plan_step(traced, None, options)[1]
+                return plan_step(traced, step.captured, options)[1]
             transient = self._scratch.of_graph(traced.graph, traced.kernels)
             plan = plan_step(traced, None, options, transient=transient)[1]
             return plan if options.has_budget else with_temporaries(plan, transient)
@@ -228,7 +254,7 @@ class _StepPlans:
         update = self._known_update
         return need_of(plan, state=update.state, temporaries=update.temporaries, is_host=self.capacity.is_host)
 
-    def _within(self, traced: TracedGraph, need: Need) -> tuple[Plan | None, int | None]:
+    def _within(self, step: _Step, need: Need) -> tuple[Plan | None, int | None]:
         """Return the cheapest plan within the device, and the fewest bytes of one where there is none.
 
         On the host nothing is offloaded: that is the same memory.
@@ -237,9 +263,7 @@ class _StepPlans:
         policy = "recompute" if self.capacity.is_host else self.options.policy
         if least <= usable:
             try:
-                return self._planned(
-                    traced, replace(self.options, budget=usable, reserve=need.state, policy=policy)
-                ), None
+                return self._planned(step, budget=usable, policy=policy), None
             except BudgetInfeasible as error:
                 least = error.smallest
         return None, least + self.capacity.allowance
@@ -247,7 +271,10 @@ class _StepPlans:
     def _over(self, batch: int) -> int:
         """Return the bytes by which a batch exceeds what may be used."""
         if batch not in self._needs:
-            self._needs[batch] = self._need(self._planned(self._traced(batch)[0], self.options)).total
+            try:
+                self._needs[batch] = self._need(self._planned(self._traced(batch))).total
+            except BudgetInfeasible as error:  # of the options' own budget
+                self._needs[batch] = max(error.smallest, self.capacity.usable + 1)
         return self._needs[batch] - self.capacity.usable
 
     def _largest(self, made: Fits) -> int | None:

@@ -1,4 +1,4 @@
-"""Measures what kernels of this machine's CPU allocate for themselves: each kind of call runs once, on zeros.
+"""Measures what kernels of this machine allocate for themselves: each kind of call runs once, on zeros.
 
 A trace shows an op's results, and not the memory in which its kernel reorders operands or gathers sums. Only kernels
 are run that are known to take some, and none whose tensors are larger than `MOST`.
@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from memplan.core.graph import Graph
 from memplan.core.totals import functional_transient
+from memplan.devices.kinds import is_accelerator
 from memplan.devices.measure import peak_bytes
 from memplan.trace.traced import KernelCall, Ref
 
-MOST = 1 << 30  # bytes of the tensors of a call that is run
 _CPU = torch.device("cpu")
+MOST = 1 << 30  # bytes of the tensors of a call that is run
 _NAMES = (
     "convolution",
     "convolution_backward",
@@ -29,6 +30,8 @@ _NAMES = (
     "mkldnn_rnn_layer_backward",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
+    *(f"_scaled_dot_product_{name}_attention" for name in ("cudnn", "efficient", "flash")),
+    *(f"_scaled_dot_product_{name}_attention_backward" for name in ("cudnn", "efficient", "flash")),
     "native_layer_norm",
     "native_layer_norm_backward",
     "native_group_norm",
@@ -89,11 +92,12 @@ class SizedCall:
 
 @dataclass(slots=True)
 class KernelScratch:
-    """Knows what kernels allocate beside their results; equal calls are run once.
+    """Knows what kernels of a device allocate beside their results; equal calls are run once.
 
     `unknown` are calls that were not run, because their tensors are too large or they refuse zeros: they count as 0.
     """
 
+    device: torch.device = _CPU
     unknown: set[SizedCall] = field(default_factory=set)
     _known: dict[SizedCall, int] = field(default_factory=dict)
 
@@ -104,8 +108,9 @@ class KernelScratch:
         runs = [_ScratchRun(call) for call in new if call.nbytes <= MOST]
         thunks = [step for run in runs for step in (run.prepare, run.run, run.free)]
         if thunks:
-            with _disable_current_modes(), torch.no_grad():
-                peaks = peak_bytes(thunks, _CPU)[1::3]
+            drawn = [self.device] if is_accelerator(self.device) else []
+            with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(drawn), self.device:
+                peaks = peak_bytes(thunks, self.device)[1::3]
             self._known.update({run.call: max(peak - run.made, 0) for run, peak in zip(runs, peaks, strict=True)})
         self.unknown.update(set(new) - {run.call for run in runs if not run.refused})
 

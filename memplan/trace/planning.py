@@ -48,25 +48,37 @@ def plan(
     """Return the plan of one step of `model`; see `memplan.plan`."""
     with fake_ranks(ranks):
         planned = model if ranks is None else divided(model)
-
-        def capture(options: PlanOptions) -> tuple[TracedGraph, CapturedCall]:
-            """Return the step, traced and captured."""
-            captured = capture_call(
-                planned,
-                example_inputs,
-                example_kwargs,
-                train=train,
-                device=options.device,
-                gradients_in_arena=options.gradients_in_arena,
-                copy_gradients=options.gradients_copied,
-                kernels=options.kernels,
-            )
-            return captured.first(), captured
-
-        options = with_kernels(options, planned, (example_inputs, example_kwargs))
-        options, (traced, captured) = made_by_default(options, type(model).__name__, capture)
+        options, traced, captured = captured_step(planned, example_inputs, example_kwargs, train, options)
     captured.warn()
     return plan_step(traced, captured, options)[1]
+
+
+def captured_step(
+    model: nn.Module,
+    example_inputs: Any,
+    example_kwargs: dict[str, Any] | None,
+    train: bool | None,
+    options: PlanOptions,
+) -> tuple[PlanOptions, TracedGraph, CapturedCall]:
+    """Return the options with the kernels that a step takes, and the step, traced and captured."""
+
+    def capture(options: PlanOptions) -> tuple[TracedGraph, CapturedCall]:
+        """Return the step, traced and captured."""
+        captured = capture_call(
+            model,
+            example_inputs,
+            example_kwargs,
+            train=train,
+            device=options.device,
+            gradients_in_arena=options.gradients_in_arena,
+            copy_gradients=options.gradients_copied,
+            kernels=options.kernels,
+        )
+        return captured.first(), captured
+
+    options = with_kernels(options, model, (example_inputs, example_kwargs))
+    options, (traced, captured) = made_by_default(options, type(model).__name__, capture)
+    return options, traced, captured
 
 
 def plan_traced(traced: TracedGraph, options: PlanOptions = DEFAULTS, *, redzone: int = 0, room: int = 0) -> Plan:

@@ -18,7 +18,7 @@ from memplan.core.division import NOTHING, Division
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
 from memplan.core.schedule import live_bytes
-from memplan.core.totals import MODEL_KINDS, functional_transient, outside_bytes
+from memplan.core.totals import MODEL_KINDS, known_transient, outside_bytes
 from memplan.core.units import format_bytes
 from memplan.devices.kinds import is_accelerator
 from memplan.errors import BudgetInfeasible, UnsupportedGraph
@@ -222,7 +222,7 @@ def best_code(
 
 def _arena_limit(graph: Graph, workload: Workload, options: PlanOptions) -> int:
     """Return the bytes that budgets in bytes leave for the arena, beside what is known to be outside."""
-    outside = outside_bytes(graph, workload.sources, functional_transient(graph)) + options.reserved
+    outside = outside_bytes(graph, workload.sources, known_transient(graph)) + options.reserved
     pairs = ((options.budget, outside), (options.arena_budget, 0))
     return max(min(limit - other for limit, other in pairs if isinstance(limit, int)), 0)
 

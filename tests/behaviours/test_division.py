@@ -25,6 +25,7 @@ from memplan.trace import CapturedCall, capture_call
 from memplan.trace.chunking.chunk import divide
 from memplan.trace.passes.rewrite import copy_of
 from memplan.trace.traced import TracedGraph
+from tests.models import Made
 from tests.runtime.budgets import QUICK
 from tests.runtime.reference import Interpreted
 from tests.slow import slow
@@ -145,18 +146,6 @@ def test_T11_a_whole_step_is_divided_too(name: str) -> None:  # noqa: N802
 # -- any number of blocks, any chain -----------------------------------------------------------------------------
 
 
-class Head(nn.Module):
-    """Linear, then `loss(logits, target)`."""
-
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 40, dtype=dtype)
-        self.loss = loss
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return self.loss(self.linear(x), target)
-
-
 LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.dtype]] = {
     "mean": (lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()), torch.float32),
     "sum, 0 ignored": (
@@ -179,7 +168,9 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.dtype]] = {
 def _captured(name: str) -> Interpreted:
     loss, dtype = LOSSES[name]
     torch.manual_seed(0)
-    return Interpreted(Head(loss, dtype), _example(0, dtype))
+    return Interpreted(
+        Made(lambda m, x, y: loss(m.linear(x), y), linear=nn.Linear(8, 40, dtype=dtype)), _example(0, dtype)
+    )
 
 
 def _example(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -118,9 +118,6 @@ def test_C4_resolved_for_any_values_the_schema_is_valid(batch: int, seq: int) ->
     plan = _symbolic().resolve({"batch": batch, "seq": seq})
     validate(plan.problem, plan.solution)
     assert plan.arena_size <= 1.25 * plan.max_live, "nothing needs less than max live, whatever it is planned with"
-    placed = _symbolic().place({"batch": batch, "seq": seq})
-    assert placed.arena_size >= plan.arena_size
-    assert dict(placed.offsets).keys() == dict(plan.solution.offsets).keys()
 
 
 def test_C4_sizes_are_expressions_of_the_symbols() -> None:  # noqa: N802
@@ -158,13 +155,8 @@ def test_C4_sizes_are_those_of_a_trace_with_these_values(monkeypatch: pytest.Mon
 def test_C5_peak_and_usage_for_given_values(batch: int, seq: int) -> None:  # noqa: N802
     symbolic = _symbolic()
     values = {"batch": batch, "seq": seq}
-    plan, placed = symbolic.resolve(values), symbolic.place(values)
-    assert symbolic.max_live(values) == placed.max_live
-    if plan.solution.solver == "symbolic":
-        assert plan.problem.max_live == placed.max_live
-    else:  # planned anew, for these sizes alone
-        assert plan.arena_size < placed.arena_size
+    plan = symbolic.resolve(values)
+    assert symbolic.max_live(values) == plan.max_live == plan.problem.max_live
     assert plan.problem.max_live >= plan.schedule.max_live, "aligned sizes are counted"
     assert all(b.size % 64 == 0 for b in plan.problem.buffers)
-    assert placed.usage == placed.max_live / placed.arena_size
     assert abs(1 - plan.fragmentation - plan.max_live / plan.arena_size) < 1e-12

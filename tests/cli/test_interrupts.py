@@ -13,8 +13,7 @@ import pytest
 
 from memplan.cli import main
 from memplan.core.files import write_atomic
-from tests.cli.helpers import Run, python
-from tests.samples import sample_plan
+from tests.cli.helpers import Run
 
 
 def _interrupted(*_: object, **__: object) -> Any:
@@ -121,43 +120,3 @@ def test_an_interrupt_while_a_file_is_written_leaves_the_old(tmp_path: Path, mon
     with pytest.raises(KeyboardInterrupt):
         write_atomic(tmp_path / "file", "new and long")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
-
-
-def test_an_interrupt_inside_a_compiled_kernel(tmp_path: Path) -> None:
-    """Another thread sends the interrupt while the kernel runs, which has let go of the interpreter for it."""
-    sample_plan().save(tmp_path / "plan.json")
-    code = """
-import os, signal, sys, threading
-import numpy as np
-from numba import njit
-from memplan.planning import frontier
-from memplan.cli import main
-
-@njit(nogil=True)
-def kernel(rounds, stop):
-    while stop[0] == 0:
-        rounds[0] += 1
-    return rounds.copy(), (rounds[0], str(stop[0]))
-
-rounds, stop = np.zeros(1, np.int64), np.ones(1, np.int64)
-kernel(rounds, stop)
-stop[0] = 0
-
-def send():
-    while rounds[0] == 0:
-        pass
-    os.kill(os.getpid(), signal.SIGINT)
-    stop[0] = 1
-
-def instead(*args, **kwargs):
-    threading.Thread(target=send, daemon=True).start()
-    kernel(rounds, stop)
-    raise AssertionError("the interrupt was lost")
-
-frontier.frontier = instead
-sys.exit(main(sys.argv[1:]))
-"""
-    done = python(code, "budget", "plan.json", "--html", "out.html")
-    assert done.returncode == 130, done.stderr
-    assert not done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]

@@ -84,13 +84,6 @@ def test_earlier_outputs_are_replaced_and_links_followed(run: Run, plan_file: Pa
     assert Path("/dev/null").is_char_device()
 
 
-@pytest.mark.parametrize("target", [".:x", "..:f", "a-b:f", "a b:f", "a..b:f", "1x:f"])
-def test_what_names_no_module_is_said_so(run: Run, target: str) -> None:
-    code, out, err = run("report", target)
-    assert (code, out) == (2, "")
-    assert f"error: {target}: {target[:-2]!r} is neither a Python file nor the name of a module" in err
-
-
 def test_concurrent_updates_of_a_baseline_all_survive(tmp_path: Path) -> None:
     names = [f"plan{i}.json" for i in range(4)]
     for name in names:

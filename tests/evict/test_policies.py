@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
+from random import Random
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from memplan.evict.policies.dtr import Heuristic, dtr, h_ahead, h_dtr, on_demand
 from memplan.evict.policies.flow import flow
 from memplan.evict.policies.genoa import genoa
 from memplan.evict.select import POLICIES, fit_policy
+from memplan.evict.simulator import ByteCounter, DeviceState, EvictionKind, EvictionSimulator
 from memplan.evict.workload import Events, Kind, Policy, Workload, floor
 from memplan.trace import capture_loss, trace
 from tests.evict.judge import judged, workload_of
@@ -120,6 +124,49 @@ def test_eviction_on_demand_keeps_the_budget_and_the_bits(graph: Graph, host_res
     workload = _at(workload_of(graph, host_resident=host_resident), share)
     for events in on_demand(workload):
         assert judged(graph, workload, events)[1].peak <= workload.budget
+
+
+class _Anyhow:
+    """An evictor that chooses by chance."""
+
+    swaps = True
+
+    def __init__(self, seed: int) -> None:
+        self._chance = Random(seed)
+
+    def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
+        return self._chance.choice(candidates)
+
+    def choose_kind(self, device: DeviceState, storage: int) -> EvictionKind:
+        return self._chance.choice(list(EvictionKind))
+
+    def changed(self, device: DeviceState, storage: int) -> None:
+        pass
+
+
+def _twins() -> Graph:
+    """Pairs of results of one op each, which many later ops read one by one."""
+    b, kind = GraphBuilder(), StorageKind.ACTIVATION
+    last = b.storage(StorageKind.PARAMETER, 8, planned=False)
+    made = []
+    for _ in range(2):
+        pair = b.storage(kind, 8, planned=True), b.storage(kind, 8, planned=True)
+        b.op(Phase.FORWARD, (last,), pair)
+        made += pair
+    for i in range(16):
+        result = b.storage(kind, 8, planned=True)
+        b.op(Phase.FORWARD, (last, made[i % 3]), (result,))
+        last = result
+    return b.graph()
+
+
+@given(graph=st.just(_twins()) | graphs(), seed=st.integers(0, 1 << 30), share=st.sampled_from(_SHARES))
+def test_whatever_is_evicted_the_events_are_possible(graph: Graph, seed: int, share: float) -> None:
+    """A result that is written again with another one, and has a copy on the host, does not stay on the device."""
+    workload = _at(workload_of(graph), share)
+    with suppress(BudgetInfeasible):
+        events = EvictionSimulator(workload, ByteCounter(workload.budget), _Anyhow(seed)).simulate()
+        judged(graph, workload, events)
 
 
 def test_the_storage_that_is_used_last_is_dropped_first() -> None:

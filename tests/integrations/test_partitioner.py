@@ -20,7 +20,7 @@ import memplan
 from benchmarks.peak_measure import Step, live_bytes, peak_growth
 from benchmarks.zoo import ZOO
 from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedGraph
-from memplan.integrations.inductor.partitioner import COMPILATIONS, BudgetPartitioner, SavedNodes, search_partitions
+from memplan.integrations.partitioner import COMPILATIONS, BudgetPartitioner, Decision, search_partitions
 from memplan.trace.passes.partitions import TAG
 from tests.models import Counted
 from tests.slow import slow
@@ -177,14 +177,14 @@ def test_impossible_budget_names_the_smallest_found() -> None:
 def test_a_search_ends_whatever_the_policy_answers(limit: int, aim: int, high: int, answers: st.DataObject) -> None:
     kept, lowered, asked = st.none() | st.sampled_from("abcdef"), list[str](), list[int]()
 
-    def decide(budget: int) -> SavedNodes | None:
+    def decide(budget: int) -> Decision | None:
         asked.append(budget)
         assert len(asked) <= 40 + COMPILATIONS  # 10**12 bytes are halved 40 times
         name = answers.draw(kept)
-        return None if name is None else SavedNodes(saved=(name,), seconds=0.0)
+        return None if name is None else ((name,), 0.0)
 
-    def lower(nodes: SavedNodes) -> int:
-        lowered.append(*nodes.saved)
+    def lower(chosen: Decision) -> int:
+        lowered.append(*chosen[0])
         return answers.draw(st.integers(0, 10**12))
 
     search_partitions(limit, aim, high, decide, lower)

@@ -17,7 +17,6 @@ from memplan.errors import BudgetInfeasible, InvalidCosts, InvalidPlan, Unreadab
 from memplan.evict.costs import DEVICES, CostModel, Link, cost_model, flops_of, load_costs
 from memplan.evict.equivalent import require_equivalent
 from memplan.evict.measure import measure
-from memplan.evict.policies.auto import auto, recompute
 from memplan.planning.budget import plan_within
 from memplan.planning.fit import make_workload
 from memplan.planning.frontier import frontier
@@ -28,15 +27,8 @@ from memplan.schedule import traced
 from tests.graph_strategies import GraphBuilder
 from tests.runtime.budgets import QUICK
 
+pytestmark = pytest.mark.usefixtures("short_walks")
 SIZE = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def _short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less annealing, which takes the same time for these small steps as for large ones."""
-    for policy in (auto, recompute):
-        assert policy.__kwdefaults__ is not None
-        monkeypatch.setitem(policy.__kwdefaults__, "work", 100_000)
 
 
 def chain(length: int = 6, *, size: int = SIZE) -> Graph:

@@ -130,9 +130,9 @@ def test_a_size_is_the_steps_but_for_the_slack(slack: float | str, free: int | N
     [
         ({"device": "h1000"}, UnsupportedDevice, "did you mean 'h100'.*24GiB"),
         ({"device": ""}, UnsupportedDevice, "24GiB"),
-        ({"device": "24GB of"}, InvalidSize, "device"),
-        ({"device": -1}, InvalidSize, "device"),
-        ({"device": 2.5}, InvalidSize, "device"),
+        ({"device": "24GB of"}, InvalidSize, "target"),
+        ({"device": -1}, InvalidSize, "target"),
+        ({"device": 2.5}, InvalidSize, "target"),
         ({"device": "h100", "slack": "105%"}, InvalidSize, "slack"),
         ({"device": "h100", "slack": -0.5}, InvalidSize, "slack"),
         ({"device": "h100", "slack": 1.0}, InvalidSize, "slack"),

@@ -55,24 +55,6 @@ class Page:
         """Give a command of the DevTools protocol."""
         return self._post("goog/cdp/execute", {"cmd": name, "params": params})
 
-    def swipe(self, x: float, y: float, dy: float) -> None:
-        """Put a finger down, move it upwards or downwards in small steps, and lift it."""
-        steps: list[dict[str, Any]] = [{"type": "pointerMove", "duration": 0, "x": round(x), "y": round(y)}]
-        steps.append({"type": "pointerDown", "button": 0})
-        places = (round(y + dy * part / 10) for part in range(1, 11))
-        steps += [{"type": "pointerMove", "duration": 20, "x": round(x), "y": place} for place in places]
-        steps.append({"type": "pointerUp", "button": 0})
-        self._touch(steps)
-
-    def tap(self, x: float, y: float) -> None:
-        """Touch a place in the window."""
-        place = {"type": "pointerMove", "duration": 0, "x": round(x), "y": round(y)}
-        self._touch([place, {"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}])
-
-    def _touch(self, steps: list[dict[str, Any]]) -> None:
-        finger = {"type": "pointer", "id": "finger", "parameters": {"pointerType": "touch"}, "actions": steps}
-        self._post("actions", {"actions": [finger]})
-
     def press(self, key: str) -> None:
         """Press and release a key on whatever has the focus."""
         steps = [{"type": "keyDown", "value": key}, {"type": "keyUp", "value": key}]

@@ -102,19 +102,6 @@ def test_a_point_opens_its_plan_and_another_one_replaces_it(budgets: Page) -> No
 
 
 @WITH_BROWSER
-def test_a_row_opens_the_plan_too_and_the_address_keeps_it(budgets: Page, tmp_path: Path) -> None:
-    budgets.run("document.querySelector('tr[data-row][tabindex]').focus()")
-    budgets.press("\ue007")
-    budgets.wait("return window.memplan.opened() && location.hash")
-    address = budgets.run("return location.hash")
-    budgets.run("location.hash = ''")
-    open_html(budgets, tmp_path, _html())
-    assert budgets.run("return window.memplan.opened() === null")
-    budgets.run("location.hash = arguments[0]; location.reload()", address)
-    budgets.wait("return window.memplan && window.memplan.opened()")
-
-
-@WITH_BROWSER
 @pytest.mark.parametrize("width", [1400, 390])
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_fits_wide_and_narrow_windows_light_and_dark(page: Page, tmp_path: Path, width: int, dark: bool) -> None:

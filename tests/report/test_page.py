@@ -173,16 +173,6 @@ DOWN, UP, ENTER, SPACE = "\ue015", "\ue013", "\ue007", " "
 LINKS = {"model.py:12": "vscode://file/home/me/model.py:12"}
 
 
-def _texts_drawn(page: Page) -> list[str]:
-    """The texts that the pictures draw, each with its colour."""
-    found: list[str] = page.run(
-        "const p = CanvasRenderingContext2D.prototype, was = p.fillText, found = [];"
-        "p.fillText = function (t, ...rest) { found.push(this.fillStyle + ' ' + t); was.call(this, t, ...rest) };"
-        "window.memplan.report.arena.paint(); p.fillText = was; return found"
-    )
-    return found
-
-
 def _rows(page: Page) -> list[str]:
     page.wait("return document.getElementById('rows').children.length")
     found: list[str] = page.run("return [...document.getElementById('rows').children].map(r => r.innerText)")
@@ -207,14 +197,6 @@ def test_a_click_keeps_the_details_with_links_and_a_second_one_closes_them(page:
     assert "activation_2" in page.run("return document.getElementById('pins').innerText")
     page.point(*_place(page, "activation_2"), press=True)
     assert page.run("return document.getElementById('pins').children.length") == 0
-
-
-def test_a_drag_pins_nothing(sample: Page) -> None:
-    sample.run("for (let i = 0; i < 4; i++) document.getElementById('in').click()")
-    sample.wait("return !window.memplan.report.arena.due")
-    spot = sample.run("const r = document.getElementById('arena').getBoundingClientRect(); return [r.left, r.top]")
-    sample.drag(spot[0] + 300, spot[1] + 200, 90, 30)
-    assert sample.run("return document.getElementById('pins').children.length") == 0
 
 
 def test_the_address_keeps_zoom_pins_filter_and_colours(page: Page, tmp_path: Path) -> None:
@@ -264,45 +246,12 @@ def test_the_tree_of_modules_filters_the_page(sample: Page) -> None:
     assert len(_rows(sample)) == 3
 
 
-def test_the_address_keeps_the_buffers_without_a_module(sample: Page) -> None:
-    sample.run("window.memplan.report.tree.choose('')")
-    assert [row.split()[-1] for row in _rows(sample)] == ["activation_5"]
-    sample.wait("return location.hash.includes('module')")
-    address = sample.run("return location.hash")
-    sample.run("document.getElementById('clear').click()")
-    sample.wait("return location.hash === ''")
-    sample.run("location.hash = arguments[0]", address)
-    sample.wait("return window.memplan.report.look.module === ''")
-    assert [row.split()[-1] for row in _rows(sample)] == ["activation_5"]
-
-
 def test_a_browser_that_cannot_draw_it_says_so(page: Page, tmp_path: Path) -> None:
     html = picture_html(picture_of_plan(sample_plan()))
     (tmp_path / "broken.html").write_text(html.replace('"packed":"', '"packed":"!'))
     page.open(tmp_path / "broken.html")
     page.wait("return document.getElementById('verdict').textContent.startsWith('Not drawn')")
     assert len(page.log("browser")) == 1
-
-
-def test_the_tree_is_walked_through_by_keys(sample: Page) -> None:
-    sample.run("document.querySelector('#tree .node').focus()")
-    sample.press("\ue014")  # right: open
-    sample.press(DOWN)
-    assert sample.run("return document.activeElement.querySelector('.name').textContent") == "0"
-    sample.press(ENTER)
-    assert sample.run("return window.memplan.report.look.module") == "h.0"
-
-
-def test_the_only_module_is_open_and_long_names_break_after_dots(page: Page, tmp_path: Path) -> None:
-    origins = ("model.attention", "model.mlp", "")
-    live = Interval(0, 2)
-    buffers = tuple(Buffer(id=f"b{i}", size=64, live=live, kind="activation", origin=o) for i, o in enumerate(origins))
-    problem = Problem(buffers=buffers)
-    open_html(page, tmp_path, picture_html(picture_of(problem, solve(problem, solver="naive"), "one.csv")))
-    names = page.run("return [...document.querySelectorAll('#tree .name')].map(n => n.textContent)")
-    assert names == ["model", "attention", "mlp", "no module"]
-    cells = page.run("return [...document.querySelectorAll('#rows td.wrap')].map(td => td.innerHTML)")
-    assert cells == ["model.<wbr>attention", "model.<wbr>mlp", ""]
 
 
 def test_a_question_mark_shows_the_keys(sample: Page) -> None:
@@ -315,59 +264,6 @@ def test_a_question_mark_shows_the_keys(sample: Page) -> None:
     assert not sample.run("return document.getElementById('keys').open")
     sample.press("p")
     assert "Alive at step 3" in sample.run("return document.getElementById('listed').textContent")
-
-
-def test_keys_that_are_typed_into_the_search_are_text(sample: Page) -> None:
-    sample.press("/")
-    sample.press("?")
-    assert not sample.run("return document.getElementById('keys').open")
-    assert sample.run("return document.getElementById('find').value") == "?"
-
-
-def _many_modules(count: int) -> str:
-    kinds = ("activation", "gradient", "output")
-    buffers = tuple(
-        Buffer(
-            id=f"b{i}", size=64 * (count - i), live=Interval(i, i + 2), kind=kinds[i % 3], origin=f"m{chr(97 + i)}.x"
-        )
-        for i in range(count)
-    )
-    problem = Problem(buffers=buffers)
-    return picture_html(picture_of(problem, solve(problem, solver="naive"), "many.csv"))
-
-
-def test_modules_beyond_eight_share_a_colour(page: Page, tmp_path: Path) -> None:
-    open_html(page, tmp_path, _many_modules(20))
-    page.run("const b = document.getElementById('by'); b.value = 'module'; b.dispatchEvent(new Event('change'))")
-    groups = page.run("return window.memplan.report.look.groups")
-    assert [g["name"] for g in groups] == [*(f"m{c}.x" for c in "abcdefgh"), "12 other modules"]
-    assert len({g["colour"] for g in groups}) == 9
-    assert page.run("return document.querySelectorAll('#legend button').length") == 9
-
-
-def test_an_entry_of_the_legend_dims_what_has_its_colour(page: Page, tmp_path: Path) -> None:
-    open_html(page, tmp_path, _many_modules(6))
-    settled = "return !window.memplan.report.arena.due"
-    page.wait("return document.getElementById('rows').children.length")
-    page.run("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    image = "return document.getElementById('arena').toDataURL()"
-    before = page.run(image)
-    page.run("document.querySelector('#legend button').click()")
-    page.wait(settled)
-    assert page.run(image) != before
-    assert [row.split()[-1] for row in _rows(page)] == ["b1", "b2", "b4", "b5"]
-    assert page.run("return document.querySelector('#legend button').ariaPressed") == "false"
-    page.run("document.querySelector('#legend button').click()")
-    page.wait(settled)
-    assert page.run(image) == before
-
-
-def test_axes_have_titles_with_units_and_labels_are_white(sample: Page) -> None:
-    drawn = _texts_drawn(sample)
-    texts = [text.partition(" ")[2] for text in drawn]
-    for title in ("step of the schedule", "offset in the arena, bytes", "live bytes"):
-        assert title in texts
-    assert "#ffffff 128 B  mm  h.0.attn" in drawn
 
 
 def test_the_list_is_walked_through_by_keys(sample: Page) -> None:
@@ -387,36 +283,6 @@ def test_the_list_is_walked_through_by_keys(sample: Page) -> None:
     before = _view(sample)
     sample.press(ENTER)
     assert _view(sample) != before
-
-
-def test_columns_sort_by_their_buttons_and_say_so(sample: Page) -> None:
-    assert len(_rows(sample)) == 3
-    sample.run("[...document.querySelectorAll('#head button')].find(b => b.textContent === 'steps').click()")
-    assert [row.split()[-1] for row in _rows(sample)] == ["activation_2", "activation_3", "activation_5"]
-    sorts = "return [...document.getElementById('head').children].map(h => h.ariaSort)"
-    assert [s for s in sample.run(sorts) if s] == ["ascending"]
-
-
-def test_a_finger_that_moves_scrolls_and_one_that_taps_shows_details(sample: Page) -> None:
-    sample.command("Emulation.setTouchEmulationEnabled", {"enabled": True})
-    try:
-        sample.emulate(390, height=700)
-        sample.wait("return document.getElementById('arena').getBoundingClientRect().width < 390")
-        sample.run("document.getElementById('arena').scrollIntoView({block: 'center'})")
-        before, at = _view(sample), sample.run("return scrollY")
-        sample.swipe(*_place(sample, "activation_2"), -150)
-        sample.wait("return scrollY > arguments[0]".replace("arguments[0]", str(at)))
-        assert _view(sample) == before
-        assert sample.run("return document.getElementById('pins').children.length") == 0
-        still = "const y = scrollY; return new Promise(d => setTimeout(() => d(scrollY === y), 150))"
-        while not sample.run(still):
-            pass
-        sample.run("document.getElementById('arena').scrollIntoView({block: 'center', behavior: 'instant'})")
-        sample.tap(*_place(sample, "activation_2"))
-        sample.wait("return document.getElementById('pins').children.length")
-        assert "activation_2" in sample.run("return document.getElementById('pins').innerText")
-    finally:
-        sample.command("Emulation.setTouchEmulationEnabled", {"enabled": False})
 
 
 def test_paper_is_white_and_has_no_buttons(sample: Page) -> None:

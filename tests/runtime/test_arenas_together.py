@@ -16,26 +16,11 @@ from memplan.devices.measure import quiet_kineto
 from memplan.errors import BudgetInfeasible
 from memplan.runtime import builder
 from memplan.runtime.dynamo.backend import Backend
-from tests.models import Halves
+from tests.models import BreaksInEval, Halves
 from tests.steps import gradients_of
 
 WIDTH, ROWS = 64, 2048
 SMALL = ROWS * WIDTH  # bytes: a quarter of one activation
-
-
-class BreaksInEval(nn.Module):
-    """Looks at its results in evaluation only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.one(x).tanh()
-        if not self.training and hidden.sum() > 0:
-            hidden = hidden * 2
-        out: torch.Tensor = self.two(hidden)
-        return out
 
 
 def _x(rows: int = ROWS) -> torch.Tensor:

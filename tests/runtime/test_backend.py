@@ -9,7 +9,6 @@ import pickle
 import threading
 import tomllib
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,10 @@ from tests.slow import slow
 from tests.steps import gradients_of
 
 # Dynamo itself looks at .grad of what one graph hands to the next.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+]
 
 
 def _train(model: nn.Module, call: Any, batches: list[tuple[Any, ...]]) -> list[torch.Tensor]:
@@ -126,33 +121,6 @@ def test_layers_that_share_a_graph_keep_their_activations() -> None:
     for x in inputs:
         _assert_same_gradients(model, eager, compiled, x)
     assert sum(len(graph.instances) for graph in backend.graphs) == instances, "instances are used again"
-
-
-class Block(nn.Module):
-    """Needs much more while it runs than it saves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 256, bias=False), nn.Linear(256, 16, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.graph_break()
-        hidden: torch.Tensor = self.up(x)
-        out: torch.Tensor = self.down(hidden + 1 - hidden * 0.5)
-        return x + out
-
-
-@pytest.mark.slow
-def test_graphs_share_what_they_do_not_save() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(4)), nn.Flatten(0))
-    eager, x = copy.deepcopy(model), torch.randn(32, 16)
-    backend = Backend(sanitize="poison")
-    compiled = torch.compile(model, backend=backend)
-    for _ in range(3):
-        _assert_same_gradients(model, eager, compiled, x)
-    separate = sum(instance.plan.arena_size for graph in backend.graphs for instance in graph.instances)
-    assert backend.arena_size < 0.7 * separate
 
 
 def test_threads_share_no_arena() -> None:

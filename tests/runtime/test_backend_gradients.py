@@ -17,10 +17,7 @@ from memplan import Backend
 from tests.models import Halves
 from tests.slow import slow
 
-
-@pytest.fixture(autouse=True)
-def _no_graphs_of_other_tests() -> None:
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Block(nn.Module):
@@ -131,24 +128,6 @@ def test_gradients_are_outside_within_a_budget_and_with_a_graph_break() -> None:
             assert not any(_in_arena(model, backend))
     assert _gradients(limited) == ["outside"]
     assert _gradients(broken)[0] == "outside"
-
-
-def test_a_backward_that_runs_again_after_another_model_left_its_gradients() -> None:
-    backend = Backend(sanitize="poison")
-    (one, eager_one), (two, eager_two) = _pair(0, 16), _pair(1, 16)
-    runs = [_compiled(one, backend), _compiled(two, backend)]
-    for _ in range(3):
-        x, y = torch.randn(32, 16), torch.randn(32, 16)
-        for models, calls in (((one, two), runs), ((eager_one, eager_two), (eager_one, eager_two))):
-            for model in models:
-                for p in model.parameters():
-                    p.grad = None
-            loss = calls[0](x).square().mean()
-            loss.backward(retain_graph=True)
-            calls[1](y).square().mean().backward()
-            loss.backward()
-        _same(one, eager_one)
-        _same(two, eager_two)
 
 
 class _Loops:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,23 +13,16 @@ from torch import nn
 from torch.export import Dim
 
 import memplan
-from memplan.core.graph import Phase, StorageKind
-from memplan.core.written_first import require_written_first
-from memplan.errors import InvalidPlan, StaleActivationsError, UnsupportedGraph
-from memplan.trace import trace
+from memplan.errors import StaleActivationsError, UnsupportedGraph
 from tests.slow import slow
 
 # dynamo makes an object of the function's class to look at it
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 Write = Callable[[torch.Tensor, torch.Tensor], Any]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def _largest(held: torch.Tensor, g: torch.Tensor) -> None:
@@ -196,22 +189,6 @@ def test_a_whole_step_leaves_eagers_values(name: str) -> None:
         theirs.zero_grad()
         pairs = [(m.state_dict().values(), given) for m, given in ((model, one), (eager, two))]
         assert all(map(torch.equal, *([*state, *given] for state, given in pairs)))
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_a_graph_whose_forward_writes_back_what_the_backward_makes_is_refused(name: str) -> None:
-    graph = trace(MODELS[name](), _inputs(name, 0)).graph
-    order = range(len(graph.ops))
-    require_written_first(graph, order)
-    held = {i for i, s in enumerate(graph.storages) if s.kind in (StorageKind.PARAMETER, StorageKind.INPUT)}
-    late = [i for i in order if graph.ops[i].phase is Phase.BACKWARD and held & set(graph.written(graph.ops[i]))]
-    assert late, "the backward writes it"
-    for moved in late:
-        if held.issuperset(graph.values[v].storage for v in graph.ops[moved].reads):
-            continue  # what it reads has a value
-        early = [moved, *(i for i in order if i != moved)]
-        with pytest.raises(InvalidPlan, match="before anything has written it"):
-            require_written_first(graph, early)
 
 
 @pytest.mark.slow

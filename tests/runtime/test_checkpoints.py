@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +17,6 @@ import memplan
 from memplan.core.evictions import SAVE_RNG
 from memplan.devices.measure import peak_bytes
 from memplan.errors import BudgetInfeasible
-from memplan.evict.costs import DEVICES
 from memplan.evict.workload import Events, Workload
 from memplan.trace import plan
 from tests.slow import slow
@@ -144,23 +142,6 @@ def test_random_numbers_are_drawn_again_with_eagers_bits(draws: str, tmp_path: A
     _compiled(model, plan=memplan.load(tmp_path / "plan.json"))
 
 
-@pytest.mark.slow
-def test_random_numbers_under_budgets_from_all_to_the_least() -> None:
-    model, cheap = Net(_PLAIN, draws="dropout"), replace(DEVICES["cpu"], draw=0.0)  # numbers that are drawn again
-    expected, saves = _step(model), 0
-    for budget in ("min", 0.05, 0.5, 0.8, 1.0):
-        try:
-            compiled = memplan.compile(
-                model, _leaf(), budget=budget, policy="recompute", sanitize="redzone", costs=cheap
-            )
-        except BudgetInfeasible:
-            assert budget in (0.05, 0.5)
-            continue
-        assert all(map(torch.equal, _step(compiled), expected))
-        saves += _saves(compiled.plan)
-    assert saves
-
-
 def test_no_more_is_live_than_eager_allocates() -> None:
     model = Net(dropout=0.3, blocks=2)
     _step(model)
@@ -206,20 +187,11 @@ def _llama() -> Any:
     return LlamaForCausalLM(config).train()
 
 
-def _gpt2() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.1)
-    config = GPT2Config(n_embd=32, n_layer=4, n_head=2, n_positions=64, vocab_size=50, use_cache=False, **dropout)
-    return GPT2LMHeadModel(config).train()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [_llama, _gpt2])
-def test_transformers_gradient_checkpointing(make: Callable[[], Any]) -> None:
+def test_transformers_gradient_checkpointing() -> None:
     """With its checkpoints enabled: less memory, and eager's bits and generator."""
     torch.manual_seed(0)
-    model = make()
+    model = _llama()
     ids = {"input_ids": torch.randint(50, (4, 64)), "labels": torch.randint(50, (4, 64))}
     plain = plan(model, (), ids)
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()

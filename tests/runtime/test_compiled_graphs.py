@@ -1,4 +1,4 @@
-"""Models that one graph cannot hold: `memplan.compile` runs them as several graphs, with eager's bits and peak."""
+"""Models and steps that one graph cannot hold: they run as several graphs, with eager's bits and peak."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from memplan.planning.planfile import check_consistency
 from memplan.report.lines import report_markdown
 from memplan.runtime import CompiledModule
 from memplan.runtime.api.calls_of_several import GraphCalls
+from memplan.runtime.api.compile_step import StepThenUpdate
 from memplan.runtime.dynamo.backend import Backend
 from tests.runtime.test_total_budget import _peak
 from tests.slow import slow
-from tests.steps import same_tensors
+from tests.steps import Training, same_tensors
 
 WIDTH, BATCH = 32, 1024
 PADDING = 64 * 64  # bytes: what rounding some dozens of buffers up to 64 bytes may add
@@ -281,9 +282,14 @@ def test_a_budget_that_all_graphs_together_cannot_keep_is_refused() -> None:
     assert caught.value.smallest <= 1.05 * least.plan.total  # one that is sure to be kept; "min" may find a smaller one
 
 
-def test_the_plan_has_a_section_for_each_graph_and_each_parameter_once(tmp_path: Any) -> None:
+def test_the_plan_has_a_section_for_each_graph_and_each_parameter_once(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     model = _made("label check")
     compiled = memplan.compile(model, _batch())
+    (record,) = [record for record in caplog.records if record.name == "memplan"]
+    assert "Checked is planned as several graphs" in record.message
+    assert "Data-dependent branching (test_compiled_graphs.py:" in record.message
     assert compiled.plan.sections == ()
     assert compiled.plan.total == 0
     compiled(_batch()).sum().backward()
@@ -321,8 +327,57 @@ def test_options_that_need_one_graph_refuse() -> None:
         memplan.compile(_made("label check"), x.double())(x.double())
 
 
-def test_the_log_says_where_the_graph_breaks(caplog: pytest.LogCaptureFixture) -> None:
-    memplan.compile(_made("label check"), _batch())
-    (record,) = [record for record in caplog.records if record.name == "memplan"]
-    assert "Checked is planned as several graphs" in record.message
-    assert "Data-dependent branching (test_compiled_graphs.py:" in record.message
+# -- whole steps -----------------------------------------------------------------------------------------
+
+
+def _loss(out: torch.Tensor) -> torch.Tensor:
+    return out.square().mean()
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "accumulate", "clip"),
+    [
+        ("label check", 2, 0.1),
+        *(slow(name, 1, None) for name in ("mask cache", "assigned buffer", "nonzero", "pruning")),
+    ],
+)
+def test_losses_and_updates_are_eagers(
+    name: str, accumulate: int, clip: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    how: dict[str, Any] = {"accumulate": accumulate, "clip": clip, "sanitize": "poison"}
+    training = Training(_made(name), _adam, _loss, _batch(), eager=_made(name), **how)
+    assert isinstance(training.step, StepThenUpdate)
+    assert "is planned as several graphs, and AdamW's step() runs by itself" in caplog.text
+    for call in range(4):
+        training.both(_batch(call), seed=call)
+        assert training.step.pending == (call + 1) % accumulate
+        assert all(p.grad is None for p in training.model.parameters())
+    check_consistency(training.step.plan)
+    assert training.step.plan.arena_size > 0
+
+
+@pytest.mark.slow
+def test_another_batch_is_planned_too_and_gradients_of_others_stay() -> None:
+    training = Training(_made("label check"), _adam, _loss, _batch())
+    first = next(training.model.parameters())
+    first.grad = torch.full_like(first, 7)
+    for rows in (1024, 3):
+        assert not training.both(_batch()[:rows], seed=rows).requires_grad
+        assert torch.equal(first.grad, torch.full_like(first, 7))
+
+
+def test_what_needs_one_graph_refuses() -> None:
+    model = _made("label check")
+    with pytest.raises(UnsupportedGraph, match="cannot be traced as one graph"):
+        memplan.compile_step(model, _adam(model), _loss, _batch(), budget=0.9)
+    with pytest.raises(UnsupportedGraph, match="needs a closure"):
+        memplan.compile_step(model, torch.optim.LBFGS(model.parameters()), _loss, _batch())
+    with pytest.raises(UnsupportedGraph, match=rf"returns a tensor of shape \(1024, {WIDTH}\), but a training step"):
+        memplan.compile_step(model, _adam(model), lambda out: out, _batch())(_batch())
+    strict = memplan.compile_step(model, _adam(model), _loss, _batch(), on_mismatch="error")
+    with pytest.raises(InputMismatch, match="was made for"):
+        strict(_batch()[:3])

@@ -307,18 +307,6 @@ def test_torchs_sanitizer_finds_no_race() -> None:
         assert all(map(torch.equal, ours, theirs))
 
 
-class Wide(nn.Module):
-    """Its norm is a fallback of 16 MiB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(2048, 2048), nn.LayerNorm(2048), nn.GELU(), nn.Linear(2048, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.layers(x).square().mean()
-        return loss
-
-
 def test_recordings_keep_their_workspaces() -> None:
     """Torch's cuBLAS workspaces may be cleared by anybody who records, and their memory be unmapped."""
     model, args = example_on_cuda("gpt2")

@@ -19,6 +19,7 @@ from tests.runtime.on_cuda import example_on_cuda, same_kernels_each_time
 from tests.steps import loss_of
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is available"),
     pytest.mark.filterwarnings("ignore:.*deterministic"),
@@ -27,10 +28,8 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _same_kernels_each_time() -> Iterator[None]:
-    torch._dynamo.reset()
     with same_kernels_each_time():
         yield
-    torch._dynamo.reset()
 
 
 class Stack(nn.Module):

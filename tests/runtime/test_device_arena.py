@@ -139,21 +139,6 @@ def test_everything_is_counted(net: SeveralResults, x: torch.Tensor) -> None:
     assert report.kept.device == "cpu:0"
 
 
-@pytest.mark.slow
-def test_clipping_and_accumulation(net: SeveralResults, x: torch.Tensor) -> None:
-    models = [net, copy.deepcopy(net)]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, fused=True) for m in models]
-    options: list[dict[str, Any]] = [{"device": "cpu", **FLOW}, {}]
-    one, two = (
-        memplan.compile_step(m, o, lambda out: out[1].square().sum(), x, clip_grad_norm=0.5, accumulate=2, **kind)
-        for m, o, kind in zip(models, optimizers, options, strict=True)
-    )
-    for _ in range(4):
-        assert torch.equal(one(x), two(x))
-    for p, q in zip(*(m.state_dict().values() for m in models), strict=True):
-        assert torch.equal(p, q)
-
-
 @pytest.mark.parametrize("device", ["nowhere", "xpu", 17, "cuda:99", "cpu:x"])
 def test_a_device_that_is_not_there(device: Any, net: SeveralResults, x: torch.Tensor) -> None:
     with pytest.raises(UnsupportedDevice, match="device"):

@@ -13,10 +13,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from memplan.errors import InputMismatch
-from memplan.planning.planfile import load
 from memplan.runtime import CompiledStep, compile_step
-from memplan.schedule import order
 from tests.slow import slow
+from tests.steps import Training
 
 _LAYERS = 3
 
@@ -61,45 +60,21 @@ def _updates(step: CompiledStep) -> int:
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 says so of any profile
 @pytest.mark.parametrize(("make", "accumulate"), [(_adamw, 1), slow(_sgd, 2)])
 def test_small_updates_share_calls_and_change_nothing(make: Any, accumulate: int) -> None:
-    net, other = _net(), _net()
-    ours, theirs = make(net), make(other)
-    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (ours, theirs)]
-    step = compile_step(net, ours, F.mse_loss, _batch(), accumulate=accumulate, sanitize="poison")
+    net = _net()
+    training = Training(net, make, F.mse_loss, *_batch(), accumulate=accumulate, sanitize="poison")
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (training.ours, training.theirs)]
     for i in range(4):
         for micro in range(accumulate):
-            batch = _batch(7 * i + micro)
-            loss = F.mse_loss(other(batch[0]), batch[1])
-            (loss / accumulate).backward()  # type: ignore[no-untyped-call]
-            assert torch.equal(step(*batch), loss.detach())
-        theirs.step()
-        theirs.zero_grad()
+            training.both(*_batch(7 * i + micro))
         for schedule in schedules:
             schedule.step()
-    for p, q in zip(net.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
-        assert all(torch.equal(ours.state[p][key], t) for key, t in theirs.state[q].items())
+    for p, q in zip(net.parameters(), training.eager.parameters(), strict=True):
+        assert all(torch.equal(training.ours.state[p][key], t) for key, t in training.theirs.state[q].items())
+    step = training.step
     assert _updates(step) == len(list(net.parameters()))
     for _ in range(accumulate - 1):
         step(*_batch())
     assert _calls(step) < _updates(step) / 2
-
-
-@pytest.mark.slow
-def test_waiting_for_others_costs_no_memory(tmp_path: Any) -> None:
-    def planned(**options: Any) -> CompiledStep:
-        net = _net()
-        return compile_step(net, _adamw(net), F.mse_loss, _batch(), **options)
-
-    together, apart = planned(), planned(schedule=order)
-    assert together.plan.schedule.policy.endswith(" + gather")
-    assert together.plan.arena_size <= apart.plan.arena_size
-    assert together.plan.max_live <= apart.plan.max_live
-    assert together.plan.schedule.bound == apart.plan.schedule.bound
-    assert _calls(together) < _calls(apart)
-    together.plan.save(tmp_path / "plan.json")
-    saved = load(tmp_path / "plan.json")
-    assert saved.schedule == together.plan.schedule
-    assert planned(plan=saved).plan.schedule == saved.schedule
 
 
 def test_counters_are_the_optimizers() -> None:

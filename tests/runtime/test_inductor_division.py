@@ -18,7 +18,7 @@ from memplan.core.division import NOTHING, Division
 from memplan.core.graph import Phase
 from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedCall, UnsupportedProblem
 from memplan.trace import capture_call, variants
-from memplan.trace.fused import row_division
+from memplan.trace.chunking import rows
 from memplan.trace.fused.row_division import divide_rows
 from memplan.trace.fused.row_parts import BLOCK
 from memplan.trace.passes.rewrite import copy_of
@@ -222,7 +222,7 @@ def test_a_chain_of_fewer_rows_has_a_block_for_each() -> None:
 
 
 def test_where_nothing_can_be_divided_the_division_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_division, "_FEWEST", 9)  # more than there are sequences
+    monkeypatch.setattr(rows, "_FEWEST", 9)  # more than there are sequences
     graph = _joint(_made(shifted=True))
     count = len(graph.nodes)
     assert divide_rows(graph, Division(blocks=4, sums=True)).over == NOTHING

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from memplan.errors import (
     UnsupportedGraph,
 )
 from memplan.runtime import CompiledModule
-from tests.models import Counted
+from tests.models import Counted, Made
 from tests.slow import slow
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
@@ -157,42 +156,6 @@ def test_the_kernels_are_inductors_and_everything_is_in_one_arena(pair: Any) -> 
     assert plan.arena_size <= plan.max_live * 1.05
 
 
-@pytest.mark.slow
-def test_a_compilation_of_another_thread_has_torchs_own_wrapper_and_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import compile_fx, config
-    from torch._inductor.codegen import common
-
-    from memplan.trace.fused.wrapper import RecordingWrapper
-
-    def gradient(result: Any, model: nn.Module) -> Any:
-        result.square().sum().backward()
-        return next(model.parameters()).grad
-
-    torch.manual_seed(0)
-    x, ours = torch.randn(2, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU())
-    theirs, alone = copy.deepcopy(ours), copy.deepcopy(ours)
-    torch._dynamo.reset()
-    result = torch.compile(theirs)(x)  # its backward is compiled in the midst of memplan's compilation
-    inner, found = compile_fx.compile_fx_inner, list[torch.Tensor]()
-    thread = threading.Thread(target=lambda: found.append(gradient(result, theirs)))
-
-    def beside(*args: Any, **options: Any) -> Any:
-        monkeypatch.setattr(compile_fx, "compile_fx_inner", inner)
-        assert common.device_codegens["cpu"].wrapper_codegen is RecordingWrapper
-        thread.start()
-        thread.join(0.2)  # it may have to wait for the lock that this compilation holds
-        return inner(*args, **options)
-
-    monkeypatch.setattr(compile_fx, "compile_fx_inner", beside)
-    with config.patch(fx_graph_cache=False):  # or an earlier run's code is read, and nothing is compiled
-        compiled = memplan.compile(ours, x, kernels="inductor")
-    thread.join()
-    torch._dynamo.reset()
-    expected = gradient(torch.compile(alone)(x), alone)
-    assert torch.equal(found[0], expected)
-    assert torch.equal(gradient(compiled(x), ours), expected)
-
-
 def test_a_plan_for_other_kernels_is_refused(block: tuple[Block, memplan.Plan], tmp_path: Path) -> None:
     model, plan = block
     path = tmp_path / "plan.json"
@@ -236,21 +199,16 @@ def test_no_kernel_that_draws_or_changes_a_buffer_runs_twice(name: str) -> None:
     assert len({op.target for op in plan.graph.ops}) < len(plan.graph.ops), "another kernel runs twice"
 
 
-class Token(nn.Module):
-    """The gradient of `token` is a part of that of `positions`, and Inductor returns it as a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.positions = nn.Parameter(torch.ones(1, 1, 8)), nn.Parameter(torch.ones(1, 5, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (torch.cat((self.token.expand(len(x), 1, 8), x), 1) + self.positions).square().mean()
-
-
 @pytest.mark.parametrize("gradients", [slow("outside"), "arena"])
 def test_gradients_that_inductor_returns_as_views_are_added_up_as_eagers(gradients: Any) -> None:
-    """They have bytes of their own; torch.compile adds to the shared ones twice."""
-    model, x = Token(), torch.linspace(0, 1, 2 * 4 * 8).view(2, 4, 8)
+    """The gradient of `token` is a part of that of `positions`; torch.compile adds to the shared bytes twice."""
+    token, positions = nn.Parameter(torch.ones(1, 1, 8)), nn.Parameter(torch.ones(1, 5, 8))
+    model = Made(
+        lambda m, x: (torch.cat((m.token.expand(len(x), 1, 8), x), 1) + m.positions).square().mean(),
+        token=token,
+        positions=positions,
+    )
+    x = torch.linspace(0, 1, 2 * 4 * 8).view(2, 4, 8)
     eager = copy.deepcopy(model)
     compiled = memplan.compile(model, x, kernels="inductor", gradients=gradients)
     for _ in range(3):
@@ -350,17 +308,6 @@ class Added(nn.Module):
         return x + self.bias
 
 
-@pytest.mark.slow
-def test_tied_weights_count_once() -> None:
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.GELU(), nn.Linear(4, 4, bias=False))
-    model[2].weight = model[0].weight
-    x, twin = torch.linspace(-1, 1, 8).view(2, 4), copy.deepcopy(model)
-    compiled = memplan.compile(model, x, kernels="inductor")
-    assert compiled.plan.outside["parameters"] == model[0].weight.nbytes
-    torch._dynamo.reset()
-    _require_equal(_step(compiled, x, 0), _step(torch.compile(twin), x, 0))
-
-
 def test_graphs_without_ops_run() -> None:
     x = torch.randn(4, 4)
     found, expected = memplan.compile(Unchanged(), x, kernels="inductor", train=False)(x), Unchanged()(x)
@@ -372,23 +319,12 @@ def test_graphs_without_ops_run() -> None:
     assert torch.equal(model.bias.grad, 2 * (x[0] + model.bias).detach())  # type: ignore[arg-type]
 
 
-class Residual(nn.Module):
-    """A product that is added to one of its own factors, the left or the right one."""
-
-    def __init__(self, size: int, *, right: bool) -> None:
-        super().__init__()
-        self.right = right
-        self.first, self.second = nn.Parameter(torch.randn(size, size)), nn.Parameter(torch.randn(size, size))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x @ self.first
-        return h + (self.second @ h if self.right else h @ self.second)
-
-
 @pytest.mark.parametrize("right", [False, True])
 def test_a_sum_is_not_made_over_a_factor_of_its_product(right: bool) -> None:
     torch.manual_seed(0)
-    model, x = Residual(300, right=right), torch.randn(300, 300)  # smaller products are read before any is written
+    x, first, second = (torch.randn(300, 300) for _ in range(3))  # smaller products are read before any is written
+    parts = {"first": nn.Parameter(first), "second": nn.Parameter(second)}
+    model = Made(lambda m, x: (h := x @ m.first) + (m.second @ h if right else h @ m.second), **parts)
     compiled = memplan.compile(model, x, train=False, kernels="inductor")
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-4 * model(x).abs().max().item())

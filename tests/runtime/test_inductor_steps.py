@@ -1,11 +1,10 @@
-"""`compile_step(kernels="inductor")`: the bits of `torch.compile` and the optimizer, in one arena with the updates."""
+"""Whole steps, graphs and copies with `kernels="inductor"`: the bits of `torch.compile`, in one arena."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,32 +13,28 @@ from torch import nn
 
 import memplan
 from benchmarks.zoo import ZOO
-from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, UnsupportedCall
+from memplan.core.evictions import Action
+from memplan.core.happens_before import follow, require_no_races
+from memplan.core.plan import Plan
+from memplan.errors import MemplanError, UnsupportedCall
 from memplan.runtime import CompiledStep
-from tests.runtime.reference import same_parameters
+from memplan.runtime.memory import arena
+from memplan.trace import capture_call
+from tests.models import Made
+from tests.runtime.budgets import plan_of_everything
+from tests.runtime.late_copies import LateCopies
+from tests.runtime.test_inductor_kernels import Block, _tokens
 from tests.slow import slow
+from tests.steps import Outcome, itself, outcome_of, same_outcomes
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-class Dropping(nn.Module):
-    """A network with dropout and a buffer that the forward changes, which returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(16, 48), nn.BatchNorm1d(48), nn.Linear(48, 4)
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.down(self.drop(nn.functional.gelu(self.norm(self.up(x)))))
-        return found.square().mean()
-
-
-def _itself(loss: torch.Tensor) -> torch.Tensor:
-    return loss
+def _loss(model: Any, x: torch.Tensor) -> Any:
+    return model.layers(x).square().mean()
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -47,25 +42,9 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _dropping() -> tuple[nn.Module, tuple[Any, ...]]:
-    return Dropping(), (torch.linspace(-1, 1, 160).view(10, 16),)
-
-
-class Deep(nn.Module):
-    """Six layers, whose weights need more than what the backward keeps; it returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = nn.functional.gelu(layer(x))
-        return x.square().mean()
-
-
-def _deep() -> tuple[nn.Module, tuple[Any, ...]]:
-    torch.manual_seed(0)
-    return Deep(), (torch.linspace(-1, 1, 128).view(4, 32),)
+    """Dropout, and a buffer that the forward changes."""
+    layers = (nn.Linear(16, 48), nn.BatchNorm1d(48), nn.GELU(), nn.Dropout(0.2), nn.Linear(48, 4))
+    return Made(_loss, layers=nn.Sequential(*layers)), (torch.linspace(-1, 1, 160).view(10, 16),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +73,6 @@ CASES = {
         targets="",
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def _updates(call: Callable[..., Any], model: nn.Module, optimizer: Any, batch: Any, case: Case) -> list[torch.Tensor]:
@@ -135,7 +107,7 @@ def test_updates_are_bitwise_those_of_torch_compile_and_the_optimizer(name: str)
     model, batch = case.model()
     twin = copy.deepcopy(model)
     ours, theirs = case.optimizer(model.parameters()), case.optimizer(twin.parameters())
-    step = memplan.compile_step(model, ours, _itself, batch, kernels="inductor", on_mismatch="error", **case.options)
+    step = memplan.compile_step(model, ours, itself, batch, kernels="inductor", on_mismatch="error", **case.options)
     expected = _updates(torch.compile(twin, dynamic=False), twin, theirs, batch, case)
     losses = _seeded(step, batch, len(expected))
     assert all(torch.equal(one, two) for one, two in zip(losses, expected, strict=True))
@@ -150,36 +122,6 @@ def test_updates_are_bitwise_those_of_torch_compile_and_the_optimizer(name: str)
     assert any(target.startswith(case.targets) for target in targets)
 
 
-@pytest.mark.slow
-def test_a_gradient_dies_at_its_update_and_the_budget_counts_the_optimizers_state(tmp_path: Path) -> None:
-    model, batch = _deep()
-
-    def made(own: nn.Module, **options: Any) -> CompiledStep:
-        return memplan.compile_step(own, _adamw(own.parameters()), _itself, batch, kernels="inductor", **options)
-
-    step = made(model)
-    apart = memplan.plan(model, batch, kernels="inductor")
-    gradients = sum(p.nbytes for p in model.parameters())
-    assert step.plan.arena_size < apart.arena_size - gradients // 2, "all gradients are in the arena together"
-    state = 2 * gradients
-    assert step.plan.total >= step.plan.arena_size + state
-    limit = step.plan.total - step.plan.arena_size // 4
-    twin = copy.deepcopy(model)
-    small = made(twin, budget=limit)
-    assert small.plan.total <= limit
-    with pytest.raises(BudgetInfeasible):
-        made(twin, budget=state)
-    path = tmp_path / "plan.json"
-    small.plan.save(path)
-    third = copy.deepcopy(model)
-    loaded = made(third, plan=path)
-    assert loaded.plan.graph.fingerprint == small.plan.graph.fingerprint
-    assert all(torch.equal(*pair) for pair in zip(*(_seeded(one, batch, 2) for one in (small, loaded)), strict=True))
-    assert same_parameters(twin, third)
-    with pytest.raises(PlanMismatch):
-        memplan.compile_step(third, _adamw(third.parameters()), _itself, batch, plan=path, kernels="aten")
-
-
 _REFUSED: tuple[dict[str, Any], ...] = (
     {"divide": True},
     {"compress": "bits"},
@@ -192,7 +134,111 @@ def test_what_a_step_of_generated_kernels_does_not_have_is_refused() -> None:
     model, batch = _dropping()
     for options in _REFUSED:
         with pytest.raises(UnsupportedCall) as refused:
-            memplan.compile_step(model, _adamw(model.parameters()), _itself, batch, kernels="inductor", **options)
+            memplan.compile_step(model, _adamw(model.parameters()), itself, batch, kernels="inductor", **options)
         assert refused.value.see == "inductor-options"
     with pytest.raises(MemplanError, match="kernels='triton'"):
-        memplan.compile_step(model, _adamw(model.parameters()), _itself, batch, kernels="triton")  # type: ignore[arg-type]
+        memplan.compile_step(model, _adamw(model.parameters()), itself, batch, kernels="triton")  # type: ignore[arg-type]
+
+
+class Breaking(nn.Module):
+    """Two graphs with dropout, between which Python looks at a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(16, 48), nn.Linear(48, 4), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.up(x).tanh())
+        hidden = hidden * 2 if hidden.sum() > 1e9 else hidden * 3
+        found: torch.Tensor = self.down(hidden).sigmoid()
+        return found.square().mean()
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return Breaking()
+
+
+def _batch() -> torch.Tensor:
+    return torch.linspace(-1, 1, 160).view(10, 16)
+
+
+def _graph_steps(call: Callable[..., Any], model: nn.Module) -> list[Outcome]:
+    return [outcome_of(model, call, _batch(), seed=seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Outcome]:
+    """Return what `torch.compile` computes for two batches."""
+    torch._dynamo.reset()
+    model = _model()
+    found = _graph_steps(torch.compile(model, dynamic=False), model)
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize("options", [{"sanitize": "poison"}, slow({"budget": "min"})])
+def test_graphs_have_the_bits_of_torch_compile_in_one_arena(options: Any, expected: list[Outcome]) -> None:
+    model, backend = _model(), memplan.Backend(kernels="inductor", **options)
+    compiled: Any = torch.compile(model, backend=backend)
+    assert same_outcomes(_graph_steps(compiled, model), expected)
+    one, two = (graph.instances[0].plan for graph in backend.graphs[:2])
+    assert all(any(op.target.startswith("inductor.cpp_fused_") for op in p.graph.ops) for p in (one, two))
+    backend.place()
+    assert backend.arena_size <= sum(graph.instances[-1].plan.arena_size for graph in backend.graphs)
+
+
+@pytest.mark.slow
+def test_a_model_with_graph_breaks_compiles_to_several_graphs_of_generated_kernels(
+    expected: list[Outcome], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = _model()
+    compiled = memplan.compile(model, _batch(), kernels="inductor")
+    assert "is planned as several graphs" in caplog.text
+    assert same_outcomes(_graph_steps(compiled, model), expected)
+    assert any(op.target.startswith("inductor.cpp_fused_") for op in compiled.plan.graph.ops)
+
+
+def test_what_graphs_of_generated_kernels_do_not_have_is_refused() -> None:
+    with pytest.raises(UnsupportedCall) as refused:
+        memplan.Backend(kernels="inductor", checkpoint="plan")
+    assert refused.value.see == "inductor-options"
+
+
+def _stacked() -> Made:
+    """Convolutions one after another, each with a batch norm, whose statistics the forward changes."""
+    layers = [layer for _ in range(2) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())]
+    return Made(lambda m, x: m.layers(x).mean(), layers=nn.Sequential(*layers))
+
+
+def _copied_steps(call: Callable[..., Any], model: nn.Module, x: torch.Tensor) -> list[Outcome]:
+    return [outcome_of(model, lambda x: call(x).square().sum(), x, seed=seed) for seed in range(2)]
+
+
+def _offloads(plan: Plan) -> int:
+    require_no_races(plan)
+    found = sum(e.action is Action.OFFLOAD for e in plan.evictions)
+    assert follow(plan).copies >= 2 * found > 0  # to the host, and back
+    return found
+
+
+@pytest.mark.parametrize("kind", [slow("attention"), "convolutions"])
+def test_everything_goes_to_the_host_and_comes_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy runs at its wait, and what it overwrites is poisoned when it starts."""
+    torch.manual_seed(0)
+    model, x = (
+        (Block(), _tokens()) if kind == "attention" else (_stacked(), torch.linspace(-1, 1, 512).view(2, 4, 8, 8))
+    )
+    twin = copy.deepcopy(model)
+    traced = capture_call(model, x, kernels="inductor", copy_gradients=True).first()
+    plan = replace(plan_of_everything(traced), code=traced.code)
+    assert _offloads(plan) > 2
+    monkeypatch.setattr(arena, "make_copies", lambda *_: LateCopies())
+    compiled = memplan.compile(
+        model, x, plan=plan, kernels="inductor", gradients="outside", sanitize="poison", on_mismatch="error"
+    )
+    free = memplan.plan(model, x, kernels="inductor", gradients="outside")
+    assert compiled.plan.arena_size < free.arena_size
+    inductor = plan.code is None or plan.code.layouts
+    reference = torch.compile(twin, options=None if inductor else {"layout_optimization": False})
+    assert same_outcomes(_copied_steps(compiled, model, x), _copied_steps(reference, twin, x))

@@ -14,23 +14,9 @@ from torch import nn
 import memplan
 from memplan.errors import BudgetInfeasible, UnsupportedGraph
 from memplan.runtime.api.builder import Builder
+from tests.models import BreaksInEval
 from tests.runtime.reference import same_gradients
 from tests.steps import assert_same_step
-
-
-class BreaksInEval(nn.Module):
-    """Looks at its results in evaluation only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(8, 64), nn.Linear(64, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.one(x).tanh()
-        if not self.training and hidden.sum() > 0:
-            hidden = hidden * 2
-        out: torch.Tensor = self.two(hidden)
-        return out
 
 
 class BreaksAtOtherSizes(BreaksInEval):
@@ -75,7 +61,7 @@ def test_a_mode_that_one_graph_cannot_hold_runs_as_several(caplog: pytest.LogCap
             part.train()
     said = [r.message for r in caplog.records if "is planned as several graphs" in r.message]
     assert len(said) == 1
-    assert "test_later_breaks.py:" in said[0]
+    assert "models.py:" in said[0]
 
 
 def test_a_shape_that_one_graph_cannot_hold_runs_as_several(caplog: pytest.LogCaptureFixture) -> None:
@@ -148,7 +134,11 @@ def test_a_second_compilation_that_fails_leaves_the_first(monkeypatch: pytest.Mo
     model, eager = _models(BreaksInEval)
     compiled = memplan.compile(model, _x(0))
     waiting = compiled(_x(0)).sum()
-    monkeypatch.setattr(Builder, "build", _fails)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(Builder, "build", fails)
     with pytest.raises(RuntimeError, match="no memory"):
         compiled(_x(1))
     waiting.backward()
@@ -160,7 +150,3 @@ def test_a_second_compilation_that_fails_leaves_the_first(monkeypatch: pytest.Mo
     for call in (compiled, eager):
         (call(_x(3)) + call(_x(4))).sum().backward()
     assert same_gradients(model, eager)
-
-
-def _fails(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("no memory")

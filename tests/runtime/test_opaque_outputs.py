@@ -12,9 +12,9 @@ from torch import nn
 
 import memplan
 from memplan.core.choices import Sanitize
-from memplan.runtime import compile, compile_step
+from memplan.runtime import compile
 from memplan.trace.traced import KernelCall, OpaqueResult
-from tests.steps import gradients_of, loss_of, same_tensors
+from tests.steps import Training, gradients_of, itself, loss_of, same_tensors, sgd
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,18 +111,9 @@ def test_calls_in_flight_have_states_of_their_own() -> None:
 def test_a_whole_step_and_measured_costs_know_them() -> None:
     torch.manual_seed(0)
     model, x = Attends(), torch.randn(4, 8)
-    other = copy.deepcopy(model)
-    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
-    step = compile_step(model, ours, lambda loss: loss, (x,))
+    training = Training(model, sgd, itself, x)
     for seed in range(3):
-        torch.manual_seed(seed)
-        loss = step(x)
-        torch.manual_seed(seed)
-        theirs.zero_grad()
-        expected = other(x)
-        expected.backward()
-        theirs.step()
-        assert torch.equal(loss, expected.detach())
+        training.both(x, seed=seed)
     assert memplan.profile(model, x, rounds=1).measured
-    kernels = [k for k in step._updating.traced.kernels if isinstance(k, KernelCall)]
+    kernels = [k for k in training.step._updating.traced.kernels if isinstance(k, KernelCall)]
     assert sum(isinstance(a, OpaqueResult) for k in kernels for a in k.args) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 import random
@@ -20,10 +19,11 @@ from torch.nn import functional as F  # noqa: N812
 from benchmarks.peak_measure import live_bytes
 from memplan.errors import InputMismatch, UnsupportedGraph
 from memplan.planning.planfile import check_consistency
-from memplan.runtime import CompiledStep, compile_step
+from memplan.runtime import compile_step
 from tests.runtime.allocated import allocations
 from tests.runtime.reference import same_parameters
 from tests.slow import slow
+from tests.steps import Training, assert_same_state, itself
 
 Optimizer = torch.optim.Optimizer
 Make = Callable[[Any], Any]
@@ -172,39 +172,8 @@ def _groups(net: nn.Sequential) -> list[dict[str, Any]]:
     return [{"params": list(net[0].parameters()), "lr": 0.02}, {"params": list(net[2].parameters())}]
 
 
-def _eager(net: nn.Module, optimizer: Any, batch: Any, clip: float | None = None) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = F.mse_loss(net(batch[0]), batch[1])
-    loss.backward()  # type: ignore[no-untyped-call]
-    if clip is not None:
-        torch.nn.utils.clip_grad_norm_(list(net.parameters()), clip)
-    optimizer.step()
-    return loss.detach()
-
-
-def _pair(name: str, **options: Any) -> tuple[CompiledStep, nn.Sequential, Any, nn.Sequential, Any]:
-    """A step with its net and optimizer, and a net and an optimizer for eager."""
-    ours, theirs = _net(), _net()
-    own, other = (MAKERS[name](_groups(net)) for net in (ours, theirs))
-    return compile_step(ours, own, F.mse_loss, _batch(), **options), ours, own, theirs, other
-
-
-def _require_same_state(one: Any, two: Any) -> None:
-    """Assert that two optimizers have the same `state_dict`, bit by bit."""
-    ours, theirs = one.state_dict(), two.state_dict()
-    assert ours["param_groups"] == theirs["param_groups"]
-    assert ours["state"].keys() == theirs["state"].keys()
-    for index, state in theirs["state"].items():
-        assert list(ours["state"][index]) == list(state), index
-        for key, value in state.items():
-            mine = ours["state"][index][key]
-            assert type(mine) is type(value), (index, key)
-            assert torch.equal(mine, value) if isinstance(value, torch.Tensor) else mine == value, (index, key)
-
-
-def _require_same(one: nn.Module, two: nn.Module) -> None:
-    for name, p in one.named_parameters():
-        assert torch.equal(p, two.get_parameter(name)), name
+def _training(name: str, **options: Any) -> Training:
+    return Training(_net(), lambda net: MAKERS[name](_groups(net)), F.mse_loss, *_batch(), **options)
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -226,7 +195,13 @@ def test_steps_are_bitwise_eagers(name: str, caplog: pytest.LogCaptureFixture) -
         step = compile_step(net, optimizer, F.mse_loss, _batch(), sanitize="poison") if planned else None
         losses = []
         for seed in range(6):
-            losses.append(_eager(net, optimizer, _batch(seed)) if step is None else step(*_batch(seed)))
+            x, y = _batch(seed)
+            if step is None:
+                optimizer.zero_grad()
+                loss = F.mse_loss(net(x), y)
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            losses.append(loss.detach() if step is None else step(x, y))
             if schedule is not None:
                 schedule.step()
         optimizer.zero_grad()
@@ -237,55 +212,32 @@ def test_steps_are_bitwise_eagers(name: str, caplog: pytest.LogCaptureFixture) -
             assert bool(step.plan.outside["optimizer state"]) is (name in _PLANNED)
     (losses, theirs, reference), (mine, ours, optimizer) = found
     assert all(map(torch.equal, losses, mine))
-    _require_same(ours, theirs)
+    assert same_parameters(ours, theirs)
     if name != "lookahead":
-        _require_same_state(optimizer, reference)
+        assert_same_state(optimizer, reference)
     assert len(_warnings(caplog)) == (name == "keeping")  # which keeps bytes of the arena by a view
-
-
-@pytest.mark.parametrize("name", [slow("adamw"), "lion"])
-def test_a_run_is_resumed_from_state_dicts(name: str) -> None:
-    step, net, ours, twin, theirs = _pair(name)
-    for seed in range(3):
-        step(*_batch(seed))
-        _eager(twin, theirs, _batch(seed))
-    resumed = _net()
-    resumed.load_state_dict(net.state_dict())
-    again = MAKERS[name](_groups(resumed))
-    again.load_state_dict(copy.deepcopy(ours.state_dict()))
-    next_step = compile_step(resumed, again, F.mse_loss, _batch())
-    for seed in range(3, 6):
-        assert torch.equal(next_step(*_batch(seed)), _eager(twin, theirs, _batch(seed)))
-    _require_same(resumed, twin)
-    _require_same_state(again, theirs)
-    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))  # into the step that runs
-    net.load_state_dict(twin.state_dict())
-    for seed in range(7, 9):
-        assert torch.equal(step(*_batch(seed)), _eager(twin, theirs, _batch(seed)))
-    _require_same_state(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["adamw", "rmsprop-foreach"])
 def test_groups_that_change_are_followed(name: str) -> None:
     """Groups change as in fine-tuning: a layer is unfrozen and added, options change, a layer is frozen again."""
-    nets = _net(), _net()
-    for net in nets:
-        net[0].requires_grad_(False)
-    ours, theirs = (MAKERS[name]([{"params": list(net[2].parameters())}]) for net in nets)
-    step = compile_step(nets[0], ours, F.mse_loss, _batch())
+    net: Any = _net()
+    net[0].requires_grad_(False)
+    training = Training(net, lambda m: MAKERS[name]([{"params": list(m[2].parameters())}]), F.mse_loss, *_batch())
+    nets: Any = (training.model, training.eager)
+    optimizers = (training.ours, training.theirs)
 
     def both(steps: int) -> None:
         for seed in range(steps):
-            assert torch.equal(step(*_batch(seed)), _eager(nets[1], theirs, _batch(seed)))
-        _require_same(*nets)
-        _require_same_state(ours, theirs)
+            training.both(*_batch(seed))
+        training.assert_same_state()
 
     both(2)
-    for net, optimizer in zip(nets, (ours, theirs), strict=True):
+    for net, optimizer in zip(nets, optimizers, strict=True):
         net[0].requires_grad_(True)
         optimizer.add_param_group({"params": list(net[0].parameters()), "lr": 0.3})
     both(3)
-    for optimizer in (ours, theirs):
+    for optimizer in optimizers:
         optimizer.param_groups[0]["lr"] = 0.1
         optimizer.param_groups[1]["weight_decay"] = 0.5
     both(2)
@@ -296,24 +248,20 @@ def test_groups_that_change_are_followed(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", slow("rmsprop-foreach")])
 def test_batches_of_other_sizes(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    step, net, ours, twin, theirs = _pair(name, clip_grad_norm=0.1, sanitize="redzone")
+    training = _training(name, clip=0.1, sanitize="redzone")
     for seed, rows in enumerate((5, 2, 5, 64, 5, 64, 2)):
-        batch = _batch(seed, rows)
-        assert torch.equal(step(*batch), _eager(twin, theirs, batch, clip=0.1)), rows
-    _require_same(net, twin)
-    _require_same_state(ours, theirs)
+        training.both(*_batch(seed, rows))
+    training.assert_same_state()
     assert not _warnings(caplog)
 
 
 @pytest.mark.slow
 def test_beyond_the_limit_steps_run_eagerly_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    step, net, ours, twin, theirs = _pair("adamw", clip_grad_norm=0.5)
+    training = _training("adamw", clip=0.5)
     for rows in (*range(1, 12), 3, 11, 1):
-        batch = _batch(rows, rows)
-        assert torch.equal(step(*batch), _eager(twin, theirs, batch, clip=0.5)), rows
-    _require_same(net, twin)
-    _require_same_state(ours, theirs)
-    assert len(step._builder.plans) == 8
+        training.both(*_batch(rows, rows))
+    training.assert_same_state()
+    assert len(training.step._builder.plans) == 8
     (warning,) = _warnings(caplog)
     assert "(9, 6)" in warning
     assert "drop_last" in warning
@@ -323,39 +271,13 @@ def test_beyond_the_limit_steps_run_eagerly_with_one_warning(caplog: pytest.LogC
     ("mode", "name"), [("replan", "adamw"), ("eager", "rmsprop-foreach"), slow("passive", "adamw")]
 )
 def test_evaluation_mode_and_autocast_are_other_calls(mode: Any, name: str) -> None:
-    nets = [nn.Sequential(_net(), nn.Dropout(0.5)) for _ in range(2)]
-    ours, theirs = (MAKERS[name](net.parameters()) for net in nets)
-    step = compile_step(nets[0], ours, F.mse_loss, _batch(), on_mismatch=mode)
+    net = nn.Sequential(_net(), nn.Dropout(0.5))
+    training = Training(net, lambda m: MAKERS[name](m.parameters()), F.mse_loss, *_batch(), on_mismatch=mode)
     for seed in range(4):
-        for net in nets:
-            net.train(seed % 2 == 0)
-        torch.manual_seed(seed)
+        for one in (training.model, training.eager):
+            one.train(seed % 2 == 0)
         with torch.autocast("cpu", torch.bfloat16, enabled=seed == 3):
-            one = step(*_batch(seed))
-        torch.manual_seed(seed)
-        theirs.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=seed == 3):
-            two = F.mse_loss(nets[1](_batch(seed)[0]), _batch(seed)[1])
-        two.backward()  # type: ignore[no-untyped-call]
-        theirs.step()
-        assert torch.equal(one, two.detach())
-    _require_same(*nets)
-
-
-@pytest.mark.parametrize("name", [slow("nesterov"), "lion"])
-def test_accumulation(name: str) -> None:
-    step, net, ours, twin, theirs = _pair(name, accumulate=2, clip_grad_norm=0.1)
-    for seed in range(6):
-        loss = F.mse_loss(twin(_batch(seed)[0]), _batch(seed)[1])
-        (loss / 2).backward()  # type: ignore[no-untyped-call]
-        if seed % 2:
-            torch.nn.utils.clip_grad_norm_(list(twin.parameters()), 0.1)
-            theirs.step()
-            theirs.zero_grad()
-        assert torch.equal(step(*_batch(seed)), loss.detach())
-        assert step.pending == (seed + 1) % 2
-    _require_same_state(ours, theirs)
-    _require_same(net, twin)
+            training.both(*_batch(seed), seed=seed)
 
 
 def test_complex_parameters_are_updated() -> None:
@@ -367,13 +289,10 @@ def test_complex_parameters_are_updated() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x * self.weight).abs()
 
-    nets = Scaled(), Scaled()
-    ours, theirs = (torch.optim.Adam(net.parameters(), lr=0.1) for net in nets)
     batch = torch.ones(3, 2), torch.zeros(3, 2)
-    step = compile_step(nets[0], ours, F.mse_loss, batch)
+    training = Training(Scaled(), lambda m: torch.optim.Adam(m.parameters(), lr=0.1), F.mse_loss, *batch)
     for _ in range(3):
-        assert torch.equal(step(*batch), _eager(nets[1], theirs, batch))
-    _require_same(*nets)
+        training.both(*batch)
 
 
 def test_optimizers_with_a_closure_are_refused() -> None:
@@ -440,7 +359,7 @@ def test_peaks_are_planned_and_not_above_eagers(name: str, rows: int, accumulate
     assert peak <= eager * 1.005 + step.plan.padding
     assert peak <= total + 64
     assert total <= peak * 1.01 + 64 or accumulate > 1  # sums end with the update
-    _require_same(ours, theirs)
+    assert same_parameters(ours, theirs)
 
 
 def test_a_budget_covers_state_and_temporaries() -> None:
@@ -451,18 +370,11 @@ def test_a_budget_covers_state_and_temporaries() -> None:
     nbytes = sum(p.nbytes for p in model.parameters())
     assert nbytes <= plain.outside["reserve"] <= 1.01 * nbytes
     assert plain.outside["temporaries"] >= nbytes
-    nets = copy.deepcopy(model), model
-    optimizers = [make(net.parameters()) for net in nets]
     limit = int(0.8 * plain.total)
-    step = compile_step(nets[0], optimizers[0], lambda loss: loss, x, budget=limit)
-    assert plain.total * 0.7 < step.plan.total <= limit
+    training = Training(model, lambda m: make(m.parameters()), itself, x, budget=limit)
+    assert plain.total * 0.7 < training.step.plan.total <= limit
     for _ in range(3):
-        optimizers[1].zero_grad()
-        loss = nets[1](x)
-        loss.backward()
-        optimizers[1].step()
-        assert torch.equal(step(x), loss.detach())
-    _require_same(*nets)
+        training.both(x)
 
 
 def test_what_does_not_run_on_fake_tensors_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -473,20 +385,17 @@ def test_what_does_not_run_on_fake_tensors_is_said(caplog: pytest.LogCaptureFixt
             assert grad.data_ptr()
             p.sub_(grad, alpha=group["lr"])
 
-    nets = _net(), _net()
-    ours, theirs = (Addressed(_groups(net)) for net in nets)
-    step = compile_step(nets[0], ours, F.mse_loss, _batch(), reserve=1000)
+    training = Training(_net(), lambda m: Addressed(_groups(m)), F.mse_loss, *_batch(), reserve=1000)
     for seed in range(3):
-        assert torch.equal(step(*_batch(seed)), _eager(nets[1], theirs, _batch(seed)))
-    _require_same(*nets)
-    assert step.plan.outside["reserve"] == 1000
+        training.both(*_batch(seed))
+    assert training.step.plan.outside["reserve"] == 1000
     (warning,) = _warnings(caplog)
     assert "Addressed: what its step() keeps and allocates is not known ahead" in warning
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_a_step_that_is_replaced_on_the_optimizer_is_called(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    step, net, ours, twin, theirs = _pair(name)
+    training = _training(name)
 
     def replace(optimizer: Any) -> None:
         def replaced() -> None:
@@ -500,42 +409,38 @@ def test_a_step_that_is_replaced_on_the_optimizer_is_called(name: str, caplog: p
 
     for seed in range(4):
         if seed == 2:
-            replace(ours)
-            replace(theirs)
-        assert torch.equal(step(*_batch(seed)), _eager(twin, theirs, _batch(seed))), seed
-        _require_same(net, twin)
+            replace(training.ours)
+            replace(training.theirs)
+        training.both(*_batch(seed))
     assert len(_warnings(caplog)) == (name == "adamw")
 
 
-@pytest.mark.parametrize(("option", "value"), [("foreach", True), ("lr", "tensor")], ids=["foreach", "lr"])
+@pytest.mark.parametrize(
+    "options", [{"foreach": True, "fused": None}, {"lr": torch.tensor(0.1), "fused": False}], ids=["foreach", "lr"]
+)
 def test_an_update_that_is_no_longer_planned_runs_as_eager(
-    option: str, value: Any, caplog: pytest.LogCaptureFixture
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    nets = _net(), _net()
-    ours, theirs = (torch.optim.Adam(_groups(net), lr=0.1, fused=True) for net in nets)
-    step = compile_step(nets[0], ours, F.mse_loss, _batch())
-    for seed in range(5):
+    training = Training(_net(), lambda m: O.Adam(_groups(m), lr=0.1, fused=True), F.mse_loss, *_batch())
+    for seed in range(4):
         if seed == 2:
-            for optimizer in (ours, theirs):
-                for group in optimizer.param_groups:
-                    group["fused"] = None if option != "lr" else False
-                    group[option] = torch.tensor(0.1) if value == "tensor" else value
-        assert torch.equal(step(*_batch(seed)), _eager(nets[1], theirs, _batch(seed))), seed
-        _require_same(*nets)
+            for group in (*training.ours.param_groups, *training.theirs.param_groups):
+                group.update(options)
+        training.both(*_batch(seed))
     (warning,) = _warnings(caplog)
     assert "its update is no longer one of torch's fused kernels" in warning
-    ours.param_groups[0]["fused"] = ours.param_groups[1]["fused"] = True
-    ours.param_groups[0][option] = ours.param_groups[1][option] = 0.1 if option == "lr" else None
-    promised = compile_step(nets[0], ours, F.mse_loss, _batch(), on_mismatch="error")
-    ours.param_groups[0]["foreach"] = True
-    with pytest.raises(InputMismatch, match="foreach changed from"):
-        promised(*_batch())
+    promised = Training(
+        _net(), lambda m: O.Adam(_groups(m), lr=0.1, fused=True), F.mse_loss, *_batch(), on_mismatch="error"
+    )
+    promised.ours.param_groups[0].update(options)
+    with pytest.raises(InputMismatch, match="changed from"):
+        promised.step(*_batch())
 
 
 def test_where_no_larger_arena_comes_earlier_programs_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, net, ours, twin, theirs = _pair("adamw")
-    assert torch.equal(step(*_batch()), _eager(twin, theirs, _batch()))
-    arena = step._builder.arena
+    training = _training("adamw")
+    training.both(*_batch())
+    arena = training.step._builder.arena
     assert arena is not None
     held = []
 
@@ -546,12 +451,11 @@ def test_where_no_larger_arena_comes_earlier_programs_go_on(monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr("memplan.runtime.memory.arena.Memory.storage", fail)
         with pytest.raises(RuntimeError, match="no memory"):
-            step(*_batch(rows=64))
-    assert held == [0], "there is one at a time"
+            training.step(*_batch(rows=64))
+    assert not any(held), "there is one at a time"
     for seed in range(3):
-        assert torch.equal(step(*_batch(seed)), _eager(twin, theirs, _batch(seed)))
-    _require_same(net, twin)
-    _require_same_state(ours, theirs)
+        training.both(*_batch(seed))
+    training.assert_same_state()
 
 
 def test_a_step_that_raises_ends_its_batches() -> None:
@@ -568,18 +472,14 @@ def test_a_step_that_raises_ends_its_batches() -> None:
                 raise ValueError("once")
             super().step()
 
-    torch.manual_seed(0)
-    model, x = torch.nn.Linear(4, 1), torch.randn(8, 4)
-    twin = copy.deepcopy(model)
-    step = compile_step(model, Fails(model.parameters()), torch.mean, x, accumulate=2)
-    step(x)
+    x, training = (
+        torch.randn(8, 6),
+        Training(_net(), lambda m: Fails(m.parameters()), torch.mean, torch.randn(8, 6), accumulate=2),
+    )
+    training.theirs.failed = True
+    training.step(x)
     with pytest.raises(ValueError, match="once"):
-        step(x)
-    assert step.pending == 0
+        training.step(x)
+    assert training.step.pending == 0
     for _ in range(2):
-        step(x)
-    eager = torch.optim.Adagrad(twin.parameters())
-    for _ in range(2):
-        (twin(x).mean() / 2).backward()
-    eager.step()
-    assert same_parameters(model, twin)
+        training.both(x)

@@ -17,7 +17,8 @@ import memplan
 from memplan.errors import BudgetInfeasible
 from memplan.runtime import CompiledModule, compile
 from memplan.runtime.memory.arena import Arena
-from tests.runtime.reference import same_parameters
+from tests.models import Halves
+from tests.runtime.reference import same_gradients, same_parameters
 from tests.slow import slow
 
 Step = Callable[[Any, int], torch.Tensor]
@@ -93,17 +94,6 @@ def test_calls_in_flight_train_as_eager(step: Step, gradients: Any) -> None:
     _train(step, gradients=gradients)
 
 
-class Generator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        first = (nn.ConvTranspose2d(10, 16, 4), nn.BatchNorm2d(16), nn.ReLU())
-        self.main = nn.Sequential(*first, nn.ConvTranspose2d(16, 3, 4, 4), nn.Tanh())
-
-    def forward(self, z: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.main(z)
-        return out
-
-
 def test_a_rollout_beyond_the_limit_runs_eagerly_with_one_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,17 +109,11 @@ def test_a_rollout_beyond_the_limit_runs_eagerly_with_one_warning(
             loss = torch.stack(rewards).sum()
             results.append(_run(loss))
         assert torch.equal(*results)
-        for p, q in zip(eager.parameters(), net.parameters(), strict=True):
-            assert torch.equal(_grad(p), _grad(q))
+        assert same_gradients(eager, net)
     assert sum("wait for their backward; further ones run eagerly" in r.message for r in caplog.records) == 1
     assert compiled._calls.pending is not None
     (instances,) = compiled._calls.pending._instances.values()
     assert len(instances) == 3
-
-
-def _grad(parameter: torch.Tensor) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 def test_a_budget_that_holds_one_call_says_so() -> None:
@@ -146,8 +130,10 @@ def test_a_budget_that_holds_one_call_says_so() -> None:
     (large(x) + large(x)).sum().backward()
 
 
-def test_copies_and_evaluation_after_calls_have_waited() -> None:
-    compiled = _train(_contrastive)
+def test_copies_and_evaluation_after_calls_have_waited(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="memplan"):
+        compiled = _train(_contrastive)
+    assert sum("while another one waits for its backward" in r.message for r in caplog.records) == 1
     twin = copy.deepcopy(compiled)
     compiled.eval()
     twin.eval()
@@ -164,12 +150,6 @@ def test_dropped_outputs_free_their_programs() -> None:
     del held
     gc.collect()
     assert not compiled._calls.pending.coordinator.waiting
-
-
-def test_the_first_overlap_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="memplan"):
-        _train(_contrastive)
-    assert sum("while another one waits for its backward" in r.message for r in caplog.records) == 1
 
 
 @pytest.mark.parametrize("rows", [slow((512, 512, 512, 512)), (512, 500, 490, 480)])
@@ -206,19 +186,9 @@ def test_a_budget_holds_for_all_calls_in_flight(rows: tuple[int, ...], monkeypat
 
 
 def test_evaluation_leaves_the_arena_in_which_graphs_keep_a_budget() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.one(x)
-            torch._dynamo.graph_break()
-            found: torch.Tensor = self.two(x)
-            return found
-
+    one, two = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2))
     x, backend = torch.randn(64, 64), memplan.Backend(arena_budget="1MiB")
-    compiled = torch.compile(Two(), backend=backend)
+    compiled = torch.compile(Halves(one, two), backend=backend)
     sizes = []
     for train in (True, True, True, *[False] * 7, True, True):
         with torch.set_grad_enabled(train):

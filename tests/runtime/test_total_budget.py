@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +18,7 @@ from memplan.devices.measure import peak_bytes
 from memplan.errors import BudgetInfeasible, MemplanError
 from memplan.runtime.execute.runner import Runner
 from memplan.trace.traced import Source
+from tests.models import Made
 from tests.runtime.allocated import allocations
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
 from tests.runtime.reference import same_gradients
@@ -25,35 +27,20 @@ from tests.slow import slow
 CLOSE = 0.003  # share of the total by which the prediction may be above what is measured
 
 
-class Mlp(nn.Module):
-    """Layers with a saved activation each, and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(5)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layers(x).square().mean()
-        return found
+def _mlp() -> list[nn.Module]:
+    """Layers with a saved activation each."""
+    return [layer for _ in range(5) for layer in (nn.Linear(128, 128), nn.GELU())]
 
 
-class Convolutions(nn.Module):
-    """Convolutions with batch norms, whose kernels allocate temporaries."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(nn.Sequential(nn.Conv2d(c, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for c in (3, 16, 16, 16))
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layers(x).square().mean()
-        return found
+def _convolutions() -> list[nn.Module]:
+    """Layers whose kernels allocate temporaries."""
+    blocks = ((nn.Conv2d(c, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for c in (3, 16, 16, 16))
+    return [layer for block in blocks for layer in block]
 
 
-MODELS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
-    "mlp": (Mlp, (1024, 128)),
-    "convolutions": (Convolutions, (8, 3, 48, 48)),
+MODELS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
+    "mlp": (_mlp, (1024, 128)),
+    "convolutions": (_convolutions, (8, 3, 48, 48)),
 }
 
 
@@ -63,7 +50,7 @@ POLICIES = {"offload": QUICK, "recompute": QUICK_RECOMPUTE}
 def _model(name: str) -> tuple[nn.Module, torch.Tensor]:
     make, shape = MODELS[name]
     torch.manual_seed(0)
-    return make(), torch.randn(shape)
+    return Made(lambda m, x: m.layers(x).square().mean(), layers=nn.Sequential(*make())), torch.randn(shape)
 
 
 def _held(runner: Runner) -> int:
@@ -156,20 +143,6 @@ def test_temporaries_that_break_a_budget_are_planned_around_or_refused() -> None
 def _assert_kept_at_most(compiled: Any, x: torch.Tensor, budget: int) -> None:
     assert compiled.plan.eviction.budget == budget
     assert _measured(compiled, x) <= compiled.plan.total <= budget
-
-
-def test_both_budgets_hold() -> None:
-    model, x = _model("mlp")
-    plain = memplan.plan(model, x)
-    arena = int(plain.arena_size * 0.8)
-    loose = memplan.plan(model, x, budget=plain.total, arena_budget=arena, policy=QUICK_RECOMPUTE)
-    assert loose.arena_size <= arena < plain.arena_size
-    total = int(plain.total * 0.7)
-    tight = memplan.plan(model, x, budget=total, arena_budget=arena, policy=QUICK_RECOMPUTE)
-    assert tight.total <= total < loose.total
-    with pytest.raises(BudgetInfeasible) as caught:
-        memplan.plan(model, x, budget=plain.total, arena_budget=1024)
-    assert caught.value.where == "arena_budget"
 
 
 def test_what_is_reserved_counts() -> None:

@@ -1,4 +1,4 @@
-"""Real models: in the arena, with guards on, the numbers are those of the traced graph and of eager."""
+"""Real models: in the arena, with guards on, also under autocast, the numbers are those of the graph and of eager."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models import traced_nano
 from tests.runtime.allocated import assert_allocates_what_it_plans, other_bytes
 from tests.runtime.reference import Interpreted
 from tests.slow import slow
-from tests.steps import loss_of
+from tests.steps import loss_of, outcomes_of, same_outcomes, under_autocast
 
 
 def _relative(one: torch.Tensor, two: torch.Tensor) -> float:
@@ -109,3 +109,30 @@ def test_reuse_in_place_lowers_the_peak_at_the_logits() -> None:
     model, args = ZOO["gpt2"]("medium")
     with_reuse, without = (plan_traced(trace(model, args, in_place=choice)) for choice in (True, False))
     assert with_reuse.max_live <= 0.89 * without.max_live
+
+
+@pytest.mark.parametrize("name", ["mlp", slow("gpt2"), slow("lstm")])
+def test_the_zoo_is_eagers_bits(name: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = ZOO[name]("nano")
+    eager = copy.deepcopy(model.train())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        compiled = memplan_compile(model, inputs)
+    expected = outcomes_of(eager, under_autocast(eager), *inputs, steps=3, seed=1)
+    assert same_outcomes(outcomes_of(model, under_autocast(compiled), *inputs, steps=3, seed=1), expected)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.77])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dropout_of_any_type_is_eagers_bits(p: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Hardtanh(), nn.Dropout(p), nn.Hardtanh())
+    found, incoming = [], torch.linspace(-1, 1, 1024, dtype=torch.float64).view(32, 32).to(dtype)
+    for call in (model, None):
+        x = torch.randn(32, 32, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+        run = memplan_compile(model, x) if call is None else call
+        torch.manual_seed(1)
+        out = run(x)
+        (gradient,) = torch.autograd.grad(out, x, incoming)
+        found.append((out.detach(), gradient))
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))

@@ -38,21 +38,6 @@ def test_every_quantity_is_a_multiple_of_the_unit_and_the_unit_is_the_largest_su
             assert multiples == set(range(0, 64, align * unit)), seed
 
 
-def test_units_by_hand() -> None:
-    arrays = make_problem_arrays(
-        Problem(buffers=(_buffer("a", 100, 0, 2, alignment=64), _buffer("b", 200, 1, 3, alignment=64)))
-    )
-    assert (arrays.unit, arrays.size.tolist(), arrays.align.tolist()) == (128, [1, 2], [1, 1])
-    assert (arrays.max_offset(328).tolist(), arrays.max_offset(327).tolist()) == ([1, 1], [1, 0])
-    assert (arrays.max_offset(99).tolist(), arrays.ceiling(328), arrays.ceiling(327)) == ([-1, -1], 3, 2)
-    mixed = make_problem_arrays(Problem(buffers=(_buffer("a", 6, 0, 2), _buffer("b", 12, 1, 3, alignment=4))))
-    assert (mixed.unit, mixed.size.tolist(), mixed.align.tolist()) == (2, [3, 6], [1, 2])
-    pinned = make_problem_arrays(Problem(buffers=(_buffer("a", 6, 0, 2, pin=9), _buffer("b", 12, 1, 3))))
-    assert (pinned.unit, pinned.low.tolist()) == (3, [3, 0])
-    assert pinned.max_offset(15).tolist() == [3, 1]
-    assert pinned.max_offset(14).tolist() == [-1, 0]
-
-
 def test_the_highest_offset_ends_within_the_capacity() -> None:
     for seed in range(100):
         problem = small_problem(seed, pins=True)
@@ -127,24 +112,6 @@ def test_a_subset_is_the_problem_of_its_buffers_alone() -> None:
         for s, step in enumerate(part.steps.tolist()):
             alive = {k for k, b in enumerate(ids.tolist()) if _is_alive(problem.buffers[b], step)}
             assert alive == {k for k in range(part.n) if s in sections_of_buffer(part, k)}
-
-
-def test_the_load_is_what_is_alive() -> None:
-    for seed in range(80):
-        arrays = make_problem_arrays(small_problem(seed))
-        expected = [
-            sum(int(arrays.size[b]) for b in range(arrays.n) if s in sections_of_buffer(arrays, b))
-            for s in range(arrays.sections)
-        ]
-        assert load_of(arrays).tolist() == expected
-
-
-def test_content_tells_repeated_layers_from_others() -> None:
-    rows = [("a", 4, 0, 2), ("b", 6, 1, 3)]
-    first = make_problem_arrays(Problem(buffers=tuple(_buffer(*row) for row in rows)))
-    later = make_problem_arrays(Problem(buffers=tuple(_buffer(n, size, a + 50, b + 50) for n, size, a, b in rows)))
-    other = make_problem_arrays(Problem(buffers=(_buffer("a", 4, 0, 2), _buffer("b", 8, 1, 3))))
-    assert first.content == later.content != other.content
 
 
 def test_empty_and_weightless_buffers_have_no_arrays() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -16,8 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.instances import planted
 from memplan.core.problem import Buffer, Interval, Problem, Status
 from memplan.core.validate import validate
-from memplan.errors import UnsupportedProblem
-from memplan.solvers import SOLVERS, select_solver, solve
+from memplan.solvers import SOLVERS, solve
 from tests.slow import slow
 from tests.solvers.small import least_arena
 from tests.strategies import problems, random_problem
@@ -48,19 +46,6 @@ def test_the_default_finds_the_least_arena(problem: Problem) -> None:
     assert (searched.status, searched.arena_size) == (Status.OPTIMAL, least_arena(problem))
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_the_default_reaches_the_brute_force_optimum(seed: int) -> None:
-    chance = random.Random(seed)
-    made = []
-    for i in range(chance.randint(2, 7)):
-        start = chance.randrange(6)
-        live = Interval(start, start + chance.randint(1, 5))
-        made.append(Buffer(id=str(i), size=chance.randint(1, 9), live=live))
-    problem = Problem(buffers=tuple(made))
-    solution = solve(problem)
-    assert (solution.arena_size, solution.status) == (_brute_force(problem), Status.OPTIMAL)
-
-
 def test_a_hole_may_be_blocked_under_a_neighbour_that_lies_higher() -> None:
     """b3 cannot sink to 0 for b4's sake; b2, which lies above that, is placed before b4."""
     given = ((1, 0, 1, 2), (1, 0, 1, 2), (3, 0, 2, 1), (1, 1, 3, 1), (2, 2, 3, 4))  # size, live, alignment
@@ -70,18 +55,6 @@ def test_a_hole_may_be_blocked_under_a_neighbour_that_lies_higher() -> None:
     )
     solution = solve(Problem(buffers=tuple(buffers)))
     assert (solution.arena_size, solution.status) == (5, Status.OPTIMAL)
-
-
-def _brute_force(problem: Problem) -> int:
-    """Some optimal placement is what stacking in order of its offsets gives: try every order."""
-    best = sum(b.size for b in problem.buffers)
-    for order in itertools.permutations(problem.buffers):
-        tops: list[tuple[Buffer, int]] = []
-        for b in order:
-            under = max((top for other, top in tops if not b.live.is_disjoint(other.live)), default=0)
-            tops.append((b, under + b.size))
-        best = min(best, max(top for _, top in tops))
-    return best
 
 
 @given(problem=problems(aligned=False), factor=st.integers(2, 1000))
@@ -149,12 +122,3 @@ def test_same_plan_byte_for_byte_under_any_hash_seed() -> None:
         outputs.append(run.stdout)
     assert outputs[0] == outputs[1]
     assert len(json.loads(outputs[0])[0]) == 120
-
-
-def test_select_solver_says_which_would_run_and_why_not() -> None:
-    pinned = Problem(buffers=(Buffer(id="a", size=4, live=Interval(0, 2), pinned_offset=8),))
-    assert select_solver(pinned).name == "portfolio"
-    with pytest.raises(UnsupportedProblem, match="pinned"):
-        select_solver(pinned, "partition")
-    with pytest.raises(UnsupportedProblem, match="no solver 'best'"):
-        select_solver(pinned, "best")

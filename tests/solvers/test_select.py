@@ -9,7 +9,7 @@ import pytest
 from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
 from memplan.errors import InvalidProblem, InvalidSolution, UnsupportedProblem
 from memplan.solvers import Progress, SolverLimits, select_solver, solve
-from memplan.solvers.base import align_up, finish, infeasible_step
+from memplan.solvers.base import finish
 from memplan.solvers.baselines import GREEDY
 from memplan.solvers.select import check_numbers, check_pins
 
@@ -147,20 +147,6 @@ def test_status_of_a_finished_placement(capacity: int | None, gap: int, bound: i
     assert (solution.status, solution.arena_size, solution.bound) == (status, 10 + gap, max(bound, 10))
     assert (solution.proof is not None) == (capacity == 9)
     assert (solution.solver, solution.seconds) == ("test", 0.5)
-
-
-def test_the_proof_names_the_step_and_what_is_alive_there() -> None:
-    buffers = (*_TWO, _buffer("none", 0, 0, 9), _buffer("late", 9, 5, 6))
-    assert infeasible_step(Problem(buffers=buffers)) is None
-    assert infeasible_step(Problem(buffers=buffers, capacity=10)) is None
-    proof = infeasible_step(Problem(buffers=buffers, capacity=9))
-    assert proof is not None
-    assert (proof.step, proof.ids, proof.needed) == (1, ("a", "b"), 10)
-
-
-def test_rounding_up() -> None:
-    assert [align_up(n, 4) for n in (0, 1, 3, 4, 5, 8)] == [0, 4, 4, 4, 8, 8]
-    assert align_up(7, 1) == 7
 
 
 _RING = (_buffer("a", 20, 0, 5, gaps=(Interval(1, 4),)), _buffer("b", 20, 0, 3), _buffer("c", 20, 2, 5))

@@ -9,8 +9,7 @@ from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
 from memplan.schedule import traced
 from memplan.symbolic import Symbol, SymbolicPlan, make_symbolic
-from memplan.symbolic.plan import stable
-from memplan.symbolic.sizes import Sizes, SizesWriter
+from memplan.symbolic.sizes import Sizes, SizesWriter, with_stable_candidates
 from tests.graph_strategies import graphs, schedules
 
 
@@ -60,7 +59,7 @@ def symbolic_plans(draw: st.DrawFn, max_ops: int = 10) -> SymbolicPlan:
     varying = draw(symbols())
     graph = draw(graphs(max_ops))
     sizes = draw(sizes_of(graph, varying))
-    graph = stable(graph, sizes)
+    graph = with_stable_candidates(graph, sizes)
     alignment = draw(st.sampled_from([1, 64]))
     plan = make_plan(
         ScheduledGraph(

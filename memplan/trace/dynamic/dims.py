@@ -9,14 +9,15 @@ arguments that follow from them.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.export.dynamic_shapes import _check_dynamic_shapes, _combine_args, _tree_map_with_path
+from torch.utils._pytree import keystr
 
 from memplan.errors import InvalidShapes, ShapeOutOfRange
 from memplan.symbolic.sizes import Evaluate, Sizes, Symbol, graph_at
@@ -67,41 +68,30 @@ class Dims:
 
 
 def read_dims(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Dims:
-    """Return what `dynamic_shapes` says for a call of `model`.
+    """Return what `dynamic_shapes` says for a call of `model`, with torch's own checks of it.
 
-    Raises `InvalidShapes` for the part that makes no sense.
+    An argument that it does not name is fixed. Raises `InvalidShapes` for the part that makes no sense.
     """
     flat, spec = pytree.tree_flatten((args, kwargs))
-    numbered = pytree.tree_unflatten(list(range(len(flat))), spec)
     reader = _Reader(flat)
-    for path, part, numbers in _by_argument(model, numbered, given):
-        reader.read(path, part, numbers)
-    return reader.finish()
-
-
-def _by_argument(model: nn.Module, numbered: Any, given: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, its entry of `dynamic_shapes`, the numbers of its leaves) for each argument."""
-    args, kwargs = numbered
     try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError) as error:
-        hint = "pass example_inputs and example_kwargs with which model(*inputs, **kwargs) runs"
-        raise InvalidShapes(f"forward does not take the example: {error}", where="dynamic_shapes", hint=hint) from error
-    if isinstance(given, Mapping):
-        for name in given:
-            if name not in bound:
-                hint = f"forward has been given: {', '.join(bound)}"
-                raise InvalidShapes(f"there is no argument {name!r}", where="dynamic_shapes", hint=hint)
-        for name, part in given.items():
-            yield f"dynamic_shapes[{name!r}]", part, bound[name]
-        return
-    if not isinstance(given, (tuple, list)):
-        raise InvalidShapes(f"is a {type(given).__name__}", where="dynamic_shapes", hint=_HINT)
-    if len(given) != len(bound):
-        what = f"has {len(given)} entries for {len(bound)} arguments"
-        raise InvalidShapes(what, where="dynamic_shapes", hint="give one for each, None where nothing varies")
-    for i, (part, numbers) in enumerate(zip(given, bound.values(), strict=True)):
-        yield f"dynamic_shapes[{i}]", part, numbers
+        bound, numbers = (_combine_args(model, *pytree.tree_unflatten(of, spec)) for of in (flat, range(len(flat))))
+        parts = dict(given) if isinstance(given, Mapping) else dict(zip(bound, given, strict=True))
+        parts = {name: part for name, part in parts.items() if part is not None}
+        unknown = next((name for name in parts if name not in bound), None)
+        if unknown is not None:
+            what, hint = f"there is no argument {unknown!r}", f"forward has been given: {', '.join(bound)}"
+            raise InvalidShapes(what, where="dynamic_shapes", hint=hint)
+        _check_dynamic_shapes({name: bound[name] for name in parts}, parts)
+        _tree_map_with_path(reader.read, {name: numbers[name] for name in parts}, parts, tree_name="inputs")
+    except InvalidShapes:
+        raise
+    except Exception as error:  # whatever torch raises
+        raise InvalidShapes(str(error).splitlines()[0], where="dynamic_shapes", hint=_HINT) from error
+    if not reader.ranges:
+        hint = f"name what varies, as in {{'tokens': {{0: {_EXAMPLE}}}}}, or leave dynamic_shapes out"
+        raise InvalidShapes("no dimension varies", where="dynamic_shapes", hint=hint)
+    return Dims(symbols=tuple(reader.ranges.values()), leaves=tuple(reader.leaves))
 
 
 class _Reader:
@@ -112,36 +102,11 @@ class _Reader:
         self.ranges: dict[str, Range] = {}
         self.leaves: list[dict[int, Varying]] = [{} for _ in flat]
 
-    def read(self, path: str, part: Any, numbers: Any) -> None:
-        """Record what `part` says of the leaves whose numbers are in the tree `numbers`."""
-        if part is None:
-            return
-        if isinstance(numbers, int):
-            if not isinstance(self.flat[numbers], torch.Tensor):
-                raise InvalidShapes("is given for an argument that is not a tensor", where=path, hint="use None for it")
-            self._tensor(path, part, numbers)
-            return
-        children = list(numbers.items()) if isinstance(numbers, Mapping) else list(enumerate(numbers))
-        parts = part if isinstance(part, Mapping) else dict(enumerate(part)) if isinstance(part, (list, tuple)) else {}
-        unknown = set(parts) - {key for key, _ in children}
-        if unknown or not parts:
-            raise InvalidShapes(f"does not match the argument, which has {len(children)} parts", where=path, hint=_HINT)
-        for key, child in children:
-            self.read(f"{path}[{key!r}]", parts.get(key), child)
-
-    def _tensor(self, path: str, part: Any, number: int) -> None:
-        """Record what `part` says of the dimensions of one tensor."""
-        tensor = self.flat[number]
-        if not isinstance(part, (Mapping, tuple, list)):
-            raise InvalidShapes(f"is {part!r}, not a dict from dimensions to Dims", where=path, hint=_HINT)
-        entries = part if isinstance(part, Mapping) else dict(enumerate(part))
-        if not isinstance(part, Mapping) and len(part) != tensor.dim():
-            raise InvalidShapes(f"has {len(part)} entries for {tensor.dim()} dimensions", where=path, hint=_HINT)
-        for dim, said in entries.items():
-            where = f"{path}[{dim!r}]"
-            if type(dim) is not int or not -tensor.dim() <= dim < tensor.dim():
-                raise InvalidShapes(f"the tensor has {tensor.dim()} dimensions", where=where, hint=_HINT)
-            self._dim(where, said, number, dim % tensor.dim())
+    def read(self, path: Any, number: int, part: Any) -> None:
+        """Record what `part` says of the dimensions of a leaf."""
+        for dim, said in part.items() if isinstance(part, Mapping) else enumerate(part or ()):
+            tensor, where = self.flat[number], f"dynamic_shapes{keystr(path)}[{dim!r}]"
+            self._dim(where, said, number, range(tensor.dim())[dim])
 
     def _dim(self, where: str, said: Any, number: int, dim: int) -> None:
         """Record what `said` says of one dimension."""
@@ -159,11 +124,12 @@ class _Reader:
             self._symbol(where, name, said.min, said.max, size, strict=kind == "DYNAMIC")
             self.leaves[number][dim] = Varying(symbol=name)
             return
-        if not hasattr(said, "__name__") or not hasattr(said, "min"):
-            raise InvalidShapes(f"{said!r} is not a Dim", where=where, hint=f"write {_EXAMPLE}, an int or None")
-        root = getattr(said, "root", said)
-        varying = Varying(symbol=root.__name__, **_linear(said, where))
-        value, rest = divmod(size - varying.offset, varying.factor)
+        root, offset, factor = said, 0, 1
+        if hasattr(said, "root"):  # a derived Dim such as 2*batch + 1
+            root, offset = said.root, int(said.fn(0))
+            factor = int(said.fn(1)) - offset
+        varying = Varying(symbol=root.__name__, factor=factor, offset=offset)
+        value, rest = divmod(size - offset, factor)
         if rest:
             raise InvalidShapes(f"is {varying}, the example has {size}", where=where, hint="choose another example")
         self._symbol(where, root.__name__, root.min, root.max, value, strict=True)
@@ -171,29 +137,15 @@ class _Reader:
 
     def _symbol(self, where: str, name: str, low: Any, high: Any, example: int, *, strict: bool) -> None:
         """Record a symbol and its range. Raises `InvalidShapes` if that contradicts what is known of it."""
-        found = Range(
-            name=name,
-            min=max(int(low or 0), 1),
-            max=_HIGHEST if high is None or not high < _HIGHEST else int(high),
-            example=example,
-            strict=strict,
-        )
+        high = _HIGHEST if high is None or not high < _HIGHEST else int(high)
+        found = Range(name=name, min=max(int(low or 0), 1), max=high, example=example, strict=strict)
         known = self.ranges.setdefault(name, found)
         if known.example != example:
             what = f"{name} is {known.example} and {example} in one example"
             raise InvalidShapes(what, where=where, hint="dimensions of one Dim are always equal; use two Dims")
-        if (known.min, known.max) != (found.min, found.max):
-            raise InvalidShapes(f"there are two Dims of the name {name!r}", where=where, hint="give each its own name")
         if not found.min <= example <= found.max:
             what = f"{name} is {example} in the example, outside of {found.min}..{found.max}"
             raise InvalidShapes(what, where=where, hint="widen the range, or choose another example")
-
-    def finish(self) -> Dims:
-        """Return the result. Raises `InvalidShapes` if no dimension varies."""
-        if not self.ranges:
-            hint = f"name what varies, as in {{'tokens': {{0: {_EXAMPLE}}}}}, or leave dynamic_shapes out"
-            raise InvalidShapes("no dimension varies", where="dynamic_shapes", hint=hint)
-        return Dims(symbols=tuple(self.ranges.values()), leaves=tuple(self.leaves))
 
 
 def without(dims: Dims, names: Collection[str]) -> Dims:
@@ -207,14 +159,6 @@ def without(dims: Dims, names: Collection[str]) -> Dims:
         raise InvalidShapes(what, where="dynamic_shapes", hint="leave dynamic_shapes out", see="fixed-size")
     leaves = tuple({d: v for d, v in leaf.items() if v.symbol not in names} for leaf in dims.leaves)
     return Dims(symbols=rest, leaves=leaves)
-
-
-def _linear(said: Any, where: str) -> dict[str, int]:
-    """Return `factor` and `offset` of a derived Dim such as 2*batch + 1."""
-    if not hasattr(said, "root"):
-        return {}
-    offset = int(said.fn(0))
-    return {"factor": int(said.fn(1)) - offset, "offset": offset}
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,27 +223,3 @@ class SymbolicTrace:
             kernels=tuple(map(kernel, self.kernels)),
             example_inputs=tuple(flat),
         )
-
-
-def same_step(one: SymbolicTrace, two: SymbolicTrace) -> bool:
-    """Return whether two traces of a model are the same step, names aside: ops, numbers, sizes, and who owns what."""
-
-    def compared(trace: SymbolicTrace) -> Any:
-        """Return everything that is compared."""
-        graph, texts = trace.traced.graph, trace.sizes.expressions
-        views = [tuple(texts[p] for p in view) for view in trace.sizes.views]
-        kernels = [
-            str(pytree.tree_map(lambda x: texts[x.place] if isinstance(x, Sized) else x, (k.target, k.args, k.kwargs)))
-            for k in trace.kernels
-        ]
-        return (
-            [(op.target, op.phase, op.reads, op.writes, op.direct, op.random, op.unrelated) for op in graph.ops],
-            [(v.storage, v.dtype, view) for v, view in zip(graph.values, views, strict=True)],
-            [
-                (s.kind, s.device, s.planned, texts[p])
-                for s, p in zip(graph.storages, trace.sizes.storages, strict=True)
-            ],
-            (graph.outputs, graph.gradients, kernels, trace.traced.results),
-        )
-
-    return bool(compared(one) == compared(two))

@@ -18,9 +18,8 @@ step itself, with the sizes of the first run; then the step is planned like any 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,14 +36,13 @@ from memplan.evict.policies.checkpoint import checkpoint
 from memplan.planning.checkpoints import has_checkpoints, without_checkpoints
 from memplan.planning.fit import make_workload
 from memplan.planning.options import DEFAULTS, DynamicShapes, PlanOptions
-from memplan.symbolic.plan import SymbolicPlan, make_symbolic, stable
+from memplan.symbolic.plan import SymbolicPlan, make_symbolic
 from memplan.symbolic.sizes import SizesWriter, Symbol, evaluator, holder, with_stable_candidates
 from memplan.torch_inside.graphs import FakeTensor
 from memplan.trace.capture.refusals import require_traceable
-from memplan.trace.dynamic.dims import Dims, Range, SymbolicTrace, read_dims, same_step, without
+from memplan.trace.dynamic.dims import Range, SymbolicTrace, read_dims, without
 from memplan.trace.dynamic.symbolic_capture import read_symbolic, sized_kernel, tracing_hints
-from memplan.trace.dynamic.symbols import Translator, disjunction, nearest_excluded, without_implied
-from memplan.trace.dynamic.symbols import fixed_symbol as pinned_by
+from memplan.trace.dynamic.symbols import Translator, fixed_symbol, without_implied
 from memplan.trace.graph.remap_to_plan import kernel_of
 from memplan.trace.planning import plan_traced
 from memplan.trace.traced import KernelCall
@@ -61,14 +59,9 @@ def follow_checkpoints(found: SymbolicTrace, *, in_place: bool) -> SymbolicTrace
     workload = make_workload(graph, tuple(range(len(graph.ops))), DEVICES["cpu"], alignment=1)
     applied = apply(workload, checkpoint(workload))
     require_equivalent(graph, applied.graph, applied.sources)
-    steps = tuple(zip(applied.graph.ops, applied.sources, strict=True))
-
-    def kernels(of: tuple[KernelCall, ...]) -> tuple[KernelCall, ...]:
-        """Return the kernels of all ops; `of` are those of the ops as they were traced."""
-        base = replace(found.traced, kernels=of)
-        made = (kernel_of(base, applied.graph, op, source) for op, source in steps)
-        return tuple(kernel for kernel in made if isinstance(kernel, KernelCall))
-
+    base = replace(found.traced, kernels=found.kernels)
+    steps = zip(applied.graph.ops, applied.sources, strict=True)
+    kernels = (kernel_of(base, applied.graph, op, source) for op, source in steps)
     first = dict(zip((further for _, further in applied.instances), applied.instances, strict=True))
     storages = [*found.sizes.storages]
     storages += [found.sizes.storages[first[i][0]] for i in range(len(storages), len(applied.graph.storages))]
@@ -76,18 +69,16 @@ def follow_checkpoints(found: SymbolicTrace, *, in_place: bool) -> SymbolicTrace
     views = [*found.sizes.views]
     views += [found.sizes.views[place[v.name.rpartition("@")[0]]] for v in applied.graph.values[len(views) :]]
     sizes = replace(found.sizes, storages=tuple(storages), views=tuple(views))
-    made = without_checkpoints(applied.graph)
-    made = with_stable_candidates(with_inplace_candidates(made), sizes) if in_place else made
-    traced = replace(found.traced, graph=made, kernels=kernels(_called(found.traced.kernels)))
-    return replace(found, traced=traced, kernels=kernels(found.kernels), sizes=sizes)
-
-
-def _called(kernels: tuple[object, ...]) -> tuple[KernelCall, ...]:
-    """Return the kernels of a traced step, which are all calls."""
-    return tuple(kernel for kernel in kernels if isinstance(kernel, KernelCall))
-
-
-_WIDENINGS = 2  # further traces that test whether a condition matters
+    whole = without_checkpoints(applied.graph)
+    whole = with_stable_candidates(with_inplace_candidates(whole), sizes) if in_place else whole
+    made = replace(
+        found,
+        traced=replace(found.traced, graph=whole),
+        kernels=tuple(kernel for kernel in kernels if isinstance(kernel, KernelCall)),
+        sizes=sizes,
+    )
+    hints = {s.name: s.hint for s in found.symbols}
+    return replace(made, traced=made.at(hints, found.traced.example_inputs))
 
 
 def trace_symbolic(
@@ -98,13 +89,12 @@ def trace_symbolic(
     dynamic_shapes: DynamicShapes,
     train: bool,
     in_place: bool = True,
-    gradients_in_arena: bool = False,
-    copy_gradients: bool = False,
     fixed: Collection[str] = (),
+    **options: Any,
 ) -> SymbolicTrace:
     """Trace one step of `model` for all shapes that `dynamic_shapes` allows; symbols in `fixed` do not vary.
 
-    The other arguments are those of `memplan.trace.trace`.
+    The other arguments and `options` are those of `memplan.trace.trace`.
 
     Raises `InvalidShapes` if the shapes make no sense or the model works for one size of a dimension only (the error
     names the line and the condition), and `UnsupportedGraph` if the model cannot be traced.
@@ -112,41 +102,37 @@ def trace_symbolic(
     require_traceable(model)
     _refuse_fakes(model, args, kwargs)
     dims = without(read_dims(model, args, kwargs, dynamic_shapes), fixed)
-    trace = partial(
-        _trace,
-        model,
-        args,
-        kwargs,
-        train=train,
-        in_place=in_place,
-        gradients_in_arena=gradients_in_arena,
-        copy_gradients=copy_gradients,
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    hints = tracing_hints(model, flat, dims)
+    alias_classes, traced = read_symbolic(model, flat, spec, dims, hints, train=train, **options)
+    translator = alias_classes.translator
+    conditions = translator.conditions()
+    writer = SizesWriter()
+    kernels = tuple(sized_kernel(k, translator, writer) for k in traced.kernels if isinstance(k, KernelCall))
+    sizes = writer.finish(alias_classes.storage_texts(), alias_classes.view_texts)
+    found = fixed_symbol(dims.symbols, hints, conditions)
+    if found is not None:  # the rest is traced again
+        _require_free(*found, translator)
+        rest = {"dynamic_shapes": dynamic_shapes, "fixed": (*fixed, found[0].name), **options}
+        return trace_symbolic(model, args, kwargs, train=train, in_place=in_place, **rest)
+    conditions = without_implied(dims.symbols, conditions)
+    names = [s.name for s in dims.symbols]
+    example = {s.name: s.example for s in dims.symbols}
+    if not all(holder(conditions, names)(*example.values())):
+        example = hints
+    made = SymbolicTrace(
+        symbols=tuple(Symbol(name=s.name, min=s.min, max=s.max, hint=example[s.name]) for s in dims.symbols),
+        conditions=conditions,
+        traced=traced,
+        kernels=kernels,
+        sizes=sizes,
+        dims=dims,
+        leaves=tuple(_shape(x, dims.leaves[i]) if isinstance(x, torch.Tensor) else None for i, x in enumerate(flat)),
+        evaluate=evaluator(sizes.expressions, names),
     )
-    while True:  # where the model fixes a dimension that need not vary, the rest is traced again
-        outcome = trace(dims)
-        if isinstance(outcome, SymbolicTrace):
-            break
-        dims = outcome
-    for _ in range(_WIDENINGS):
-        other = _trace_beyond(outcome, trace)
-        if other is None or not same_step(outcome, other):
-            break
-        outcome = replace(outcome, conditions=disjunction(outcome.dims.symbols, outcome.conditions, other.conditions))
-    return follow_checkpoints(outcome, in_place=in_place)
-
-
-def _trace_beyond(found: SymbolicTrace, trace: Callable[[Dims], SymbolicTrace | Dims]) -> SymbolicTrace | None:
-    """Return a trace where the conditions of `found` do not hold; None if they always hold, or no such trace works."""
-    hints = {s.name: s.hint for s in found.symbols}
-    out = nearest_excluded(found.dims.symbols, hints, found.conditions)
-    if out is None:
-        return None
-    there = replace(found.dims, symbols=tuple(replace(s, example=out[s.name]) for s in found.dims.symbols))
-    try:
-        other = trace(there)
-    except (InvalidShapes, UnsupportedGraph):
-        return None
-    return other if isinstance(other, SymbolicTrace) else None
+    traced = made.at(example, flat)
+    graph = with_stable_candidates(with_inplace_candidates(traced.graph), sizes) if in_place else traced.graph
+    return follow_checkpoints(replace(made, traced=replace(traced, graph=graph)), in_place=in_place)
 
 
 def _refuse_fakes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -193,69 +179,14 @@ def plan_of(traced: SymbolicTrace, options: PlanOptions = DEFAULTS, *, redzone: 
     )
 
 
-def _trace(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dims: Dims,
-    *,
-    train: bool,
-    in_place: bool,
-    gradients_in_arena: bool,
-    copy_gradients: bool,
-) -> SymbolicTrace | Dims:
-    """Return a symbolic trace, or, if the model fixes a symbol that need not vary, the dims without that symbol."""
-    flat, spec = pytree.tree_flatten((args, kwargs))
-    hints = tracing_hints(model, flat, dims)
-    alias_classes, traced = read_symbolic(
-        model,
-        flat,
-        spec,
-        dims,
-        hints,
-        train=train,
-        gradients_in_arena=gradients_in_arena,
-        copy_gradients=copy_gradients,
-    )
-    translator = alias_classes.translator
-    conditions = translator.conditions()
-    writer = SizesWriter()
-    kernels = tuple(sized_kernel(k, translator, writer) for k in traced.kernels if isinstance(k, KernelCall))
-    sizes = writer.finish(alias_classes.storage_texts(), alias_classes.view_texts)
-    fixed_symbol = pinned_by(dims.symbols, hints, conditions)
-    if fixed_symbol is not None:
-        return _fixed(dims, fixed_symbol, translator)
-    conditions = without_implied(dims.symbols, conditions)
-    names = [s.name for s in dims.symbols]
-    example = {s.name: s.example for s in dims.symbols}
-    if not all(holder(conditions, names)(*example.values())):
-        example = hints
-    made = SymbolicTrace(
-        symbols=tuple(Symbol(name=s.name, min=s.min, max=s.max, hint=example[s.name]) for s in dims.symbols),
-        conditions=conditions,
-        traced=traced,
-        kernels=kernels,
-        sizes=sizes,
-        dims=dims,
-        leaves=tuple(_shape(x, dims.leaves[i]) if isinstance(x, torch.Tensor) else None for i, x in enumerate(flat)),
-        evaluate=evaluator(sizes.expressions, names),
-    )
-    traced = made.at(example, flat)
-    graph = stable(with_inplace_candidates(traced.graph), sizes) if in_place else traced.graph
-    return replace(made, traced=replace(traced, graph=graph))
-
-
 def _shape(x: torch.Tensor, varying: Mapping[int, Any]) -> tuple[str, ...]:
     """Return the shape of an input as expressions."""
     return tuple(str(varying.get(i, int(n))) for i, n in enumerate(x.shape))
 
 
-def _fixed(dims: Dims, fixed_symbol: tuple[Range, str], translator: Translator) -> Dims:
-    """Return the dims without a symbol that the model fixes. Raises `InvalidShapes` if that symbol must vary."""
-    s, text = fixed_symbol
+def _require_free(s: Range, text: str, translator: Translator) -> None:
+    """Raise `InvalidShapes` for a symbol that the model fixes by a condition, and that must vary."""
     if s.strict:
-        reason = translator.reason(text)
-        what = f"the model fixes {s.name}: it was traced under the condition {text}{reason}"
+        what = f"the model fixes {s.name}: it was traced under the condition {text}{translator.reason(text)}"
         hint = f"leave {s.name} out of dynamic_shapes, write Dim.AUTO for it, or change that line"
         raise InvalidShapes(what, where=f"dynamic_shapes: {s.name}", hint=hint, see="fixed-size")
-    return without(dims, (s.name,))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
 from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -21,7 +23,7 @@ from memplan.torch_inside.dynamo import mark_varying, named_source
 from memplan.trace.capture.front_ends import READINGS, dynamo
 from memplan.trace.capture.joint_graph import captured, export_joint, prepare
 from memplan.trace.capture.refusals import unsupported
-from memplan.trace.dynamic.dims import Dims, Range, Sized
+from memplan.trace.dynamic.dims import Dims, Range, Sized, Varying
 from memplan.trace.dynamic.symbols import Translator
 from memplan.trace.graph.values import AliasClasses
 from memplan.trace.passes.own_outputs import own_outputs, returned_by
@@ -68,12 +70,8 @@ def tracing_hints(model: nn.Module, flat: Sequence[Any], dims: Dims) -> dict[str
     taken -= {s.example for s in dims.symbols} - {0, 1, 2}
     hints: dict[str, int] = {}
     for s in dims.symbols:
-        near = sorted(
-            range(max(s.min, s.example - 64), min(s.max, s.example + 64) + 1), key=lambda n: abs(n - s.example)
-        )
-        found = next((n for n in near if n not in taken), None)
-        if found is None:
-            found = next((n for n in near if n not in {0, 1, *hints.values()}), s.example)
+        near = range(max(s.min, s.example - 64), min(s.max, s.example + 64) + 1)
+        found = min((n for n in near if n not in taken), key=lambda n: abs(n - s.example), default=s.example)
         hints[s.name] = found
         taken |= {found, found - 1, found + 1}
     return hints
@@ -85,8 +83,7 @@ def _capture(
     """Return AOTAutograd's joint graph of `call` (args, kwargs), and the translator from its sizes to the user's
     symbols.
     """
-    from torch._guards import TracingContext, tracing
-
+    stack.enter_context(mock.patch.object(torch._C, "_select_conv_backend", _choosing_for_all_sizes()))
     leaves, spec = pytree.tree_flatten(call)
     ranges = {s.name: s for s in dims.symbols}
     for x, varying in zip(leaves, dims.leaves, strict=True):
@@ -104,7 +101,7 @@ def _capture(
             for name, symbol in (item for cache in caches for item in cache.items()):
                 dim = int(name.rpartition("[")[2].rstrip("]")) if ".size()[" in name else -1
                 if dim in varying:
-                    translator.bind_dimension(symbol, varying[dim])
+                    translator.bind(symbol, varying[dim])
         sizes = {s.name: _symint(env, s, hints[s.name], translator) for s in dims.symbols}
         fakes = [
             _fake(x, dims.leaves[i], sizes, mode) if isinstance(x, torch.Tensor) else x for i, x in enumerate(leaves)
@@ -118,6 +115,19 @@ def _capture(
         raise
     except Exception as error:  # whatever a front end raises
         raise _unsupported(model, error) from error
+
+
+def _choosing_for_all_sizes() -> Callable[..., Any]:
+    """Return what chooses the library of a convolution by the hints: no size decides what the step is."""
+    choose = torch._C._select_conv_backend
+
+    def chosen(*args: Any, **options: Any) -> Any:
+        mode = detect_fake_mode((args, options))
+        env = None if mode is None else mode.shape_env
+        with contextlib.nullcontext() if env is None else env.suppress_guards():
+            return choose(*args, **options)
+
+    return chosen
 
 
 def _unsupported(model: nn.Module, error: Exception) -> MemplanError:
@@ -144,7 +154,7 @@ def _symint(env: ShapeEnv, s: Range, hint: int, translator: Translator) -> Any:
     source = named_source(f"memplan_{s.name}")
     bounds = StrictMinMaxConstraint(vr=ValueRanges(max(s.min, 2), max(s.max, 2)), warn_only=False)
     symbol = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=bounds)
-    translator.bind_symbol(symbol, s.name)
+    translator.bind(symbol, Varying(symbol=s.name))
     return env.create_symintnode(symbol, hint=hint, source=source)
 
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import sympy
 import torch
-from sympy.printing.precedence import precedence
-from sympy.printing.str import StrPrinter
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import Max
+from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from memplan.errors import InvalidPlan, UnsupportedGraph
@@ -65,43 +64,6 @@ def _names(text: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(text, mode="eval")) if isinstance(node, ast.Name)}
 
 
-class _Printer(StrPrinter):  # type: ignore[misc]  # sympy has no types
-    """Sympy's own notation, with torch's functions written in Python."""
-
-    def _of(self, expr: sympy.Expr, sign: str) -> str:
-        """Return a binary operation on two operands."""
-        one, two = (f"({self._print(a)})" if a.args else self._print(a) for a in expr.args)
-        return f"({one}{sign}{two})"
-
-    def _print_FloorDiv(self, expr: sympy.Expr) -> str:  # noqa: N802  (sympy's own convention)
-        return self._of(expr, "//")
-
-    def _print_Mod(self, expr: sympy.Expr) -> str:  # noqa: N802
-        return self._of(expr, "%")
-
-    def _print_Max(self, expr: sympy.Expr) -> str:  # noqa: N802
-        return f"max({', '.join(map(self._print, expr.args))})"
-
-    def _print_Min(self, expr: sympy.Expr) -> str:  # noqa: N802
-        return f"min({', '.join(map(self._print, expr.args))})"
-
-    def _print_And(self, expr: sympy.Expr) -> str:  # noqa: N802
-        return str(self.stringify(expr.args, " and ", precedence(expr)))
-
-    def _print_Or(self, expr: sympy.Expr) -> str:  # noqa: N802
-        return str(self.stringify(expr.args, " or ", precedence(expr)))
-
-    def _print_Not(self, expr: sympy.Expr) -> str:  # noqa: N802
-        return f"not ({self._print(expr.args[0])})"
-
-    def _print_Relational(self, expr: sympy.Expr) -> str:  # noqa: N802
-        left, right = map(self._print, expr.args)
-        return f"{left} {expr.rel_op} {right}"
-
-    _print_CleanDiv = _print_FloorDiv  # noqa: N815
-    _print_PythonMod = _print_Mod  # noqa: N815
-
-
 class Translator:
     """Records what each of torch's symbols stands for, and writes sizes as text. `symbols` are the user's."""
 
@@ -116,14 +78,10 @@ class Translator:
         self._expressions: dict[sympy.Expr, sympy.Expr] = {}
         self._reasons: dict[str, str] = {}
 
-    def bind_dimension(self, symbol: Any, varying: Varying) -> None:
-        """Record that `symbol` is the size of a dimension that varies."""
+    def bind(self, symbol: Any, varying: Varying) -> None:
+        """Record that `symbol` is the size of a dimension that varies, or one of the user's symbols."""
         if isinstance(symbol, sympy.Symbol):
             self._meaning[symbol] = varying.factor * self._user[varying.symbol] + varying.offset
-
-    def bind_symbol(self, symbol: Any, name: str) -> None:
-        """Record that `symbol` is one of the user's."""
-        self._meaning[symbol] = self._user[name]
 
     # -- sizes -------------------------------------------------------------------------------------------
 
@@ -168,7 +126,7 @@ class Translator:
         Raises `UnsupportedGraph` for what that notation has no words for.
         """
         if expression not in self._texts:
-            text = _Printer().doprint(expression)
+            text = PythonPrinter().doprint(expression)
             try:
                 Expression(text, self.names)
             except InvalidPlan as error:
@@ -221,35 +179,3 @@ class Translator:
         """Return where a condition came from, for an error message."""
         where = " ".join(self._reasons.get(text, "").split())
         return f", because of {where[:300]}" if where else ""
-
-
-def nearest_excluded(
-    symbols: Sequence[Range], hints: Mapping[str, int], conditions: Sequence[str]
-) -> dict[str, int] | None:
-    """Return the hints with one value that the conditions exclude, the nearest that is no special size; else None."""
-    names = [s.name for s in symbols]
-    holds = holder(conditions, names)
-    for s in symbols:
-        near = list(range(max(s.min, 3, hints[s.name] - _FEW), min(s.max, hints[s.name] + _FEW) + 1))
-        near.sort(key=lambda n, middle=hints[s.name]: abs(n - middle))  # type: ignore[misc]
-        for n in near:
-            values = {**hints, s.name: n}
-            if not all(holds(*(values[name] for name in names))):
-                return values
-    return None
-
-
-def disjunction(symbols: Sequence[Range], one: Sequence[str], two: Sequence[str]) -> tuple[str, ...]:
-    """Return conditions that hold where all of `one` or all of `two` hold."""
-    if not one or not two:
-        return ()
-    whole = " or ".join(f"({' and '.join(texts)})" for texts in (one, two))
-    names = [s.name for s in symbols]
-    shapes = math.prod(s.max - s.min + 1 for s in symbols)
-    simple: list[str] = []
-    if shapes <= _FEW:
-        check = holder([whole, *one, *two], names)
-        found = [check(*values) for values in _every(symbols)]
-        implied = [all(row[i + 1] for row in found if row[0]) for i in range(len(one) + len(two))]
-        simple = [text for text, follows in zip((*one, *two), implied, strict=True) if follows]
-    return without_implied(symbols, [*simple, whole])

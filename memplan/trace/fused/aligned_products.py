@@ -10,15 +10,16 @@ padded gradient of the logits may lie over the padded logits, and the same is pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from memplan.trace.chunking.rows import FULL
 from memplan.trace.fused.early_gradients import EARLY
-from memplan.trace.fused.row_parts import BLOCK, FULL, NAMED, PERMUTE, PRODUCTS
+from memplan.trace.fused.row_parts import BLOCK, NAMED, PERMUTE, PRODUCTS
 from memplan.trace.passes.partitions import TAG
 from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, value
 
@@ -59,14 +60,8 @@ def _is_large(node: fx.Node) -> bool:
     return left.dtype in _HALF and left.dtype == right.dtype and min(*left.shape, *right.shape) >= _LEAST
 
 
-def _first(node: fx.Node) -> int:
-    """Return the position of the first factor among the arguments of a product."""
-    target: Any = node.target
-    return PRODUCTS[target]
-
-
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    left, right = node.args[_first(node) :]
+    left, right = node.args[-2:]
     assert isinstance(left, fx.Node)
     assert isinstance(right, fx.Node)
     return left, right
@@ -95,7 +90,7 @@ class _Padder:
             return False
         left = self._to(self._to(left, 0, rows_to), 1, inner_to)
         right = self._to(self._to(right, 0, inner_to), 1, columns_to)
-        added = [self._added(x, (rows_to, columns_to), made) for x in node.args[: _first(node)]]
+        added = [self._added(x, (rows_to, columns_to), made) for x in node.args[:-2]]
         writer = Rewriter(self._graph, self._mode, node)
         result = self._named(writer.call(node.target, *added, left, right, **node.kwargs), node)
         result.meta.update({key: node.meta[key] for key in (TAG, EARLY) if key in node.meta})
@@ -222,8 +217,4 @@ def _views_of(node: fx.Node) -> Iterator[fx.Node]:
     while left:
         one = left.pop()
         yield one
-        left += _viewing(one.users)
-
-
-def _viewing(users: Any) -> Sequence[fx.Node]:
-    return [user for user in users if user.target in _MADE_OF]
+        left += [user for user in one.users if user.target in _MADE_OF]

@@ -52,6 +52,7 @@ _SETTINGS: dict[str, Any] = {
     "graph_partition": False,
     "memory_planning": False,
     "profile_bandwidth": False,
+    "comprehensive_padding": False,  # rows of a result and of what may lie over it have to stay alike
     "shape_padding": False,  # `align_products` pads what is worth it, without copies
     "triton.cooperative_reductions": False,  # their kernels have workspaces
     "triton.cudagraphs": False,
@@ -123,24 +124,41 @@ def generate(
         UnsupportedGraph: Inductor cannot compile the graph, or memplan cannot plan the code.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
-    mode = fake_mode_of(joint.graph)
     given = _given(placeholders)
     how = _How(code=code, in_blocks=in_blocks)
     on_device = is_accelerator(torch.device(_device_of([node.meta.get("val") for node in placeholders])))
     aligns = on_device and config.shape_padding
-    with _compiling(mode, code):
+    with _compiling(fake_mode_of(joint.graph), code):
         if not training:
             forward = _forward(joint, model, given, returned, how, inference=True)
             return Halves(forward=forward, backward=None, given=given, returned=returned)
         first, second = _partition(joint, model, returned, static, aligns=aligns)
-        saved = _names_of_outputs(first)[returned:]
-        forward = _forward(first, model, given, returned, how, inference=False)
-        pairs = zip(saved, forward.outputs[returned:], strict=True)
-        found = {name: view for name, view in pairs if name is not None and isinstance(view, (BlockView, RandomState))}
-        for name, view in found.items():
-            if isinstance(view, BlockView):
-                view.block.node = name
-        backward = _backward(second, model, {**given, **found}, how)
+        return _both((first, second), model, given, returned, how)
+
+
+def generate_partition(joint: fx.Graph, forward: fx.GraphModule, backward: fx.GraphModule, returned: int) -> Halves:
+    """Return the code of a partition of a joint graph, as Inductor generates it by itself; both halves are changed.
+
+    `returned`: the number of outputs of the forward. Raises what `generate` raises.
+    """
+    given, code = _given(joint.find_nodes(op="placeholder")), CodeOptions()
+    with _compiling(fake_mode_of(joint), code):
+        return _both((forward, backward), "the graph", given, returned, _How(code=code, in_blocks=False))
+
+
+def _both(
+    graphs: tuple[fx.GraphModule, fx.GraphModule], model: str, given: dict[str, BlockView], returned: int, how: _How
+) -> Halves:
+    """Generate a forward and its backward."""
+    first, second = graphs
+    saved = _names_of_outputs(first)[returned:]
+    forward = _forward(first, model, given, returned, how, inference=False)
+    pairs = zip(saved, forward.outputs[returned:], strict=True)
+    found = {name: view for name, view in pairs if name is not None and isinstance(view, (BlockView, RandomState))}
+    for name, view in found.items():
+        if isinstance(view, BlockView):
+            view.block.node = name
+    backward = _backward(second, model, {**given, **found}, how)
     return Halves(forward=forward, backward=backward, given=given, returned=returned)
 
 

@@ -31,20 +31,17 @@ class DeferredKernel:
         >>> kernel.compiled()(tensor)
     """
 
+    _result: Callable[[], Callable[..., Any]] | None = None
+    _compiled: Callable[..., Any] | None = None
+
     def __init__(self, argument_types: Sequence[str], source: str) -> None:
         self._argument_types, self._source = argument_types, source
-        self._result: Callable[[], Callable[..., Any]] | None = None
-        self._compiled: Callable[..., Any] | None = None
 
     def start(self) -> None:
         """Begin to compile it, beside the caller if Inductor has threads for that; Inductor's cache is used."""
-        if self._result is not None:
-            return
-        submit = AsyncCompile.submit if get_compile_threads() > 1 else None
-        with inductors_errors("a kernel"), config.patch(cpp_wrapper=False):
-            self._result = CppPythonBindingsCodeCache.load_pybinding_async(
-                self._argument_types, self._source, submit_fn=submit
-            )
+        if self._result is None:
+            with inductors_errors("a kernel"):
+                self._result = self._begun()
 
     def compiled(self) -> Callable[..., Any]:
         """Return the function that runs it, when it is compiled.
@@ -58,8 +55,14 @@ class DeferredKernel:
                 self._compiled = self._result()
         return self._compiled
 
+    def _begun(self) -> Callable[[], Callable[..., Any]]:
+        """Begin, and return what waits for the end."""
+        submit = AsyncCompile.submit if get_compile_threads() > 1 else None
+        with config.patch(cpp_wrapper=False):
+            return CppPythonBindingsCodeCache.load_pybinding_async(self._argument_types, self._source, submit_fn=submit)
 
-class DeferredTritonKernel:
+
+class DeferredTritonKernel(DeferredKernel):
     """A generated Triton kernel that is compiled when it is first asked for.
 
     What it returns then runs it on the present stream of its device, as Inductor's own code does. Inductor chooses
@@ -74,31 +77,17 @@ class DeferredTritonKernel:
     def __init__(self, name: str, source: str, device: str) -> None:
         self._name, self._source, self._device = name, source, device
         self.is_tuned = False  # set by `TunedKernel`
-        self._begun: Any = None
-        self._compiled: Callable[..., Any] | None = None
 
     @property
     def run(self) -> DeferredTritonKernel:
         """The kernel itself: Inductor's code calls the attribute `run`."""
         return self
 
-    def start(self) -> None:
-        """Begin to compile it, beside the caller if Inductor has threads for that; Inductor's cache is used."""
-        if self._begun is None:
-            with inductors_errors("a kernel"):
-                self._begun = AsyncCompile().triton(self._name, self._source, device_str=self._device)
-
-    def compiled(self) -> Callable[..., Any]:
-        """Return the function that runs it, when it is compiled.
-
-        Raises `UnsupportedGraph` if the compiler fails.
-        """
-        if self._compiled is None:
-            self.start()
-            with inductors_errors("a kernel"):
-                ready: Any = self._begun.result() if isinstance(self._begun, CodeCacheFuture) else self._begun
-            self._compiled = _on_present_stream(ready.run, self._device)
-        return self._compiled
+    def _begun(self) -> Callable[[], Callable[..., Any]]:
+        """Begin, and return what waits for the end."""
+        begun: Any = AsyncCompile().triton(self._name, self._source, device_str=self._device)
+        ready = begun.result if isinstance(begun, CodeCacheFuture) else lambda: begun
+        return lambda: _on_present_stream(ready().run, self._device)
 
 
 class TunedKernel:
@@ -205,7 +194,7 @@ def _on_present_stream(run: Callable[..., Any], device: str) -> Callable[..., An
     return launch
 
 
-Deferred = DeferredKernel | DeferredTritonKernel | TunedKernel | AligningKernel
+Deferred = DeferredKernel | TunedKernel | AligningKernel
 
 
 class DeferringCompile(AsyncCompile):

@@ -18,7 +18,8 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memplan.trace.fused.row_parts import BLOCK, FULL, NAMED, PERMUTE, PRODUCTS, SUM
+from memplan.trace.chunking.rows import FULL
+from memplan.trace.fused.row_parts import BLOCK, NAMED, PERMUTE, PRODUCTS, SUM
 from memplan.trace.passes.nodes import keys_of, tensors_of
 from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.partitions import TAG

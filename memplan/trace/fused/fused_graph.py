@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,10 +23,10 @@ from memplan.core.in_place import with_candidates
 from memplan.devices.kinds import HOST
 from memplan.torch_inside.graphs import GradAOTOutput, ParamAOTInput
 from memplan.trace.capture.joint_graph import Captured
-from memplan.trace.fused.code_generation import Half, Halves
+from memplan.trace.fused.code_generation import Halves
 from memplan.trace.fused.deferred import ALIGNMENT, AligningKernel, Deferred, DeferredTritonKernel, TunedKernel
 from memplan.trace.fused.environment import refused
-from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, RandomState, extent
+from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, RandomState, extent, piece_of
 from memplan.trace.graph.build import KIND_OF, binding_of
 from memplan.trace.graph.values import read_results
 from memplan.trace.passes.nodes import draws, out_variant
@@ -96,129 +96,56 @@ def fused_graph(
     return replace(made, code=code)
 
 
-class _Builder:
-    """Builds one graph."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionKernels:
+    """The kernels of a partition that Inductor runs by itself: a graph with the call of each op.
 
-    def __init__(self, captured: Captured, halves: Halves, model: str, needs: Mapping[Any, frozenset[int]]) -> None:
-        self.captured, self.halves, self.model, self.needs = captured, halves, model, needs
-        self.graph = captured.graph_module.graph
+    Everything that they make is planned, and what they return stays to the end. `nodes` are the nodes of the joint
+    graph that storages hold, by the storage.
+    """
+
+    graph: Graph
+    kernels: tuple[KernelCall | GeneratedCall, ...]
+    nodes: Mapping[int, str]
+
+
+def partition_kernels(halves: Halves, tangents: Collection[str]) -> PartitionKernels:
+    """Return the kernels of a partition; `tangents` are the inputs, by name, that only come when the backward begins.
+
+    Raises `UnsupportedGraph` for code that cannot be read.
+    """
+    return _Partition(halves).build(tangents)
+
+
+class _Kernels:
+    """Reads the calls of both halves into ops, values and storages."""
+
+    def __init__(self, halves: Halves) -> None:
+        self.halves = halves
         self.steps = [_Step(phase=Phase.FORWARD, run=run) for run in halves.forward.runs]
         backward = halves.backward
         self.steps += [] if backward is None else [_Step(phase=Phase.BACKWARD, run=run) for run in backward.runs]
         self.values: list[Value] = []
         self.storages: list[Storage] = []
-        self.bindings: list[Binding] = []
         self.storage_of: dict[Block, int] = {}
         self.value_of: dict[Any, int] = {}
         self.states: dict[RandomState, OpaqueResult] = {}
         self.callers: set[Block] = set()  # which may be at any address
         self.names: Counter[str] = Counter()
 
-    def build(self, *, gradients_in_arena: bool, copy_gradients: bool, whole: bool) -> TracedGraph:
-        """Return the traced graph."""
-        pieces = self._returned_pieces()
-        pieces = self._with_own_bytes(pieces, copy_gradients=copy_gradients, whole=whole)
-        self._bind()
-        owned = self._owned(pieces, gradients_in_arena=gradients_in_arena, whole=whole)
-        self._make_storages(owned)
-        ops, kernels = [], []
-        for step in self.steps:
-            op, kernel = self._op(step)
-            ops.append(op)
-            kernels.append(kernel)
-        return self._finish(ops, kernels, pieces)
-
-    # -- what leaves the step ----------------------------------------------------------------------------
+    def _constants(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Add the tensors that the code holds; yield the value and the tensor of each."""
+        for half in (self.halves.forward, self.halves.backward):
+            for block in () if half is None else half.constants:
+                self._add_storage(block, StorageKind.CONSTANT, planned=False, origin=Origin(op=GIVEN))
+                assert block.constant is not None
+                yield self._value(piece_of(block, block.constant)), block.constant
 
     def _returned_pieces(self) -> list[Any]:
         """Return what stands for each output of the joint graph: a piece, or a plain value."""
         backward = self.halves.backward
         found = list(self.halves.forward.outputs[: self.halves.returned])
         return found + ([] if backward is None else list(backward.outputs))
-
-    def _with_own_bytes(self, pieces: list[Any], *, copy_gradients: bool, whole: bool) -> list[Any]:
-        """Return the outputs with copies of those that share bytes with something else that outlives the step.
-
-        Gradients of a `whole` step do not, unless they are in bytes that the step is given.
-        """
-        _, _, descs = returned_by(self.graph)
-        tangents = {n.meta["desc"].output for n in self.graph.find_nodes(op="placeholder") if _is_tangent(n)}
-        found, taken = list(pieces), set[Block]()
-        for i, (piece, desc) in enumerate(zip(pieces, descs, strict=True)):
-            if isinstance(piece, BlockView) and desc in tangents:
-                if piece.block.given or piece.block in taken:
-                    found[i] = self._copied(piece, Phase.FORWARD)
-                taken.add(found[i].block)
-        lasting = {p.block for p in found[: self.halves.returned] if isinstance(p, BlockView)}
-        lasting |= {p.block for run in self.halves.forward.runs for p in (*run.reads, *run.writes)}
-        for i, (piece, desc) in enumerate(zip(pieces, descs, strict=True)):
-            if isinstance(piece, BlockView) and isinstance(desc, GradAOTOutput):
-                early = copy_gradients and isinstance(desc.grad_of, ParamAOTInput)
-                if early or piece.block.given or (piece.block in lasting and not whole):
-                    found[i] = self._copied(piece, Phase.BACKWARD, early=early)
-                lasting.add(found[i].block)
-        return found
-
-    def _copied(self, piece: BlockView, phase: Phase, *, early: bool = False) -> BlockView:
-        """Add a copy of a piece, with dense memory of its own, at the end of a phase or as early as possible."""
-        n = sum(step.run is None for step in self.steps)
-        strides = piece.strides if _is_dense(piece) else _contiguous(piece.shape)
-        block = Block(name=f"copy_{n}", device=piece.block.device, nbytes=0)
-        made = replace(piece, block=block, strides=strides, offset=0)
-        touching = [i for i, s in enumerate(self.steps) if any(p.block is piece.block for p in (*s.reads, *s.writes))]
-        last = max((i for i, s in enumerate(self.steps) if s.phase is Phase.FORWARD), default=-1)
-        at = len(self.steps) if phase is Phase.BACKWARD else last + 1
-        if early:
-            at = max([last, *touching]) + 1
-        self.steps.insert(at, _Step(phase=phase, source=piece, target=made))
-        return made
-
-    def _owned(self, pieces: Sequence[Any], *, gradients_in_arena: bool, whole: bool) -> dict[Block, StorageKind]:
-        """Return the blocks that the caller holds after the step."""
-        _, _, descs = returned_by(self.graph)
-        returns = {p.block for s in self.steps if s.run is not None for p in s.run.results.values()}
-        owned: dict[Block, StorageKind] = {}
-        for piece, desc in zip(pieces, descs, strict=True):
-            if not isinstance(piece, BlockView):
-                continue
-            gradient = isinstance(desc, GradAOTOutput)
-            of_parameter = gradient and isinstance(desc.grad_of, ParamAOTInput)
-            if (gradient and whole) or (of_parameter and gradients_in_arena and piece.block not in returns):
-                continue
-            owned.setdefault(piece.block, StorageKind.GRADIENT if gradient else StorageKind.OUTPUT)
-        return owned
-
-    # -- values and storages -----------------------------------------------------------------------------
-
-    def _bind(self) -> None:
-        """Add the storages, values and bindings of what the step is given."""
-        for node in self.graph.find_nodes(op="placeholder"):
-            piece = self.halves.given.get(node.name)
-            if piece is None:
-                continue
-            binding = binding_of(self.captured, node, self.bindings)
-            origin = Origin(module=binding.name, op=binding.source.value, node=node.name)
-            if piece.block not in self.storage_of:
-                self._add_storage(piece.block, KIND_OF[binding.source], planned=False, origin=origin)
-            self.bindings.append(replace(binding, value=self._new_value(piece)))
-            if binding.source in {Source.INPUT, Source.TANGENT}:
-                self.callers.add(piece.block)
-        for half in self._halves():
-            for block in half.constants:
-                self._add_storage(block, StorageKind.CONSTANT, planned=False, origin=Origin(op=GIVEN))
-                tensor = block.constant
-                assert tensor is not None
-                piece = BlockView(
-                    block=block,
-                    dtype=tensor.dtype,
-                    shape=tuple(tensor.shape),
-                    strides=tuple(tensor.stride()),
-                    offset=int(tensor.storage_offset()),
-                )
-                self.bindings.append(Binding(source=Source.CONSTANT, value=self._value(piece), tensor=tensor))
-
-    def _halves(self) -> list[Half]:
-        return [half for half in (self.halves.forward, self.halves.backward) if half is not None]
 
     def _make_storages(self, owned: Mapping[Block, StorageKind]) -> None:
         """Add a storage, and a value that spans it, for each block that the step makes."""
@@ -282,8 +209,6 @@ class _Builder:
             )
         )
         return len(self.values) - 1
-
-    # -- ops ---------------------------------------------------------------------------------------------
 
     def _op(self, step: _Step) -> tuple[Op, KernelCall | GeneratedCall]:
         """Return the op of a step, and its kernel call."""
@@ -363,6 +288,138 @@ class _Builder:
         """Return the opaque result that a random state is."""
         return self.states.setdefault(state, OpaqueResult(len(self.states)))
 
+    def _overwritable(self) -> Iterable[tuple[int, int]]:
+        """Yield the storages that a kernel makes and those that it may write them over."""
+        for step in self.steps:
+            for made, read in step.run.overwritable if step.run is not None else ():
+                yield self.storage_of[made.block], self.storage_of[read.block]
+
+
+class _Partition(_Kernels):
+    """Reads a partition that Inductor runs by itself."""
+
+    def build(self, tangents: Collection[str]) -> PartitionKernels:
+        """Return its kernels."""
+        for name, piece in self.halves.given.items():
+            if piece.block not in self.storage_of:
+                kind = StorageKind.TANGENT if name in tangents else StorageKind.PARAMETER
+                self._add_storage(piece.block, kind, planned=False, origin=Origin(node=name))
+        list(self._constants())
+        given = set(self.storage_of)
+        self._make_storages({})
+        calls = [self._op(step) for step in self.steps]
+        ends = (piece for piece in self._returned_pieces() if isinstance(piece, BlockView) and piece.block not in given)
+        gradients = tuple(dict.fromkeys(map(self._value, ends)))
+        graph = Graph(
+            ops=tuple(op for op, _ in calls),
+            values=tuple(self.values),
+            storages=tuple(self.storages),
+            outputs=(),
+            gradients=gradients,
+        )
+        return PartitionKernels(
+            graph=with_candidates(graph, self._overwritable()),
+            kernels=tuple(kernel for _, kernel in calls),
+            nodes={i: block.node for block, i in self.storage_of.items() if block not in given and block.node},
+        )
+
+
+class _Builder(_Kernels):
+    """Builds one graph."""
+
+    def __init__(self, captured: Captured, halves: Halves, model: str, needs: Mapping[Any, frozenset[int]]) -> None:
+        super().__init__(halves)
+        self.captured, self.model, self.needs = captured, model, needs
+        self.graph = captured.graph_module.graph
+        self.bindings: list[Binding] = []
+
+    def build(self, *, gradients_in_arena: bool, copy_gradients: bool, whole: bool) -> TracedGraph:
+        """Return the traced graph."""
+        pieces = self._returned_pieces()
+        pieces = self._with_own_bytes(pieces, copy_gradients=copy_gradients, whole=whole)
+        self._bind()
+        owned = self._owned(pieces, gradients_in_arena=gradients_in_arena, whole=whole)
+        self._make_storages(owned)
+        ops, kernels = [], []
+        for step in self.steps:
+            op, kernel = self._op(step)
+            ops.append(op)
+            kernels.append(kernel)
+        return self._finish(ops, kernels, pieces)
+
+    # -- what leaves the step ----------------------------------------------------------------------------
+
+    def _with_own_bytes(self, pieces: list[Any], *, copy_gradients: bool, whole: bool) -> list[Any]:
+        """Return the outputs with copies of those that share bytes with something else that outlives the step.
+
+        Gradients of a `whole` step do not, unless they are in bytes that the step is given.
+        """
+        _, _, descs = returned_by(self.graph)
+        tangents = {n.meta["desc"].output for n in self.graph.find_nodes(op="placeholder") if _is_tangent(n)}
+        found, taken = list(pieces), set[Block]()
+        for i, (piece, desc) in enumerate(zip(pieces, descs, strict=True)):
+            if isinstance(piece, BlockView) and desc in tangents:
+                if piece.block.given or piece.block in taken:
+                    found[i] = self._copied(piece, Phase.FORWARD)
+                taken.add(found[i].block)
+        lasting = {p.block for p in found[: self.halves.returned] if isinstance(p, BlockView)}
+        lasting |= {p.block for run in self.halves.forward.runs for p in (*run.reads, *run.writes)}
+        for i, (piece, desc) in enumerate(zip(pieces, descs, strict=True)):
+            if isinstance(piece, BlockView) and isinstance(desc, GradAOTOutput):
+                early = copy_gradients and isinstance(desc.grad_of, ParamAOTInput)
+                if early or piece.block.given or (piece.block in lasting and not whole):
+                    found[i] = self._copied(piece, Phase.BACKWARD, early=early)
+                lasting.add(found[i].block)
+        return found
+
+    def _copied(self, piece: BlockView, phase: Phase, *, early: bool = False) -> BlockView:
+        """Add a copy of a piece, with dense memory of its own, at the end of a phase or as early as possible."""
+        n = sum(step.run is None for step in self.steps)
+        like = torch.empty_strided(piece.shape, piece.strides, device="meta")
+        strides = tuple(torch.empty_like(like).stride())  # dense
+        block = Block(name=f"copy_{n}", device=piece.block.device, nbytes=0)
+        made = replace(piece, block=block, strides=strides, offset=0)
+        touching = [i for i, s in enumerate(self.steps) if any(p.block is piece.block for p in (*s.reads, *s.writes))]
+        last = max((i for i, s in enumerate(self.steps) if s.phase is Phase.FORWARD), default=-1)
+        at = len(self.steps) if phase is Phase.BACKWARD else last + 1
+        if early:
+            at = max([last, *touching]) + 1
+        self.steps.insert(at, _Step(phase=phase, source=piece, target=made))
+        return made
+
+    def _owned(self, pieces: Sequence[Any], *, gradients_in_arena: bool, whole: bool) -> dict[Block, StorageKind]:
+        """Return the blocks that the caller holds after the step."""
+        _, _, descs = returned_by(self.graph)
+        returns = {p.block for s in self.steps if s.run is not None for p in s.run.results.values()}
+        owned: dict[Block, StorageKind] = {}
+        for piece, desc in zip(pieces, descs, strict=True):
+            if not isinstance(piece, BlockView):
+                continue
+            gradient = isinstance(desc, GradAOTOutput)
+            of_parameter = gradient and isinstance(desc.grad_of, ParamAOTInput)
+            if (gradient and whole) or (of_parameter and gradients_in_arena and piece.block not in returns):
+                continue
+            owned.setdefault(piece.block, StorageKind.GRADIENT if gradient else StorageKind.OUTPUT)
+        return owned
+
+    # -- values and storages -----------------------------------------------------------------------------
+
+    def _bind(self) -> None:
+        """Add the storages, values and bindings of what the step is given."""
+        for node in self.graph.find_nodes(op="placeholder"):
+            piece = self.halves.given.get(node.name)
+            if piece is None:
+                continue
+            binding = binding_of(self.captured, node, self.bindings)
+            origin = Origin(module=binding.name, op=binding.source.value, node=node.name)
+            if piece.block not in self.storage_of:
+                self._add_storage(piece.block, KIND_OF[binding.source], planned=False, origin=origin)
+            self.bindings.append(replace(binding, value=self._new_value(piece)))
+            if binding.source in {Source.INPUT, Source.TANGENT}:
+                self.callers.add(piece.block)
+        for value, tensor in self._constants():
+            self.bindings.append(Binding(source=Source.CONSTANT, value=value, tensor=tensor))
+
     def _finish(
         self, ops: Sequence[Op], kernels: Sequence[KernelCall | GeneratedCall], pieces: Sequence[Any]
     ) -> TracedGraph:
@@ -400,12 +457,6 @@ class _Builder:
         if len(found) > 1:
             raise refused(f"buffers on {', '.join(sorted(map(str, found)))}")
         return found.pop()
-
-    def _overwritable(self) -> Iterable[tuple[int, int]]:
-        """Yield the storages that a kernel makes and those that it may write them over."""
-        for step in self.steps:
-            for made, read in step.run.overwritable if step.run is not None else ():
-                yield self.storage_of[made.block], self.storage_of[read.block]
 
     def _results(self, pieces: Sequence[Any]) -> tuple[fx.Graph, dict[fx.Node, int]]:
         """Return a graph of inputs and outputs only, in which each output is a node of its own, and their values."""
@@ -470,24 +521,6 @@ def _in_order(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
         else:
             break
     return tuple(placed), left
-
-
-def _is_dense(piece: BlockView) -> bool:
-    """Return whether a piece's elements fill their bytes without gaps or overlaps."""
-    expected = 1
-    for stride, n in sorted((s, n) for s, n in zip(piece.strides, piece.shape, strict=True) if n > 1):
-        if stride != expected:
-            return False
-        expected *= n
-    return True
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, size = list[int](), 1
-    for n in reversed(shape):
-        strides.append(size)
-        size *= max(n, 1)
-    return tuple(reversed(strides))
 
 
 def _is_tangent(node: fx.Node) -> bool:

@@ -1,22 +1,20 @@
 """The ops of a decomposed graph that can run on a block of rows.
 
-A tensor has `n` rows if its first dimension is a multiple of `n`: a row is a run of so many entries of that dimension.
+Here, a tensor has `n` rows only if its first dimension is a multiple of `n`.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from memplan.trace.chunking.rows import Parts, parts_if
+from memplan.trace.chunking.rows import FULL, SLICE, Parts, has_rows, is_transpose, parts_if
 from memplan.trace.passes.rewrite import VIEWS, aten, value
 
 BLOCK = "memplan_block"  # in the meta of a node: the number of its chain, and the block of rows that it computes
 NAMED = ("original_aten", "seq_nr")  # in the meta of a node: what Inductor names its kernels by, and partitions by
-FULL, PERMUTE, SUM = aten.full.default, aten.permute.default, aten.sum.dim_IntList
+PERMUTE, SUM = aten.permute.default, aten.sum.dim_IntList
 PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}  # and which argument has the rows
 _COPIES = {aten.clone.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default}
 _REDUCTIONS = {aten.amax.default, aten.amin.default, SUM, aten.mean.dim, aten.any.dim}
@@ -27,7 +25,7 @@ _ALONG = {
     aten.scatter.src: 1,
     aten.squeeze.dim: 1,
     aten.unsqueeze.default: 1,
-    aten.slice.Tensor: 1,
+    SLICE: 1,
     aten.slice_scatter.default: 2,
 }
 
@@ -63,17 +61,6 @@ def part_of(node: fx.Node, n: int) -> Parts | None:
     if torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags:
         return _pointwise(node, n, tensors)
     return None
-
-
-def has_rows(node: Any, n: int) -> bool:
-    """Return whether a node is a tensor of `n` rows."""
-    val = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return isinstance(val, torch.Tensor) and val.dim() > 0 and val.numel() > 0 and val.shape[0] % n == 0
-
-
-def is_transpose(node: Any) -> bool:
-    """Return whether a node is the transpose of a matrix."""
-    return isinstance(node, fx.Node) and node.target is PERMUTE and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
 
 
 def _product(node: fx.Node, n: int) -> Parts | None:

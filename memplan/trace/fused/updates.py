@@ -16,12 +16,13 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from memplan.core.graph import Graph, Op, Phase, Storage, Value
+from memplan.core.graph_edit import with_values
 from memplan.torch_inside.graphs import GradAOTOutput, ParamAOTInput, PlainAOTInput
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.graph.build import build
 from memplan.trace.passes.own_outputs import returned_by
 from memplan.trace.passes.rewrite import INHERITED, fake_mode_of
-from memplan.trace.traced import Binding, Kernel, KernelCall, OpaqueResult, Ref, Source, TracedGraph
+from memplan.trace.traced import Kernel, KernelCall, OpaqueResult, Ref, Source, TracedGraph
 
 
 def with_updates(step: TracedGraph, captured: Captured, append: Callable[[fx.Graph], None]) -> TracedGraph:
@@ -32,8 +33,7 @@ def with_updates(step: TracedGraph, captured: Captured, append: Callable[[fx.Gra
         captured: The joint graph that the step was made from.
         append: Replaces the gradients that a graph returns by updates, as `append_updates` does.
     """
-    update = _update_alone(step, captured, append)
-    return _dropping_dead(_Join(step, update).joined())
+    return _Join(step, _update_alone(step, captured, append)).joined()
 
 
 def _update_alone(step: TracedGraph, captured: Captured, append: Callable[[fx.Graph], None]) -> TracedGraph:
@@ -41,15 +41,16 @@ def _update_alone(step: TracedGraph, captured: Captured, append: Callable[[fx.Gr
     joint = captured.graph_module.graph
     mode, graph = fake_mode_of(joint), fx.Graph()
     _, results, descs = returned_by(joint)
-    source = {d.grad_of.target: n for n, d in zip(results, descs, strict=True) if _is_gradient(d)}
+    gradients = ((d.grad_of, n) for n, d in zip(results, descs, strict=True) if isinstance(d, GradAOTOutput))
+    source = {of.target: n for of, n in gradients if isinstance(of, ParamAOTInput)}
     for node in joint.find_nodes(op="placeholder"):
         if isinstance(node.meta["desc"], ParamAOTInput):
             graph.placeholder(node.name).meta.update(val=node.meta["val"], desc=node.meta["desc"])
     inputs: list[torch.Tensor] = []
     returned: list[fx.Node] = []
     returned_as: list[GradAOTOutput] = []
-    for index, binding in zip(step.results.gradients, _bindings_of_gradients(step), strict=True):
-        value = step.graph.values[index]
+    for index, of in zip(step.results.gradients, step.results.gradient_of, strict=True):
+        value, binding = step.graph.values[index], step.bindings[of]
         with mode:
             inputs.append(_like(value, step.graph.storages[value.storage]))
         if binding.source is not Source.PARAMETER:
@@ -74,15 +75,6 @@ def _update_alone(step: TracedGraph, captured: Captured, append: Callable[[fx.Gr
     return build(alone, step.model, {})
 
 
-def _is_gradient(desc: Any) -> bool:
-    return isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, ParamAOTInput)
-
-
-def _bindings_of_gradients(step: TracedGraph) -> list[Binding]:
-    """Return the binding whose gradient each of a step's gradients is."""
-    return [step.bindings[i] for i in step.results.gradient_of]
-
-
 def _like(value: Value, storage: Storage) -> torch.Tensor:
     """Return a tensor that is laid out like a value, in a storage of its own."""
     dtype = getattr(torch, value.dtype)
@@ -101,14 +93,14 @@ class _Join:
         self.value_of: dict[int, int] = {}  # of the update's values: their number in the joined graph
         self.storage_of: dict[int, int] = {}
         self._names = {s.name for s in self.storages} | {v.name for v in self.values}
+        self._op_names = {op.name for op in step.graph.ops}
 
     def joined(self) -> TracedGraph:
         """Return the step with its update, without gradients among its results."""
         step, update = self.step, self.update
         self._bind()
         self._add_values()
-        names = {op.name for op in step.graph.ops}
-        ops = [self._op(op, names) for op in update.graph.ops]
+        ops = [self._op(op) for op in update.graph.ops]
         pairs = list(zip(step.graph.ops, step.kernels, strict=True))
         added = list(zip(ops, map(self._kernel, update.kernels), strict=True))
         found = _interleaved(pairs, added, self.values)
@@ -146,41 +138,23 @@ class _Join:
         for i, storage in enumerate(graph.storages):
             if i not in self.storage_of:
                 self.storage_of[i] = len(self.storages)
-                self.storages.append(replace(storage, name=self._unused(storage.name)))
+                self.storages.append(replace(storage, name=_unused(storage.name, self._names)))
         for i, value in enumerate(graph.values):
             if i not in self.value_of:
                 self.value_of[i] = len(self.values)
                 held = self.storage_of[value.storage]
-                self.values.append(replace(value, name=self._unused(value.name), storage=held))
+                self.values.append(replace(value, name=_unused(value.name, self._names), storage=held))
         for binding in self.update.bindings:
             if binding.source not in (Source.PARAMETER, Source.INPUT):
                 self.bindings.append(replace(binding, value=self.value_of[binding.value]))
 
-    def _unused(self, name: str) -> str:
-        """Return a name that begins like `name` and that no storage or value of the step has."""
-        number, found = 1, name
-        while found in self._names:
-            number += 1
-            found = f"{name}_{number}"
-        return found
-
-    def _op(self, op: Op, names: set[str]) -> Op:
+    def _op(self, op: Op) -> Op:
         """Return an op of the update on the joined graph's values."""
-        at = self.value_of
-        name, number = op.name, 1
-        while name in names:
-            number += 1
-            name = f"{op.name}_{number}"
-        names.add(name)
-        return replace(
-            op,
-            name=name,
-            phase=Phase.BACKWARD,
-            reads=tuple(dict.fromkeys(at[v] for v in op.reads)),
-            writes=tuple(dict.fromkeys(at[v] for v in op.writes)),
-            inplace_candidates=tuple((at[a], at[b]) for a, b in op.inplace_candidates),
-            unrelated=tuple((at[a], at[b]) for a, b in op.unrelated),
-        )
+        moved = with_values(op, self.value_of.__getitem__)
+        moved = replace(moved, reads=tuple(dict.fromkeys(moved.reads)), writes=tuple(dict.fromkeys(moved.writes)))
+        name = _unused(op.name, self._op_names)
+        self._op_names.add(name)
+        return replace(moved, name=name, phase=Phase.BACKWARD)
 
     def _kernel(self, kernel: Kernel) -> KernelCall:
         """Return a kernel call of the update on the joined graph's values."""
@@ -200,6 +174,15 @@ class _Join:
             outs=tuple(None if out is None else self.value_of[out] for out in kernel.outs),
             opaque_results=tuple((i, n + opaque) for i, n in kernel.opaque_results),
         )
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    """Return a name that begins like `name` and is not taken."""
+    number, found = 1, name
+    while found in taken:
+        number += 1
+        found = f"{name}_{number}"
+    return found
 
 
 _Call = tuple[Op, Kernel]
@@ -233,21 +216,3 @@ def _note(op: Op, place: int, values: Sequence[Value], touched: dict[int, int], 
     for v in (*op.reads, *op.writes):
         storage = values[v].storage
         touched[storage] = max(place, touched.get(storage, place))
-
-
-def _dropping_dead(step: TracedGraph) -> TracedGraph:
-    """Return the step without ops of the backward whose results nothing reads: gradients that no update takes."""
-    graph = step.graph
-    kept_outside = {i for i, s in enumerate(graph.storages) if not s.planned}
-    needed = {graph.values[v].storage for v in graph.outputs} | kept_outside
-    kept: list[_Call] = []
-    for op, kernel in reversed(list(zip(graph.ops, step.kernels, strict=True))):
-        written = set(graph.written(op))
-        if op.phase is Phase.FORWARD or op.random or op.only_raises or written & needed:
-            needed |= set(graph.touched(op))
-            kept.append((op, kernel))
-    kept.reverse()
-    if len(kept) == len(graph.ops):
-        return step
-    ops, kernels = zip(*kept, strict=True)
-    return replace(step, graph=replace(graph, ops=ops), kernels=kernels)

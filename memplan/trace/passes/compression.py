@@ -128,30 +128,31 @@ def _can_pack(saved: SavedStorage) -> bool:
 
 def _pack(graph: fx.Graph, mode: Any, saved: SavedStorage) -> None:
     """Pack one mask, and let the backward read the unpacked one."""
-    mask, views = saved.base, saved.aliases[1:]
+    mask = saved.base
     packed = _pack_bits(Rewriter(graph, mode, mask, before=saved.following), mask)
     rw = Rewriter(graph, mode, mask, before=saved.before)
     rw.phase = "is_backward"
-    back = {mask: _unpack(rw, packed, value(mask))}
-    for view in views:
-        if any(user in saved.later for user in view.users) or is_backward(view):
-            rw.label = f"{view.name}_again"
-            args = (back[_source(view)], *view.args[1:]) if _source(view) in back else view.args
-            back[view] = rw.call(view.target, *args)
-    for node, new in back.items():
-        for user in list(node.users):
-            if user in saved.later:
-                user.replace_input_with(node, new)
-    for view in reversed(views):
-        if is_backward(view) and not view.users:
+    _read_instead(graph, rw, saved, _unpack(rw, packed, value(mask)))
+
+
+def _read_instead(graph: fx.Graph, rw: Rewriter, saved: SavedStorage, made: fx.Node) -> None:
+    """Let the backward read `made` in the place of a storage, by views like those that it reads of that."""
+    first = value(saved.base).storage_offset()
+    for alias in saved.aliases:
+        users = [user for user in alias.users if user in saved.later]
+        if users:
+            rw.label = f"{alias.name}_again"
+            seen = value(alias)
+            offset = seen.storage_offset() - first
+            again = rw.call(aten.as_strided.default, made, list(seen.shape), list(seen.stride()), offset)
+            for user in users:
+                user.replace_input_with(alias, again)
+    for view in reversed(saved.aliases[1:]):  # and what it is a result of, if nothing uses that either
+        source = view.args[0]
+        if not view.users:
             graph.erase_node(view)
-
-
-def _source(view: fx.Node) -> fx.Node:
-    """Return the tensor that a view is of."""
-    source = view.args[0]
-    assert isinstance(source, fx.Node)
-    return source
+            if view.target is operator.getitem and isinstance(source, fx.Node) and not source.users:
+                graph.erase_node(source)
 
 
 def _pack_bits(rw: Rewriter, mask: fx.Node) -> fx.Node:
@@ -290,28 +291,7 @@ def _quantize(graph: fx.Graph, mode: Any, saved: SavedStorage) -> None:
     codes, low, step = _coded(Rewriter(graph, mode, base, before=saved.following), base)
     rw = Rewriter(graph, mode, base, before=saved.before)
     rw.phase = "is_backward"
-    made = _decoded(rw, codes, low, step, v)
-    for alias in saved.aliases:
-        users = [user for user in alias.users if user in saved.later]
-        if users:
-            rw.label = f"{alias.name}_again"
-            seen = value(alias)
-            offset = seen.storage_offset() - v.storage_offset()
-            decoded = rw.call(aten.as_strided.default, made, list(seen.shape), list(seen.stride()), offset)
-            for user in users:
-                user.replace_input_with(alias, decoded)
-    for alias in reversed(saved.aliases[1:]):
-        _erase_dead_view(graph, alias)
-
-
-def _erase_dead_view(graph: fx.Graph, view: fx.Node) -> None:
-    """Erase a view that nothing uses, and the op whose result it was if nothing uses that either."""
-    if view.users:
-        return
-    source = view.args[0]
-    graph.erase_node(view)
-    if view.target is operator.getitem and isinstance(source, fx.Node) and not source.users:
-        graph.erase_node(source)
+    _read_instead(graph, rw, saved, _decoded(rw, codes, low, step, v))
 
 
 def _coded(rw: Rewriter, base: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:

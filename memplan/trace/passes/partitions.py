@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memplan.errors import UnsupportedGraph
-from memplan.torch_inside.graphs import InputMutationAOTOutput, PlainAOTOutput, view_ops
+from memplan.torch_inside.graphs import GradAOTOutput, InputMutationAOTOutput, PlainAOTOutput, view_ops
 from memplan.trace.passes.nodes import is_view, keys_of, written_in
 
 
@@ -56,50 +56,42 @@ TAG = "recompute"
 _COLLECTIVES = ("_c10d_functional", "c10d")
 
 
-def tag_saved(
-    graph: fx.Graph,
-    saved: Collection[str],
-    *,
-    backward: Collection[fx.Node] | None = None,
-) -> tuple[str, ...]:
-    """Tag a joint graph so that these nodes (by name) are saved, and return the names of all that will be.
+def tag_saved(graph: fx.Graph, saved: Collection[str]) -> None:
+    """Tag a joint graph so that these nodes (by name) are saved.
 
     What the backward needs beyond them is computed again, except where that could give other numbers: random numbers
     and collectives are saved, as is what reads an input that the forward overwrites. A view is saved as what it is a
     view of.
 
-    Args:
-        graph: The graph of forward and backward.
-        saved: The names of nodes of the forward.
-        backward: The nodes of the backward; None: those that depend on a gradient that comes in.
-
     Example:
         >>> tag_saved(joint.graph, {"mm", "gelu"})
-        ('mm', 'gelu')
     """
-    clear_tags(graph)
-    views = view_ops()
-    backward = _depends_on_tangents(graph) if backward is None else backward
-    unsafe = _not_again(graph)
+    for node in graph.nodes:
+        node.meta.pop(TAG, None)
+    views, unsafe, backward = view_ops(), _not_again(graph), set[fx.Node]()
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if is_tangent or (node.op != "output" and not backward.isdisjoint(node.all_input_nodes)):
+            backward.add(node)
     wanted = {_base(node, views) for node in graph.nodes if node.name in saved}
-    kept: dict[fx.Node, None] = {}
     seen: set[fx.Node] = set()
     stack = [n for node in graph.nodes if node in backward for n in node.all_input_nodes if n not in backward]
     (output,) = graph.find_nodes(op="output")
-    stack += [n for n in output.all_input_nodes if n not in backward and _is_gradient_only(n, output)]
+    descs = output.meta.get("desc") or ()  # a gradient may depend on none that comes in
+    ends = zip(output.args[0], descs, strict=False)
+    stack += [n for n, desc in ends if isinstance(n, fx.Node) and isinstance(desc, GradAOTOutput) and n not in backward]
     while stack:
         node = stack.pop()
         if node in seen or node.op != "call_function":
             continue
         seen.add(node)
-        if node in unsafe or (node in wanted and _is_tensor(node)):
-            kept[node] = None
+        if node in unsafe or (node in wanted and isinstance(node.meta.get("val"), torch.Tensor)):
+            node.meta[TAG] = CheckpointPolicy.MUST_SAVE
             continue
         node.meta[TAG] = CheckpointPolicy.MUST_RECOMPUTE
         stack.extend(node.all_input_nodes)
-    for node in {**kept, **dict.fromkeys(node for node in graph.nodes if node in unsafe and node not in backward)}:
+    for node in unsafe - backward:
         node.meta[TAG] = CheckpointPolicy.MUST_SAVE
-    return tuple(node.name for node in graph.nodes if node in kept)
 
 
 def made_in_the_forward(
@@ -144,41 +136,14 @@ def made_in_the_forward(
     return forward, backward
 
 
-def clear_tags(graph: fx.Graph) -> None:
-    """Remove all tags."""
-    for node in graph.nodes:
-        node.meta.pop(TAG, None)
-
-
-def _depends_on_tangents(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that cannot be computed before the gradients come in."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
-        if is_tangent or (node.op != "output" and not found.isdisjoint(node.all_input_nodes)):
-            found.add(node)
-    return found
-
-
-def _is_gradient_only(node: fx.Node, output: fx.Node) -> bool:
-    """Return whether the graph returns a node as a gradient, although no gradient that comes in leads to it."""
-    results, descs = output.args[0], output.meta.get("desc") or ()
-    pairs = zip(results, descs, strict=False) if isinstance(results, (tuple, list)) else ()
-    return any(result is node and type(desc).__name__ == "GradAOTOutput" for result, desc in pairs)
-
-
-def is_collective(node: fx.Node) -> bool:
-    """Return whether a node communicates with other processes, or waits for that."""
-    return isinstance(node.target, OpOverload) and node.target.namespace in _COLLECTIVES
-
-
 def _not_again(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that must not run twice: random ones, collectives, and readers of overwritten inputs."""
     found = readers_of_old_values(graph)
     for node in (one for one in graph.nodes if one.op == "call_function"):
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         item = node.target is operator.getitem and node.args[0] in found
-        if random or item or is_collective(node):
+        talks = isinstance(node.target, OpOverload) and node.target.namespace in _COLLECTIVES
+        if random or item or talks:
             found.add(node)
     return found
 
@@ -190,7 +155,3 @@ def _base(node: fx.Node, views: Iterable[object]) -> fx.Node:
         assert isinstance(source, fx.Node)
         node = source
     return node
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)

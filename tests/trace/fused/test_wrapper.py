@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +13,6 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 import memplan
 from memplan.errors import UnsupportedDevice, UnsupportedGraph
-from memplan.integrations.inductor.wrapper_lines import _HARMLESS as HARMLESS
-from memplan.integrations.inductor.wrapper_lines import _changes as changes
 from memplan.torch_inside import versions as torch_versions
 from memplan.torch_inside.versions import UNPLANNED_LINES
 from memplan.trace.fused import environment
@@ -61,18 +59,13 @@ KINDS = [kind for kind in vars(lines).values() if isinstance(kind, type) and iss
 BASES = {"WrapperLine", "MemoryPlanningLine"}  # which Inductor does not write
 
 
-def _refusals(line: Any) -> list[UnsupportedGraph]:
-    """Return the errors of both readers of Inductor's code for a line: that of plans, and that of the partitioner."""
+def _refusal(line: Any) -> UnsupportedGraph:
+    """Return the error of the reader of Inductor's code for a line."""
     line.comm_buffer = line.unbacked_bindings = True
-    with pytest.raises(UnsupportedGraph) as by_plan:
+    with pytest.raises(UnsupportedGraph) as caught:
         read_line(line, "")
-    assert by_plan.value.see == "inductor-code"
-    if type(line).__name__ in {"AllocateLine"} | HARMLESS:  # which the partitioner takes
-        return [by_plan.value]
-    with pytest.raises(UnsupportedGraph) as by_partitioner:
-        list(changes(cast("Any", None), line))
-    assert by_partitioner.value.see == "partitioner"
-    return [by_plan.value, by_partitioner.value]
+    assert caught.value.see == "inductor-code"
+    return caught.value
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -82,11 +75,10 @@ def test_every_line_of_this_torch_is_known_and_what_torch_adds_is_refused_by_nam
     read = {*_SILENT, *RENAMED, *_READERS, "AllocateLine", "KernelDefinitionLine"}
     assert name in read | BASES | set(UNPLANNED_LINES)
     if name in UNPLANNED_LINES:
-        for error in _refusals(object.__new__(kind)):
-            assert f"{UNPLANNED_LINES[name]} ({name})" in str(error)
-    for error in _refusals(object.__new__(type("NewLine", (kind,), {}))):
-        assert f"a line that is not known (NewLine, of torch {torch.__version__})" in str(error)
-        assert error.hint
+        assert f"{UNPLANNED_LINES[name]} ({name})" in str(_refusal(object.__new__(kind)))
+    error = _refusal(object.__new__(type("NewLine", (kind,), {})))
+    assert f"a line that is not known (NewLine, of torch {torch.__version__})" in str(error)
+    assert error.hint
 
 
 def test_a_buffer_of_a_collective_and_a_kernel_of_another_compiler_are_refused() -> None:

@@ -1,54 +1,68 @@
 """`memplan.partitioner`: a partitioner for plain `torch.compile` that keeps the peak of a step within a budget.
 
-Inductor calls it with the joint graph of forward and backward, before it lowers either. The partitioner lowers the
-partition that torch would choose, reads what its wrappers allocate, and, where that is too much, lets `memplan.evict`
-decide on the kernels of that very program which results are computed again. The next partition is lowered and read
-too, until one keeps the budget.
+Inductor calls it with the joint graph of forward and backward, before it lowers either. The partitioner has the code of
+the partition that torch would choose generated, adds up what its kernels allocate, and, where that is too much, lets
+`memplan.evict` decide on these kernels which results are computed again. The code of the next partition is generated
+too, until one keeps the budget. Inductor's kernels, allocations and caches stay as they are.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
+from torch._dynamo.exc import ShortenTraceback
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from memplan.core.graph import StorageKind
+from memplan.core.totals import beside_results
 from memplan.core.units import format_bytes
-from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError
+from memplan.devices.kinds import HOST, alignment_of, is_accelerator
+from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError, UnsupportedGraph
 from memplan.evict.costs import cost_model
 from memplan.evict.measure import measure
 from memplan.evict.policies.partition import kept_for_backward, partition
 from memplan.evict.workload import Workload
-from memplan.integrations.inductor.kernel_graph import KernelStep, kernel_step
-from memplan.integrations.inductor.lowering import LoweredStep, lower_step
-from memplan.integrations.inductor.raised import through_dynamo
-from memplan.integrations.inductor.step_bytes import GivenTensor, StepBytes, step_bytes
-from memplan.integrations.inductor.temporaries import Temporaries
-from memplan.integrations.inductor.wrapper_lines import read_wrapper
 from memplan.planning.fit import make_workload
 from memplan.planning.options import Budget, Costs, read_budget, read_size
-from memplan.torch_inside.graphs import GradAOTOutput, one_of_each
+from memplan.torch_inside.graphs import one_of_each
 from memplan.torch_inside.versions import warn_if_newer
 from memplan.trace.capture.front_ends import quiet
+from memplan.trace.fused.code_generation import generate_partition
+from memplan.trace.fused.fused_graph import PartitionKernels, partition_kernels
+from memplan.trace.kernel_scratch import KernelScratch
 from memplan.trace.passes.partitions import require_new_values, save_old_values, tag_saved
-from memplan.trace.passes.rewrite import storage_key
 from memplan.trace.planning import device_costs
 from memplan.version import __version__
 
 _log = logging.getLogger("memplan")
-COMPILATIONS = 4  # how many partitions are lowered at most
+COMPILATIONS = 4  # how many partitions are generated at most
+_OF_PLANS = ("inductor-code", "inductor-refuses")  # errors whose hints are those of plans
 _CLOSE = 0.97  # a partition that needs at least this share of the budget is not improved any more
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
+Decision = tuple[tuple[str, ...], float]  # the nodes to save, and the seconds of the step by the cost model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """The bytes of a step on the device.
+
+    `standing` were there before it: parameters, buffers and inputs. `peak` is the peak of the step, everything counted.
+    """
+
+    standing: int
+    peak: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +82,7 @@ class BudgetPartitioner(CustomPartitionerFn):
     """A partitioner for Inductor that keeps a budget; `memplan.partitioner` makes one.
 
     Attributes:
-        tried: The partitions of the last graph that were lowered, in order; the first is torch's own.
+        tried: The partitions of the last graph that were tried, in order; the first is torch's own.
         chosen: The one that was taken; None before a graph was partitioned, and where torch's cache had it.
 
     Example:
@@ -93,7 +107,7 @@ class BudgetPartitioner(CustomPartitionerFn):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what makes it anew in another process, without what was tried."""
-        return partial(BudgetPartitioner, budget=self._budget, reserve=self._reserve, costs=self._costs), ()
+        return functools.partial(BudgetPartitioner, budget=self._budget, reserve=self._reserve, costs=self._costs), ()
 
     def uuid(self) -> str:
         """Return what distinguishes this partitioner in the keys of Inductor's caches."""
@@ -113,16 +127,15 @@ class BudgetPartitioner(CustomPartitionerFn):
             UnsupportedGraph: Sizes vary from call to call, or Inductor's program cannot be read.
         """
         warn_if_newer()
-        joint = _Joint(gm, joint_inputs, kwargs)
         try:
-            tried = self._tries(joint)
+            tried = self._tries(_Joint(gm, joint_inputs, kwargs))
         except MemplanError as error:
-            raise through_dynamo(error) from None
+            raise _through_dynamo(error) from None
         self.tried = tuple(one for one, _ in tried)
         limit = self._limit(self.tried[0])
         within = [one for one in tried if one[0].bytes.peak + self._reserve <= limit]
         if not within:
-            raise through_dynamo(self._infeasible(limit))
+            raise _through_dynamo(self._infeasible(limit))
         self.chosen, graphs = min(within, key=lambda one: one[0].seconds or 0.0)
         need, first = self.chosen.bytes.peak + self._reserve, self.tried[0].bytes.peak + self._reserve
         _log.info(
@@ -134,24 +147,21 @@ class BudgetPartitioner(CustomPartitionerFn):
         return graphs
 
     def _tries(self, joint: _Joint) -> list[tuple[TriedPartition, Graphs]]:
-        """Return the partitions that were lowered, and their graphs."""
+        """Return the partitions that were tried, and their graphs."""
         found = [joint.partition(None)]
         first = found[0][0]
         limit = self._limit(first) - self._reserve
         if first.bytes.peak <= limit:
             return found
-        step = kernel_step(joint.lowered)
-        costs = cost_model(self._costs or device_costs(joint.device))
-        order = tuple(range(len(step.graph.ops)))
-        workload = make_workload(step.graph, order, costs, joint.alignment)
+        step, workload = joint.kernels, joint.workload(self._costs)
         plain = measure(workload, workload.plain).peak
         beside = first.bytes.peak - plain  # what the kernels' graph does not show
 
-        def lower(chosen: SavedNodes) -> int:
-            found.append(joint.partition(chosen.saved, chosen.seconds))
+        def attempt(chosen: Decision) -> int:
+            found.append(joint.partition(*chosen))
             return found[-1][0].bytes.peak
 
-        search_partitions(limit, limit - beside, plain, lambda aim: _decide(workload, step, aim), lower)
+        search_partitions(limit, limit - beside, plain, lambda aim: _decide(workload, step, aim), attempt)
         return found
 
     def _limit(self, first: TriedPartition) -> int:
@@ -173,10 +183,10 @@ def search_partitions(
     limit: int,
     aim: int,
     high: int,
-    decide: Callable[[int], SavedNodes | None],
-    lower: Callable[[SavedNodes], int],
+    decide: Callable[[int], Decision | None],
+    attempt: Callable[[Decision], int],
 ) -> None:
-    """Ask for partitions of kernels' bytes below `high`, and lower each new one, until one is close below `limit`.
+    """Ask for partitions of kernels' bytes below `high`, and try each new one, until one is close below `limit`.
 
     Every answer, also one that was seen before, moves a bound of the next aim to this one. So no aim is asked for
     twice, and the search ends.
@@ -186,19 +196,19 @@ def search_partitions(
         aim: The bytes that the first partition is asked to keep.
         high: Bytes that are known to be too many to aim at.
         decide: Returns what to save so that the kernels keep an aim; None where nothing keeps it.
-        lower: Returns the bytes of the step that saves this.
+        attempt: Returns the bytes of the step that saves this.
     """
     low, needs = 0, dict[tuple[str, ...], int]()
     aim = max(aim, 1)
     while low < aim < high and len(needs) < COMPILATIONS - 1:
         _log.debug("asks for a partition whose kernels keep %s", format_bytes(aim))
         chosen, nearer = decide(aim), low
-        if chosen is not None and chosen.saved not in needs:
-            need = needs[chosen.saved] = lower(chosen)
+        if chosen is not None and chosen[0] not in needs:
+            need = needs[chosen[0]] = attempt(chosen)
             if limit * _CLOSE <= need <= limit:
                 return
             nearer = aim + limit - need
-        if chosen is None or needs[chosen.saved] <= limit:
+        if chosen is None or needs[chosen[0]] <= limit:
             low = aim
         else:
             high = aim
@@ -209,41 +219,35 @@ def search_partitions(
         aim = nearer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedNodes:
-    """The nodes to save, and the seconds of the step by the cost model."""
-
-    saved: tuple[str, ...]
-    seconds: float
-
-
-def _decide(workload: Workload, step: KernelStep, budget: int) -> SavedNodes | None:
+def _decide(workload: Workload, step: PartitionKernels, budget: int) -> Decision | None:
     """Return what to save so that the kernels' buffers keep a budget; None where the policy finds nothing."""
     within = workload.within(max(budget, 0))
     try:
         events = partition(within)
     except BudgetInfeasible:
         return None
-    nodes = [step.nodes.get(s, ()) for s in kept_for_backward(within, events)]
-    return SavedNodes(saved=tuple(sorted({n for one in nodes for n in one})), seconds=measure(within, events).seconds)
+    nodes = {step.nodes[s] for s in kept_for_backward(within, events) if s in step.nodes}
+    return tuple(sorted(nodes)), measure(within, events).seconds
 
 
 class _Joint:
-    """A joint graph, which is partitioned and lowered in copies."""
+    """A joint graph, which is partitioned in copies whose code is generated."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[object], options: dict[str, Any]) -> None:
         self.module, self.inputs = module, inputs
         self.options = {key: value for key, value in options.items() if key != "compiler"}
         self.results = int(options["num_fwd_outputs"])
-        values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
-        devices = {value.device for value in values if isinstance(value, torch.Tensor)}
-        self.device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
-        self.alignment = 512 if self.device.type == "cuda" else 1
-        self.temporaries = Temporaries()
-        self.lowered: LoweredStep
+        values = {node.name: node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")}
+        _require_numbers(values)
+        devices = [value.device for value in values.values() if isinstance(value, torch.Tensor)]
+        self.device = next(filter(is_accelerator, devices), torch.device(HOST))
+        self.alignment = alignment_of(self.device) if is_accelerator(self.device) else 1
+        self.tangents = frozenset(name for name in values if name.startswith("tangents"))
+        self.scratch = KernelScratch(device=self.device)
+        self.kernels: PartitionKernels
 
     def partition(self, saved: Sequence[str] | None, seconds: float | None = None) -> tuple[TriedPartition, Graphs]:
-        """Return the partition that saves these nodes (None: the one that torch chooses), lowered."""
+        """Return the partition that saves these nodes (None: the one that torch chooses), with its kernels read."""
         with quiet():
             copied = fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
         one_of_each(copied)
@@ -254,60 +258,55 @@ class _Joint:
         with functorch_config.patch(activation_memory_budget=1.0):
             forward, backward = min_cut_rematerialization_partition(copied, self.inputs, **self.options)
         require_new_values(self.module.graph, forward.graph, backward.graph)
-        self.lowered = lower_step(forward, backward, self.results)
-        need = bytes_of(self.module.graph, self.lowered, self.temporaries, self.alignment)
-        return TriedPartition(saved=self.lowered.saved, bytes=need, seconds=seconds), (forward, backward)
+        with quiet():
+            given = copy.deepcopy(forward), copy.deepcopy(backward)
+            self.kernels = partition_kernels(generate_partition(self.module.graph, *given, self.results), self.tangents)
+        taken = {node.name for node in backward.graph.find_nodes(op="placeholder")}
+        (output,) = forward.graph.find_nodes(op="output")
+        kept = tuple(x.name for x in output.args[0][self.results :] if isinstance(x, fx.Node) and x.name in taken)
+        return TriedPartition(saved=kept, bytes=self._bytes(), seconds=seconds), (forward, backward)
+
+    def workload(self, costs: Costs | None) -> Workload:
+        """Return the kernels of the last partition as a workload without a budget."""
+        graph = self.kernels.graph
+        model = cost_model(costs or device_costs(self.device))
+        return make_workload(graph, tuple(range(len(graph.ops))), model, self.alignment)
+
+    def _bytes(self) -> StepBytes:
+        """Return the bytes of the step of the last partition."""
+        graph, workload = self.kernels.graph, self.workload(None)
+        scratch = beside_results(graph, self.scratch.of_graph(graph, self.kernels.kernels))
+        live = measure(workload, workload.plain).live + np.array(scratch, np.int64)
+        live[graph.forward_ops :] += graph.bytes_of(StorageKind.TANGENT)
+        standing = graph.bytes_of(StorageKind.PARAMETER, StorageKind.CONSTANT)
+        return StepBytes(standing=standing, peak=standing + int(live.max(initial=0)))
 
 
-def bytes_of(joint: fx.Graph, lowered: LoweredStep, temporaries: Temporaries, alignment: int = 1) -> StepBytes:
-    """Return the bytes of a lowered step, whose joint graph says what goes in and what comes out.
-
-    Example:
-        >>> bytes_of(joint.graph, lowered, Temporaries()).peak
-    """
-    values = {node.name: node.meta.get("val") for node in joint.find_nodes(op="placeholder")}
-    forward, backward = (read_wrapper(graph, temporaries) for graph in (lowered.forward, lowered.backward))
-    position = {name: i for i, name in enumerate(lowered.returned) if name is not None}
-    links = {i: position[name] for i, name in enumerate(lowered.taken) if name in position}
-    given_of = {name: i for i, name in enumerate(forward.inputs)}
-    tangents = {
-        i: value.numel() * value.element_size()
-        for i, name in enumerate(lowered.taken)
-        if i not in links and name not in given_of and isinstance(value := values.get(name), torch.Tensor)
-    }
-    return step_bytes(
-        forward,
-        backward,
-        given=[_given(values.get(name)) for name in forward.inputs],
-        links=links,
-        results=lowered.results,
-        tangents=tangents,
-        cloned=_cloned(joint, backward.strides, lowered.results),
-        alignment=alignment,
-    )
+def _require_numbers(values: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedGraph` for inputs whose sizes vary from call to call."""
+    for name, value in values.items():
+        sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+        if any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in sizes):
+            what = "its size varies from call to call, so the bytes of a step are not known"
+            hint = "compile with torch.compile(model, dynamic=False): each shape is then partitioned for itself"
+            raise UnsupportedGraph(name, what, hint, see="partitioner")
 
 
-def _given(value: Any) -> GivenTensor | None:
-    """Return the storage of a tensor that is passed to the step."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    return GivenTensor(storage=storage_key(value), nbytes=int(value.untyped_storage().nbytes()))
+def _through_dynamo(error: MemplanError) -> MemplanError:
+    """Return an error of a kind that dynamo raises to the user as it is, instead of a `BackendCompilerFailed`."""
+    if isinstance(error, UnsupportedGraph) and error.see in _OF_PLANS:
+        error.see, error.hint = "partitioner", "leave the option custom_partitioner_fn out, or use memplan.compile"
+    kind: Any = type(error)
+    carried = _kind(kind).__new__(_kind(kind), *error.args)
+    carried.__dict__.update(error.__dict__)
+    return carried
 
 
-def _cloned(joint: fx.Graph, strides: Sequence[tuple[int, ...] | None], results: int) -> list[int]:
-    """Return the gradients (by position) that autograd copies, because their strides are not their parameter's."""
-    (output,) = joint.find_nodes(op="output")
-    descs = list(output.meta.get("desc") or ())[results:]
-    values = {node.meta.get("desc"): node.meta.get("val") for node in joint.find_nodes(op="placeholder")}
-    found = []
-    for i, (desc, given) in enumerate(zip(descs, strides, strict=False)):
-        value = values.get(desc.grad_of) if isinstance(desc, GradAOTOutput) else None
-        if given is None or not isinstance(value, torch.Tensor):
-            continue
-        sizes = zip(value.shape, value.stride(), given, strict=True)
-        if any(n != 1 and one != two for n, one, two in sizes):
-            found.append(i)
-    return found
+@functools.cache
+def _kind(kind: Any) -> type[MemplanError]:
+    """Return a kind of error that is one of dynamo's too, with the same name and attributes."""
+    attributes = {"first_useful_frame": None, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind, ShortenTraceback), attributes)
 
 
 def partitioner(budget: Budget, *, reserve: int | str = 0, costs: Costs | None = None) -> BudgetPartitioner:
@@ -316,7 +315,7 @@ def partitioner(budget: Budget, *, reserve: int | str = 0, costs: Costs | None =
     Inductor then recomputes by memplan's choice: its kernels, its allocations and its caches stay as they are. The
     peak is everything that is on the device because of the step: parameters, buffers, inputs, saved activations,
     gradients and temporaries. Random numbers are saved, never drawn again, so that a mask of dropout is the same in
-    forward and backward. At most four partitions are lowered; no kernel is built for those that are not taken.
+    forward and backward. The code of at most four partitions is generated; no kernel is built for the others.
 
     Args:
         budget: The most bytes on the device: a number, a text ("8GiB"), or a share of what Inductor needs with its own
