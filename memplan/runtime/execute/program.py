@@ -12,8 +12,8 @@ from memplan.core.collectives import WAIT
 from memplan.core.evictions import OFFLOAD, RELOAD, SEND
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.happens_before import require_no_races
+from memplan.core.legal_orders import require_written_first
 from memplan.core.plan import Plan
-from memplan.core.written_first import require_written_first
 from memplan.devices.kinds import is_accelerator
 from memplan.distributed.ops import StartedCollective
 from memplan.errors import InvalidEviction
