@@ -61,8 +61,8 @@ if TYPE_CHECKING:
         install_allocator,
         record,
     )
-    from memplan.runtime.api.profiling import profile
     from memplan.runtime.dynamo.backend import Backend
+    from memplan.runtime.profiling.op_timer import profile
     from memplan.schedule import Policy
     from memplan.solvers import Solver, solve
     from memplan.symbolic import SymbolicPlan, load_symbolic
@@ -128,7 +128,7 @@ _HOMES = {
     "load": "memplan.planning.planfile",
     "max_batch": "memplan.trace.batches",
     "partitioner": "memplan.integrations.partitioner",
-    "profile": "memplan.runtime.api.profiling",
+    "profile": "memplan.runtime.profiling.op_timer",
     "set_log_level": "memplan.core.timed",
     "solve": "memplan.solvers",
     "validate": "memplan.core.validate",

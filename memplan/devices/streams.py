@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import torch
 
 from memplan.devices.kinds import is_accelerator
+from memplan.torch_inside.versions import accelerators
 
 
 def new_stream(device: torch.device) -> torch.Stream:
@@ -29,27 +30,32 @@ def record(event: torch.Event, device: torch.device) -> None:
     event.record(current_stream(device))
 
 
-def synchronizer(device: torch.device) -> Callable[[], None]:
-    """Return a function that blocks the host until the work on a device is complete; nothing is queued on the CPU."""
-    if not is_accelerator(device):
-        return lambda: None
-    return lambda: torch.accelerator.synchronize(device)
-
-
 def is_capturing(device: torch.device) -> bool:
     """Return whether the work that is queued to the current stream is recorded instead of run."""
     is_recording = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return bool(is_recording is not None and is_recording())
 
 
-def hold_busy(device: torch.device, cycles: int) -> bool:
-    """Keep the current stream of a device busy for so many cycles, if it can; return whether it does.
+def host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return `nbytes` bytes on the host for copies to and from `device`, pinned if that is an accelerator."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_accelerator(device))
 
-    What is launched meanwhile waits, so that events around it time the device without the launches.
-    """
-    sleep = getattr(torch.get_device_module(device), "_sleep", None)
-    if sleep is None:
-        return False
-    with torch.accelerator.device_index(device.index):
-        sleep(cycles)
-    return True
+
+def unlock_unused(device: torch.device) -> None:
+    """Give back pinned memory that nothing refers to: torch keeps it for later requests of the same size."""
+    give_back = accelerators("empty_host_cache")
+    if is_accelerator(device) and give_back is not None:
+        give_back()
+
+
+def pin(tensors: Iterable[torch.Tensor]) -> None:
+    """Move the bytes of tensors to pinned memory, in place; tensors that share memory still do."""
+    moved: dict[int, torch.UntypedStorage] = {}
+    for t in tensors:
+        storage = t.untyped_storage()
+        if not storage.nbytes() or storage.is_pinned():
+            continue
+        key = storage.data_ptr()
+        if key not in moved:
+            moved[key] = storage.pin_memory()
+        t.data = torch.empty(0, dtype=t.dtype).set_(moved[key], t.storage_offset(), t.shape, t.stride())

@@ -35,20 +35,6 @@ class Backing:
     give_up: Callable[[], int]
 
 
-def host_backing() -> Backing:
-    """Return the backing of host memory, for tests and for a replay without a GPU."""
-    libc = ctypes.CDLL(None)
-    align, free = libc.posix_memalign, libc.free
-    align.argtypes, align.restype = (_Word, _Word, _Word), ctypes.c_int
-    free.argtypes, free.restype = (_Word,), ctypes.c_int
-    made = ctypes.CFUNCTYPE(ctypes.c_int, _Word, _Word)(lambda place, size: int(align(place, 512, size)))
-    spill = ctypes.CFUNCTYPE(ctypes.c_int, _Word, _Word, ctypes.c_uint)(
-        lambda place, size, _: int(align(place, 512, size))
-    )
-    clear_error = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
-    return Backing(allocate=made, release=free, spill=spill, clear_error=clear_error, give_up=_abort())
-
-
 def cuda_backing(library: ctypes.CDLL) -> Backing:
     """Return cudaMalloc and cudaFree of the CUDA runtime that the process has loaded."""
     allocate, release = library.cudaMalloc, library.cudaFree
@@ -57,10 +43,11 @@ def cuda_backing(library: ctypes.CDLL) -> Backing:
     clear_error, spill = library.cudaGetLastError, library.cudaMallocManaged
     spill.argtypes, spill.restype = (_Word, _Word, ctypes.c_uint), ctypes.c_int
     clear_error.argtypes, clear_error.restype = (), ctypes.c_int
-    return Backing(allocate=allocate, release=release, spill=spill, clear_error=clear_error, give_up=_abort())
+    return Backing(allocate=allocate, release=release, spill=spill, clear_error=clear_error, give_up=abort())
 
 
-def _abort() -> Callable[[], int]:
+def abort() -> Callable[[], int]:
+    """Return the C function that ends the process."""
     abort = ctypes.CDLL(None).abort
     abort.argtypes, abort.restype = (), ctypes.c_int
     return abort
@@ -74,7 +61,7 @@ class Allocator:
 
     def __init__(self, backing: Backing) -> None:
         from memplan.recording import machine_kernel
-        from memplan.recording.allocator_kernel import make_functions
+        from memplan.recording.machine_kernel import make_functions
 
         self._kernel: Any = machine_kernel
         self._m: Any = self._kernel.new_machine()
@@ -147,23 +134,8 @@ class Allocator:
             k.FEWER: f"it stopped before allocation {at} of {int(m[k.COUNT])}",
         }[why]
 
-    @property
-    def replayed(self) -> int:
-        """The number of steps that equalled the recorded one, since a tape was loaded."""
-        return int(self._m[self._kernel.STEPS])
-
     def take_spilled(self) -> int:
         """Return the bytes that the device had no room for, and that are beside its memory, since the last call."""
         k, m = self._kernel, self._m
         found, m[k.SPILLED] = int(m[k.SPILLED]), 0
         return found
-
-    @property
-    def in_arena(self) -> int:
-        """The number of allocations that the arena holds now."""
-        return int(self._m[self._kernel.LIVE])
-
-    @property
-    def kept(self) -> int:
-        """The bytes of ordinary memory that were released and are cached for later allocations."""
-        return int(self._m[self._kernel.CACHED])

@@ -16,8 +16,9 @@ from memplan.core.choices import Gradients, OnMismatch, Sanitize
 from memplan.core.in_place import COPY
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
+from memplan.core.units import format_bytes
 from memplan.devices.kinds import alignment_of
-from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
+from memplan.errors import BudgetInfeasible, InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
 from memplan.planning.options import BUDGETS, PlanKeywords, PlanOptions
 from memplan.planning.planfile import load
 from memplan.runtime.debug.sanitizers import redzone_of
@@ -37,6 +38,16 @@ class RunKeywords(PlanKeywords, total=False):
 
     in_place: bool
     sanitize: Sanitize | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The results of a trial run: `transient` are the bytes that each op of `traced` allocates outside the arena while
+    it, or an op that computes it again, runs; `plan` is the plan that was tried."""
+
+    traced: TracedGraph
+    plan: Plan
+    transient: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +92,17 @@ class RunOptions(PlanOptions):
         """Whether gradients are made in the arena and copied out: not those of recorded steps."""
         return not self.cuda_graph and PlanOptions.gradients_copied.__get__(self)
 
+    @property
+    def tracing(self) -> dict[str, Any]:
+        """The options that decide how a call is captured, for `capture_call`."""
+        return {
+            "in_place": self.in_place,
+            "device": self.device,
+            "gradients_in_arena": self.gradients_in_arena,
+            "copy_gradients": self.gradients_copied,
+            "kernels": self.kernels,
+        }
+
     def _require_known_costs(self) -> None:
         """Raise as `PlanOptions` does, except for "measure" where steps can be measured."""
         if not self.measures:
@@ -122,6 +144,13 @@ class RunOptions(PlanOptions):
         redzone = self.redzone(traced.device)
         variant, plan = plan_step(traced, retracer, self, redzone=redzone, room=room, transient=transient)
         return outside_as_in(variant, plan, gradients=self.gradients == "arena"), plan
+
+    def replan(self, known: Measured, *, room: int = 0) -> tuple[TracedGraph, Plan]:
+        """Return a step that was tried, with a plan that keeps its budgets with what its kernels were seen to allocate.
+
+        `room`: the bytes of an arena that exists already.
+        """
+        return self.again(known.plan).settle(known.traced, None, room=room, transient=known.transient)
 
     def again(self, tried: Plan) -> Self:
         """Return the options that plan a variant of a step anew, within the budgets of the plan that was tried."""
@@ -182,6 +211,24 @@ class CompileOptions(RunOptions):
             raise InvalidShapes(
                 "a recorded step has one shape", where="cuda_graph with dynamic_shapes", hint=hint, see="one-shape"
             )
+
+    def require_room(self, plan: Plan, held: int) -> None:
+        """Raise `BudgetInfeasible` if another call of `plan`, beside arenas of `held` bytes, breaks a budget."""
+        kept = plan.eviction
+        if kept is None:
+            return
+        total = (self.budget, kept.budget, plan.total + held)
+        arena = (self.arena_budget, kept.arena_budget, plan.arena_size + held)
+        for given, limit, need in (total, arena):
+            if given is not None and limit is not None and need > limit:
+                raise BudgetInfeasible(
+                    f"another call while one waits for its backward needs {format_bytes(need)} in all, the budget is "
+                    f"{format_bytes(limit)}",
+                    op="",
+                    smallest=need,
+                    where="a second call in flight",
+                    hint=f"call backward first, drop what the earlier call returned, or give at least {need} bytes",
+                )
 
     @classmethod
     def of_step(cls, options: StepOptions, *, state: int, temporaries: int, several: bool) -> CompileOptions:

@@ -226,10 +226,9 @@ def record(
     allocator = _installed[0] if _installed and device.type == "cuda" else None
     for _ in range(warm_up):
         step_fn()
-    watch = _profiled if allocator is None else _hooked(allocator)
     gc.collect()
     with garbage_kept():
-        events = watch(step_fn, device)
+        events = _profiled(step_fn, device) if allocator is None else _hooked(step_fn, allocator)
     return recording_of(events, alignment_of(device), allocator, solver=solver, time_limit=time_limit)
 
 
@@ -265,24 +264,20 @@ def _profiled(step_fn: Callable[[], Any], device: torch.device) -> list[TapeEven
     return [TapeEvent(a.ptr, a.alloc_size, op) for _, a, op in found if a.device.type == device.type and a.ptr]
 
 
-def _hooked(allocator: Allocator) -> Callable[[Callable[[], Any], torch.device], list[TapeEvent]]:
-    """Return a function that records one run by the installed allocator, which does not know ops.
+def _hooked(step_fn: Callable[[], Any], allocator: Allocator) -> list[TapeEvent]:
+    """Return the allocations and releases of one run, in order, by the installed allocator, which does not know ops.
 
     The result of the run is freed after the recording.
     """
-
-    def watch(step_fn: Callable[[], Any], _: torch.device) -> list[TapeEvent]:
-        allocator.start_recording()
-        result = None
-        try:
-            result = step_fn()
-        finally:
-            events = allocator.stop_recording()
-            _warn_of_spilled(allocator)
-        del result
-        return events
-
-    return watch
+    allocator.start_recording()
+    result = None
+    try:
+        result = step_fn()
+    finally:
+        events = allocator.stop_recording()
+        _warn_of_spilled(allocator)
+    del result
+    return events
 
 
 def _warn_of_spilled(allocator: Allocator) -> None:

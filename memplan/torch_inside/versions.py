@@ -78,7 +78,7 @@ def compile_limits(**limits: Any) -> dict[str, Any]:
 
 
 def accelerators(name: str) -> Any:
-    """Return what `torch.accelerator` has under a name, or None: `Graph` and `empty_host_cache` are of torch 2.12."""
+    """Return what `torch.accelerator` has under a name, or None: `empty_host_cache` is of torch 2.12."""
     return getattr(torch.accelerator, name, None)
 
 

@@ -17,12 +17,13 @@ from memplan.evict.measure import measure
 from memplan.evict.policies.capuchin import capuchin, gaps_of, recompute_seconds
 from memplan.evict.workload import Kind, Workload
 from memplan.planning.options import PlanOptions
-from memplan.recording.allocator import Allocator, host_backing
+from memplan.recording.allocator import Allocator
 from memplan.runtime.recorded import recording_of
 from memplan.trace import plan_traced
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder
 from tests.models import traced_nano
+from tests.runtime.backing import counted, host_backing
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, plan_of_everything
 from tests.slow import slow
 
@@ -163,4 +164,4 @@ def test_P8_later_steps_are_served_from_the_plan_until_one_differs() -> None:  #
         three = step(7)
     assert three[:6] == one, "as far as it is the recorded step"
     assert not min(one) <= three[6] < min(one) + recording.arena_size, "ordinary memory from there on"
-    assert (allocator.replayed, allocator.differences, allocator.in_arena) == (2, 1, 0)
+    assert (counted(allocator, "STEPS"), allocator.differences, counted(allocator, "LIVE")) == (2, 1, 0)

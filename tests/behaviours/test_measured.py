@@ -17,7 +17,7 @@ from memplan.evict.costs import signature_of
 from memplan.evict.measure import measure
 from memplan.planning.fit import make_workload
 from memplan.runtime import CompiledModule
-from memplan.runtime.copies.copies import Direction
+from memplan.runtime.copies import Direction
 from memplan.runtime.profiling.op_timer import Measurement
 from memplan.runtime.profiling.profile_guided import SAMPLES, WARM
 from memplan.trace import trace

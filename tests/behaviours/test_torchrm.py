@@ -22,7 +22,7 @@ from memplan.evict.policies.flow import genoa
 from memplan.evict.workload import Event, Events, Kind, Workload
 from memplan.planning.fit import make_workload
 from memplan.planning.options import PlanOptions
-from memplan.runtime.copies.copy_threads import ThreadCopies
+from memplan.runtime.copies import ThreadCopies
 from memplan.runtime.debug.hooks import EventKind, StepEvent, Tracker, When
 from memplan.solvers import solve
 from memplan.trace import plan_traced, trace
@@ -65,7 +65,7 @@ def test_T5_copies_that_start_early_stall_less_at_run_time() -> None:  # noqa: N
         compiled = memplan.compile(model, args, plan=plan)
         copies = compiled._calls.arena.copies
         assert isinstance(copies, ThreadCopies)
-        copies.before_each(lambda _: time.sleep(0.002))
+        copies.before = lambda _: time.sleep(0.002)
 
         def long_op(event: StepEvent, copies: ThreadCopies = copies) -> None:
             """Ops that take as long as the copies that are under way when they begin."""

@@ -60,11 +60,10 @@ class LateDevice:
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
-        counts = ("tasks_run", "ran_at_once", "copies_waited", "pending", "peak", "captured")
+        counts = ("tasks_run", "ran_at_once", "copies_waited", "pending", "peak")
         for name in counts:
             getattr(self._library, f"late_{name}").restype = ctypes.c_int64
         self._library.late_set_policy.argtypes = (ctypes.c_int, ctypes.c_uint64)
-        self.slept: list[tuple[int, int]] = []  # the device and the cycles of each call of `_sleep`
         self._library.late_register()
         rename_privateuse1_backend(NAME)
         torch._register_device_module(NAME, self._module())  # type: ignore[no-untyped-call]
@@ -100,18 +99,9 @@ class LateDevice:
         return int(self._library.late_copies_waited())
 
     @property
-    def captured(self) -> int:
-        """The number of kernels and copies that were recorded instead of queued."""
-        return int(self._library.late_captured())
-
-    @property
     def pending(self) -> int:
         """The number of tasks that have not run."""
         return int(self._library.late_pending())
-
-    def _sleep(self, cycles: int) -> None:
-        self.slept.append((self._library.late_device(), cycles))
-        self._library.late_sleep()
 
     def _module(self) -> types.ModuleType:
         """Return what torch calls for a device: `torch.late`. Random numbers are drawn by the CPU's kernels."""
@@ -127,7 +117,6 @@ class LateDevice:
             "set_device": lambda device: self._library.late_set_device(torch.device(NAME, device).index),
             "is_current_stream_capturing": lambda: bool(self._library.late_is_capturing()),
             "synchronize": lambda device=None: self.synchronize(),
-            "_sleep": self._sleep,
             "manual_seed": lambda seed: None,
             "manual_seed_all": lambda seed: None,
             "get_rng_state": lambda device=None: state.clone(),

@@ -26,12 +26,12 @@ from benchmarks.zoo import ZOO
 from memplan.core.evictions import SEND
 from memplan.core.happens_before import follow, require_no_races
 from memplan.core.plan import Plan
-from memplan.devices.streams import new_event, record, synchronizer
+from memplan.devices.streams import new_event, record
 from memplan.errors import BudgetInfeasible
 from memplan.planning.options import PlanOptions
-from memplan.runtime.copies.copies import Direction, StreamCopies, StreamCopy
+from memplan.runtime.copies import Direction, StreamCopies, StreamCopy
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.memory import stream_ordering
+from memplan.runtime.memory import arena
 from memplan.trace import plan_traced, trace
 from memplan.trace.traced import TracedGraph
 from tests.device.late import NAME, LateDevice, Policy
@@ -178,96 +178,6 @@ def whole_step(device: LateDevice) -> dict[str, Any]:
     return {"wrong": wrong + wrong_orders(device, on_host, steps(False, "cpu"), ORDERS[:6])}
 
 
-def captured(device: LateDevice, *names: str) -> dict[str, Any]:
-    """Forwards and backwards that torch's graphs record at the first call, and replay with other inputs, each of which
-    has half of the orders.
-
-    Then with parameters that moved while a result is held, so that they are recorded anew.
-    """
-    found: dict[str, Any] = {"wrong": []}
-    for name in names:
-        model, args = example(name)
-        others = [_another(args, seed) for seed in range(2)]
-        eager = [training(model, model, given) for given in others]
-        expected = [step() for step in eager]
-        began = device.captured
-        compiled = memplan.compile(model, args, cuda_graph=True)
-        for k, (given, bits) in enumerate(zip(others, expected, strict=True)):
-            step = training(model, compiled, given)
-            found["wrong"] += [f"{name} {o}" for o in wrong_orders(device, step, bits, ORDERS[k::2])]
-        found[f"recorded of {name}"] = device.captured - began
-        found[f"pool of {name}"] = compiled.pool_bytes
-    model, args = example("mlp")
-    compiled = memplan.compile(model, args, cuda_graph=True)
-    held = compiled(*args)
-    held.backward()
-    before, began = copied(held.detach()), device.captured
-    for p in model.parameters():
-        p.data = p.data.clone() * 0.5
-    expected_moved = training(model, model, args)()
-    orders = wrong_orders(device, training(model, compiled, args), expected_moved)
-    found["wrong"] += [f"moved {order}" for order in orders]
-    found["wrong"] += [] if same([copied(held.detach())], [before]) else ["a result that is held has changed"]
-    found["recorded anew"] = device.captured - began
-    return found
-
-
-def _another(args: Sequence[Any], seed: int) -> tuple[Any, ...]:
-    """Return inputs of the same shapes, with other numbers."""
-    torch.manual_seed(seed)
-
-    def changed(t: torch.Tensor) -> torch.Tensor:
-        return torch.randn(t.shape).to(HERE) if t.is_floating_point() else t.roll(seed + 1, -1)
-
-    found: tuple[Any, ...] = pytree.tree_map_only(torch.Tensor, changed, tuple(args))
-    return found
-
-
-def recorded(device: LateDevice) -> dict[str, Any]:
-    """Whole steps that are recorded at their first call: the device needs no room for another copy of parameters and
-    state. A learning rate that changes, and steps on several streams, which must wait for each other.
-    """
-    numbers = [torch.randn(4, 128, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
-    used = [torch.Stream(HERE) for _ in range(3)][::-1]  # the device would run the first one made first
-
-    def losses(where: str) -> tuple[Bits, int]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(128, 128), nn.Tanh())]).to(where)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2**-10, fused=True)  # as a float32 too
-        batches = [batch.to(where) for batch in numbers]
-        step = memplan.compile_step(
-            model, optimizer, lambda out: out.square().mean(), batches[0], cuda_graph=where == HERE
-        )
-        device.allocated_peak(0)
-        before = device.allocated_peak(0)
-        found: Bits = []
-        on = used if where == HERE else [contextlib.nullcontext()] * 3
-        for batch, stream in zip(batches, [on[0], *on], strict=True):
-            if where == HERE:
-                stream.wait_stream(torch.accelerator.current_stream(HERE))
-            with stream:
-                found.append(step(batch))
-            optimizer.param_groups[0]["lr"] *= 0.5
-        if where == HERE:
-            torch.accelerator.synchronize()
-        return [t.detach().cpu() for t in (*found, *model.parameters())], device.allocated_peak(0) - before
-
-    expected, _ = losses("cpu")
-    more: list[int] = []
-
-    def steps() -> Bits:
-        found, grown = losses(HERE)
-        more.append(grown)
-        return found
-
-    began = device.captured
-    wrong = wrong_orders(device, steps, expected)
-    found = {"wrong": wrong, "more": max(more), "recorded": device.captured - began}
-    with _without_order():
-        found["seen without the order"] = wrong_orders(device, steps, expected, ORDERS[:2])
-    return {**found, "parameters": sum(p.nbytes for p in expected[4:])}
-
-
 def _layers() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())]).to(HERE)
@@ -294,12 +204,12 @@ def _on_streams(model: nn.Module, call: Callable[..., Any], x: torch.Tensor, str
 @contextlib.contextmanager
 def _without_order() -> Iterator[None]:
     """Let no step wait for the step before on another stream."""
-    ordering = stream_ordering.StreamOrdering.__call__
-    stream_ordering.StreamOrdering.__call__ = lambda self: None  # type: ignore[method-assign]
+    ordering = arena.StreamOrdering.__call__
+    arena.StreamOrdering.__call__ = lambda self: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        stream_ordering.StreamOrdering.__call__ = ordering  # type: ignore[method-assign]
+        arena.StreamOrdering.__call__ = ordering  # type: ignore[method-assign]
 
 
 def streams(device: LateDevice) -> dict[str, Any]:
@@ -329,33 +239,15 @@ def events_of_the_other_device(device: LateDevice) -> list[str]:
     event = new_event(there)
     record(event, there)
     before = event.query()
-    synchronizer(there)()
+    torch.accelerator.synchronize(there)
     after = event.query()
     device.run(Policy.EARLY)
     return [] if (before, after) == (False, True) else [f"an event is reached {before=}, {after=}"]
 
 
-def profiled(device: LateDevice) -> dict[str, Any]:
-    """The ops of a model on the other device, timed while that is kept busy: longer and longer if it is never late.
-
-    Its only op writes nothing that is planned.
-    """
-    model, x = nn.Linear(8, 8).to(f"{NAME}:1"), torch.ones(4, 8, device=f"{NAME}:1")
-    found: dict[str, Any] = {"wrong": []}
-    for policy in (Policy.LATE, Policy.EARLY):
-        device.run(policy)
-        device.slept.clear()
-        costs = memplan.profile(model, x, train=False, rounds=2)
-        if {index for index, _ in device.slept} != {1} or not costs.measured:
-            found["wrong"].append(f"{policy.name} {device.slept}")
-        found[policy.name] = sorted({cycles for _, cycles in device.slept})
-    return found
-
-
 def dropped(device: LateDevice) -> dict[str, Any]:
-    """Modules that are deleted while another stream than that of their memory still computes in it, one of which is
-    recorded: nobody else may get the arena, nor what a recording keeps beside it. Then with one `record_stream` left
-    out at a time.
+    """Modules that are deleted while another stream than that of their memory still computes in it: nobody else
+    may get the arena. Then with one `record_stream` left out at a time.
     """
     record = torch.Tensor.record_stream
     left_out: int | None = None
@@ -366,10 +258,10 @@ def dropped(device: LateDevice) -> dict[str, Any]:
         if len(noted) - 1 != left_out:
             record(self, stream)
 
-    def outcome(*, cuda_graph: bool, stays: bool = True) -> bool:
+    def outcome(*, stays: bool = True) -> bool:
         model = _layers()
         x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).to(HERE)
-        compiled = memplan.compile(model, x, train=False, cuda_graph=cuda_graph)
+        compiled = memplan.compile(model, x, train=False)
         compiled._calls.arena.stays = stays  # one that is given back is allocated anew, on the stream that uses it
         sizes = (compiled.plan.arena_size, *(x.nbytes for _ in range(20)))
         with torch.no_grad():
@@ -388,17 +280,13 @@ def dropped(device: LateDevice) -> dict[str, Any]:
         return torch.equal(result.cpu(), expected) and all(bool((t.cpu() == 255).all()) for t in others)
 
     torch.Tensor.record_stream = record_or_not  # type: ignore[method-assign, assignment]
-    kinds = [False, *([True] if hasattr(torch.accelerator, "Graph") else [])]
     found: dict[str, Any] = {"wrong": []}
-    for cuda_graph in kinds:
-        left_out = None
+    device.run(Policy.MAIN_FIRST)
+    if not (outcome(stays=False) and outcome()):
+        found["wrong"].append("overwritten")
+    for left_out, nbytes in enumerate(list(noted)):
         device.run(Policy.MAIN_FIRST)
-        if not (outcome(cuda_graph=cuda_graph, stays=cuda_graph) and outcome(cuda_graph=cuda_graph)):
-            found["wrong"].append(f"overwritten, {cuda_graph=}")
-        for left_out, nbytes in enumerate(list(noted)):
-            device.run(Policy.MAIN_FIRST)
-            seen = not outcome(cuda_graph=cuda_graph)
-            found[f"seen without number {left_out}, of {nbytes} bytes, {cuda_graph=}"] = seen
+        found[f"seen without number {left_out}, of {nbytes} bytes"] = not outcome()
     device.run(Policy.EARLY)
     return found
 
@@ -456,6 +344,17 @@ def threads(device: LateDevice) -> dict[str, Any]:
         wrong += [f"thread {i} {policy.name} {seed}" for i, r in enumerate(results) if not same(r, expected)]
     device.run(Policy.EARLY)
     return {"wrong": wrong}
+
+
+def _another(args: Sequence[Any], seed: int) -> tuple[Any, ...]:
+    """Return inputs of the same shapes, with other numbers."""
+    torch.manual_seed(seed)
+
+    def changed(t: torch.Tensor) -> torch.Tensor:
+        return torch.randn(t.shape).to(HERE) if t.is_floating_point() else t.roll(seed + 1, -1)
+
+    found: tuple[Any, ...] = pytree.tree_map_only(torch.Tensor, changed, tuple(args))
+    return found
 
 
 def mutations(device: LateDevice) -> dict[str, Any]:
@@ -588,10 +487,7 @@ SCENARIOS: dict[str, Callable[[LateDevice], dict[str, Any]]] = {
     "policies gpt2 vit": lambda device: policies(device, "gpt2", "vit"),
     "resident": resident,
     "whole step": whole_step,
-    "captured": lambda device: captured(device, "mlp", "resnet", "gpt2"),
-    "recorded": recorded,
     "streams": streams,
-    "profiled": profiled,
     "dropped": dropped,
     "left on the host": left_on_host,
     "threads": threads,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.preloaded import start
 from tests.device.late import build, missing_compiler
@@ -43,36 +42,22 @@ _LONG = ("vit", "resnet")  # scenarios of large models
 def test_every_order_of_queued_work_gives_the_bits_of_eager(
     library: Path, name: str, seeds: int, tmp_path: Path
 ) -> None:
-    recording = name in ("captured", "recorded")
-    if recording and not hasattr(torch.accelerator, "Graph"):
-        pytest.skip("torch.accelerator.Graph is of torch 2.12 and newer")
     status, said = _run(library, name, tmp_path, seeds)
     assert status == 0, said[-2000:]
     found: dict[str, Any] = json.loads([line for line in said.splitlines() if line.startswith("{")][-1])
     assert not found.pop("wrong", [])
-    assert found.pop("tasks") > (20 if name == "profiled" else 80)
+    assert found.pop("tasks") > 80
     if name == "resident":
         assert found.pop("seen without settling"), "results must be there when the caller gets them"
         # Two inputs and the gradient of the loss, which the caller allocated, in each of two steps:
         assert {found[key] for key in found} == {6}, "results on the host are pinned"
-    if name == "captured":
-        assert all(number > 20 for number in found.values()), "kernels were recorded, and have a pool"
-    if name == "recorded":
-        assert found["recorded"] > 100, "it is torch's graph that replays"
-        assert found["more"] < found["parameters"] // 4, "the copies that restore what recording changes are elsewhere"
     if name == "left on the host":
         assert found["evictions"]
-    if name in ("streams", "recorded"):
+    if name == "streams":
         assert found["seen without the order"], "steps that share an arena must wait for each other"
-    if name == "profiled":
-        shortest = found["LATE"]
-        assert len(shortest) == 1, "all launches are hidden"
-        assert found["EARLY"] == [shortest[0] * 2**k for k in range(7)], "no launch can be hidden"
     if name == "dropped":
         assert all(found.values()), "bytes that a stream still uses must not be given away"
-        assert len(found) >= (3 if hasattr(torch.accelerator, "Graph") else 1), (
-            "each record_stream was left out in turn"
-        )
+        assert found, "each record_stream was left out in turn"
     if name.startswith("mutations"):
         assert found["seen"] == found["racy"], "the check calls racy exactly what can change results"
         assert len(found["racy"]) >= 10

@@ -480,7 +480,7 @@ def other_shapes_under_a_budget() -> dict[str, Any]:
         losses.append(step(tokens(rank(), i, rows=rows)).item())
         expected += eager(theirs, optimizers[0], partial(_batch_of, i, rows), steps=1)
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-    sequences = [[c.line for c in one.programs[0].runner.plan.collectives] for one in step._builder.plans]
+    sequences = [[c.line for c in one.programs[0].plan.collectives] for one in step._builder.plans]
     found: dict[str, Any] = {
         "alike": losses == expected and all(torch.equal(local_tensor(a), local_tensor(b)) for a, b in pairs),
         "several": any(other != sequences[0] for other in sequences),

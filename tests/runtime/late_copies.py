@@ -14,7 +14,7 @@ import torch
 
 from memplan.core.evictions import OFFLOAD, RELOAD, SEND, TRANSFERS
 from memplan.core.plan import Plan
-from memplan.runtime.copies.copies import Direction
+from memplan.runtime.copies import Direction
 
 POISON = 0xFF  # every float of such bytes is NaN
 
@@ -57,9 +57,6 @@ class LateCopies:
     def runs_early(self) -> bool:
         """Return whether the copy that has just started runs at once."""
         return self._chance is not None and self._chance.random() < 0.5
-
-    def time(self, on: bool) -> None:
-        """Does nothing: late copies are not timed."""
 
     def drain(self) -> None:
         """Run what has not run."""

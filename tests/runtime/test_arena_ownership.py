@@ -53,7 +53,7 @@ def test_a_forward_whose_graph_is_gone_blocks_nothing() -> None:
 
 def test_a_step_waits_until_gradients_moved_out_copies_ended_and_earlier_steps_ran() -> None:
     calls = _Calls()
-    calls.owner.left = SimpleNamespace(clear=lambda: calls.made.append("move out"))
+    calls.owner.left.append(SimpleNamespace(clear=lambda: calls.made.append("move out")))  # type: ignore[arg-type]
     step = calls.owner.begin(keep=False)
     assert calls.made == ["move out", "drain", "turn"]
     assert _pending(calls.owner) is None, "no backward follows"

@@ -14,7 +14,7 @@ from torch import nn
 import memplan
 from memplan.devices.measure import quiet_kineto
 from memplan.errors import BudgetInfeasible
-from memplan.runtime import measured_budget
+from memplan.runtime import builder
 from memplan.runtime.dynamo.backend import Backend
 from tests.models import BreaksInEval, Halves
 from tests.steps import gradients_of
@@ -65,7 +65,7 @@ def test_one_graph_and_several_have_their_arenas_in_turn() -> None:
     assert compiled._calls.pending is not None
     for training in (False, True):
         before = (
-            compiled._calls.arena.nbytes
+            compiled._calls.arena.held
             if compiled._calls.several is None
             else compiled._calls.several.backend.arena_size
         )
@@ -74,7 +74,7 @@ def test_one_graph_and_several_have_their_arenas_in_turn() -> None:
             module.train(training)
         held = _held(lambda: _train(compiled, x))
         assert compiled._calls.several is not None
-        one, several = compiled._calls.arena.nbytes, compiled._calls.several.backend.arena_size
+        one, several = compiled._calls.arena.held, compiled._calls.several.backend.arena_size
         assert (one > 2 * SMALL, several > 2 * SMALL) == (training, not training)
         if training:
             assert _with(one, held) < one - before + SMALL
@@ -118,7 +118,7 @@ def test_a_step_that_is_refused_leaves_no_arena_and_tries_have_one_at_a_time(mon
         return 1
 
     with monkeypatch.context() as patched:
-        patched.setattr(measured_budget, "excess", excess)
+        patched.setattr(builder, "excess", excess)
         caught: list[Any] = []
 
         def refused() -> None:

@@ -18,14 +18,21 @@ import memplan
 from memplan.errors import BudgetInfeasible, InputMismatch, UnsupportedGraph
 from memplan.planning.planfile import check_consistency
 from memplan.report.lines import report_markdown
-from memplan.runtime.api.compiled_graphs import CompiledGraphs
-from memplan.runtime.api.step_then_update import StepThenUpdate
+from memplan.runtime import CompiledModule
+from memplan.runtime.api.calls_of_several import GraphCalls
+from memplan.runtime.api.compile_step import StepThenUpdate
+from memplan.runtime.dynamo.backend import Backend
 from tests.runtime.test_total_budget import _peak
 from tests.slow import slow
 from tests.steps import Training, same_tensors
 
 WIDTH, BATCH = 32, 1024
 PADDING = 64 * 64  # bytes: what rounding some dozens of buffers up to 64 bytes may add
+
+
+def _backend(compiled: CompiledModule) -> Backend:
+    assert isinstance(compiled._calls, GraphCalls)
+    return compiled._calls.graphs.backend
 
 
 def _layers() -> nn.Sequential:
@@ -191,7 +198,7 @@ def test_what_one_graph_cannot_hold_trains_with_the_bits_of_eager(name: str) -> 
     with pytest.raises(UnsupportedGraph):
         memplan.compile(model, _batch(), fullgraph=True)
     compiled = memplan.compile(model, _batch(), sanitize="poison")
-    assert isinstance(compiled, CompiledGraphs)
+    assert isinstance(compiled._calls, GraphCalls)
     assert list(compiled.state_dict()) == list(eager.state_dict())
     assert all(map(torch.equal, eager.state_dict().values(), compiled.state_dict().values()))
     assert same_tensors(_train(compiled), _train(eager))
@@ -222,7 +229,7 @@ def test_the_peak_is_not_above_eagers_nor_above_the_plans(name: str) -> None:
             _step(model, x)
         model.zero_grad()
         peaks.append(_peak(partial(_step, model, x)))
-    arena = compiled._backend.arena_size
+    arena = _backend(compiled).arena_size
     held = sum(t.nbytes for t in (x, *compiled.parameters(), *compiled.buffers()))
     scaled = 2 * x.nbytes  # the square's gradient is scaled in an op of its own: a result of the hidden size more
     assert peaks[1] + arena <= peaks[0] + scaled + PADDING, f"{peaks[1]} and an arena of {arena}, eager {peaks[0]}"
@@ -244,7 +251,7 @@ def test_a_budget_holds_for_all_graphs_together() -> None:
     free = memplan.compile(_made("label check"), _batch())
     expected = _losses(free)
     assert len(free.plan.sections) == 2
-    alone = max(instance.plan.total for graph in free._backend.graphs for instance in graph.instances)
+    alone = max(instance.plan.total for graph in _backend(free).graphs for instance in graph.instances)
     limit = (free.plan.total + alone) // 2
     assert alone < limit < free.plan.total, "each graph on its own keeps it, and both together do not"
     compiled = memplan.compile(_made("label check"), _batch(), budget=limit)
@@ -258,7 +265,7 @@ def test_a_budget_holds_for_all_graphs_together() -> None:
     x = _batch()
     held = sum(t.nbytes for t in (x, *compiled.parameters(), *compiled.buffers()))
     compiled.zero_grad()
-    assert _peak(partial(_step, compiled, x)) + compiled._backend.arena_size + held <= limit
+    assert _peak(partial(_step, compiled, x)) + _backend(compiled).arena_size + held <= limit
 
 
 @pytest.mark.slow
@@ -267,7 +274,7 @@ def test_a_budget_that_all_graphs_together_cannot_keep_is_refused() -> None:
     _losses(free)
     least = memplan.compile(_made("label check"), _batch(), budget="min")
     _losses(least)
-    alone = max(instance.plan.total for graph in least._backend.graphs for instance in graph.instances)
+    alone = max(instance.plan.total for graph in _backend(least).graphs for instance in graph.instances)
     assert alone < least.plan.total
     compiled = memplan.compile(_made("label check"), _batch(), budget=(alone + least.plan.total) // 2)
     with pytest.raises(BudgetInfeasible, match="2 graphs of the step need") as caught:
@@ -295,7 +302,7 @@ def test_the_plan_has_a_section_for_each_graph_and_each_parameter_once(
     plan.save(tmp_path / "plan.json")
     assert memplan.load(tmp_path / "plan.json") == plan
     assert "graphs, which share the arena" in report_markdown(plan.report())
-    arena = {instance.runner.arena.memory for graph in compiled._backend.graphs for instance in graph.instances}
+    arena = {instance.runner.arena.memory for graph in _backend(compiled).graphs for instance in graph.instances}
     assert [memory.numel() for memory in arena] == [plan.arena_size]
 
 
@@ -303,7 +310,7 @@ def test_pickles_train_on_their_own() -> None:
     compiled = memplan.compile(_made("label check"), _batch(), on_mismatch="error")
     expected = _losses(compiled)
     made = pickle.loads(pickle.dumps(compiled))
-    assert isinstance(made, CompiledGraphs)
+    assert isinstance(made._calls, GraphCalls)
     assert all(map(torch.equal, _losses(made), expected))
     assert not {p.data_ptr() for p in made.parameters()} & {p.data_ptr() for p in compiled.parameters()}
     with pytest.raises(InputMismatch, match="was made for"):

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from benchmarks.zoo import ZOO
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime import compile, compile_step
-from memplan.runtime.execute import recorders
+from memplan.runtime.execute.cuda_graphs import make_recorder
 from tests.slow import slow
 from tests.steps import loss_of, outcome_after
 
@@ -47,8 +47,7 @@ class Rerun:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Rerun:
     made = Rerun()
-    for module in ("memplan.runtime.api.builder", "memplan.runtime.api.step_builder"):
-        monkeypatch.setattr(f"{module}.make_recorder", lambda device, sanitize: made)
+    monkeypatch.setattr("memplan.runtime.builder.make_recorder", lambda device, sanitize: made)
     return made
 
 
@@ -141,7 +140,7 @@ def test_what_cannot_be_recorded_says_so() -> None:
     with pytest.raises(UnsupportedCall, match="CUDA device"):
         compile(_net(), _batch()[0], cuda_graph=True)
     with pytest.raises(MemplanError, match="redzone"):
-        recorders.make_recorder(torch.device("cuda"), "redzone")
+        make_recorder(torch.device("cuda"), "redzone")
 
 
 def test_inputs_that_are_changed_are_refused(recorder: Rerun) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -37,39 +35,13 @@ def test_garbage_of_others_does_not_lower_what_a_thunk_is_seen_to_allocate() -> 
         gc.collect()
 
 
-def _kernels() -> list[Callable[[], None]]:
-    image, weight, out = torch.rand(2, 3, 8, 8), torch.rand(5, 3, 3, 3), torch.empty(2, 3, 8, 8)
-    calls = [partial(torch.conv2d, image, weight), partial(torch.neg, image, out=out), partial(torch.softmax, image, 1)]
-    return [partial(_run, call) for call in calls]
-
-
-def _run(call: Callable[[], object]) -> None:
-    call()
-
-
-def test_beside_the_users_profiler_the_same_bytes_are_measured_and_its_session_goes_on() -> None:
-    alone = peak_bytes(_kernels(), CPU)
-    with torch.profiler.profile(profile_memory=True) as profiler:
+def test_a_model_that_is_compiled_under_a_profiler_has_a_plan_without_measured_temporaries() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    x = torch.rand(2, 3, 8, 8)
+    with torch.profiler.profile() as profiler:
+        beside = memplan.compile(model, x)
         torch.ones(10)
-        beside = peak_bytes(_kernels(), CPU)
-        torch.ones(20)
-    assert beside == alone
-    assert [n > 0 for n in alone] == [True, False, True]
-    names = [event.name for event in profiler.events()]
-    assert names.count("aten::ones") == 2
-    assert "aten::conv2d" not in names
-
-
-def test_a_model_that_is_compiled_under_a_profiler_has_the_plan_that_it_has_without() -> None:
-    def plan() -> memplan.Plan:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
-        return memplan.compile(model, torch.rand(2, 3, 8, 8)).plan
-
-    alone = plan()
-    with torch.profiler.profile():
-        beside = plan()
-    assert alone.temporaries is not None
-    assert any(alone.temporaries)
-    assert beside.temporaries == alone.temporaries
-    assert beside.total == alone.total
+    assert beside.plan.temporaries is None
+    assert torch.equal(beside(x), model(x))
+    assert "aten::ones" in [event.name for event in profiler.events()]

@@ -312,7 +312,7 @@ def test_an_arena_is_given_back_while_calls_run_without_a_plan(how: str) -> None
         kept.append([torch.zeros(n) for n in range(1000, 200000, 1000)])
     assert same_parameters(model, reference)
     if "step" in how:
-        arena = step._builder._arena
+        arena = step._builder.arena
         assert arena is not None
         assert not arena.held
     else:

@@ -32,7 +32,7 @@ from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
 from memplan.runtime import CompiledModule, compile_step
 from memplan.runtime import compile as memplan_compile
-from memplan.runtime.copies.copy_threads import ThreadCopies
+from memplan.runtime.copies import ThreadCopies
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.memory.arena import arena_for
 from memplan.solvers import solve
@@ -84,7 +84,7 @@ def test_bitwise_equal_to_the_step_without_a_budget(name: str) -> None:
         model.load_state_dict(before)
         runner = runner_of(model, traced, plan)
         first = step_of(runner, model, args, 0)
-        _copies(runner).before_each(_slow)
+        _copies(runner).before = _slow
         return [first, step_of(runner, model, args, 1)]
 
     traced = trace(model, args)
@@ -141,7 +141,7 @@ def test_any_copies_at_any_steps_give_the_same_bits(seed: int) -> None:
     peak = measure(workload, events).peak
     plan = plan_traced(traced, PlanOptions(arena_budget=peak, policy=lambda _: events, costs=FAST_LINK))
     runner = runner_of(model, traced, plan)
-    _copies(runner).before_each(lambda _: time.sleep(generator.choice((0, 0.0002, 0.002))))
+    _copies(runner).before = lambda _: time.sleep(generator.choice((0, 0.0002, 0.002)))
     for _ in range(2):
         assert step_of(runner, model, args, 0).same_as(expected)
 
@@ -152,7 +152,7 @@ def test_slow_copies_change_nothing_but_the_stall() -> None:
     assert step_of(runner, model, args, 0).same_as(expected)
     quick = runner.program.stalled
     gate = threading.Event()
-    _copies(runner).before_each(lambda _: gate.wait(0.02))
+    _copies(runner).before = lambda _: gate.wait(0.02)
     assert step_of(runner, model, args, 0).same_as(expected)
     assert runner.program.stalled > quick
 
@@ -196,7 +196,7 @@ def test_a_failed_copy_surfaces_and_the_next_step_is_right() -> None:
             if next(left, None) == last:
                 raise OSError("the link is down")
 
-        copies.before_each(fail)
+        copies.before = fail
         with pytest.raises(OSError, match="the link is down"):
             outcome_of(model, compiled, *args)
         assert _none_under_way(copies)
@@ -204,14 +204,14 @@ def test_a_failed_copy_surfaces_and_the_next_step_is_right() -> None:
 
 
 def _none_under_way(copies: ThreadCopies) -> bool:
-    return not any(lane.pending for lane in copies._lanes.values())
+    return not copies.pending
 
 
 def test_a_forward_that_was_given_up_leaves_no_copy_to_the_next() -> None:
     model, args = _net()
     compiled, copies = _compiled(model, args)
     expected = outcome_of(model, compiled, *args)
-    copies.before_each(_slow)
+    copies.before = _slow
     compiled(*args)  # its copies may outlive it
     with torch.no_grad():
         assert torch.equal(compiled(*args), expected.loss)

@@ -20,7 +20,6 @@ from benchmarks.peak_measure import live_bytes
 from memplan.errors import InputMismatch, UnsupportedGraph
 from memplan.planning.planfile import check_consistency
 from memplan.runtime import compile_step
-from memplan.runtime.memory.arena import arena_for_all
 from tests.runtime.allocated import allocations
 from tests.runtime.reference import same_parameters
 from tests.slow import slow
@@ -441,19 +440,19 @@ def test_an_update_that_is_no_longer_planned_runs_as_eager(
 def test_where_no_larger_arena_comes_earlier_programs_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     training = _training("adamw")
     training.both(*_batch())
-    first, sizes = training.step._builder._arena, []
-    assert first is not None
+    arena = training.step._builder.arena
+    assert arena is not None
+    held = []
 
-    def made(*args: Any) -> Any:
-        sizes.append(first.nbytes)
-        if len(sizes) == 1:
-            raise RuntimeError("no memory")
-        return arena_for_all(*args)
+    def fail(*_: Any) -> Any:
+        held.append(arena.held)
+        raise RuntimeError("no memory")
 
-    monkeypatch.setattr("memplan.runtime.api.step_builder.arena_for_all", made)
-    with pytest.raises(RuntimeError, match="no memory"):
-        training.step(*_batch(rows=64))
-    assert sizes[0] == 0, "there is one at a time"
+    with monkeypatch.context() as patch:
+        patch.setattr("memplan.runtime.memory.arena.Memory.storage", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            training.step(*_batch(rows=64))
+    assert not any(held), "there is one at a time"
     for seed in range(3):
         training.both(*_batch(seed))
     training.assert_same_state()

@@ -13,7 +13,7 @@ from torch.export import Dim
 
 import memplan
 from memplan.errors import InputMismatch
-from memplan.runtime.guards.input_guards import LayoutGuards
+from memplan.runtime.guards.input_guards import layout_check
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.guards.parameter_guards import ParameterGuards
 from memplan.trace import trace
@@ -197,16 +197,16 @@ def _tensors() -> list[torch.Tensor]:
 
 def test_tensors_of_the_same_layout_are_alike_and_frozen_or_turned_ones_are_not() -> None:
     tensors = _tensors()
-    alike = LayoutGuards(tensors)
-    assert alike.check(*_tensors())
+    alike = layout_check(tensors)
+    assert alike(*_tensors())
     tensors[0].requires_grad_(False)
-    assert not alike.check(*tensors)
+    assert not alike(*tensors)
     tensors[0].requires_grad_(True).data = torch.randn(4, 3).t()
-    assert not alike.check(*tensors)
+    assert not alike(*tensors)
     tied, other, twin = nn.Parameter(torch.randn(3)), torch.randn(3), nn.Parameter(torch.randn(3))
-    alike = LayoutGuards([tied, other, tied])
-    assert alike.check(twin, other, twin)
-    assert not alike.check(tied, other, twin)
+    alike = layout_check([tied, other, tied])
+    assert alike(twin, other, twin)
+    assert not alike(tied, other, twin)
 
 
 OTHERS: dict[str, Callable[[], object]] = {
@@ -226,7 +226,7 @@ OTHERS: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_any_difference_is_seen(name: str) -> None:
     one, two, three = _tensors()
-    assert not LayoutGuards([one, two, three]).check(one, OTHERS[name](), three)
+    assert not layout_check([one, two, three])(one, OTHERS[name](), three)
 
 
 def _body() -> Made:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.runtime.kernels.probe import same_bytes
+from memplan.runtime.kernels import same_bytes
 from tests.models import Made
 
 

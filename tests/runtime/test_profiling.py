@@ -11,7 +11,6 @@ import memplan
 from benchmarks import zoo
 from memplan.errors import InputMismatch, InvalidCosts
 from memplan.evict.costs import signature_of
-from memplan.runtime.api import profiling
 from memplan.trace import trace
 
 
@@ -41,86 +40,6 @@ def test_measured_costs_go_where_costs_go() -> None:
     assert plan.eviction is not None
     assert plan.eviction.costs == costs.name
     assert plan.eviction.seconds >= plan.eviction.base_seconds > 0
-
-
-class _Device:
-    """A device that runs what is launched one after another, in virtual seconds; a cycle takes a nanosecond."""
-
-    def __init__(self) -> None:
-        self.host = self.free = 0.0  # now, and when all that was launched is complete
-        self.held: list[int] = []
-
-    def hold_busy(self, device: torch.device, cycles: int) -> bool:
-        self.held.append(cycles)
-        self.run(cycles * 1e-9)
-        return True
-
-    def run(self, seconds: float, *, launch: float = 0.0) -> None:
-        self.host += launch
-        self.free = max(self.free, self.host) + seconds
-
-    def wait(self) -> None:
-        self.host = max(self.host, self.free)
-
-    def new_event(self, device: torch.device, *, timed: bool) -> _Event:
-        return _Event(self)
-
-
-class _Event:
-    def __init__(self, device: _Device) -> None:
-        self.device = device
-        self.at = 0.0
-
-    def query(self) -> bool:
-        return self.at <= self.device.host
-
-    def synchronize(self) -> None:
-        self.device.host = max(self.device.host, self.at)
-
-    def elapsed_time(self, end: _Event) -> float:
-        return (end.at - self.at) * 1e3
-
-
-def _record(event: _Event, device: torch.device) -> None:
-    event.at = max(event.device.free, event.device.host)
-
-
-@pytest.fixture
-def virtual(monkeypatch: pytest.MonkeyPatch) -> _Device:
-    """A simulated device instead of an accelerator."""
-    made = _Device()
-    monkeypatch.setattr(profiling, "new_event", made.new_event)
-    monkeypatch.setattr(profiling, "hold_busy", made.hold_busy)
-    monkeypatch.setattr(profiling, "record", _record)
-    return made
-
-
-def test_a_launch_that_takes_longer_than_the_device_is_busy_is_hidden_by_a_longer_wait(virtual: _Device) -> None:
-    clock = profiling.DeviceClock(torch.device("meta"))
-
-    def kernels() -> None:
-        for _ in range(3):
-            virtual.run(10e-6, launch=400e-6)
-
-    assert clock(kernels) == pytest.approx(30e-6)
-    assert virtual.held == [200_000 * 2**k for k in range(4)], "until 1.6 ms hide the 1.2 ms of the launches"
-    assert clock(kernels) == pytest.approx(30e-6)
-    assert virtual.held[4:] == virtual.held[3:4], "the wait that was long enough is tried first"
-
-
-def test_an_op_that_blocks_the_host_is_timed_with_its_launch(virtual: _Device) -> None:
-    clock = profiling.DeviceClock(torch.device("meta"))
-
-    def blocks() -> None:
-        virtual.run(10e-6, launch=50e-6)
-        virtual.wait()
-        virtual.run(10e-6, launch=50e-6)
-
-    assert clock(blocks) == pytest.approx(20e-6 + 100e-6)
-    tried = len(virtual.held)
-    assert max(virtual.held) == profiling._LONGEST
-    clock(blocks)
-    assert len(virtual.held) == tried, "nothing is waited for in vain again"
 
 
 def test_bad_input() -> None:

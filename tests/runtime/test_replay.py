@@ -21,8 +21,9 @@ from torch import nn
 import memplan
 from memplan.core.validate import validate
 from memplan.errors import MemplanError, UnsupportedCall
-from memplan.recording.allocator import Allocator, Backing, host_backing
+from memplan.recording.allocator import Allocator, Backing
 from memplan.runtime.recorded import Recording, recording_of
+from tests.runtime.backing import counted, host_backing
 
 # (size, 0): allocate; (0, i): release the i-th of those that are alive, as far as there is one
 Action = tuple[int, int]
@@ -96,11 +97,11 @@ def test_the_same_step_lies_where_it_was_planned(steps: list[Action]) -> None:
     recording = _record(steps)
     for count in (1, 2):
         program = _replay(recording, steps)
-        assert _allocator().replayed == count
+        assert counted(_allocator(), "STEPS") == count
         first = program.given[0] - recording.tape.offsets[0] if program.given else 0
         assert [address - first for address in program.given] == list(recording.tape.offsets)
         assert all(0 <= o < max(recording.arena_size, 1) for o in recording.tape.offsets)
-    assert _allocator().in_arena == 0
+    assert counted(_allocator(), "LIVE") == 0
 
 
 @given(actions, actions, st.booleans(), st.booleans())
@@ -111,7 +112,7 @@ def test_no_other_step_ever_gets_memory_that_is_in_use(
     recording = _record(steps, hold=hold)
     for one in (others, steps + others, steps[: len(steps) // 2] + others, steps):
         _replay(recording, one, late=late)
-        assert _allocator().in_arena == 0
+        assert counted(_allocator(), "LIVE") == 0
     assert _replay(recording, steps).given or not any(size for size, _ in steps)
 
 
@@ -126,7 +127,7 @@ def test_what_outlives_the_step_gets_memory_of_its_own() -> None:
     kept = program.given[1]
     with recording.replay():  # as the parameters' gradients do, it is alive while the next step runs
         program.run([(4096, 0), (8192, 0), (0, 1)])
-    assert _allocator().replayed == 2
+    assert counted(_allocator(), "STEPS") == 2
     assert program.given[1] == kept
     assert program.given[3] != kept
     program.release_all()
@@ -151,7 +152,7 @@ def test_the_first_difference_is_logged_once(other: list[Action], why: str, capl
         assert _replay(recording, steps).given[0] == _replay(recording, steps).given[1]
     assert len(caplog.records) == 1
     assert why in caplog.text
-    assert (_allocator().differences, _allocator().replayed) == (3, 2)
+    assert (_allocator().differences, counted(_allocator(), "STEPS")) == (3, 2)
 
 
 def test_a_step_that_raises_is_no_difference_to_tell_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -169,7 +170,7 @@ def test_released_memory_serves_the_next_of_its_stream() -> None:
     program.release(0, stream=8)
     program.run([(5000, 0)], stream=16)
     assert len({*program.given[1:]}) == 3, "another stream may still be at work there"
-    assert _allocator().kept >= 5000
+    assert counted(_allocator(), "CACHED") >= 5000
     program.release_all()
 
 
@@ -194,7 +195,7 @@ def test_two_streams_share_no_bytes_of_the_arena() -> None:
         for stream in (8, 16, 8):
             program.run([(4096, 0)], stream)
             program.release(0, stream)
-    assert _allocator().replayed == 1
+    assert counted(_allocator(), "STEPS") == 1
     assert program.given[0] == program.given[2] != program.given[1]
     assert _on_two_streams(8, 8)[1].arena_size == 4096
 
@@ -294,8 +295,9 @@ for _ in range(5):
     assert torch.equal(ours, theirs), (ours, theirs)
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters()))
 torch.cuda.synchronize()
-print("replayed", recording.allocator.replayed, "different", recording.allocator.differences, recording.report())
-assert recording.allocator.replayed >= 4
+replayed = int(recording.allocator._m[recording.allocator._kernel.STEPS])
+print("replayed", replayed, "different", recording.allocator.differences, recording.report())
+assert replayed >= 4
 """
 
 

@@ -230,10 +230,9 @@ def test_both_programs_of_accumulated_gradients_keep_the_total_in_one_arena() ->
     )
     adding = step._main.adding
     assert adding is not None
-    runners = [adding.runner, step._updating]
+    runners = [adding, step._updating]
     for runner in runners:
-        assert runner is not None
-        assert runner.arena.nbytes == max(r.plan.arena_size for r in runners if r is not None)
+        assert runner.arena.nbytes == max(r.plan.arena_size for r in runners)
         assert runner.plan.total + runner.arena.nbytes - runner.plan.arena_size <= budget
 
 

@@ -10,11 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from memplan.core.evictions import DeviceArena
 from memplan.core.graph import Value
-from memplan.runtime.copies.copies import Direction, StreamCopies
-from memplan.runtime.copies.copy_threads import ThreadCopies
-from memplan.runtime.memory.arena import Arena, Arenas, view_of
+from memplan.runtime.copies import Direction, StreamCopies, ThreadCopies
+from memplan.runtime.memory.arena import Arena, view_of
 
 HOST = torch.empty(0, dtype=torch.uint8)
 
@@ -31,15 +29,11 @@ def _threads() -> list[threading.Thread]:
 
 
 def _arena(sections: int, size: int) -> Arena:
-    """Return an arena of this many sections on the CPU, of `size` bytes each."""
-    if sections == 1:
-        return Arena(size, torch.device("cpu"))
-    return Arenas(
-        [
-            DeviceArena(device="cpu", start=i * size, size=size, max_live=size, arena_budget=size)
-            for i in range(sections)
-        ]
-    )
+    """Return an arena of this many blocks on the CPU, of `size` bytes each."""
+    arena = Arena(size, *[torch.device("cpu")] * sections)
+    for memory in arena.memories:
+        memory.resize(size)
+    return arena
 
 
 def _slow(_: int) -> None:
@@ -54,8 +48,8 @@ def test_the_bytes_are_there_after_the_wait(copies: ThreadCopies, monkeypatch: p
         gate.set()
         return next(clock)
 
-    monkeypatch.setattr("memplan.runtime.copies.copy_threads.perf_counter", look_at_the_clock)  # by who has to wait
-    copies.before_each(lambda _: gate.wait())
+    monkeypatch.setattr("memplan.runtime.copies.perf_counter", look_at_the_clock)  # by who has to wait
+    copies.before = lambda _: gate.wait()
     source, host, back = torch.arange(1000.0), torch.zeros(1000), torch.zeros(1000)
     out, again = copies.copy(Direction.TO_HOST, HOST), copies.copy(Direction.TO_DEVICE, HOST)
     for run in (1, 2):
@@ -72,7 +66,7 @@ def test_the_bytes_are_there_after_the_wait(copies: ThreadCopies, monkeypatch: p
 
 def test_directions_do_not_wait_for_each_other(copies: ThreadCopies) -> None:
     gate = threading.Event()
-    copies.before_each(lambda nbytes: nbytes != 4 or gate.wait())
+    copies.before = lambda nbytes: nbytes != 4 or gate.wait()
     held, free = copies.copy(Direction.TO_HOST, HOST), copies.copy(Direction.TO_DEVICE, HOST)
     target = torch.zeros(1)
     held.start(target, torch.ones(1))
@@ -90,18 +84,18 @@ def test_what_goes_wrong_is_raised_at_the_wait_and_forgotten(copies: ThreadCopie
 
     copy = copies.copy(Direction.TO_HOST, HOST)
     target = torch.zeros(1)
-    copies.before_each(fail)
+    copies.before = fail
     copy.start(target, torch.ones(1))
     with pytest.raises(OSError, match="no such link"):
         copy.wait()
-    copies.before_each(None)
+    copies.before = None
     copy.start(target, torch.ones(1))
     copy.wait()
     assert target.all()
 
 
 def test_after_a_drain_nothing_is_under_way_and_a_wait_returns(copies: ThreadCopies) -> None:
-    copies.before_each(_slow)
+    copies.before = _slow
     copy, target = copies.copy(Direction.TO_HOST, HOST), torch.zeros(1)
     for again in range(2):
         copy.start(target, torch.full((1,), again + 1.0))
@@ -118,7 +112,7 @@ def test_an_arena_that_is_gone_leaves_no_thread() -> None:
     host = arena.host(64)
     copy = arena.copies.copy(Direction.TO_HOST, host.memory)
     assert isinstance(arena.copies, ThreadCopies)
-    arena.copies.before_each(_slow)
+    arena.copies.before = _slow
     copy.start(host.memory, arena.memory)  # never waited for: the arena's bytes stay until it is done
     del arena, host, copy
     gc.collect()
@@ -129,12 +123,12 @@ def test_an_arena_that_is_gone_leaves_no_thread() -> None:
 def test_an_arena_is_freed_after_its_copies(sections: int) -> None:
     size = 1 << 20
     arena = _arena(sections, size)
-    host, source = arena.host(size), arena.bytes_at((sections - 1) * size, sections * size).fill_(3)
+    host, source = arena.host(size), arena.memories[-1].memory.fill_(3)
     copy = arena.copies.copy(Direction.TO_HOST, host.memory)
     assert isinstance(arena.copies, ThreadCopies)
-    arena.copies.before_each(_slow)
+    arena.copies.before = _slow
     copy.start(host.memory, source)  # of a forward whose backward will not run
-    arena.release()
+    arena.empty()
     assert bool((host.memory == 3).all())
 
 
@@ -142,12 +136,12 @@ def test_an_arena_is_freed_after_its_copies(sections: int) -> None:
 def test_memory_of_an_arena_that_is_collected_in_the_thread_of_its_copies_stays_until_they_end(sections: int) -> None:
     size = 1 << 26  # freed at once when nothing refers to it: a copy would read unmapped memory
     arenas = [_arena(sections, size)]
-    arenas[0].bytes_at((sections - 1) * size, sections * size).fill_(3)
+    arenas[0].memories[-1].memory.fill_(3)
     hosts = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
     copies = arenas[0].copies
     planned = [copies.copy(Direction.TO_HOST, host) for host in hosts]
     value = Value(name="x", storage=0, shape=(size,), strides=(1,), offset=0, dtype="uint8")
-    source = view_of(arenas[0].storage((sections - 1) * size, size), value)  # as programs have it
+    source = view_of(arenas[0].memories[-1].storage(0, size), value)  # as programs have it
     started = threading.Event()
 
     def collect(_: int) -> None:
@@ -156,7 +150,7 @@ def test_memory_of_an_arena_that_is_collected_in_the_thread_of_its_copies_stays_
         gc.collect()
 
     assert isinstance(copies, ThreadCopies)
-    copies.before_each(collect)
+    copies.before = collect
     del copies
     for copy, host in zip(planned, hosts, strict=True):
         copy.start(host, source)

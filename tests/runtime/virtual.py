@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from memplan.runtime.copies.copies import Direction
+from memplan.runtime.copies import Direction
 
 
 class Clock:
@@ -39,9 +39,6 @@ class VirtualCopies:
     def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> VirtualCopy:
         """See `Copies`."""
         return VirtualCopy(self, direction)
-
-    def time(self, on: bool) -> None:
-        """See `Copies`."""
 
     def drain(self) -> None:
         """See `Copies`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,14 +17,18 @@ from memplan.distributed.parallelism import parallelism_of
 from memplan.errors import InputMismatch, UnsupportedGraph
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Budget, Costs, Device, DynamicShapes
-from memplan.runtime.api.compiled_graphs import several_graphs
+from memplan.runtime.api.calls_of_several import GraphCalls, RankCalls
 from memplan.runtime.api.compiled_module import CompiledModule
-from memplan.runtime.api.divided_module import DividedModule
+from memplan.runtime.api.module_calls import ModuleCalls
+from memplan.runtime.dynamo.backend import can_be_several
+from memplan.runtime.guards.input_guards import kind_of_call
 from memplan.runtime.options import CompileOptions, device_for, given_plan, gradients_for
 from memplan.schedule import Policy as SchedulePolicy
 from memplan.solvers import Solver
-from memplan.trace.capture.refusals import require_module
+from memplan.trace.capture.refusals import require_module, why_it_breaks
 from memplan.trace.default_kernels import with_kernels
+
+_log = logging.getLogger("memplan")
 
 
 def compile(
@@ -153,40 +158,40 @@ def compile(
     given = given_plan(keywords)
     follows = {"device": device_for(device, given), "gradients": gradients_for(gradients, given)}
     options = CompileOptions.of({**keywords, **follows})
-    if example_inputs is None and example_kwargs is None:
-        return _at_first_call(options, model, train, given)
-    args, kwargs = arguments_of(() if example_inputs is None else example_inputs, example_kwargs)
-    return compiled_by(options, model, args, kwargs, train=train, given=given)
-
-
-def _at_first_call(options: CompileOptions, model: nn.Module, train: bool | None, given: Plan | None) -> CompiledModule:
-    """Return a compiled module that is planned at its first call. Raises `InputMismatch` for what needs an example."""
-    require_module(model)
-    what = "plan=" if given is not None else "a model of several ranks" if parallelism_of(model) is not None else ""
-    if what:
-        hint = "pass the inputs of a usual call: memplan.compile(model, inputs)"
-        raise InputMismatch(f"{what} needs example inputs", where=type(model).__name__, hint=hint)
-    return CompiledModule(model, options=with_kernels(options, model, ()), train=train)
+    without = example_inputs is None and example_kwargs is None
+    example = None if without else arguments_of(() if example_inputs is None else example_inputs, example_kwargs)
+    return compiled_by(options, model, example, train=train, given=given)
 
 
 def compiled_by(
     options: CompileOptions,
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    example: tuple[tuple[Any, ...], dict[str, Any]] | None,
     *,
     train: bool | None,
     given: Plan | None,
 ) -> CompiledModule:
-    """Return what `compile` does, for checked options."""
+    """Return what `compile` does, for checked options. Raises `InputMismatch` for what needs an example."""
     require_module(model)
-    options = with_kernels(options, model, (args, kwargs), given=given)
     parallelism = parallelism_of(model)
+    if example is None and (given is not None or parallelism is not None):
+        what = "plan=" if given is not None else "a model of several ranks"
+        hint = "pass the inputs of a usual call: memplan.compile(model, inputs)"
+        raise InputMismatch(f"{what} needs example inputs", where=type(model).__name__, hint=hint)
+    options = with_kernels(options, model, example or (), given=given)
     if parallelism is not None:
-        return DividedModule(model, args, kwargs, parallelism=parallelism, options=options, train=train, given=given)
+        calls: ModuleCalls = RankCalls(model, options, train, given=given, parallelism=parallelism)
+    else:
+        calls = ModuleCalls(model, options, train, given=given)
     try:
-        return CompiledModule(model, options=options, train=train, example=(args, kwargs), given=given)
+        if example is not None:
+            calls.compile(*example)
     except UnsupportedGraph as refused:
-        if options.fullgraph:
+        assert example is not None
+        one = options.fullgraph or given is not None or parallelism is not None
+        if one or not can_be_several(refused, options):
             raise
-        return several_graphs(refused, model, args, kwargs, options=options, train=train, given=given)
+        calls = GraphCalls(model, options, train, kind=kind_of_call(*example))
+        what = "%s is planned as several graphs, because one cannot hold it: %s; .plan is complete after the first step"
+        _log.warning(what, type(model).__name__, why_it_breaks(refused))
+    return CompiledModule(model, calls)

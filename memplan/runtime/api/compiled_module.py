@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -11,16 +13,146 @@ from torch import nn
 from memplan.core.plan import Plan
 from memplan.runtime.api.module_calls import ModuleCalls
 from memplan.runtime.api.on_demand_offload import OnDemandOffload
-from memplan.runtime.api.shared_module import SharedModule
 from memplan.runtime.debug.hooks import Hooks
-from memplan.runtime.guards import transforms
-from memplan.runtime.guards.input_guards import CallKind
-from memplan.runtime.options import CompileOptions
+from memplan.runtime.guards import refused_calls
 from memplan.runtime.profiling.op_timer import Measurement
 from memplan.runtime.profiling.profile_guided import MeasuredStep
 
 if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan
+
+
+_M = TypeVar("_M", bound=nn.Module)
+
+
+class SharedModule(nn.Module):
+    """A module that shares the parameters, buffers and submodules of another one under the same names.
+
+    It is trained and saved like the original: optimizers, `state_dict`, `.train()`, `.eval()` and hooks on parameters
+    work on both. Attributes that are not its own are the original's. Its class shows the original's signature and name.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        self.__dict__["_original"] = original
+        mode = original.training
+        super().__init__()
+        self.__class__ = shown_as(type(self), original)  # for libraries that read its signature and its class
+        original.training = mode
+        # without nn.Module.__setattr__: the model may have a submodule of any name
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[name] = original.__dict__[name]
+
+    @property
+    def training(self) -> bool:
+        """The training flag of the original."""
+        return bool(self._original.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Set the flag of the original alone, without its submodules (Lightning sets each one itself)."""
+        self._original.training = mode
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the training flag of the original and its submodules.
+
+        Args:
+            mode: True to train, False to evaluate.
+
+        Returns:
+            This module.
+
+        Example:
+            ```python
+            compiled.train()
+            ```
+        """
+        self._original.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the `state_dict` of the original, whose hooks and extra state apply.
+
+        Args:
+            args: Those of `torch.nn.Module.state_dict`.
+            kwargs: Those of `torch.nn.Module.state_dict`.
+
+        Returns:
+            The parameters and buffers, by the original's names.
+
+        Example:
+            ```python
+            torch.save(compiled.state_dict(), "model.pt")
+            ```
+        """
+        return self._original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a `state_dict` into the original, which shares its parameters with this module.
+
+        Args:
+            args: Those of `torch.nn.Module.load_state_dict`.
+            kwargs: Those of `torch.nn.Module.load_state_dict`.
+
+        Returns:
+            The missing and the unexpected keys.
+
+        Example:
+            ```python
+            compiled.load_state_dict(torch.load("model.pt"))
+            ```
+        """
+        return self._original.load_state_dict(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set the attribute on the original, whose forward is traced, unless it is this module's own."""
+        own = name in self.__dict__ or hasattr(type(self), name)
+        (super().__setattr__ if own else self._original.__setattr__)(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        (super() if name in self.__dict__ else self._original).__delattr__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_original"], name)
+
+
+def shown_as(base: type[_M], model: nn.Module) -> type[_M]:
+    """Return a subclass of `base` with the class name of `model`, whose `forward` shows the signature of `model`.
+
+    Args:
+        base: The class of the compiled module, whose `forward` takes any arguments.
+        model: The original.
+
+    Returns:
+        The subclass, which adds nothing else; `base` itself where the original has no signature.
+
+    Example:
+        >>> compiled = memplan.compile(nn.Linear(8, 8), torch.randn(4, 8))
+        >>> type(compiled).__name__, inspect.signature(compiled.forward)
+        ('Linear', <Signature (input: torch.Tensor) -> torch.Tensor>)
+    """
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return base
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    shown = signature.replace(parameters=[itself, *signature.parameters.values()])
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return base.forward(self, *args, **kwargs)
+
+    forward.__signature__ = shown  # type: ignore[attr-defined]
+    body = {
+        "forward": forward,
+        "_get_name": lambda _: base.__name__,  # of `repr`
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    return type(type(model).__name__, (base,), body)
 
 
 class CompiledModule(SharedModule, MeasuredStep):
@@ -51,32 +183,18 @@ class CompiledModule(SharedModule, MeasuredStep):
     hooks: Hooks
     _calls: ModuleCalls
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        options: CompileOptions,
-        train: bool | None = None,
-        example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
-        given: Plan | None = None,
-        kind: CallKind | None = None,
-        together: bool = False,
-    ) -> None:
-        """Compile `model` for the example inputs; for its first call where there is none, as in a copy.
-
-        `kind`: what the first call of a copy is to be like. `together`: as in `Builder`.
-        """
+    def __init__(self, model: nn.Module, calls: ModuleCalls) -> None:
+        """Make the module whose calls run by `calls`, which may plan them at the first one."""
         super().__init__(model)
-        hooks = Hooks()
-        calls = ModuleCalls(model, options, hooks, train, given=given, kind=kind, together=together)
         # without nn.Module.__setattr__: the model may have a submodule of any name
-        self.__dict__.update(hooks=hooks, _calls=calls)
-        if example is not None:
-            calls.compile(*example)
+        self.__dict__.update(hooks=calls.hooks, _calls=calls)
 
     @property
     def plan(self) -> Plan:
-        """The plan of training calls (of every call if compiled with `train=False`)."""
+        """The plan of training calls (of every call if compiled with `train=False`).
+
+        Of several graphs, it is their joint plan in the last complete step, or of the graphs that are known so far.
+        """
         return self._calls.plan
 
     @property
@@ -107,7 +225,8 @@ class CompiledModule(SharedModule, MeasuredStep):
             BudgetInfeasible: No plan for this call, or for another call in flight, keeps the budget.
             UnsupportedCall: The call needs what a planned step does not have, such as `torch.func` transforms.
             StaleActivationsError: Another thread runs a step, or the arena holds the activations of another call where
-                only one may be in flight (`cuda_graph`, `device`).
+                only one may be in flight (`cuda_graph`, `device`, several ranks).
+            CollectiveFailed: Another rank has failed, or left the others.
 
         Example:
             ```python
@@ -117,7 +236,7 @@ class CompiledModule(SharedModule, MeasuredStep):
         # this module is part of a model that is being traced: the outer plan contains it
         if torch.compiler.is_compiling() and in_this_thread():
             return self._original(*args, **kwargs)
-        if transforms.around() and (refused := transforms.refusal((args, kwargs), self)):
+        if refused_calls.around() and (refused := refused_calls.refusal((args, kwargs), self)):
             if self._calls.options.on_mismatch == "eager":
                 return self._original(*args, **kwargs)
             raise refused
@@ -126,23 +245,16 @@ class CompiledModule(SharedModule, MeasuredStep):
     @property
     def pool_bytes(self) -> int:
         """Bytes outside the arena that the CUDA graphs of all its programs keep in private pools."""
-        return int(self._calls.selector.pool_bytes)
+        return self._calls.pool_bytes
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what compiles a copy at its first call: addresses in an arena cannot be copied or pickled."""
-        calls = self._calls
-        settings = {
-            "options": calls.options_of_copy,
-            "train": calls.train,
-            "given": calls.given,
-            "kind": calls.kind,
-        }
-        return rebuilt, (CompiledModule, self._original, settings)
+        return rebuilt, (type(self._calls), self._original, self._calls.settings)
 
 
-def rebuilt(make: Callable[..., CompiledModule], model: nn.Module, settings: dict[str, Any]) -> CompiledModule:
+def rebuilt(kind: type[ModuleCalls], model: nn.Module, settings: dict[str, Any]) -> CompiledModule:
     """Return a copy of a compiled module, of a copy of its model."""
-    return make(model, **settings)
+    return CompiledModule(model, kind(model, **settings))
 
 
 def in_this_thread() -> bool:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, MemplanError, UnsupportedCall
-from memplan.runtime.api.on_demand_offload import OnDemandOffload, offload_for, offload_within
+from memplan.runtime.api.on_demand_offload import OnDemandOffload, offload_within, run_within
 from memplan.runtime.api.select import require_autocast
 from memplan.runtime.api.step_builder import StepBuilder, StepPlan
 from memplan.runtime.debug.hooks import Hooks
-from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.guards import transforms
+from memplan.runtime.guards import refused_calls
 from memplan.runtime.guards.input_guards import TensorKind, kind_of_call
 from memplan.runtime.memory.arena import dtype_of
 from memplan.runtime.profiling.profile_guided import MeasuredStep
@@ -29,13 +27,11 @@ MOST_PLANS = 8  # kinds of calls that get a plan
 _log = logging.getLogger("memplan")
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A checked call: its program, its leaves, and the current parameters and state."""
-
-    runner: Runner
-    leaves: list[Any]
-    current: list[torch.Tensor]
+_EAGERLY = (
+    "%s: a call runs eagerly, because %s. It differs from the last plan: %s. Pad or bucket batches to a few shapes, "
+    "drop the last batch (drop_last=True), or compile another step for it. This is said once."
+)
+_Ready = tuple[Runner, list[Any], list[torch.Tensor]]  # a checked call: its leaves, and current parameters and state
 
 
 class CompiledStep(MeasuredStep):
@@ -62,21 +58,14 @@ class CompiledStep(MeasuredStep):
 
     hooks: Hooks
 
-    def __init__(
-        self,
-        builder: StepBuilder,
-        main: StepPlan,
-        *,
-        eager: Callable[..., torch.Tensor],
-    ) -> None:
-        """Make a step of the plan of its example batch. `builder` makes others; `eager` runs a step without a plan."""
+    def __init__(self, builder: StepBuilder, main: StepPlan) -> None:
+        """Make a step of the plan of its example batch. `builder` makes others."""
         self.passive: OnDemandOffload | None = None
         self.accumulate = builder.options.accumulate
         self.pending = 0
         self.hooks = builder.hooks
         self._builder, self._module_guards = builder, builder.guards
         self._on_mismatch = builder.options.on_mismatch
-        self._eager = eager
         self._main = self._last = main
         self._refused: set[Any] = set()  # kinds of calls that cannot be planned
         self._warned = False
@@ -109,45 +98,42 @@ class CompiledStep(MeasuredStep):
             return self._call(batch, kwargs)
 
     def _call(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        transforms.refuse((batch, kwargs), self._module_guards.model)
-        update = self.pending + 1 >= self.accumulate
+        refused_calls.refuse((batch, kwargs), self._module_guards.model)
         try:
-            ready = self._ready(self._last, batch, kwargs, update=update)
+            ready = self._ready(self._last, batch, kwargs)
         except InputMismatch as error:
-            found = self._otherwise(error, batch, kwargs, update=update)
+            found = self._otherwise(error, batch, kwargs)
             if isinstance(found, torch.Tensor):
                 return found
             ready = found
         if self._builder.guides:
-            ready = self._advanced(ready)
-        loss = self._run(ready, update=update)
+            ready = self._advanced(*ready)
+        runner, leaves, current = ready
+        loss = runner.whole_step(leaves, self._tangent(runner), current)
+        if self._updates:  # which learning rate schedulers check
+            self._module_guards.optimizer._opt_called = True  # type: ignore[attr-defined]
         self.pending = (self.pending + 1) % self.accumulate
         return loss
 
-    def _run(self, ready: _Ready, *, update: bool) -> torch.Tensor:
-        """Run a step that was checked."""
-        loss = ready.runner.whole_step(ready.leaves, self._tangent(ready.runner), ready.current)
-        if update:  # which learning rate schedulers check
-            self._module_guards.optimizer._opt_called = True  # type: ignore[attr-defined]
-        return loss
+    @property
+    def _updates(self) -> bool:
+        """Whether the call of now updates the parameters."""
+        return self.pending + 1 >= self.accumulate
 
-    def _ready(self, plan: StepPlan, batch: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> _Ready:
+    def _ready(self, plan: StepPlan, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ready:
         """Return what runs a call by a plan, after all checks. Raises `InputMismatch` if it is not for the call."""
         guards = self._module_guards
         guards.require_modes(plan.modes)
-        program = plan.updating if update or plan.adding is None else plan.adding
-        if program.runner.arena.ownership.released:
-            self._builder.again(program)
-        require_autocast(program.runner)
-        leaves = program.runner.input_guards.flatten(batch, kwargs, training=True)
+        runner = plan.updating if self._updates or plan.adding is None else plan.adding
+        require_autocast(runner)
+        leaves = runner.input_guards.flatten(batch, kwargs, training=True)
         self._last = plan
-        runner = program.runner
         current = runner.checked(leaves)
         with runner.arena.ownership as ownership:
             ownership.order_streams()  # the step before may still read, on another stream, what this writes
-            guards.synchronize(program.counted)
-        self._builder.agree(plan, program)
-        return _Ready(runner, leaves, current)
+            guards.synchronize(runner.counted)
+        self._builder.agree(plan, runner)
+        return runner, leaves, current
 
     @property
     def plan(self) -> Plan:
@@ -157,49 +143,50 @@ class CompiledStep(MeasuredStep):
     @property
     def _updating(self) -> Runner:
         """The program of the example batch that updates the parameters."""
-        return self._main.updating.runner
+        return self._main.updating
 
     # -- calls that differ -------------------------------------------------------------------------------
 
     def _otherwise(
-        self, reason: InputMismatch, batch: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool
+        self, reason: InputMismatch, batch: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Ready | torch.Tensor:
         """Return what runs a call that differs from the last plan, or its loss if it ran eagerly."""
         if self._on_mismatch == "error":
             raise reason
         if self._on_mismatch != "replan":
-            return self._run_eagerly(reason, batch, kwargs, update=update)
-        guards = self._module_guards
-        several = self._builder.parallelism is not None  # then a step by torch alone would run other collectives
-        if not self._builder.plans_update:  # any more; the guards stay, so that each such call comes here
+            return self._run_eagerly(reason, batch, kwargs)
+        builder = self._builder
+        several = builder.parallelism is not None  # then a step by torch alone would run other collectives
+        if not builder.plans_update:  # any more; the guards stay, so that each such call comes here
             if several:
                 raise reason
-            self._warn(reason, "its update is no longer one of torch's fused kernels; compile the step again")
-            return self._run_eagerly(reason, batch, kwargs, update=update, quiet=True)
-        if (found := self._by_another_plan(batch, kwargs, update=update)) is not None:
+            why = "its update is no longer one of torch's fused kernels; compile the step again"
+            return self._run_eagerly(reason, batch, kwargs, why=why)
+        if (found := self._by_another_plan(batch, kwargs)) is not None:
             return found
-        kind = _kind(guards, batch, kwargs)
-        if several and (len(self._builder.plans) >= MOST_PLANS or kind in self._refused):
-            what = f"{reason.what}, and {len(self._builder.plans)} plans exist already"
-            hint = "pad or bucket batches to a few shapes; a step of several ranks does not run eagerly"
-            raise UnsupportedCall(what, where=reason.where, hint=hint, see="ranks-refused") from reason
-        if len(self._builder.plans) >= MOST_PLANS or kind in self._refused:
-            self._warn(reason, f"{len(self._builder.plans)} plans exist already")
-            return self._run_eagerly(reason, batch, kwargs, update=update, quiet=True)
-        _log.info("%s: planned anew: %s", self.plan.model, reason.summary)
-        try:
-            plan = self._builder.build(batch, kwargs)
-        except UnsupportedCall:
-            raise
-        except MemplanError as error:
-            if several or error.see == "optimizer-state":  # eager would fail too, in the middle of its update
+        call = kind_of_call(batch, kwargs)
+        device = next((x.device.type for x in call[1] if isinstance(x, TensorKind)), "cpu")
+        kind = call, tuple(self._module_guards.modes()), autocast_dtype(device)
+        why = f"{len(builder.plans)} plans exist already"
+        if len(builder.plans) < MOST_PLANS and kind not in self._refused:
+            _log.info("%s: planned anew: %s", self.plan.model, reason.summary)
+            try:
+                plan = builder.build(batch, kwargs)
+            except UnsupportedCall:
                 raise
-            self._refused.add(kind)
-            self._warn(reason, f"it cannot be planned ({error.what})")
-            return self._run_eagerly(reason, batch, kwargs, update=update, quiet=True)
-        return self._ready(plan, batch, kwargs, update=update)
+            except MemplanError as error:
+                if several or error.see == "optimizer-state":  # eager would fail too, in the middle of its update
+                    raise
+                self._refused.add(kind)
+                why = f"it cannot be planned ({error.what})"
+            else:
+                return self._ready(plan, batch, kwargs)
+        if several:
+            hint = "pad or bucket batches to a few shapes; a step of several ranks does not run eagerly"
+            raise UnsupportedCall(f"{reason.what}, and {why}", where=reason.where, hint=hint, see="ranks-refused")
+        return self._run_eagerly(reason, batch, kwargs, why=why)
 
-    def _by_another_plan(self, batch: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> _Ready | None:
+    def _by_another_plan(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ready | None:
         """Return what runs a call by one of the plans; None if none is for it."""
         guards = self._module_guards
         try:
@@ -211,64 +198,75 @@ class CompiledStep(MeasuredStep):
         for plan in self._builder.plans:
             if plan.update_key == key:
                 with contextlib.suppress(InputMismatch):
-                    return self._ready(plan, batch, kwargs, update=update)
+                    return self._ready(plan, batch, kwargs)
         return None
 
-    def _warn(self, reason: InputMismatch, why: str) -> None:
-        """Log once that calls run eagerly, and why."""
-        if self._warned:
-            return
-        self._warned = True
-        _log.warning(
-            "%s: a call runs eagerly, because %s. It differs from the last plan: %s. Pad or bucket batches to a few "
-            "shapes, drop the last batch (drop_last=True), or compile another step for it. This is said once.",
-            self.plan.model,
-            why,
-            reason.summary,
-        )
-
     def _run_eagerly(
-        self,
-        reason: InputMismatch,
-        batch: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        update: bool,
-        quiet: bool = False,
+        self, reason: InputMismatch, batch: tuple[Any, ...], kwargs: dict[str, Any], *, why: str = ""
     ) -> torch.Tensor:
-        """Run a step that has no plan eagerly, and offload saved activations on demand if there is a budget."""
+        """Run a step that has no plan eagerly, and offload saved activations on demand if there is a budget.
+
+        `why`: why it has none, which is logged once; "": it shall have none.
+        """
+        if why and not self._warned:
+            self._warned = True
+            _log.warning(_EAGERLY, self.plan.model, why, reason.summary)
         self._builder.give_back_arena()
-        run = _call
+        offload = None
         if self._on_mismatch != "eager":
             device = self._updating.traced.device
-            passive = offload_within(self.plan, device) if quiet else offload_for(reason, self.plan, device)
-            self.passive = passive
-            run = _call if passive is None else passive.run
-        loss = self._eager(self._module_guards, run, batch, kwargs, accumulate=self.accumulate, update=update)
+            offload = offload_within(self.plan, device, None if why else reason)
+            self.passive = offload
+        guards, optimizer = self._module_guards, self._module_guards.optimizer
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        with gradients_apart({*parameters, *guards.model.parameters()}):
+            with torch.enable_grad():
+                loss = run_within(offload, guards.model, batch, kwargs)
+                loss.backward(torch.full_like(loss, 1 / self.accumulate))
+            if self.accumulate > 1:
+                self._add_to_sums(parameters)
+            if self._updates:
+                clip = self._builder.options.clip_grad_norm
+                if clip is not None:
+                    torch.nn.utils.clip_grad_norm_(parameters, clip)
+                optimizer.step()
+                for total in guards.accumulated().values():
+                    total.zero_()
         self.pending = (self.pending + 1) % self.accumulate
-        return loss
+        result: torch.Tensor = loss.detach()
+        return result
+
+    def _add_to_sums(self, parameters: list[torch.Tensor]) -> None:
+        """Add gradients to the sums that planned calls keep, and set these as `.grad`."""
+        totals = self._module_guards.accumulated()
+        for p in parameters:
+            total = totals.get(p)
+            if p.grad is not None and total is None:
+                what = f"a parameter of shape {tuple(p.shape)} has a gradient, and had none when the step was compiled"
+                where = f"{len(totals)} gradients accumulate"
+                raise UnsupportedCall(what, where=where, hint="compile the step again", see="gradient-appeared")
+            if total is not None:
+                with torch.no_grad():
+                    p.grad = total if p.grad is None else total.add_(p.grad)
 
     # -- measured steps ----------------------------------------------------------------------------------
 
-    def _advanced(self, ready: _Ready) -> _Ready:
+    def _advanced(self, runner: Runner, leaves: list[Any], current: list[torch.Tensor]) -> _Ready:
         """Return the call with the runner that replaces its runner from now on, if its guide has chosen one."""
-        runner = ready.runner
         guide = next((g for g in self._builder.guides if g.runner is runner), None)
         if guide is None or not guide.ready:
-            return ready
+            return runner, leaves, current
         try:
             new = guide.next_runner()
         finally:
             self._builder.guides = [g for g in self._builder.guides if not g.done]
         if guide.done:  # no other plan is tried
             new.forget_example()
-        if new is runner:
-            return ready
-        for plan in self._builder.plans:
-            for one in plan.programs:
-                if one.runner is runner:
-                    one.runner = new
-        return replace(ready, runner=new, current=new.checked(ready.leaves))
+        if new is not runner:
+            for plan in self._builder.plans:
+                plan.replace(runner, new)
+            current = new.checked(leaves)
+        return new, leaves, current
 
     def _tangent(self, runner: Runner) -> torch.Tensor:
         """Return the gradient of the minimised objective with respect to the loss of a program."""
@@ -294,12 +292,16 @@ class CompiledStep(MeasuredStep):
         )
 
 
-def _kind(guards: StepGuards, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what decides whether a call can be planned: the layout of its batch and the state of the model."""
-    kind = kind_of_call(batch, kwargs)
-    device = next((x.device.type for x in kind[1] if isinstance(x, TensorKind)), "cpu")
-    return kind, tuple(guards.modes()), autocast_dtype(device)
-
-
-def _call(model: nn.Module, /, *batch: Any, **kwargs: Any) -> Any:
-    return model(*batch, **kwargs)
+@contextlib.contextmanager
+def gradients_apart(
+    parameters: Collection[torch.Tensor], sums: Mapping[Any, torch.Tensor | None] = MappingProxyType({})
+) -> Iterator[None]:
+    """Set the `.grad` of parameters to sums so far, and back to what they were afterwards."""
+    before = {p: p.grad for p in parameters}
+    try:
+        for p in parameters:
+            p.grad = sums.get(p)
+        yield
+    finally:
+        for p, gradient in before.items():
+            p.grad = gradient

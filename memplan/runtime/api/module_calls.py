@@ -29,15 +29,14 @@ from memplan.errors import (
     UnsupportedGraph,
 )
 from memplan.runtime.api.builder import Builder
-from memplan.runtime.api.on_demand_offload import OnDemandOffload, offload_for, offload_within, run_within
-from memplan.runtime.api.pending_calls import PendingCalls, several_can_wait
+from memplan.runtime.api.on_demand_offload import OnDemandOffload, offload_within, run_within
 from memplan.runtime.api.select import MAX_PROGRAMS, RunsEagerly, Selector, TooManyPrograms
 from memplan.runtime.api.shapes import ShapedSelector, varying_sizes
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.backend import SeveralGraphs, can_be_several
+from memplan.runtime.execute.instances import PendingCalls, several_can_wait
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.input_guards import CallKind, kind_of_call, require_like
-from memplan.runtime.measured_budget import require_room
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import ArenaInUse, OneThread
 from memplan.runtime.memory.idle_arenas import give_back
@@ -74,6 +73,7 @@ class ModuleCalls:
         given: The plan that was passed; None: there was none.
         kind: What the example is like, or what the first call of a copy is to be like; None: not known.
         pending: The programs of calls in flight, once one began while another waited for its backward.
+        hooks: The hooks that are called with the events of its steps.
         several: The graphs of calls that one graph cannot hold; None before the first such call.
         passive: With `on_mismatch="passive"`, the state of the last call that ran without a plan; else None.
         guide: Chooses the next program while steps are measured; else None.
@@ -86,7 +86,6 @@ class ModuleCalls:
         self,
         model: nn.Module,
         options: CompileOptions,
-        hooks: Hooks,
         train: bool | None,
         *,
         given: Plan | None = None,
@@ -102,7 +101,8 @@ class ModuleCalls:
         self.measurements: Sequence[Measurement] = ()
         self.symbolic: SymbolicPlan | None = None
         self.calling = OneThread()
-        self._model, self._hooks, self._together = model, hooks, together
+        self.hooks = Hooks()
+        self._model, self._together = model, together
         self._selector: Selector | None = None
         self._plan: Plan | None = None
         self._evaluates = False  # without an example, and called for an evaluation alone so far
@@ -137,9 +137,16 @@ class ModuleCalls:
         return self.builder.arena or shared or self.selector.main.arena
 
     @property
-    def options_of_copy(self) -> CompileOptions:
-        """The options by which a copy is compiled, with what was measured so far."""
-        return self.options if self._selector is None or self.guide is not None else self.builder.options
+    def settings(self) -> dict[str, Any]:
+        """The arguments with which the calls of a copy of the model are made, with the costs measured so far."""
+        measured = self._selector is not None and self.guide is None
+        options = self.builder.options if measured else self.options
+        return {"options": options, "train": self.train, "given": self.given, "kind": self.kind}
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes outside the arena that the CUDA graphs of all its programs keep in private pools."""
+        return 0 if self._selector is None else self._selector.pool_bytes
 
     @property
     def _name(self) -> str:
@@ -182,7 +189,7 @@ class ModuleCalls:
         builder = Builder(
             self._model,
             options,
-            self._hooks,
+            self.hooks,
             None if pending is None else pending.coordinator,
             together=self._together,
         )
@@ -197,10 +204,7 @@ class ModuleCalls:
             selector = shaped = ShapedSelector(builder, args, kwargs, train=train, backward_on_demand=on_demand)
             symbolic = shaped.family.plan
         else:
-            if builder.measures:
-                main, guide = builder.guided(args, kwargs, train)
-            else:
-                main = builder.build(args, kwargs, train, given)
+            main, guide = builder.build(args, kwargs, train, given)
             selector = Selector(builder, main, backward_on_demand=on_demand)
         self.options, self._selector, self._plan, self.pending = options, selector, selector.main.plan, pending
         self.guide, self.symbolic = guide, symbolic
@@ -216,7 +220,7 @@ class ModuleCalls:
         options, before = replace(self.options, gradients="outside"), self.selector
         if options.measures:
             options = replace(options, costs=self.builder.options.costs)
-        require_room(options, before.main.plan, before.main.arena.nbytes)
+        options.require_room(before.main.plan, before.main.arena.nbytes)
         pending = PendingCalls(options, self.arena)
         like, train = before.like_example(args, kwargs), before.main.traced.training
         if like is None and self.train is None:
@@ -278,10 +282,6 @@ class ModuleCalls:
 
     def _measured(self, guide: ProfileGuide, runner: Runner) -> Runner:
         """Return the program of a step: another program if enough of this one was measured."""
-        if guide.runner is not runner:  # it was made anew in a larger arena: what was measured is gone
-            self.guide = None
-            runner.forget_example()
-            return runner
         if not guide.ready:
             return runner
         try:
@@ -328,8 +328,8 @@ class ModuleCalls:
                 except UnsupportedGraph as refused:
                     return self._as_several(refused, refused, args, kwargs)
             assert self.pending is not None
-            with self.pending:
-                return self._call(args, kwargs)
+            self.pending.begin()
+            return self._call(args, kwargs)
 
     def _call(self, args: Args, kwargs: Kwargs) -> Any:
         """Run a step. Raises `ArenaInUse` while another one waits for its backward in the only arena."""
@@ -396,7 +396,7 @@ class ModuleCalls:
             return self._without_plan(differs, refused, args, kwargs)
         if self.several is None:
             _log.warning(_APART, self._name, why_it_breaks(refused))
-            self.several = SeveralGraphs(self._model, options, self._hooks)
+            self.several = SeveralGraphs(self._model, options, self.hooks)
             if self._selector is not None:
                 self.builder.make_room = self.several.make_room
         with torch.no_grad() if self.train is False else contextlib.nullcontext():
@@ -427,10 +427,11 @@ class ModuleCalls:
         offload = None
         if self._selector is not None:
             self._give_back_arena()
+            device = self.selector.main.traced.device
             if how == "passive":
-                offload = self.passive = offload_for(differs, self.plan, self.selector.main.traced.device)
+                offload = self.passive = offload_within(self.plan, device, differs)
             elif how == "replan":
-                offload = offload_within(self.plan, self.selector.main.traced.device)
+                offload = offload_within(self.plan, device)
         if how == "replan" and "unplanned" not in self._warned:
             self._warned.add("unplanned")
             within = "eagerly" if offload is None else f"eagerly within {format_bytes(offload.budget)}"

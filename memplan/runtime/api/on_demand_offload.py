@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
-from memplan.devices.host_memory import host_bytes
+from memplan.devices.streams import host_bytes
 from memplan.errors import MemplanError, StaleActivationsError
 
 
@@ -163,21 +163,16 @@ _log = logging.getLogger("memplan")
 _VIEWS = ("TBackward", "ViewBackward", "TransposeBackward", "PermuteBackward", "ReshapeAliasBackward", "UnsafeView")
 
 
-def offload_for(reason: MemplanError, plan: Plan, device: torch.device) -> OnDemandOffload | None:
-    """Return what runs a call that has no plan because of `reason`: within the budget of `plan`; None without a budget.
+def offload_within(plan: Plan, device: torch.device, reason: MemplanError | None = None) -> OnDemandOffload | None:
+    """Return what runs a call that has no plan within the budget of `plan`; None without a budget.
 
-    It logs a warning.
+    `reason`: why it has none, for a warning in the log; None: that is said already.
     """
-    offload = offload_within(plan, device)
-    how = "eagerly" if offload is None else f"eagerly within {format_bytes(offload.budget)}"
-    _log.warning("%s: a call runs %s, without a plan: %s", plan.model, how, reason.summary)
-    return offload
-
-
-def offload_within(plan: Plan, device: torch.device) -> OnDemandOffload | None:
-    """Return what runs a call within the budget of `plan`; None without a budget."""
     eviction = plan.eviction  # the budget of another device does not apply to the host, where the model is
     budget = None if eviction is None or eviction.device else plan.arena_limit
+    if reason is not None:
+        how = "eagerly" if budget is None else f"eagerly within {format_bytes(budget)}"
+        _log.warning("%s: a call runs %s, without a plan: %s", plan.model, how, reason.summary)
     return None if budget is None else OnDemandOffload(budget, device)
 
 

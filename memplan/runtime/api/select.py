@@ -52,7 +52,7 @@ class Selector:
     """
 
     def __init__(self, builder: Builder, main: Runner, *, backward_on_demand: bool = False) -> None:
-        self.builder, self._module_guards = builder, builder.module_guards
+        self.builder, self._module_guards = builder, builder.guards
         self.main = main
         self._backward_on_demand = backward_on_demand and not main.traced.training
         self._refused: dict[Any, MemplanError] = {}  # why a call has no program, so that it is traced once
@@ -107,9 +107,7 @@ class Selector:
             self._require_free(runner.arena)
             return runner, runner.input_guards.flatten(args, kwargs, training=grad)
         self._require_free(main.arena)
-        leaves = main.input_guards.flatten(args, kwargs, training=grad)
-        self.main = self._in_arena(main)  # only for a call that it runs: it may need a larger arena than others
-        return self.main, leaves
+        return main, main.input_guards.flatten(args, kwargs, training=grad)
 
     def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: InputMismatch) -> tuple[Runner, list[Any]]:
         """Return the runner, kept for reuse, for a call that differs from the example; it has a plan of its own.
@@ -137,12 +135,8 @@ class Selector:
             made = self._built(key, args, kwargs, train=train)
             if 1 + len(self._runners) >= MAX_PROGRAMS:
                 del self._runners[next(iter(self._runners))]
-        made = self._runners[key] = self._in_arena(made)
+            self._runners[key] = made
         return made
-
-    def _in_arena(self, runner: Runner) -> Runner:
-        """Return a program in the arena: anew, if a larger one has replaced the arena that it was made for."""
-        return self.builder.again(runner) if runner.arena.ownership.released else runner
 
     @property
     def programs_of_calls(self) -> tuple[Runner, ...]:
@@ -167,12 +161,12 @@ class Selector:
         on_demand = self._backward_on_demand and train
         if key not in self._refused:
             try:
-                return self.builder.build(args, kwargs, train)
+                return self.builder.build(args, kwargs, train)[0]
             except InputMismatch:
                 raise
             except MemplanError as error:
                 if on_demand and isinstance(error, NoBackward):
-                    return self.builder.build(args, kwargs, train=False)
+                    return self.builder.build(args, kwargs, train=False)[0]
                 if not on_demand and not isinstance(error, UnsupportedGraph):
                     raise
                 if len(self._refused) >= _MAX_REFUSED:

@@ -7,8 +7,7 @@ programs are kept. A shape that the trace does not cover (a size of 1, or a size
 trace of its own, with symbols if possible, so that it covers similar shapes. Shapes out of range are mismatches.
 
 All shapes share one arena, which has the size that the largest shape so far needed (with `bucketing`, the largest of
-its bucket). If a shape needs more, a larger arena replaces it and the programs in it are dropped. A step in flight
-keeps its own arena until its backward has run.
+its bucket). It grows if a shape needs more.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.select import CallState, Selector, require_autocast
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.input_guards import laid_out, same_constant
-from memplan.runtime.kernels.kernel_selection import BoundOp, with_arguments
+from memplan.runtime.kernels import BoundOp, with_arguments
 from memplan.symbolic import SymbolicPlan
 from memplan.trace.dynamic.dims import SymbolicTrace
 from memplan.trace.traced import KernelCall, Source, TracedGraph
@@ -81,7 +80,7 @@ class ShapedSelector(Selector):
         train: bool,
         backward_on_demand: bool = False,
     ) -> None:
-        self.builder, self._module_guards = builder, builder.module_guards
+        self.builder, self._module_guards = builder, builder.guards
         self._bucketing: Mapping[str, int] = builder.options.bucketing or {}
         self.family = Family(*builder.symbolic(args, kwargs, train, frozenset()))
         _check_buckets(self._bucketing, self.family)
@@ -113,12 +112,6 @@ class ShapedSelector(Selector):
         self._require_free(runner.arena)
         return runner, runner.input_guards.flatten(args, kwargs, training=grad)
 
-    def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: InputMismatch) -> tuple[Runner, list[Any]]:
-        """Return what `Selector.replan` returns, with the program in the shared arena."""
-        runner, leaves = super().replan(args, kwargs, reason)
-        self._leave_other_arenas(runner)
-        return runner, leaves
-
     @property
     def programs_of_calls(self) -> tuple[Runner, ...]:
         return (*super().programs_of_calls, *self.programs.values())
@@ -130,19 +123,8 @@ class ShapedSelector(Selector):
         self.programs[key] = runner
         if key[0] == self._main_state:
             self.main = runner
-        self._leave_other_arenas(runner)
         while len(self.programs) > _KEPT:
             self.programs.popitem(last=False)
-
-    def _leave_other_arenas(self, runner: Runner) -> None:
-        """Drop all programs that are not in the arena of `runner`, which replaces smaller arenas."""
-        if self.builder.coordinator is not None:  # it moves programs by itself
-            return
-        for programs in (self.programs, self._runners):
-            for key in [k for k, other in programs.items() if other.arena is not runner.arena]:
-                del programs[key]
-        if self.main.arena is not runner.arena:
-            self.main = self.builder.again(self.main)
 
     # -- new programs ------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from memplan.core.collectives import WAIT
 from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, SEND, SEND_WAIT
@@ -23,6 +23,9 @@ from memplan.core.plan import Plan
 from memplan.core.problem import Buffer
 from memplan.errors import MemplanError
 from memplan.runtime.debug.sanitizers import Sanitizers
+
+if TYPE_CHECKING:
+    from memplan.runtime.execute.runner import Runner
 
 
 class EventKind(enum.StrEnum):
@@ -101,16 +104,6 @@ class StepEvent:
 Hook = Callable[[StepEvent], object]
 
 
-class Observed(Protocol):
-    """An object whose steps hooks can observe (a `Runner`)."""
-
-    def observe(self, emit: Hook | None) -> None:
-        """Call `emit` with every event from now on; None stops it."""
-
-    def require_observable(self) -> None:
-        """Raise `UnsupportedCall` if hooks cannot be called."""
-
-
 class Hooks:
     """The hooks of a compiled module or step, called in the order in which they were added.
 
@@ -128,7 +121,7 @@ class Hooks:
 
     def __init__(self) -> None:
         self._hooks: tuple[Handle, ...] = ()
-        self._observed: weakref.WeakSet[Observed] = weakref.WeakSet()
+        self._observed: weakref.WeakSet[Runner] = weakref.WeakSet()
 
     def __len__(self) -> int:
         return len(self._hooks)
@@ -158,7 +151,7 @@ class Hooks:
         """Remove a hook. After the last one, the plain functions run again. Removing it twice does nothing."""
         self._set(tuple(h for h in self._hooks if h is not handle))
 
-    def attach(self, observed: Observed) -> None:
+    def attach(self, observed: Runner) -> None:
         """Let current and later hooks observe the steps of `observed`, which is not kept alive."""
         self._observed.add(observed)
         if self._hooks:
@@ -250,14 +243,8 @@ def observing(sanitizers: Sanitizers, plan: Plan, emit: Hook) -> Sanitizers:
     )
 
 
-def _calls(emit: Hook, events: Sequence[StepEvent]) -> list[Callable[[], None]]:
-    def call(event: StepEvent) -> Callable[[], None]:
-        def report() -> None:
-            emit(event)
-
-        return report
-
-    return [call(event) for event in events]
+def _calls(emit: Hook, events: Sequence[StepEvent]) -> list[Callable[[], object]]:
+    return [partial(emit, event) for event in events]
 
 
 def _blocks(plan: Plan) -> tuple[list[list[ArenaBlock]], list[list[ArenaBlock]]]:

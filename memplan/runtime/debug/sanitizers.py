@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -20,7 +21,7 @@ from memplan.errors import ArenaCorruption
 from memplan.runtime.memory.arena import Arena, Memory
 from memplan.trace.traced import TracedGraph
 
-Callback = Callable[[], None]
+Callback = Callable[[], object]
 _PATTERN = 0xA5
 
 
@@ -69,28 +70,29 @@ def make_poison(traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> 
         dtype_of.setdefault(graph.storages[value.storage].name, getattr(torch, value.dtype))
     nbytes = {s.name: s.nbytes for s in graph.storages}
     kept = {graph.storages[graph.values[v].storage].name for v in graph.gradients}
-    places: list[tuple[Sequence[Buffer], Mapping[str, int], Memory, int]]
-    places = [(plan.problem.buffers, plan.solution.offsets, arena, plan.redzone)]
+    places: list[tuple[Sequence[Buffer], Mapping[str, int], Callable[[int, int], torch.UntypedStorage], int]]
+    places = [(plan.problem.buffers, plan.solution.offsets, partial(arena.storage, plan), plan.redzone)]
     if plan.eviction is not None and arena.device.type == "cpu":  # a GPU copies after the host has run on
         copies = host_problem(plan.graph, plan.schedule, alignment=plan.alignment).buffers
-        places.append((copies, plan.eviction.host.offsets, host, 0))
-    for buffers, offsets, memory, redzone in places:
+        places.append((copies, plan.eviction.host.offsets, host.storage, 0))
+    for buffers, offsets, storage, redzone in places:
         for buffer in buffers:
             dtype = dtype_of[buffer.id]
-            poison = _poison(memory, offsets[buffer.id] + redzone, nbytes[buffer.id], dtype)
+            place = partial(storage, offsets[buffer.id] + redzone, nbytes[buffer.id])
+            poison = _poison(place, nbytes[buffer.id], dtype)
             before[buffer.live.start].append(poison)
             if buffer.id not in kept:
                 after[buffer.live.end - 1].append(poison)
     return Sanitizers(tuple(map(tuple, before)), tuple(map(tuple, after)))
 
 
-def _poison(memory: Memory, offset: int, nbytes: int, dtype: torch.dtype) -> Callback:
+def _poison(place: Callable[[], torch.UntypedStorage], nbytes: int, dtype: torch.dtype) -> Callback:
     """Return what poisons bytes of an arena, wherever that is when it is called."""
     floats = dtype.is_floating_point or dtype.is_complex
     kind, value = (dtype, float("nan")) if floats else (torch.uint8, 0x7F)
 
     def fill() -> None:
-        storage = memory.storage(offset, nbytes)
+        storage = place()
         view = torch.empty(0, dtype=kind, device=storage.device)
         view.set_(storage, 0, (nbytes // kind.itemsize,), (1,)).fill_(value)
 
@@ -105,7 +107,7 @@ def make_redzone(traced: TracedGraph, plan: Plan, arena: Arena) -> Sanitizers:
     for buffer in plan.problem.buffers:
         low = plan.solution.offsets[buffer.id]
         high = low + buffer.size
-        zones = _Zones(arena, ((low, low + plan.redzone), (high - plan.redzone, high)))
+        zones = _Zones(arena, plan, ((low, low + plan.redzone), (high - plan.redzone, high)))
         before[buffer.live.start].append(_write_pattern(zones))
         for step in range(buffer.live.start, buffer.live.end):
             op = plan.graph.ops[plan.schedule.order[step]]
@@ -118,10 +120,11 @@ class _Zones:
     """Two ranges of bytes of an arena, wherever that is now."""
 
     arena: Arena
+    plan: Plan
     ranges: tuple[tuple[int, int], ...]
 
     def tensors(self) -> list[torch.Tensor]:
-        return [self.arena.bytes_at(low, high) for low, high in self.ranges]
+        return [self.arena.bytes_at(self.plan, low, high) for low, high in self.ranges]
 
 
 def _write_pattern(zones: _Zones) -> Callback:

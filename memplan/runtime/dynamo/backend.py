@@ -19,8 +19,7 @@ from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.joint_plan import joint_plan, keep_budgets
 from memplan.runtime.dynamo.planned_graph import ArenaCoordinators, PlannedGraph
-from memplan.runtime.dynamo.split_graph import SplitGraph, as_eager, example_inputs, masked_writes, parts_of
-from memplan.runtime.measured_budget import require_room
+from memplan.runtime.dynamo.split_graph import as_eager, example_inputs, masked_writes, split_around
 from memplan.runtime.memory.shared_arena import release_arenas
 from memplan.runtime.options import CompileOptions, RunOptions
 from memplan.torch_inside.dynamo import dynamo_config
@@ -102,14 +101,18 @@ class Backend:
 
         `why`: why the parts before these nodes end. `last`: why the graph ends.
         """
-        parts = parts_of(graph, eager, why)
-        runs = [
-            as_eager(part.module)
-            if part.eager
-            else self._planned(part.module, example_inputs(part, graph, inputs), part.ends or last)
-            for part in parts
-        ]
-        return SplitGraph(graph, parts, runs) if parts else None
+        divided = split_around(graph, eager)
+        if divided is None:
+            return None
+        whole, parts = divided
+        known = {str(n.target): x for n, x in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True)}
+        ends = [*(f"{after.place}: {why}" for after in parts[1:]), last]
+        for part, end in zip(parts, ends, strict=True):
+            module = getattr(whole, part.name)
+            delattr(whole, part.name)  # what runs it may be no module
+            run = as_eager(module) if part.eager else self._planned(module, example_inputs(module, known), end)
+            setattr(whole, part.name, run)
+        return whole
 
     def _planned(self, graph: fx.GraphModule, inputs: Sequence[Any], ends: str, *, whole: bool = False) -> PlannedGraph:
         """Return the callable of one graph, and remember it as long as it is in use."""
@@ -162,7 +165,7 @@ class Backend:
             print(backend.arena_size)  # bytes
             ```
         """
-        self._coordinators.of_this_thread().place_last_step()
+        self._coordinators.coordinator.place_last_step()
 
     def release(self) -> bool:
         """Free the arenas of its graphs, in all threads, until they run again.
@@ -182,7 +185,7 @@ class Backend:
     def arena_size(self) -> int:
         """The bytes of all arenas that its graphs have now."""
         arenas = (instance.arena for graph in self.graphs for instance in graph.instances)
-        return sum({id(arena.allocated): arena.held for arena in arenas}.values())
+        return sum({id(arena.memories): arena.held for arena in arenas}.values())
 
 
 def _remade(kind: type[Backend], options: dict[str, Any]) -> Backend:
@@ -240,7 +243,7 @@ class SeveralGraphs:
         if self._ran and self.backend.release():
             self._ran = False
         if self._ran:
-            require_room(options, plan, self.backend.arena_size)
+            options.require_room(plan, self.backend.arena_size)
 
 
 def can_be_several(refused: UnsupportedGraph, options: RunOptions) -> bool:

@@ -17,8 +17,8 @@ from memplan.errors import BudgetInfeasible
 from memplan.planning.base_graph import eager_total
 from memplan.planning.joint import JointPart, join, joint_graph
 from memplan.planning.options import read_budget
+from memplan.runtime.builder import measured
 from memplan.runtime.dynamo.planned_graph import GraphInstance
-from memplan.runtime.measured_budget import Built, measured
 from memplan.runtime.options import RunOptions
 from memplan.solvers import solve
 from memplan.solvers.base import finish
@@ -196,7 +196,7 @@ def _planned(
     options: RunOptions, instance: GraphInstance, *, arena_budget: int | str | None = None, budget: str | None = None
 ) -> Plan:
     """Return a plan of one graph whose arena, or total, has at most so many bytes ("min": the fewest)."""
-    known = measured(Built(traced=instance.traced, runner=instance.runner), None)
+    known = measured(instance.runner, None)
     within = replace(options, budget=budget, arena_budget=arena_budget)
     return within.settle(known.traced, None, transient=known.transient)[1]
 

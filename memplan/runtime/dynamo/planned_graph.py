@@ -21,28 +21,32 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memplan.core.choices import Gradients
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedGraph
+from memplan.runtime.builder import ProgramBuilder
 from memplan.runtime.debug.hooks import Hooks
-from memplan.runtime.dynamo.graph_program import GraphModuleWithParams, first_program_of, is_kept, named_class
 from memplan.runtime.dynamo.split_graph import as_eager, nodes_at
 from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, idle_instance
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.guards import transforms
+from memplan.runtime.guards import refused_calls
 from memplan.runtime.guards.input_guards import kind_of
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import Arena
-from memplan.runtime.memory.arena_parts import part_of
+from memplan.runtime.memory.arena_ownership import clear_gradients
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, PrepareStep
 from memplan.runtime.options import RunOptions
 from memplan.torch_inside.dynamo import compile_lock
+from memplan.trace import capture_call
 from memplan.trace.capture.checkpoints import gradients_that_eager_lacks
+from memplan.trace.capture.origins import user_of
 from memplan.trace.capture.python_values import numbers_of, with_numbers
 from memplan.trace.capture.refusals import runs_as_eager, where_it_breaks, why_it_breaks
+from memplan.trace.default_kernels import with_kernels
 from memplan.trace.traced import TracedGraph
 
 _log = logging.getLogger("memplan")
@@ -53,28 +57,20 @@ _SEVERAL = (
 )
 
 
-class ArenaCoordinators:
-    """An `ArenaCoordinator` for each thread: threads run at the same time, so they cannot share an arena."""
+class ArenaCoordinators(threading.local):
+    """The `coordinator` of each thread: threads run at the same time, so they cannot share an arena.
+
+    `warned`: that so many calls wait that further ones run eagerly.
+    """
 
     def __init__(self, prepare: PrepareStep | None = None) -> None:
-        self.warned = False  # that so many calls wait that further ones run eagerly
-        self._logged = False  # that gradients are outside of the arena from now on
-        self._local = threading.local()
-        self._prepare = prepare
+        self.coordinator, self.warned = ArenaCoordinator(prepare), False
 
-    def of_this_thread(self) -> ArenaCoordinator:
-        """Return the coordinator of the calling thread."""
-        if not hasattr(self._local, "coordinator"):
-            self._local.coordinator = ArenaCoordinator(self._prepare)
-        found: ArenaCoordinator = self._local.coordinator
-        return found
-
-    def put_gradients_outside(self, coordinator: ArenaCoordinator, graph: fx.GraphModule) -> None:
-        """Have the gradients of all graphs outside of the arena from now on, in the thread of a coordinator."""
-        if coordinator.gradients_in_arena and not self._logged:
-            self._logged = True
+    def put_gradients_outside(self, graph: fx.GraphModule) -> None:
+        """Have the gradients of all graphs outside of the arena from now on, in this thread."""
+        if self.coordinator.gradients_in_arena:
             _log.info(_SEVERAL, named_class(graph).__name__)
-        coordinator.gradients_in_arena = False
+        self.coordinator.gradients_in_arena = False
 
 
 _MAX_PLANS = 8  # of a graph, that are kept: one for each thread, and for each shape if sizes vary
@@ -91,27 +87,31 @@ class GraphInstance(ProgramInstance):
     `graph` refers to what runs it.
     """
 
-    def __init__(
-        self, module: GraphModuleWithParams, traced: TracedGraph, runner: Runner, *, ends: str, graph: PlannedGraph
-    ) -> None:
+    def __init__(self, module: GraphModuleWithParams, runner: Runner, *, ends: str, graph: PlannedGraph) -> None:
         super().__init__(runner)
-        self.module, self.traced, self.ends = module, traced, ends
+        self.module, self.ends = module, ends
         self.graph = weakref.ref(graph)
         self.inputs: Mapping[int, Hashable] | None = None
         self.results: Mapping[int, Hashable] = {}
         self.joint_budget: int | None = None
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
-        transforms.refuse(inputs, self.module)
+        refused_calls.refuse(inputs, self.module)
         rest = self.module.set_kept(inputs)
         leaves = self.runner.input_guards.flatten(tuple(rest), {})
         if self.inputs is not None:
             return self.runner(leaves, training=self.traced.training)
+        assert self.ownership.coordinator is not None
         passed = self.ownership.coordinator.passed
         self.inputs = _by_position(rest, passed.taken)
         result = self.runner(leaves, training=self.traced.training)
         self.results = _by_position(pytree.tree_leaves(result), passed.returned)
         return result
+
+    @property
+    def traced(self) -> TracedGraph:
+        """The graph as it was traced, before its plan."""
+        return self.runner.as_traced
 
     def references(self) -> Iterator[torch.Tensor]:
         """Yield the parameters and buffers to which it refers, each as often as it does."""
@@ -119,7 +119,7 @@ class GraphInstance(ProgramInstance):
 
     def replace_plan(self, plan: Plan) -> None:
         """Run by another plan from now on, in an arena of its own. It is called while nothing is in flight."""
-        arena = part_of(Arena(plan.arena_size, self.arena.device), self.ownership)
+        arena = Arena(plan.arena_size, self.arena.device).part(self.ownership)
         with torch.inference_mode(False):
             self.runner = self.runner.replanned(plan, arena)
         self.plan = self.runner.plan
@@ -181,11 +181,11 @@ class PlannedGraph:
         """
         if self._instead is not None:
             return self._instead(*inputs)
-        coordinator = self._coordinators.of_this_thread()
+        coordinator = self._coordinators.coordinator
         with coordinator.calling:
-            coordinator.clear_gradients()
+            clear_gradients(coordinator.left)
             if coordinator.waiting:  # the gradients of one would be in bytes that the backward of another needs
-                self._coordinators.put_gradients_outside(coordinator, self._graph)
+                self._coordinators.put_gradients_outside(self._graph)
             return self._call(coordinator, inputs)
 
     def _gradients_for(self, coordinator: ArenaCoordinator) -> Gradients:
@@ -261,11 +261,11 @@ class PlannedGraph:
             with compile_lock:  # torch can trace in one thread at a time
                 if like is not None:
                     module.set_kept(inputs)
-                    traced, runner = like.traced, like.another(coordinator, ModuleGuards(module))
+                    runner = like.another(coordinator, ModuleGuards(module))
                 else:
                     options = replace(self._options, gradients=gradients)
-                    traced, runner = first_program_of(module, inputs, options, coordinator, self._hooks)
-                return GraphInstance(module, traced, runner, ends=self._ends, graph=self)
+                    runner = first_program_of(module, inputs, options, coordinator, self._hooks)
+                return GraphInstance(module, runner, ends=self._ends, graph=self)
 
         found = idle_instance(
             instances,
@@ -326,3 +326,96 @@ def _references(objects: list[Any]) -> list[int]:
     """Return how many references each object has, but for that of the list, and those of who counts."""
     counts, (own,) = ([sys.getrefcount(each) for each in counted] for counted in (objects, [object()]))
     return [count - own for count in counts]
+
+
+class GraphModuleWithParams(nn.Module):
+    """A graph of dynamo as a module: it keeps some inputs (by position, with names) and is called with the others."""
+
+    def __init__(self, graph: fx.GraphModule, kept: Mapping[int, str], inputs: Sequence[Any]) -> None:
+        super().__init__()
+        self.graph = graph
+        self._kept = kept
+        for i, name in self._kept.items():
+            if isinstance(inputs[i], nn.Parameter):
+                self.register_parameter(name, inputs[i])
+            else:
+                self.register_buffer(name, inputs[i])
+
+    def forward(self, *rest: Any) -> Any:
+        """Run the graph with the kept inputs and `rest`; what it is traced into knows the model's lines."""
+        given = iter(rest)
+        kept = {i: getattr(self, name) for i, name in self._kept.items()}
+        inputs = (kept[i] if i in kept else next(given) for i in range(len(rest) + len(kept)))
+        with fx.traceback.preserve_node_meta():
+            return fx.Interpreter(self.graph).run(*inputs)
+
+    def set_kept(self, inputs: Sequence[Any]) -> list[Any]:
+        """Set the parameters and buffers to those among the inputs of a call; return the other inputs."""
+        for i, name in self._kept.items():
+            (self._parameters if name in self._parameters else self._buffers)[name] = inputs[i]
+        return [x for i, x in enumerate(inputs) if i not in self._kept]
+
+    def tensors(self) -> list[Any]:
+        """Return the parameters and buffers that it has now."""
+        return [*self._parameters.values(), *self._buffers.values()]
+
+    def holds(self, inputs: Sequence[Any]) -> bool:
+        """Return whether the parameters are those among `inputs`; buffers may be replaced at each call."""
+        return all(self._parameters[name] is inputs[i] for i, name in self._kept.items() if name in self._parameters)
+
+
+def named_class(graph: fx.GraphModule) -> type[GraphModuleWithParams]:
+    """Return a subclass of `GraphModuleWithParams` with the name of the user's module, for plans and errors."""
+    name = user_of(graph.graph)
+    return (
+        type(name, (GraphModuleWithParams,), {"__doc__": GraphModuleWithParams.__doc__})
+        if name
+        else GraphModuleWithParams
+    )
+
+
+def is_kept(x: Any) -> bool:
+    """Return whether an input is a leaf parameter or a buffer, whose address rarely changes.
+
+    A tensor that replaces a parameter, as in `torch.func.functional_call`, is an input with a gradient.
+    """
+    if isinstance(x, nn.Parameter):
+        return x.is_leaf
+    return getattr(x, "_dynamo_static_input_type", None) is not None and not x.requires_grad
+
+
+def first_program_of(
+    module: GraphModuleWithParams,
+    inputs: Sequence[Any],
+    options: RunOptions,
+    coordinator: ArenaCoordinator,
+    hooks: Hooks,
+) -> Runner:
+    """Return the first program of a graph, which is planned and tried.
+
+    `options`: with `gradients` as they are for this graph.
+    """
+    rest = module.set_kept(inputs)
+    placed = next((x for x in (*module.tensors(), *rest) if is_traceable_wrapper_subclass(x)), None)
+    if placed is not None:
+        what = f"an input of type {type(placed).__name__}, behind which there are other tensors"
+        hint = "use memplan.compile or compile_step, which plan what parallelize_module and fully_shard divide"
+        raise UnsupportedGraph(type(module).__name__, what, hint, see="inputs")
+    # with its backward if autograd would record the call
+    train = torch.is_grad_enabled() and any(_wants_gradient(x) for x in (*module.parameters(), *rest))
+    options = with_kernels(options, module, rest)
+    builder = ProgramBuilder(options, type(module).__name__, hooks, coordinator, added=options.gradients_copied)
+    builder.guards = ModuleGuards(module)
+    keep = options.has_budget  # a joint plan of all graphs may be tried on the example; else nobody may hold it
+
+    def make() -> Runner:
+        """Return the program, traced, planned and tried."""
+        captured = capture_call(module, tuple(rest), by_dynamo=True, train=train, **builder.options.tracing)
+        captured.warn()
+        return builder.programs([(captured.first(), None)], keep_example=keep)[0][0]
+
+    return builder.by_default(make)
+
+
+def _wants_gradient(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad

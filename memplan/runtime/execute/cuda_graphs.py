@@ -3,26 +3,32 @@
 The addresses of a recorded kernel never change. So inputs and tangents are copied to fixed memory, and results are
 copied from fixed memory to the caller; the arena, parameters and state have fixed addresses already. If parameters move
 or hyperparameters change, the program is recorded again. Recording runs the step once or twice: what that changes
-(buffers, parameters, optimizer state, the state of random generators) is restored. What records is in `recorders.py`.
+(buffers, parameters, optimizer state, the state of random generators) is restored.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from memplan.core.choices import Sanitize
 from memplan.core.graph import StorageKind
-from memplan.devices.generators import forked
-from memplan.errors import UnsupportedCall, UnsupportedGraph
+from memplan.devices.kinds import forked
+from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime.execute.program import Program
-from memplan.runtime.execute.recorders import Recorder
 from memplan.runtime.memory.arena import dtype_of
 from memplan.trace.passes.nodes import may_overlap
 from memplan.trace.traced import KernelCall, Live, Source, TracedGraph, Transfer
+
+Function = Callable[[], Any]
+_CAPTURE = threading.Lock()  # torch captures in one thread of the process at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,3 +192,80 @@ def _require_on_device(traced: TracedGraph) -> None:
                 raise UnsupportedGraph(
                     where, f"uses {storage.name!r} on {storage.device} in a recorded step", hint, see="cuda-graph"
                 )
+
+
+class Recorder:
+    """Records the kernels that a function launches as CUDA graphs with one private memory pool; one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+    def warm_up(self, function: Function) -> None:
+        """Run `function` on the side stream that recording uses."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            function()
+        current.wait_stream(self._stream)
+
+    def record(self, function: Function) -> tuple[Callable[[], None], Any]:
+        """Capture `function`. torch registers the random generators of the device with the graph.
+
+        torch owns the cuBLAS workspaces, one per stream; recording or deleting another graph clears them, while
+        recorded kernels still use them. So they are allocated again in the recording's own pool, by a separate
+        recording of matrix products.
+        """
+        if not self._graphs:  # the pool of deleted graphs cannot be used again while a result of theirs is alive
+            self._pool = torch.cuda.graph_pool_handle()
+        with _separate_workspaces():
+            products, _ = self._capture(partial(_multiply, torch.zeros(16, 16, device=self._device)))
+            graph, results = self._capture(function)
+        del products  # only now that the pool has another graph
+        return graph.replay, results
+
+    def _capture(self, function: Function) -> tuple[torch.cuda.CUDAGraph, Any]:
+        graph = torch.cuda.CUDAGraph()
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with torch.cuda.device(self._device), capture:
+            results = function()
+        self._graphs.add(graph)
+        return graph, results
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the segments of the pool, as the allocator lists them."""
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self._pool))
+
+
+@contextmanager
+def _separate_workspaces() -> Iterator[None]:
+    """Clear the cuBLAS workspaces around a recording, as torch.compile does, so that they are in its pool."""
+    with _CAPTURE:
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            yield
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+
+
+def _multiply(square: torch.Tensor) -> None:
+    """Run matrix products by cuBLAS and by cuBLASLt, each of which may have a workspace."""
+    torch.mm(square, square)
+    torch.addmm(square[0], square, square)
+
+
+def make_recorder(device: torch.device, sanitize: Sanitize | None) -> Recorder:
+    """Return a new recorder for a device. Raises `UnsupportedCall` or `MemplanError` if nothing can be recorded."""
+    if device.type != "cuda":
+        what = f"cuda_graph=True needs a CUDA device; the model is on {device}"
+        raise UnsupportedCall(what, hint="leave cuda_graph out", see="cuda-graph")
+    if sanitize == "redzone":
+        raise MemplanError(
+            'sanitize="redzone" reads its patterns in every step, which cannot be recorded',
+            hint='use sanitize="poison"',
+        )
+    return Recorder(device)

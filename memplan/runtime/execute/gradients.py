@@ -25,7 +25,7 @@ from memplan.core.in_place import COPY
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, StaleActivationsError
 from memplan.runtime.execute.program import Program
-from memplan.runtime.guards.hook_counts import HookSearch
+from memplan.runtime.guards.module_guards import HookSearch
 from memplan.runtime.guards.parameter_guards import ParameterGuards
 from memplan.runtime.memory.arena import dtype_of
 
@@ -51,7 +51,7 @@ class ArenaGradients:
         self, held: ParameterGuards, slots: Sequence[int], values: Sequence[int], program: Program, *, copied: bool
     ) -> None:
         self._held, self._plan, self.arena = held, program.plan, program.arena
-        self.copied = copied or not program.may_move
+        self.copied = copied or program.arena.several
         tensors = [program.namespace.names[f"v{value}"] for value in values]
         self._slots = [slot for slot, t in zip(slots, tensors, strict=True) if t.numel()]
         self._storages = [t.untyped_storage() for t in tensors if t.numel()]
@@ -159,7 +159,7 @@ class AddedGradients:
         bound, wanted = list(program.bound), set(values)
         for i, op in enumerate(graph.ops):
             if op.target == COPY and wanted.issuperset(op.writes):
-                bound[i] = replace(bound[i], function=torch.Tensor.add_, returns=False)
+                bound[i] = replace(bound[i], function=torch.Tensor.add_)
                 wanted.difference_update(op.writes)
         assert not wanted, "a gradient of a parameter is not copied out"
         self.backward: Callable[..., Any] = program.backward_into(values, bound)

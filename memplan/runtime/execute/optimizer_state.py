@@ -13,8 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from memplan.distributed.local import Slot, of_this_rank
 from memplan.distributed.step_ranks import ParallelGuards
 from memplan.errors import InputMismatch, UnsupportedCall
-from memplan.runtime.guards.hook_counts import hooks_ever_set, hooks_of_node
-from memplan.runtime.guards.module_guards import COMPILE_AGAIN, ModuleGuards
+from memplan.runtime.guards.module_guards import COMPILE_AGAIN, ModuleGuards, hooks_ever_set, hooks_of_node
 from memplan.trace.optimizer.optimizers import DECIDING, STEP, has_own_step
 from memplan.trace.optimizer.updates import ACCUMULATED, COUNTERS, LEARNING_RATE
 from memplan.trace.traced import Binding, Source
@@ -33,20 +32,12 @@ class StepGuards(ModuleGuards):
         self._accumulated: dict[str, dict[str, Any]] = {}
         self._rates: dict[str, dict[str, Any]] = {}
         self._counters: dict[tuple[str, ...], Counters] = {}
-        self._options = list(map(_deciding, optimizer.param_groups))
-        self._own_step = has_own_step(optimizer)
         self._last_rates = [group.get("lr") for group in optimizer.param_groups]
         self._parallel = ParallelGuards(model)
         self._parallel.check()
         super().__init__(model)
         self.called = getattr(model, "model", model)  # without its loss
-        self._store()
-        self._store_updated()
-        self._require_no_hooks()
-
-    def _store_updated(self) -> None:
-        own = {id(p) for group in self._groups for p in group}
-        self._updated = [(name, p) for name, p in self.model.named_parameters() if id(p) in own]
+        self.refresh()
 
     def refresh(self) -> None:
         """Take the model and the optimizer as they are now for what they should be."""
@@ -54,7 +45,8 @@ class StepGuards(ModuleGuards):
         self._own_step = has_own_step(self.optimizer)
         self._look()
         self._store()
-        self._store_updated()
+        own = {id(p) for group in self._groups for p in group}
+        self._updated = [(name, p) for name, p in self.model.named_parameters() if id(p) in own]
         self._require_no_hooks()
         self.version += 1
 

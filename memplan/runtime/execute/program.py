@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from memplan.core.collectives import WAIT
+from memplan.core.evictions import OFFLOAD, RELOAD, SEND
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.happens_before import require_no_races
 from memplan.core.legal_orders import require_written_first
 from memplan.core.plan import Plan
 from memplan.devices.kinds import is_accelerator
-from memplan.runtime.codegen.codegen import LEFT, FunctionWriter
-from memplan.runtime.codegen.step_ir import Layout, Namespace
-from memplan.runtime.copies.copies import Copy
+from memplan.distributed.ops import StartedCollective
+from memplan.errors import InvalidEviction
+from memplan.runtime.codegen import LEFT, FunctionWriter, Layout, Namespace
+from memplan.runtime.copies import Copy, Direction
 from memplan.runtime.debug.hooks import Hook, observing
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Callback, Sanitizers
 from memplan.runtime.execute.trial import run_trial
-from memplan.runtime.kernels.fused_updates import fuse_updates
-from memplan.runtime.kernels.kernel_selection import BoundOp
-from memplan.runtime.kernels.transfers import bind_transfers
+from memplan.runtime.kernels import BoundOp, CallForm, save_state
 from memplan.runtime.memory.arena import Arena, Memory, view_of, view_within
-from memplan.trace.traced import Binding, Source, TracedGraph
+from memplan.trace.optimizer.updates import kind_of
+from memplan.trace.traced import Binding, Kernel, KernelCall, Ref, SaveState, Source, TracedGraph, Transfer
 
 Functions = tuple[Callable[..., Any], Callable[..., Any] | None]
 _STATIC_SOURCES = (Source.PARAMETER, Source.BUFFER, Source.STATE, Source.CONSTANT)
@@ -65,39 +67,44 @@ class Program:
         `op_timer`: the functions to call right before and after each op.
         """
         sanitizers = self.sanitizers.around(op_timer, len(self.plan.schedule.order))
-        return _functions(
-            self.traced,
-            self.layout,
-            self.namespace,
-            bound=self.bound,
-            order=self.plan.schedule.order,
-            saved=self.saved,
-            left=self.left,
-            sanitizers=sanitizers if emit is None else observing(sanitizers, self.plan, emit),
-            last=self.last,
-            prefix="observed_",
-            join=False,  # each op is an event of its own
-        )
+        sanitizers = sanitizers if emit is None else observing(sanitizers, self.plan, emit)
+        return self.written(self.bound, sanitizers, prefix="observed_", join=False)  # each op is an event of its own
 
     def backward_into(self, values: Sequence[int], bound: Sequence[BoundOp]) -> Callable[..., Any]:
         """Return a backward that takes the tensors of `values`, which it would allocate otherwise, as its last
         arguments. `bound`: the ops to run instead of those of the program.
         """
-        made = _functions(
-            self.traced,
-            self.layout,
-            self.namespace,
-            bound=bound,
-            order=self.plan.schedule.order,
-            saved=self.saved,
-            left=self.left,
-            sanitizers=self.sanitizers,
-            last=self.last,
-            prefix="into_",
-            given=values,
-        )[1]
+        made = self.written(bound, self.sanitizers, prefix="into_", given=values)[1]
         assert made is not None
         return made
+
+    def written(
+        self,
+        bound: Sequence[BoundOp],
+        sanitizers: Sanitizers,
+        *,
+        prefix: str = "",
+        join: bool = True,
+        given: Sequence[int] = (),
+    ) -> Functions:
+        """Return the generated forward, and backward if the step has one. `join`: fuse consecutive updates; `given`:
+        the values whose memory the backward takes as its last arguments.
+        """
+        traced, order, layout, namespace = self.traced, self.plan.schedule.order, self.layout, self.namespace
+        graph = traced.graph
+        split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
+        fused = fuse_updates(traced, bound, order) if join else {}
+        steps = [(step, fused.get(step, bound[op])) for step, op in enumerate(order)]
+        forward = FunctionWriter(f"{prefix}forward", layout, namespace, [b.value for b in traced.bound(Source.INPUT)])
+        _write(forward, steps[:split], sanitizers, self.last)
+        backward = None
+        if traced.training:
+            tangents = [b.value for b in traced.bound(Source.TANGENT)]
+            taken = [*self.saved, *tangents, *given]
+            writer = FunctionWriter(f"{prefix}backward", layout, namespace, taken, self.left)
+            _write(writer, steps[split:], sanitizers, self.last)
+            backward = writer.finish([graph.gradients])
+        return forward.finish([traced.results.fresh, self.saved], left=self.left), backward
 
     @property
     def left_outside(self) -> list[torch.Tensor]:
@@ -109,11 +116,6 @@ class Program:
     def stalled(self) -> float:
         """Seconds that all steps so far have waited for copies."""
         return sum(copy.stalled for copy in self.copies)
-
-    @property
-    def may_move(self) -> bool:
-        """Whether `move` moves all that knows addresses: an arena on several devices has several."""
-        return not self.arena.sections
 
     def move(self) -> None:
         """Use the arena at the address where it is from now on."""
@@ -170,10 +172,7 @@ def build_program(
     early = {s for i in order[:split] for s in graph.touched(graph.ops[i])}
     left = tuple(sorted(touched_late & {layout.base_of[s] for s in early & layout.released}))
     last = arena.copies.settle if traced.runs_on else None  # results must have arrived before the caller gets them
-    forward, backward = _functions(
-        traced, layout, namespace, bound=bound, order=order, saved=saved, left=left, sanitizers=sanitizers, last=last
-    )
-    return Program(
+    made = Program(
         traced=traced,
         plan=plan,
         arena=arena,
@@ -183,8 +182,8 @@ def build_program(
         bound=bound,
         layout=layout,
         namespace=namespace,
-        forward=forward,
-        backward=backward,
+        forward=_unwritten,
+        backward=None,
         inputs=inputs,
         saved=saved,
         left=left,
@@ -192,39 +191,12 @@ def build_program(
         used_in_backward=_read_late(traced, order[split:]),
         last=last,
     )
+    forward, backward = made.written(bound, sanitizers)
+    return replace(made, forward=forward, backward=backward)
 
 
-def _functions(
-    traced: TracedGraph,
-    layout: Layout,
-    namespace: Namespace,
-    *,
-    bound: Sequence[BoundOp],
-    order: Sequence[int],
-    saved: Sequence[int],
-    left: Sequence[int],
-    sanitizers: Sanitizers,
-    last: Callback | None,
-    prefix: str = "",
-    join: bool = True,
-    given: Sequence[int] = (),
-) -> Functions:
-    """Return the generated forward, and backward if the step has one. `join`: fuse consecutive updates; `given`: the
-    values whose memory the backward takes as its last arguments.
-    """
-    graph = traced.graph
-    split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
-    fused = fuse_updates(traced, bound, order) if join else {}
-    steps = [(step, fused.get(step, bound[op])) for step, op in enumerate(order)]
-    forward = FunctionWriter(f"{prefix}forward", layout, namespace, [b.value for b in traced.bound(Source.INPUT)])
-    _write(forward, steps[:split], sanitizers, last)
-    backward = None
-    if traced.training:
-        tangents = [b.value for b in traced.bound(Source.TANGENT)]
-        writer = FunctionWriter(f"{prefix}backward", layout, namespace, [*saved, *tangents, *given], left)
-        _write(writer, steps[split:], sanitizers, last)
-        backward = writer.finish([graph.gradients])
-    return forward.finish([traced.results.fresh, saved], left=left), backward
+def _unwritten(*_: object) -> None:
+    """Does nothing: it stands for a forward until that is written."""
 
 
 def _layout(traced: TracedGraph) -> Layout:
@@ -255,7 +227,7 @@ def _in_arena(graph: Graph, plan: Plan, arena: Arena) -> dict[int, torch.Untyped
     """Return the planned storages (by index) at their offsets."""
     offsets = plan.solution.offsets
     return {
-        index: arena.storage(offsets[s.name] + plan.redzone if s.nbytes else 0, s.nbytes)
+        index: arena.storage(plan, offsets[s.name] + plan.redzone if s.nbytes else 0, s.nbytes)
         for index, s in enumerate(graph.storages)
         if s.planned and (s.name in offsets or not s.nbytes)  # no op touches the others
     }
@@ -324,3 +296,84 @@ def _read_late(traced: TracedGraph, late: Sequence[int]) -> frozenset[int]:
         if not needed.isdisjoint(graph.written(op)) or op.only_raises:
             needed.update(graph.values[v].storage for v in op.reads)
     return frozenset(i for i, b in enumerate(traced.bindings) if graph.values[b.value].storage in needed)
+
+
+def fuse_updates(traced: TracedGraph, bound: Sequence[BoundOp], order: Sequence[int]) -> Mapping[int, BoundOp | None]:
+    """Return what to call at steps of consecutive updates of one kind: all updates at the first, None at the others.
+
+    No other op runs in between, so that every gradient exists and is alive at the first of them.
+    """
+    found: dict[int, BoundOp | None] = {}
+    kinds = [kind_of(k, traced.graph) if isinstance(k, KernelCall) else None for k in traced.kernels]
+    start = 0
+    while start < len(order):
+        end = start + 1
+        while end < len(order) and kinds[order[end]] == kinds[order[start]]:
+            end += 1
+        if end > start + 1 and kinds[order[start]] is not None and bound[order[start]].form is CallForm.IN_PLACE:
+            found |= dict.fromkeys(range(start, end))
+            found[start] = _fuse([bound[op] for op in order[start:end]])
+        start = end
+    return found
+
+
+def _fuse(updates: Sequence[BoundOp]) -> BoundOp:
+    """Return one call with the lists of all updates."""
+    lists = zip(*(bound.args for bound in updates), strict=True)
+    return replace(updates[0], args=tuple([item for one in of for item in one] for of in lists))
+
+
+_DIRECTIONS = {OFFLOAD: Direction.TO_HOST, RELOAD: Direction.TO_DEVICE, SEND: Direction.ACROSS}
+
+
+def bind_transfers(
+    graph: Graph,
+    kernels: Sequence[Kernel],
+    order: Sequence[int],
+    arena: Arena,
+    host: torch.Tensor,
+) -> tuple[dict[int, BoundOp], tuple[Copy, ...]]:
+    """Return the bound op of each transfer and saved generator state (by op index), and the copies as they start.
+
+    `host` is the memory of offloaded bytes. Of a collective that is started and waited for, both ops are bound. Raises
+    `InvalidEviction` for a wait without a start.
+    """
+    bound: dict[int, BoundOp] = {}
+    started: list[Copy] = []
+    in_flight: dict[tuple[int, int], Copy | StartedCollective] = {}
+    for index in order:
+        kernel = kernels[index]
+        if isinstance(kernel, SaveState):
+            bound[index] = _bound(CallForm.IN_PLACE, save_state, Ref(kernel.value))
+        if isinstance(kernel, KernelCall) and graph.ops[index].starts:
+            collective = arena.collectives.collective(kernel.target)
+            (out,) = kernel.outs
+            assert out is not None
+            in_flight[_storages(graph, graph.ops[index].reads[0], out)] = collective
+            bound[index] = BoundOp(
+                form=CallForm.START, function=collective.start, args=kernel.args, kwargs={"out": Ref(out)}, outs=()
+            )
+        if not isinstance(kernel, Transfer):
+            continue
+        source = kernel.reads[0]
+        if kernel.target in _DIRECTIONS:
+            (destination,) = kernel.writes
+            copy = arena.copies.copy(_DIRECTIONS[kernel.target], host)
+            in_flight[_storages(graph, source, destination)] = copy
+            started.append(copy)
+            bound[index] = _bound(CallForm.START, copy.start, Ref(destination), Ref(source))
+        else:
+            ended = in_flight.pop(_storages(graph, source, kernel.reads[1]), None)
+            if ended is None:
+                what = "collective" if kernel.target == WAIT else "copy"
+                raise InvalidEviction(f"waits for a {what} that was not started", where=graph.ops[index].name)
+            bound[index] = _bound(CallForm.WAIT, ended.wait)
+    return bound, tuple(started)
+
+
+def _storages(graph: Graph, source: int, destination: int) -> tuple[int, int]:
+    return graph.values[source].storage, graph.values[destination].storage
+
+
+def _bound(form: CallForm, function: Callable[..., None], *args: Ref) -> BoundOp:
+    return BoundOp(form=form, function=function, args=args, kwargs={}, outs=())

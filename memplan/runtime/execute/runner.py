@@ -18,21 +18,19 @@ from memplan.distributed.ops import updating
 from memplan.errors import UnsupportedCall
 from memplan.runtime.debug.hooks import Hook, Hooks
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Sanitizers, make_poison, make_redzone
-from memplan.runtime.execute.autograd_step import run_planned
-from memplan.runtime.execute.cuda_graphs import CudaGraphProgram
+from memplan.runtime.execute.autograd_step import reason_against, run_planned
+from memplan.runtime.execute.cuda_graphs import CudaGraphProgram, Recorder
 from memplan.runtime.execute.gradients import AddedGradients, ArenaGradients
 from memplan.runtime.execute.program import Functions, build_program
-from memplan.runtime.execute.recorders import Recorder
-from memplan.runtime.execute.repeated_step import reason_against
 from memplan.runtime.execute.values_of_call import ResultsOfCall, Tangents
 from memplan.runtime.guards.input_guards import InputGuards, items_getter
 from memplan.runtime.guards.module_guards import ModuleGuards
-from memplan.runtime.guards.parameter_guards import ParameterGuards
-from memplan.runtime.guards.python_value_guards import PythonValueGuards
-from memplan.runtime.kernels.kernel_selection import BoundOp
+from memplan.runtime.guards.parameter_guards import ParameterGuards, PythonValueGuards
+from memplan.runtime.kernels import BoundOp
 from memplan.runtime.memory.arena import Arena, Memory
 from memplan.runtime.memory.idle_arenas import begin_step, end_step
 from memplan.trace.graph.remap_to_plan import remap_to_plan
+from memplan.trace.optimizer.updates import COUNTERS
 from memplan.trace.traced import Source, TracedGraph
 
 
@@ -100,8 +98,8 @@ class Runner:
         self._emit: Hook | None = None
         self._op_timer = NO_SANITIZERS
         self._observed: tuple[Hook | None, Sanitizers, Functions] | None = None
-        arena.stays = self.cuda_graphs is not None or not self.program.may_move
-        self._address, self.rebound = arena.address, 0
+        arena.stays = self.cuda_graphs is not None or arena.several
+        self._addresses, self.rebound = arena.addresses, 0
         self._prepare_calls()
         self.added = self._find_added_gradients() if added else None
         # Results without any gradient (torch.linalg.vector_norm(x, 0)) require one in eager all the same.
@@ -117,11 +115,10 @@ class Runner:
         arena: Arena,
         *,
         module_guards: ModuleGuards | None = None,
-        recorder: Recorder | None = None,
     ) -> Runner:
         """Return the same program at the offsets of `plan` in another arena; nothing is tried again.
 
-        `module_guards`: another module of the same graph, whose parameters it uses. `recorder`: as in `__init__`.
+        `module_guards`: another module of the same graph, whose parameters it uses.
         """
         made = Runner(
             self._module_guards if module_guards is None else module_guards,
@@ -129,7 +126,6 @@ class Runner:
             plan,
             arena,
             bound=self.program.bound,
-            recorder=recorder,
             input_guards=self.input_guards,
             **self._options,
         )
@@ -140,6 +136,16 @@ class Runner:
     def replanned(self, plan: Plan, arena: Arena) -> Runner:
         """Return a program of the same step by another plan, which is tried first; nothing else uses `arena`."""
         return Runner(self._module_guards, self._before_plan, plan, arena, unused=True, **self._options)
+
+    @cached_property
+    def collectives(self) -> tuple[str, ...]:
+        """The collectives of its plan, a line each."""
+        return tuple(c.line for c in self.plan.collectives)
+
+    @cached_property
+    def counted(self) -> tuple[str, ...]:
+        """The parameters whose step counters a whole step has in one tensor."""
+        return next((b.names for b in self.traced.bound(Source.STATE) if b.key == COUNTERS), ())
 
     @property
     def has_parameters(self) -> bool:
@@ -247,15 +253,18 @@ class Runner:
         return self.plan.on_device
 
     def take_arena(self) -> None:
-        """Have the arena's bytes allocated, if they were given back, and use them where they are; others may be given
-        back for that."""
+        """Have the arena's bytes allocated, if they were given back or are too few, and use them where they are; others
+        may be given back for that."""
         begin_step(self.arena, self._need)
-        address = self.arena.address
-        if address != self._address:
+        self.arena.fit(self.plan)
+        addresses = self.arena.addresses
+        if addresses != self._addresses:
             self.program.move()
+            if self.cuda_graphs is not None:
+                self.cuda_graphs.forget()
             self._find_arena_gradients()
             self.rebound += 1
-            self._address = address  # last: what is interrupted before is done again
+            self._addresses = addresses  # last: what is interrupted before is done again
 
     # -- a call ------------------------------------------------------------------------------------------
 
@@ -299,15 +308,12 @@ class Runner:
         self.input_guards.check_apart(leaves, self._written)
         return current
 
-    def whole_step(
-        self, leaves: list[Any], tangent: torch.Tensor, current: list[torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def whole_step(self, leaves: list[Any], tangent: torch.Tensor, current: list[torch.Tensor]) -> torch.Tensor:
         """Run forward and backward of a step whose backward updates the parameters; return the loss.
 
         `tangent` is the gradient of the minimised objective with respect to the loss; `current` are the tensors that
-        `checked` returned (None: it is called).
+        `checked` returned.
         """
-        current = self.checked(leaves) if current is None else current
         inputs = self.input_guards.tensors(leaves)
         assert self.backward is not None
         with self.arena.ownership as ownership, torch.no_grad():

@@ -14,21 +14,20 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.utils._pytree as pytree
 
 from memplan.core.collectives import is_collective
 from memplan.core.graph import Graph, Op, StorageKind, Value
 from memplan.core.plan import Plan
-from memplan.devices.generators import forked
-from memplan.devices.kinds import give_back_unused
+from memplan.devices.kinds import forked, give_back_unused
 from memplan.devices.measure import can_measure, peak_bytes
 from memplan.distributed.ops import bytes_beside
 from memplan.errors import UnsupportedGraph
-from memplan.runtime.codegen.step_ir import Layout, refs
-from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm, KernelSelector, generated_op, materialise
-from memplan.runtime.kernels.stand_ins import select_on_stand_ins
+from memplan.runtime.codegen import Layout, refs
+from memplan.runtime.kernels import BoundOp, CallForm, KernelSelector, generated_op, materialise
 from memplan.runtime.memory.arena import dtype_of, offset_within, view_of
 from memplan.trace.passes.nodes import ALLOCATE
-from memplan.trace.traced import GeneratedCall, KernelCall, Source, TracedGraph
+from memplan.trace.traced import GeneratedCall, KernelCall, OpaqueResult, Source, TracedGraph
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
@@ -50,89 +49,88 @@ def run_trial(
     `transfers` and saved generator states are bound already; in the trial run, transfers copy immediately. The arena is
     not needed yet: kernels are chosen on stand-ins where that is possible, and each result has memory of its own.
     """
-    env = [*(static.get(index) for index in range(len(traced.graph.values))), *[None] * traced.opaque_count]
-    fill_inputs(env, traced, tensors)
-    copied = _copy_changed(env, traced)
-    memory = TrialMemory(env, traced.graph, layout, plan.schedule.order)
+    trial = Trial(traced, plan, layout, static, tensors)
     with torch.no_grad(), forked(traced.device), without_autocast(traced.device):
-        known = {index: t for index, t in enumerate(env[: len(traced.graph.values)]) if t is not None}
-        selector = select_on_stand_ins(traced, plan.schedule.order, known)
-        bound = _select_kernels(
-            traced, plan, layout, env, memory=memory, selector=selector, transfers=transfers, copied=copied
-        )
+        bound = trial.select(transfers)
         give_back_unused(traced.device)
         temporaries = None
-        if can_measure(traced.device):
-            temporaries = _measure(traced, plan, layout, bound, env, memory=memory, copied=copied)
+        if can_measure():
+            temporaries = trial.measure(bound)
             give_back_unused(traced.device)  # the arena is not made of what was freed here
     ops = zip(plan.graph.ops, bound, strict=True)
     measured = tuple(replace(op, direct=b.form is not CallForm.FUNCTIONAL) for op, b in ops)
     return replace(plan, graph=replace(plan.graph, ops=measured), temporaries=temporaries), bound
 
 
-def _select_kernels(
-    traced: TracedGraph,
-    plan: Plan,
-    layout: Layout,
-    env: list[torch.Tensor | None],
-    *,
-    memory: TrialMemory,
-    selector: KernelSelector,
-    transfers: Mapping[int, BoundOp],
-    copied: frozenset[int],
-) -> tuple[BoundOp, ...]:
-    bound = dict(transfers)
-    for kernel in traced.kernels:
-        if isinstance(kernel, GeneratedCall):
-            kernel.kernel.start()  # all of them, beside each other
-    for index in plan.schedule.order:
-        kernel = traced.kernels[index]
-        if isinstance(kernel, KernelCall):
-            memory.before_call(refs((kernel.args, kernel.kwargs)))
-            bound[index] = selector.select(kernel, env)
-        elif isinstance(kernel, GeneratedCall):  # it is compiled for these very tensors: there is no choice
-            memory.before_call(refs((kernel.args, kernel.kwargs)))
-            bound[index] = generated_op(kernel)
-        memory.before(index, bound[index])
-        if leaves_users_alone(traced, layout, index, copied):
-            run_bound(bound[index], env, memory.adopt)
-        elif is_collective(traced.graph.ops[index].target):
-            _fill_with_zeros(bound[index], env)
-        memory.after(index)
-    memory.clear()
-    return tuple(bound[index] for index in range(len(bound)))
+class Trial:
+    """One trial of a step: its tensors by value in `env`, in memory of their own."""
 
+    def __init__(
+        self,
+        traced: TracedGraph,
+        plan: Plan,
+        layout: Layout,
+        static: Mapping[int, torch.Tensor],
+        tensors: Mapping[int, torch.Tensor],
+    ) -> None:
+        self.traced, self.order, self.layout = traced, plan.schedule.order, layout
+        self.env = [*(static.get(index) for index in range(len(traced.graph.values))), *[None] * traced.opaque_count]
+        fill_inputs(self.env, traced, tensors)
+        copied = _copy_changed(self.env, traced)
+        self.memory = TrialMemory(self.env, traced.graph, layout, self.order)
+        self.tried = {i for i in self.order if leaves_users_alone(traced, layout, i, copied)}
 
-def _measure(
-    traced: TracedGraph,
-    plan: Plan,
-    layout: Layout,
-    bound: Sequence[BoundOp],
-    env: list[torch.Tensor | None],
-    *,
-    memory: TrialMemory,
-    copied: frozenset[int],
-) -> tuple[int, ...]:
-    """Return for each op the most bytes outside the arena while it runs, without those that the caller will own."""
-    graph = traced.graph
-    tried = {i for i in plan.schedule.order if leaves_users_alone(traced, layout, i, copied)}
-    thunks: list[Callable[[], None]] = []
-    for i in plan.schedule.order:
-        run: Callable[[], None] = partial(run_bound, bound[i], env, memory.adopt) if i in tried else _nothing
-        if is_collective(graph.ops[i].target):
-            run = partial(_fill_with_zeros, bound[i], env)
-        thunks += [partial(memory.before, i, bound[i]), run, partial(memory.after, i)]
-    peaks = peak_bytes(thunks, traced.device)[1::3]
-    memory.clear()
-    found, seen = [0] * len(graph.ops), set[int]()
-    for index, peak in zip(plan.schedule.order, peaks, strict=True):
-        adopted, op = 0, graph.ops[index]
-        if bound[index].form is CallForm.FUNCTIONAL:  # what it writes to later is copied there
-            new = layout.fresh_storages.intersection(graph.written(op)) - seen
-            adopted = sum(graph.storages[s].nbytes for s in new)
-        seen.update(graph.touched(op))
-        found[index] = _bytes_of_collective(graph, op) if is_collective(op.target) else max(peak - adopted, 0)
-    return tuple(found)
+    def select(self, transfers: Mapping[int, BoundOp]) -> tuple[BoundOp, ...]:
+        """Return the callables of all ops, which run in order meanwhile."""
+        traced, memory = self.traced, self.memory
+        known = {index: t for index, t in enumerate(self.env[: len(traced.graph.values)]) if t is not None}
+        selector = select_on_stand_ins(traced, self.order, known)
+        bound = dict(transfers)
+        for kernel in traced.kernels:
+            if isinstance(kernel, GeneratedCall):
+                kernel.kernel.start()  # all of them, beside each other
+        for index in self.order:
+            kernel = traced.kernels[index]
+            if isinstance(kernel, KernelCall | GeneratedCall):
+                memory.before_call(refs((kernel.args, kernel.kwargs)))
+            if isinstance(kernel, KernelCall):
+                bound[index] = selector.select(kernel, self.env)
+            elif isinstance(kernel, GeneratedCall):  # it is compiled for these very tensors: there is no choice
+                bound[index] = generated_op(kernel)
+            memory.before(index, bound[index])
+            self.run(index, bound[index])
+            memory.after(index)
+        memory.clear()
+        return tuple(bound[index] for index in range(len(bound)))
+
+    def measure(self, bound: Sequence[BoundOp]) -> tuple[int, ...]:
+        """Return for each op the most bytes outside the arena while it runs, without those that the caller will own."""
+        graph, memory = self.traced.graph, self.memory
+        thunks: list[Callable[[], None]] = []
+        for i in self.order:
+            run = partial(self.run, i, bound[i])
+            thunks += [partial(memory.before, i, bound[i]), run, partial(memory.after, i)]
+        peaks = peak_bytes(thunks, self.traced.device)[1::3]
+        memory.clear()
+        found, seen = [0] * len(graph.ops), set[int]()
+        for index, peak in zip(self.order, peaks, strict=True):
+            adopted, op = 0, graph.ops[index]
+            if bound[index].form is CallForm.FUNCTIONAL:  # what it writes to later is copied there
+                new = self.layout.fresh_storages.intersection(graph.written(op)) - seen
+                adopted = sum(graph.storages[s].nbytes for s in new)
+            seen.update(graph.touched(op))
+            found[index] = _bytes_of_collective(graph, op) if is_collective(op.target) else max(peak - adopted, 0)
+        return tuple(found)
+
+    def run(self, index: int, bound: BoundOp) -> None:
+        """Run an op if it can be tried. What reads the results of a collective, which is not run, is tried on zeros."""
+        if index in self.tried:
+            run_bound(bound, self.env, self.memory.adopt)
+        elif is_collective(self.traced.graph.ops[index].target):
+            for out in bound.outs:
+                result = None if out is None else self.env[out]
+                if result is not None:
+                    result.zero_()
 
 
 def _bytes_of_collective(graph: Graph, op: Op) -> int:
@@ -143,18 +141,6 @@ def _bytes_of_collective(graph: Graph, op: Op) -> int:
 
 def _nbytes(value: Value) -> int:
     return math.prod(value.shape) * dtype_of(value).itemsize
-
-
-def _nothing() -> None:
-    """Does nothing: it stands for an op that cannot be tried."""
-
-
-def _fill_with_zeros(bound: BoundOp, env: list[torch.Tensor | None]) -> None:
-    """Fill the results of a collective, which is not run, so that what reads them is tried on numbers."""
-    for out in bound.outs:
-        result = None if out is None else env[out]
-        if result is not None:
-            result.zero_()
 
 
 def _copy_changed(env: list[torch.Tensor | None], traced: TracedGraph) -> frozenset[int]:
@@ -313,3 +299,75 @@ def _require_shape(name: str, result: torch.Tensor, traced: Sequence[int]) -> No
         reason = f"its result is {tuple(result.shape)}, and was traced as {tuple(traced)}"
         hint = "call the model once before compiling it, if it takes sizes from its first call"
         raise UnsupportedGraph(name, reason, hint, see="other-result")
+
+
+_SEED = 0
+_aten = torch.ops.aten
+# Ops for which 0 is a valid index or class. Other kernels might read far away for lengths that do not fit each other.
+_TAKES_INDICES = frozenset(
+    (
+        _aten.nll_loss_forward.default,
+        _aten.nll_loss_backward.default,
+        _aten.nll_loss2d_forward.default,
+        _aten.nll_loss2d_backward.default,
+        _aten.max_pool2d_with_indices_backward.default,
+        _aten.embedding.default,
+        _aten.embedding_dense_backward.default,
+        _aten.gather.default,
+        _aten.scatter_add.default,
+        _aten.index_select.default,
+    )
+)
+
+
+def select_on_stand_ins(
+    traced: TracedGraph,
+    order: Sequence[int],
+    known: Mapping[int, torch.Tensor],
+) -> KernelSelector:
+    """Return a selector that knows the callables of the ops that can be tried on stand-ins.
+
+    Parameters, buffers, constants and example inputs are themselves (`known`: values, by index). Other floating-point
+    values are random numbers, masks are False, and indices are 0, one op's at a time. Ops that read other integers, or
+    that refuse these, are left to be tried on real data.
+    """
+    selector = KernelSelector(traced.graph)
+    generator = torch.Generator(device=traced.device).manual_seed(_SEED)
+    tensors: list[torch.Tensor | None] = [None] * (len(traced.graph.values) + traced.opaque_count)
+    for op in order:
+        kernel = traced.kernels[op]
+        if not isinstance(kernel, KernelCall) or not kernel.outs or _takes_opaque(kernel):
+            continue
+        values = [(v, traced.graph.values[v]) for v in traced.graph.ops[op].reads]
+        if selector.knows(kernel) or not all(v in known or _can_stand_in(value, kernel) for v, value in values):
+            continue
+        for v, value in values:
+            tensors[v] = known[v] if v in known else _stand_in(value, traced, generator)
+        try:
+            selector.select(kernel, tensors)
+        except Exception:  # of any kind: the data are not the model's, and real data will be tried
+            continue
+        finally:
+            for v, _ in values:
+                tensors[v] = None
+    return selector
+
+
+def _takes_opaque(kernel: KernelCall) -> bool:
+    return any(isinstance(leaf, OpaqueResult) for leaf in pytree.tree_leaves((kernel.args, kernel.kwargs)))
+
+
+def _can_stand_in(value: Value, kernel: KernelCall) -> bool:
+    dtype = dtype_of(value)
+    integers = not dtype.is_floating_point and dtype != torch.bool
+    return not dtype.is_complex and not (integers and kernel.target not in _TAKES_INDICES)
+
+
+def _stand_in(value: Value, traced: TracedGraph, generator: torch.Generator) -> torch.Tensor:
+    """Return random numbers, or zeros, in the layout of a value, which may overlap itself."""
+    last = sum((n - 1) * stride for n, stride in zip(value.shape, value.strides, strict=True))
+    device = torch.device(traced.graph.storages[value.storage].device)
+    made = torch.zeros(max(last + 1, 0), dtype=dtype_of(value), device=device)
+    if made.is_floating_point():
+        made.uniform_(generator=generator)
+    return made.as_strided(value.shape, value.strides)

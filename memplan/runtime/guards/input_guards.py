@@ -1,6 +1,6 @@
 """Checks the arguments of a call: structure, shapes, dtypes, devices and constants must be those of the example.
 
-An `Arrangement` orders arguments as the example has them. `LayoutGuards` compares tensors by one call of the guards
+An `Arrangement` orders arguments as the example has them. `layout_check` compares tensors by one call of the guards
 that dynamo uses for its code; only where that fails are they compared one by one. `kind_of_call` is the key of calls
 that can run the same program.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import nn
 from torch._C._dynamo.guards import TensorGuards
 
 from memplan.core.choices import other_choices
@@ -24,30 +25,23 @@ from memplan.trace.passes.nodes import may_overlap
 from memplan.trace.traced import ReturnKind, Source, TracedGraph, without_data
 
 
-class LayoutGuards:
-    """Stores class, shape, strides, dtype, device, dispatch keys and `requires_grad` of tensors.
+def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Return a function that takes as many tensors, and says whether they are certain to agree with these.
 
-    `check(*others)` is True only if `others` (as many) agree in all of these, in the same state of the thread
-    (autocast, inference mode). If it is False, they may still agree: compare them one by one. Tensors are not kept
-    alive.
+    Compared are class, shape, strides, dtype, device, dispatch keys and `requires_grad`, in the same state of the
+    thread (autocast, inference mode). If it is False, they may still agree: compare them one by one. Tensors are not
+    kept alive.
     """
+    first: dict[int, int] = {}  # `TensorGuards` does not accept a tensor twice
+    pairs = [(i, first.setdefault(id(t), i)) for i, t in enumerate(tensors)]
+    twice, single = [(i, j) for i, j in pairs if i != j], [i for i, j in pairs if i == j]
+    once = [tensors[i] for i in single]
+    check: Callable[..., bool] = TensorGuards(*once, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
-    __slots__ = ("_duplicates", "_guards", "_single", "check")
+    def check_all(*others: Any) -> bool:
+        return all(others[i] is others[j] for i, j in twice) and check(*(others[i] for i in single))
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        first: dict[int, int] = {}  # `TensorGuards` does not accept a tensor twice
-        pairs = [(i, first.setdefault(id(t), i)) for i, t in enumerate(tensors)]
-        self._duplicates = [(i, j) for i, j in pairs if i != j]
-        self._single = [i for i, j in pairs if i == j]
-        once = [tensors[i] for i in self._single]
-        self._guards: Any = TensorGuards(*once, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        self.check: Callable[..., bool] = self._check if self._duplicates else self._guards
-
-    def _check(self, *tensors: Any) -> bool:
-        if any(tensors[i] is not tensors[j] for i, j in self._duplicates):
-            return False
-        same: bool = self._guards(*(tensors[i] for i in self._single))
-        return same
+    return check_all if twice else check
 
 
 CallKind = tuple[str, tuple[Hashable, ...]]
@@ -154,9 +148,7 @@ class InputGuards:
         self._any_order = set(self._names) <= _parameters_of(forward)
         self._count = self.spec.children()[0].num_children
         self._arrangement = Arrangement(forward, *pytree.tree_unflatten(list(self.examples), self.spec))
-        plain = pytree.tree_flatten((tuple(range(self._count)), dict.fromkeys(self._names, 0)))[1]
-        simple = len(tensors) == len(self.examples) and self.spec == plain
-        self._same_layout = LayoutGuards(self.examples).check if simple else None
+        self._same_layout = layout_check(self.examples) if len(tensors) == len(self.examples) else None
         self.tensors = items_getter(self.bound)
         self._expected = [(i, x.shape, x.dtype, x.device, x.stride()) for i, x in tensors]
         self._constants = [(i, x) for i, x in enumerate(self.examples) if not isinstance(x, torch.Tensor)]
@@ -182,19 +174,8 @@ class InputGuards:
 
         Raises `InputMismatch` naming the first difference from the traced call.
         """
-        if len(args) != self._count or kwargs.keys() != self._names.keys():
-            args, kwargs = self._arrangement.arranged(args, kwargs)
-        if (
-            self._same_layout is not None
-            and len(args) == self._count
-            and kwargs.keys() == self._names.keys()
-            and (self._any_order or list(kwargs) == list(self._names))
-        ):
-            leaves = [*args, *map(kwargs.__getitem__, self._names)] if kwargs else list(args)
-            same_layout = self._same_layout(*leaves)
-        else:
-            leaves, same_layout = self.leaves_of(args, kwargs), False
-        if same_layout:
+        leaves = self.leaves_of(args, kwargs)
+        if self._same_layout is not None and self._same_layout(*leaves):
             self.check_ties(leaves)
         else:
             self._lay_out(leaves)
@@ -336,3 +317,19 @@ def _describe_call(spec: pytree.TreeSpec) -> str:
     args, kwargs = spec.children()
     names = f" and keywords {', '.join(map(str, kwargs.context))}" if kwargs.num_children else ""
     return f"{args.num_children} positional arguments{names} ({spec.num_leaves} leaves in all)"
+
+
+def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise `InputMismatch` naming the first parameter, buffer or input that is a fake or meta tensor."""
+    from memplan.torch_inside.graphs import FakeTensor
+
+    inputs = [(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves((args, kwargs)))]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *inputs):
+        if isinstance(tensor, torch.Tensor) and (tensor.is_meta or isinstance(tensor, FakeTensor)):
+            hint = "memplan.plan needs no real tensors; compile does: materialise the model and its inputs first"
+            raise InputMismatch(
+                f"a fake or {tensor.device} tensor has no data to compute with",
+                where=name,
+                hint=hint,
+                see="no-numbers",
+            )

@@ -9,9 +9,17 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from memplan.errors import StaleActivationsError
+
+if TYPE_CHECKING:
+    from memplan.runtime.execute.gradients import ArenaGradients
+    from memplan.runtime.execute.instances import ProgramInstance
+    from memplan.runtime.memory.arena import Arena
+    from memplan.runtime.memory.shared_arena import ArenaCoordinator
 
 
 class ArenaInUse(StaleActivationsError):
@@ -41,17 +49,6 @@ class OneThread:
         self._inside.release()
 
 
-class LeftGradients(Protocol):
-    """Gradients in the arena, of one of its programs."""
-
-    @property
-    def arena(self) -> Any:
-        """The arena that they are in."""
-
-    def clear(self) -> None:
-        """Have nothing refer to the bytes any more, before a step uses them, or they are given back."""
-
-
 class InFlight:
     """The activations of one forward. It exists as long as its autograd graph; `done` is set by its backward."""
 
@@ -73,23 +70,40 @@ class InFlight:
             outside.clear()
 
 
+def clear_gradients(left: list[ArenaGradients], arena: Arena | None = None) -> None:
+    """Move the gradients of earlier steps out of an arena, or out of any, before a step uses the bytes."""
+    for gradients in tuple(left):
+        if arena is None or gradients.arena.shares_memory(arena):
+            gradients.clear()
+            left.remove(gradients)
+
+
 class ArenaOwnership:
     """Tracks which step owns an arena; programs that share the arena share this object.
 
     `drain()` returns when no copy into or out of the arena is running; it is called if a step ends early.
-    `left` are the gradients that the last backward left in the arena, if there are any: they move out before the bytes
-    are used again.
+    `left` are the gradients that backwards left in the arena, if there are any: they move out before the bytes are used
+    again.
     `order_streams()` makes the work launched from now on wait for the steps before, if they ran on other streams.
+    With a `coordinator`, it is of one `instance` of a program, and reports each forward and backward; steps of all
+    instances of a coordinator exclude each other.
     """
 
-    def __init__(self, drain: Callable[[], None], order_streams: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        drain: Callable[[], None],
+        order_streams: Callable[[], None],
+        coordinator: ArenaCoordinator | None = None,
+    ) -> None:
         self.drain = drain
         self.order_streams = order_streams
-        self._lock = threading.Lock()
         self.steps = 0
-        self.released = False
+        self.coordinator = coordinator
+        self.instance: Callable[[], ProgramInstance | None] = lambda: None
+        self._lock = threading.Lock() if coordinator is None else coordinator.running
+        self.left: list[ArenaGradients] = [] if coordinator is None else coordinator.left
         self._current: Callable[[], InFlight | None] = lambda: None
-        self.left: LeftGradients | None = None
+        self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __enter__(self) -> ArenaOwnership:
         """Lock the arena while a program runs; raise `StaleActivationsError` if another thread has locked it."""
@@ -110,11 +124,12 @@ class ArenaOwnership:
         self.require_free(f"forward {self.steps}")
         step = InFlight(self.steps)
         self._current = weakref.ref(step) if keep else lambda: None
+        self._aside = []
+        self._report(backward=False)
         return step
 
     def require_free(self, who: str) -> None:
         """Raise `ArenaInUse` if a step is in flight; otherwise wait for all copies and earlier steps."""
-        self._require_memory()
         if self.pending is not None:
             raise ArenaInUse(
                 f"{who} would overwrite the activations of forward {self.pending.number}, whose backward has not run",
@@ -126,34 +141,16 @@ class ArenaOwnership:
         self.drain()  # copies of a forward whose backward will not run
         self.order_streams()
 
-    def _require_memory(self) -> None:
-        """Raise `StaleActivationsError` if the arena was freed, because the model was compiled anew."""
-        if self.released:
-            raise StaleActivationsError(
-                "the model was compiled anew, and the arena of this call was freed",
-                hint="let one thread at a time call a compiled module, or compile one for each thread",
-                see="threads",
-            )
-
-    def leave(self, gradients: LeftGradients) -> None:
-        """Note the gradients that a backward leaves in the arena."""
-        self.left = gradients
-
     def clear_left(self) -> None:
-        """Have the gradients that the last backward left moved out of the arena, whose bytes are about to be used."""
-        if self.left is not None:
-            self.left.clear()
-            self.left = None
-
-    @property
-    def has_left(self) -> bool:
-        """Whether gradients were left in the arena."""
-        return self.left is not None
+        """Have gradients that backwards left moved out of the bytes that are about to be used."""
+        if self.left:
+            instance = self.instance()
+            clear_gradients(self.left, None if instance is None else instance.arena)
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a step waits for its backward, or the arena was freed for good."""
-        return self.released or self.pending is not None
+        """Whether a step, or that of any instance of the coordinator, waits for its backward."""
+        return self.pending is not None or (self.coordinator is not None and bool(self.coordinator.waiting))
 
     @property
     def pending(self) -> InFlight | None:
@@ -169,15 +166,27 @@ class ArenaOwnership:
     def repeat(self) -> None:
         """Start the forward and the backward of an earlier step again, in one; raise as `begin`."""
         self.begin(keep=False)
+        self._report(backward=True)
 
     def program_now(self, runner: Any) -> Any:
-        """Return the program that runs what `runner` ran here when the step began; None if its arena was freed."""
-        return None if self.released else runner
+        """Return the program that runs what `runner` ran here, which may have moved; None if its bytes are used."""
+        if self.coordinator is None:
+            return runner
+        instance = self.instance()
+        if instance is None or self.pending is not None:
+            return None
+        self.coordinator.settle(instance)
+        return instance.runner
 
     @property
     def may_begin(self) -> bool:
         """Whether a step can begin now without overwriting activations."""
-        return self.pending is None and not self.released
+        if self.pending is not None:
+            return False
+        instance = self.instance()
+        if instance is None or self.coordinator is None:
+            return True
+        return not self.coordinator.overwritten_by(instance, backward=False)
 
     def end(self, step: InFlight) -> None:
         """Start the backward of `step`; raise `StaleActivationsError` unless the arena still holds its activations."""
@@ -193,6 +202,29 @@ class ArenaOwnership:
                 hint="call backward before the next forward",
                 see="backward-twice",
             )
-        self._require_memory()
+        self.clear_left()
         step.done = True
         self.order_streams()
+        self._report(backward=True)
+        for place, saved in self._aside:
+            place.copy_(saved)
+        self._aside = []
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether copies of the activations in flight were made, because their bytes are used by another step."""
+        return bool(self._aside)
+
+    def set_aside(self, instance: ProgramInstance) -> None:
+        """Copy the activations in flight, which another step is about to overwrite; they return for their backward."""
+        plan, arena = instance.runner.plan, instance.arena
+        split, offsets = plan.graph.forward_ops, plan.solution.offsets
+        saved = [b for b in plan.problem.buffers if b.size and b.live.start < split < b.live.end]
+        places = [arena.bytes_at(plan, offsets[b.id], offsets[b.id] + b.size) for b in saved]
+        self.drain()
+        self._aside = [(place, place.clone()) for place in places]
+
+    def _report(self, *, backward: bool) -> None:
+        instance = self.instance()
+        if instance is not None and self.coordinator is not None:
+            self.coordinator.record_event(instance, backward=backward)

@@ -26,17 +26,17 @@ _USED: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()  
 def begin_step(arena: Arena, need: int) -> None:
     """Give back what idles beside a step of this thread that is about to run in an arena, and needs so many bytes."""
     arena.thread = threading.get_ident()
-    _USED[id(arena.allocated)] = arena
+    _USED[id(arena.memories)] = arena
     if len(_USED) == 1:
         return
     least = 0 if is_accelerator(arena.device) else need * _SHARE
     for reference in list(_USED.valuerefs()):  # at once: another thread may add one
         other = reference()
-        if other is None or other.allocated is arena.allocated or other.device != arena.device:
+        if other is None or other.shares_memory(arena) or other.device != arena.device:
             continue
         if other.thread != arena.thread or other.held <= least:
             continue
-        if not other.ownership.has_left or len(_threads()) == 1:  # another thread may be changing what would move
+        if not other.ownership.left or len(_threads()) == 1:  # another thread may be changing what would move
             give_back(other)
 
 
@@ -47,7 +47,7 @@ def _threads() -> list[threading.Thread]:
 
 def end_step(arena: Arena) -> None:
     """Give the arena of a step that has ended back at once, on an accelerator, if nothing is left in it."""
-    if is_accelerator(arena.device) and not arena.ownership.is_in_use and not arena.ownership.has_left:
+    if is_accelerator(arena.device) and not arena.ownership.is_in_use and not arena.ownership.left:
         _give_back(arena)
 
 

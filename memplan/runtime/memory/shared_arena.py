@@ -17,17 +17,22 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memplan.core.plan import Plan
+from memplan.core.problem import Buffer, Interval, Problem
 from memplan.errors import InputMismatch, MemplanError
 from memplan.runtime.memory.arena import Arena
-from memplan.runtime.memory.arena_ownership import LeftGradients
-from memplan.runtime.memory.arena_parts import ArenaPart, ArenaSlot, ArenaUser, StepLayout, part_of
-from memplan.runtime.memory.joint_placement import InstanceEvent, completed_events, joint_plans
+from memplan.runtime.memory.arena_ownership import ArenaOwnership, clear_gradients
+from memplan.solvers import solve
+
+if TYPE_CHECKING:
+    from memplan.runtime.execute.gradients import ArenaGradients
+    from memplan.runtime.execute.instances import ProgramInstance
 
 _MAX_LAYOUTS = 8  # of one instance: one whose order never repeats keeps its last layout, or an arena of its own
 _MAX_EVENTS = 1024  # in one step
@@ -61,6 +66,39 @@ class PassedTensors:
         return tuple(keys)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class StepLayout:
+    """The places of the instances of one step. `number` counts the layouts of a coordinator.
+
+    `timeline`: the first forward and backward of each instance (by its position in `members`), in order.
+    """
+
+    number: int
+    members: tuple[weakref.ref[Any], ...]
+    timeline: tuple[tuple[int, bool], ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ArenaSlot:
+    """The place of an instance in the shared arena, in the layout of one order.
+
+    `leaves_alone`: the instances (by id) whose activations its forward, and its backward, do not overwrite, if they are
+    in the same layout.
+    """
+
+    layout: StepLayout
+    leaves_alone: tuple[frozenset[int], frozenset[int]]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class InstanceEvent:
+    """A forward (or backward) of an instance, and the other instances (by id) that were in flight then."""
+
+    instance: ProgramInstance
+    backward: bool
+    in_flight: frozenset[int]
+
+
 class ArenaCoordinator:
     """Records the order in which instances run, and places them in one arena when a step is complete.
 
@@ -80,24 +118,21 @@ class ArenaCoordinator:
             maxlen=_SHRINKS_AFTER
         )  # the bytes of the arena for the last steps with a backward
         self.passed = PassedTensors()
-        self.members: weakref.WeakSet[ArenaUser] = weakref.WeakSet()  # the instances that have run
+        self.members: weakref.WeakSet[ProgramInstance] = weakref.WeakSet()  # the instances that have run
         self.running = threading.Lock()
         self.calling = threading.RLock()
         self._lock = threading.Lock()
         self._events: list[InstanceEvent] = []
-        self._waiting: list[ArenaUser] = []
+        self._waiting: list[ProgramInstance] = []
         self._given_up = False
         self._conflicts = False
         self._shared: weakref.ref[Arena] | None = None
-        self.left: list[LeftGradients] = []
+        self.left: list[ArenaGradients] = []
         self.gradients_in_arena = True
 
-    def clear_gradients(self, arena: Arena | None = None) -> None:
-        """Move the gradients of the last step out of an arena, or out of any, before a step uses the bytes."""
-        for gradients in tuple(self.left):
-            if arena is None or gradients.arena.allocated is arena.allocated:
-                gradients.clear()
-                self.left.remove(gradients)
+    def arena_of_its_own(self, nbytes: int, device: torch.device) -> Arena:
+        """Return a new arena for an instance that is about to be made or moved."""
+        return Arena(nbytes, device).part(ArenaOwnership(_nothing, _nothing, self))
 
     @property
     def shared(self) -> Arena | None:
@@ -105,12 +140,12 @@ class ArenaCoordinator:
         return None if self._shared is None else self._shared()
 
     @property
-    def waiting(self) -> list[ArenaUser]:
+    def waiting(self) -> list[ProgramInstance]:
         """The instances that wait for their backward, in the order of their forwards."""
         self._waiting = [user for user in self._waiting if user.ownership.pending is not None]
         return self._waiting
 
-    def overwritten_by(self, instance: ArenaUser, *, backward: bool) -> list[ArenaUser]:
+    def overwritten_by(self, instance: ProgramInstance, *, backward: bool) -> list[ProgramInstance]:
         """Return the instances in flight whose activations a forward or backward of `instance` would overwrite."""
         slot = instance.slot
         if slot is None:
@@ -125,11 +160,11 @@ class ArenaCoordinator:
             and (its.layout is not slot.layout or id(other) not in alone)
         ]
 
-    def is_idle(self, instance: ArenaUser) -> bool:
+    def is_idle(self, instance: ProgramInstance) -> bool:
         """Return whether an instance can run: not in flight itself, and without overwriting activations that are."""
         return instance.ownership.pending is None and not self.overwritten_by(instance, backward=False)
 
-    def record_event(self, instance: ArenaUser, *, backward: bool) -> None:
+    def record_event(self, instance: ProgramInstance, *, backward: bool) -> None:
         """Record that a forward or backward of `instance` begins; what it would overwrite is set aside."""
         for other in self.overwritten_by(instance, backward=backward):
             other.ownership.set_aside(other)
@@ -162,67 +197,46 @@ class ArenaCoordinator:
                 with torch.inference_mode(False):
                     self._lay_out(instances, completed_events(events))
             if any(e.backward for e in events):
-                self._needs.append(max(instance.placed.arena_size for instance in instances))
+                self._needs.append(max(instance.runner.plan.arena_size for instance in instances))
                 self._shrink(instances)
         finally:
             self.running.release()
 
-    def _shrink(self, instances: Sequence[ArenaUser]) -> None:
-        """Replace the shared arena by a smaller one, if the last steps needed less; other instances settle later.
+    def _shrink(self, instances: Sequence[ProgramInstance]) -> None:
+        """Make the shared arena smaller, if the last steps needed less; other instances settle later.
 
         An arena in which all instances of a step keep a budget stays: others would need arenas beside a smaller one.
         """
         shared = self.shared
-        if (
-            self._prepare is not None
-            or shared is None
-            or len(self._needs) < _SHRINKS_AFTER
-            or (most := max(self._needs)) >= shared.nbytes
-        ):
+        if self._prepare is not None or shared is None or len(self._needs) < _SHRINKS_AFTER:
             return
-        if any(instance.arena.whole is not shared for instance in instances):
+        if max(self._needs) < shared.nbytes and all(one.arena.shares_memory(shared) for one in instances):
+            shared.memories[0].resize(max(self._needs))
+
+    def settle(self, instance: ProgramInstance) -> None:
+        """Have room for an instance in its arena, which was made smaller; elsewhere while calls are in flight."""
+        plan = instance.runner.plan
+        if instance.arena.fits(plan):
             return
-        shared.release()
-        smaller = Arena(most, shared.device)
-        self._shared = weakref.ref(smaller)
-        with torch.inference_mode(False):
-            for instance in instances:
-                _move(instance, instance.placed, part_of(smaller, instance.ownership))
+        if self.waiting:
+            self.take_out(instance)
+        else:
+            instance.ownership.clear_left()
+            instance.arena.fit(plan)
 
-    def settle(self, instance: ArenaUser) -> None:
-        """Move an instance whose arena was freed to the same place in the shared arena, which is made again if need be.
-
-        It gets an arena of its own if it has no place yet, or if the shared one is too small and in use.
-        """
-        if not instance.arena.whole.ownership.released:
-            return
-        plan, arena = instance.placed, self.shared
-        with torch.inference_mode(False):
-            if instance.slot is None:
-                arena = None
-            elif arena is None or arena.ownership.released or (arena.nbytes < plan.arena_size and not self.waiting):
-                arena = self._make_room(plan.arena_size, (instance,))
-            if arena is None or arena.nbytes < plan.arena_size:
-                instance.slot, plan = None, instance.plan
-                arena = Arena(plan.arena_size, instance.arena.device)
-            instance.move(plan, part_of(arena, instance.ownership))
-
-    def take_out(self, instance: ArenaUser) -> None:
+    def take_out(self, instance: ProgramInstance) -> None:
         """Move an instance that is not in flight to an arena of its own, as calls in flight hold bytes of its place."""
-        with torch.inference_mode(False):
-            arena = Arena(instance.plan.arena_size, instance.arena.device)
-            instance.move(instance.plan, part_of(arena, instance.ownership))
+        instance.move(instance.plan, Arena(instance.plan.arena_size, instance.arena.device))
         instance.slot = None
 
-    def _lay_out(self, instances: Sequence[ArenaUser], events: Sequence[InstanceEvent]) -> None:
+    def _lay_out(self, instances: Sequence[ProgramInstance], events: Sequence[InstanceEvent]) -> None:
         """Place all buffers of all instances in the shared arena, and move the instances there."""
         alone = len(instances) == 1
         position = {id(instance): i for i, instance in enumerate(instances)}
         timeline = tuple(dict.fromkeys((position[id(e.instance)], e.backward) for e in events))
         self._layouts += 1
         layout = StepLayout(self._layouts, tuple(map(weakref.ref, instances)), timeline)
-        if alone and self.shared is None and not instances[0].arena.whole.ownership.released:
-            # its own arena becomes the shared one
+        if alone and self.shared is None:  # its own arena becomes the shared one
             self._shared = weakref.ref(instances[0].arena.whole)
             instances[0].slot = ArenaSlot(layout, (frozenset(), frozenset()))
             return
@@ -235,36 +249,38 @@ class ArenaCoordinator:
             key = id(e.instance), e.backward
             in_flight[key] = in_flight.get(key, frozenset()) | e.in_flight
         for instance, plan in zip(instances, plans, strict=True):
-            if not _move(instance, plan, part_of(shared, instance.ownership)):
+            if not _move(instance, plan, shared):
                 continue
             none: frozenset[int] = frozenset()
             left = (in_flight.get((id(instance), False), none), in_flight.get((id(instance), True), none))
             instance.slot = ArenaSlot(layout, left)
             instance.layouts += 1
 
-    def _make_room(self, nbytes: int, instances: Sequence[ArenaUser]) -> Arena:
+    def _make_room(self, nbytes: int, instances: Sequence[ProgramInstance]) -> Arena:
         """Return the shared arena, with at least `nbytes` bytes; arenas that are left or replaced are freed first."""
         shared = self.shared
         for instance in instances:
-            if instance.arena.whole is not shared and not instance.arena.whole.ownership.released:
-                instance.arena.whole.release()
-        if shared is None or shared.ownership.released or shared.nbytes < nbytes:
-            if shared is not None and not shared.ownership.released:
-                shared.release()
+            if shared is None or not instance.arena.shares_memory(shared):
+                instance.arena.give_back()
+        if shared is None:
             shared = Arena(nbytes, instances[0].arena.device)
             self._shared = weakref.ref(shared)
+        elif shared.nbytes < nbytes:
+            shared.memories[0].resize(nbytes)
         return shared
 
 
-def release_arenas(instances: Iterable[ArenaUser]) -> bool:
-    """Free the arenas of instances of any coordinators; the instances settle in others when they run again.
+def release_arenas(instances: Iterable[ProgramInstance]) -> bool:
+    """Free the arenas of instances of any coordinators; the they take other bytes when they run again.
 
     Returns False, and frees nothing, if a call waits for its backward, another thread runs one, or a gradient of the
     last step cannot be moved out of the arena.
     """
-    of: dict[ArenaCoordinator, list[ArenaUser]] = {}
+    of: dict[ArenaCoordinator, list[ProgramInstance]] = {}
     for instance in instances:
-        of.setdefault(instance.ownership.coordinator, []).append(instance)
+        coordinator = instance.ownership.coordinator
+        assert coordinator is not None
+        of.setdefault(coordinator, []).append(instance)
     with contextlib.ExitStack() as held:
         for coordinator in of:
             for lock in (coordinator.calling, coordinator.running):
@@ -274,16 +290,16 @@ def release_arenas(instances: Iterable[ArenaUser]) -> bool:
             if coordinator.waiting:
                 return False
             try:
-                coordinator.clear_gradients()
+                clear_gradients(coordinator.left)
             except MemplanError:
                 return False
-        for arena in {instance.arena.whole for members in of.values() for instance in members}:
-            if not arena.ownership.released:
-                arena.release()
+        for instance in (one for members in of.values() for one in members):
+            instance.ownership.drain()
+            instance.arena.give_back()
     return True
 
 
-def _move(instance: ArenaUser, plan: Plan, arena: ArenaPart) -> bool:
+def _move(instance: ProgramInstance, plan: Plan, arena: Arena) -> bool:
     """Move an instance, unless the model is no longer what it was traced for: the call that selects it will say so."""
     try:
         instance.move(plan, arena)
@@ -291,3 +307,85 @@ def _move(instance: ArenaUser, plan: Plan, arena: ArenaPart) -> bool:
         instance.slot = None
         return False
     return True
+
+
+def _nothing() -> None:
+    """Does nothing: it stands in until the ownership joins an arena."""
+
+
+# -- places ----------------------------------------------------------------------------------------------
+
+
+def completed_events(events: Sequence[InstanceEvent]) -> list[InstanceEvent]:
+    """Return the events with the backwards that did not come, of an infinite loss or because results were dropped.
+
+    Each is put after the last event at which its instance was in flight, those of one event in the reverse order of
+    their forwards. A later step in which it comes at another time is of another order.
+    """
+    ends_with_backward = {id(e.instance): e.backward for e in events}
+    came = {one for one, backward in ends_with_backward.items() if backward}
+    missing = dict.fromkeys(e.instance for e in events if id(e.instance) not in came and _has_backward(e.instance))
+    last = {one: max(i for i, e in enumerate(events) if e.instance is one or id(one) in e.in_flight) for one in missing}
+    found: list[InstanceEvent] = []
+    for i, event in enumerate(events):
+        found.append(event)
+        waiting = event.in_flight if event.backward else event.in_flight | {id(event.instance)}
+        for one in reversed([one for one in missing if last[one] == i]):
+            waiting -= {id(one)}
+            found.append(InstanceEvent(one, True, waiting))
+    return found
+
+
+def _has_backward(instance: ProgramInstance) -> bool:
+    return len(instance.plan.graph.ops) > instance.plan.graph.forward_ops
+
+
+def joint_plans(instances: Sequence[ProgramInstance], events: Sequence[InstanceEvent]) -> list[Plan]:
+    """Return a plan for each instance, with offsets at which all of them can be in flight as in these events.
+
+    The buffers of an instance that ran several times are alive from the first time to the last.
+    """
+    first: dict[tuple[int, bool], int] = {}
+    last: dict[tuple[int, bool], int] = {}
+    end = 0
+    for event in events:
+        key = id(event.instance), event.backward
+        first.setdefault(key, end)
+        last[key] = end
+        forward = event.instance.plan.graph.forward_ops
+        end += len(event.instance.plan.graph.ops) - forward if event.backward else forward
+    buffers = [b for i, instance in enumerate(instances) for b in _shifted(instance, i, first, last)]
+    solution = solve(Problem(buffers=tuple(buffers)))
+    plans = []
+    for i, instance in enumerate(instances):
+        offsets = {b.id: solution.offsets[_name(i, b)] for b in instance.plan.problem.buffers}
+        placed = replace(instance.plan.solution, offsets=offsets, arena_size=solution.arena_size)
+        plans.append(replace(instance.plan, solution=placed))
+    return plans
+
+
+def _shifted(
+    instance: ProgramInstance, number: int, first: dict[tuple[int, bool], int], last: dict[tuple[int, bool], int]
+) -> list[Buffer]:
+    """Return the buffers of an instance, with live intervals in steps of the whole training step."""
+    split, forward, backward = instance.plan.graph.forward_ops, (id(instance), False), (id(instance), True)
+
+    def at(step: int, starts: dict[tuple[int, bool], int], *, late: bool) -> int:
+        if late:  # without a backward, nothing is alive there
+            return starts.get(backward, 0) + step - split
+        return starts.get(forward, 0) + step
+
+    moved = [
+        (
+            b,
+            Interval(
+                at(b.live.start, first, late=b.live.start >= split), at(b.live.end, last, late=b.live.end > split)
+            ),
+        )
+        for b in instance.plan.problem.buffers
+    ]
+    return [replace(b, id=_name(number, b), live=live, gaps=()) for b, live in moved if not live.is_empty]
+
+
+def _name(number: int, buffer: Buffer) -> str:
+    return f"{number}.{buffer.id}"

@@ -8,24 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import sub
 from statistics import median
 from time import perf_counter
-from typing import Protocol
+from typing import Any
 
 import torch
+from torch import nn
 
+from memplan.core.arguments import arguments_of
 from memplan.core.evictions import OFFLOAD, RELOAD, SEND, TRANSFERS
 from memplan.core.plan import Plan
-from memplan.devices.host_memory import unlock_unused
-from memplan.devices.kinds import is_accelerator
-from memplan.devices.streams import new_event, record
-from memplan.errors import UnknownName
-from memplan.evict.costs import CostModel, signature_of
+from memplan.devices.kinds import forked, is_accelerator, name_of
+from memplan.devices.streams import new_event, record, unlock_unused
+from memplan.errors import InvalidCosts, UnknownName
+from memplan.evict.costs import DEVICES, CostModel, signature_of
 from memplan.evict.feedback import link_of
-from memplan.runtime.copies.copies import Copy, Direction
+from memplan.planning.options import PlanOptions
+from memplan.runtime.copies import Copy, Direction
 from memplan.runtime.debug.sanitizers import Sanitizers
 from memplan.runtime.execute.program import Program
-from memplan.runtime.memory.arena import Arena, Memory
+from memplan.runtime.execute.runner import Runner
+from memplan.runtime.execute.trial import Trial, without_autocast
+from memplan.runtime.guards.input_guards import require_real
+from memplan.runtime.guards.module_guards import ModuleGuards
+from memplan.runtime.memory.arena import Arena, Memory, arena_for
+from memplan.trace import device_costs, plan_traced, trace
+from memplan.trace.traced import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +80,9 @@ class CopyTime:
     direction: Direction
     started: int
     waited: int
-    nbytes: int
-    seconds: float
-    stall: float
+    nbytes: int = 0
+    seconds: float = 0.0
+    stall: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,54 +159,24 @@ PROBES = (1 << 12, 1 << 26)  # bytes of the copies that are timed if a step has 
 _ROUNDS = 3  # copies of each size
 
 
-@dataclass(frozen=True, slots=True)
-class _TimedCopy:
-    """A planned copy, and the steps of the schedule of its start and its wait."""
-
-    storage: int
-    nth: int
-    direction: Direction
-    started: int
-    waited: int
-    copy: Copy
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """One whole training step: when each op began and ended, and (bytes, seconds, stall) of each transfer."""
-
-    begun: tuple[float, ...]
-    ended: tuple[float, ...]
-    copies: tuple[tuple[int, float, float], ...]
-
-
-class _Marks(Protocol):
-    """Points in time, two for each op."""
-
-    def mark(self, index: int) -> Callable[[], None]:
-        """Return a function that records point `index` when it is called."""
-
-    def seconds(self) -> list[float]:
-        """Return the seconds of each point after the first one."""
-
-
 class OpTimer:
     """Times the whole steps of a program. Its runner calls `sanitizers` around each op (`Runner.time`)."""
 
     def __init__(self, program: Program) -> None:
         self.plan = program.plan
         self._device = program.traced.device
-        self._transfers = tuple(_transfers(program))
+        self._copies = tuple(_copies(program))
         steps = len(self.plan.schedule.order)
         self._in_stream = is_accelerator(self._device)  # there the stream waits for copies, not the host
-        self._marks: _Marks = _StreamMarks(2 * steps, self._device) if self._in_stream else _HostMarks(2 * steps)
-        self._stalled = [0.0] * len(self._transfers)
-        self._samples: list[_Sample] = []
-        befores = [(self._marks.mark(2 * step),) for step in range(steps)]
-        afters = [(self._marks.mark(2 * step + 1),) for step in range(steps)]
+        self._marks = Marks(2 * steps, self._device)
+        self._stalled = [0.0] * len(self._copies)
+        # when each op of a whole step began and ended, and the seconds and the stall of each copy
+        self._samples: list[tuple[list[float], list[float], list[tuple[float, float]]]] = []
+        befores: list[tuple[Callable[[], None], ...]] = [(self._marks.mark(2 * step),) for step in range(steps)]
+        afters: list[tuple[Callable[[], None], ...]] = [(self._marks.mark(2 * step + 1),) for step in range(steps)]
         if steps:
-            befores[0] = (self._begin, *befores[0])  # type: ignore[assignment]
-            afters[-1] = (*afters[-1], self._finish)  # type: ignore[assignment]
+            befores[0] = (self._begin, *befores[0])
+            afters[-1] = (*afters[-1], self._finish)
         self.sanitizers = Sanitizers(tuple(befores), tuple(afters))
 
     @property
@@ -211,25 +191,21 @@ class OpTimer:
         """
         samples = self._samples[skip:]
         assert samples
-        seconds = [median(s.ended[k] - s.begun[k] for s in samples) for k in range(len(samples[0].begun))]
+        begun, ended = ([list(of) for of in zip(*(s[k] for s in samples), strict=True)] for k in (0, 1))
+        seconds = [median(map(sub, to, since)) for since, to in zip(begun, ended, strict=True)]
         copies = tuple(
-            CopyTime(
-                storage=t.storage,
-                name=self.plan.graph.storages[t.storage].name,
-                nth=t.nth,
-                direction=t.direction,
-                started=t.started,
-                waited=t.waited,
-                nbytes=samples[0].copies[k][0],
-                seconds=median(s.copies[k][1] for s in samples),
-                stall=median(s.copies[k][2] for s in samples),
+            replace(
+                planned,
+                nbytes=copy.nbytes,
+                seconds=median(s[2][k][0] for s in samples),
+                stall=median(s[2][k][1] for s in samples),
             )
-            for k, t in enumerate(self._transfers)
+            for k, (planned, copy) in enumerate(self._copies)
         )
         return Measurement(
             plan=self.plan,
             samples=len(samples),
-            begun=tuple(median(s.begun[k] for s in samples) for k in range(len(seconds))),
+            begun=tuple(map(median, begun)),
             op_seconds=tuple(seconds),
             copies=copies,
             costs=self._costs(base, seconds, copies, arena),
@@ -256,23 +232,21 @@ class OpTimer:
         )
 
     def _begin(self) -> None:
-        self._stalled = [t.copy.stalled for t in self._transfers]
+        self._stalled = [copy.stalled for _, copy in self._copies]
 
     def _finish(self) -> None:
         at = self._marks.seconds()
-        begun, ended = tuple(at[::2]), tuple(at[1::2])
-        copies = []
-        for t, before in zip(self._transfers, self._stalled, strict=True):
-            stall = ended[t.waited] - begun[t.waited] if self._in_stream else t.copy.stalled - before
-            copies.append((t.copy.nbytes, t.copy.seconds, stall))
-        self._samples.append(_Sample(begun, ended, tuple(copies)))
+        begun, ended, copies = at[::2], at[1::2], []
+        for (planned, copy), before in zip(self._copies, self._stalled, strict=True):
+            waited = ended[planned.waited] - begun[planned.waited]
+            copies.append((copy.seconds, waited if self._in_stream else copy.stalled - before))
+        self._samples.append((begun, ended, copies))
 
 
 def probe(arena: Arena, direction: Direction) -> list[tuple[int, float]]:
     """Return (bytes, seconds) of copies between the arena, which must be free, and the host."""
     found = []
-    arena.take()
-    arena.copies.time(True)
+    arena.copies.timed = True
     for nbytes in sorted({min(n, arena.nbytes) for n in PROBES}):
         found += [(nbytes, seconds) for seconds in _seconds_of_copies(arena, direction, nbytes)]
     unlock_unused(arena.device)
@@ -295,50 +269,33 @@ def _seconds_of_copies(arena: Arena, direction: Direction, nbytes: int) -> list[
     return found
 
 
-class _HostMarks:
-    """Points in time by the clock of the host."""
-
-    def __init__(self, count: int) -> None:
-        self._at = [0.0] * count
-
-    def mark(self, index: int) -> Callable[[], None]:
-        """Return a function that records point `index` when it is called."""
-        at = self._at
-
-        def note() -> None:
-            at[index] = perf_counter()
-
-        return note
-
-    def seconds(self) -> list[float]:
-        """Return the seconds of each point after the first one."""
-        return [at - self._at[0] for at in self._at]
-
-
-class _StreamMarks:
-    """Points in time by events of the compute stream of a device."""
+class Marks:
+    """Points in time: by the clock of the host, or by events of the compute stream of an accelerator."""
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self._device = device
-        self._events = [new_event(device, timed=True) for _ in range(count)]
+        self._at, self._device = [0.0] * count, device
+        self._events = [new_event(device, timed=True) for _ in range(count)] if is_accelerator(device) else []
 
     def mark(self, index: int) -> Callable[[], None]:
         """Return a function that records point `index` when it is called."""
-        event = self._events[index]
+        if self._events:
+            return partial(record, self._events[index], self._device)
 
         def note() -> None:
-            record(event, self._device)
+            self._at[index] = perf_counter()
 
         return note
 
     def seconds(self) -> list[float]:
         """Return the seconds of each point after the first one, after waiting for the end of the step."""
-        self._events[-1].synchronize()
-        return [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
+        if self._events:
+            self._events[-1].synchronize()
+            return [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
+        return [at - self._at[0] for at in self._at]
 
 
-def _transfers(program: Program) -> Iterator[_TimedCopy]:
-    """Yield the planned copies in the order of their starts, which is that of `program.copies`."""
+def _copies(program: Program) -> Iterator[tuple[CopyTime, Copy]]:
+    """Yield the planned copies, not timed yet, in the order of their starts, which is that of `program.copies`."""
     graph, order = program.plan.graph, program.plan.schedule.order
     base = bases(program.plan)
     waits: dict[tuple[int, int], list[int]] = {}
@@ -357,6 +314,98 @@ def _transfers(program: Program) -> Iterator[_TimedCopy]:
         out = op.target == OFFLOAD
         storage = base(graph.values[(op.reads if out else op.writes)[0]].storage)
         nth = count[storage, op.target] = count.get((storage, op.target), -1) + 1
-        waited = next((w for w in waits.get((op.reads[0], op.writes[0]), ()) if w > step), len(order) - 1)
-        direction = Direction.TO_HOST if out else Direction.TO_DEVICE
-        yield _TimedCopy(storage, nth, direction, step, waited, next(copies))
+        planned = CopyTime(
+            storage=storage,
+            name=graph.storages[storage].name,
+            nth=nth,
+            direction=Direction.TO_HOST if out else Direction.TO_DEVICE,
+            started=step,
+            waited=next((w for w in waits.get((op.reads[0], op.writes[0]), ()) if w > step), len(order) - 1),
+        )
+        yield planned, next(copies)
+
+
+def profile(
+    model: nn.Module,
+    example_inputs: Any = (),
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    train: bool | None = None,
+    rounds: int = 5,
+) -> CostModel:
+    """Measure the ops of a step of `model`, and copies to the host and back, on this machine.
+
+    The result also applies to ops of other models that are called with the same shapes; ops that were not measured get
+    the estimate for this kind of device.
+
+    Args:
+        model: The module to measure. It is not changed.
+        example_inputs: A tuple of positional arguments, a dict of keywords (without `example_kwargs`), or the only
+            argument: real tensors.
+        example_kwargs: The keyword arguments.
+        train: Whether to measure forward and backward, or the forward alone. None follows `model.training`.
+        rounds: How often each op is measured, after one run to warm up. The call takes about `rounds` steps.
+
+    Returns:
+        The measured costs, in seconds and bytes per second, for `costs=` of `memplan.plan` and `memplan.compile`. They
+        can be saved (`costs.save(path)`) and loaded (`memplan.load_costs(path)`).
+
+    Raises:
+        InvalidCosts: `rounds` is not an int of at least 1.
+        UnsupportedGraph: The model cannot be traced as one graph.
+        InputMismatch: A parameter, buffer or input is a fake or meta tensor.
+
+    Example:
+        ```python
+        costs = memplan.profile(model, inputs)
+        plan = memplan.plan(model, inputs, budget="50%", costs=costs)
+        ```
+    """
+    if not isinstance(rounds, int) or rounds < 1:
+        raise InvalidCosts(f"is {rounds}", where="rounds", hint="measure at least one round")
+    args, kwargs = arguments_of(example_inputs, example_kwargs)
+    require_real(model, args, kwargs)
+    traced = trace(model, args, kwargs, train=train)
+    plan = plan_traced(traced, PlanOptions(schedule="traced"))
+    runner = Runner(ModuleGuards(model), traced, plan, arena_for(plan, traced.device), sanitize=None)
+    seconds = _op_seconds(runner.program, rounds)
+    base, apart = DEVICES[device_costs(traced.device)], Arena(PROBES[-1], traced.device)
+    graph = traced.graph
+    times: dict[str, list[float]] = {}
+    for index, taken in seconds.items():
+        times.setdefault(signature_of(graph, graph.ops[index]), []).append(taken)
+    return replace(
+        base,
+        name=f"measured on {_device_name(traced.device)}",
+        to_host=link_of(probe(apart, Direction.TO_HOST)) or base.to_host,
+        to_device=link_of(probe(apart, Direction.TO_DEVICE)) or base.to_device,
+        measured={signature: median(found) for signature, found in times.items()},
+    )
+
+
+def _op_seconds(program: Program, rounds: int) -> dict[int, float]:
+    """Return the median seconds by op index, for all ops that change no tensor of the user."""
+    traced, names = program.traced, program.namespace.names
+    inputs = [(i, b) for i, b in enumerate(traced.bindings) if b.source is Source.INPUT]
+    tensors = {i: traced.example_inputs[b.index].detach() for i, b in inputs}
+    static = {index: names[f"v{index}"] for index in program.layout.static if f"v{index}" in names}
+    trial = Trial(traced, program.plan, program.layout, static, tensors)
+    for index in trial.order:
+        trial.memory.before(index)
+    found: dict[int, list[float]] = {i: [] for i in trial.order if i in trial.tried}
+    marks = Marks(2 * len(found), traced.device)
+    around = [(marks.mark(2 * k), marks.mark(2 * k + 1)) for k in range(len(found))]
+    with torch.no_grad(), forked(traced.device), without_autocast(traced.device):
+        for _ in range(rounds + 1):
+            for index, (begin, end) in zip(found, around, strict=True):
+                begin()
+                trial.run(index, program.bound[index])
+                end()
+            at = marks.seconds() if found else []
+            for times, begun, ended in zip(found.values(), at[::2], at[1::2], strict=True):
+                times.append(ended - begun)
+    return {index: median(times[1:]) for index, times in found.items()}
+
+
+def _device_name(device: torch.device) -> str:
+    return name_of(device) or f"{device.type}, torch {torch.__version__}"

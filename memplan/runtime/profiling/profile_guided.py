@@ -17,15 +17,14 @@ import torch
 
 from memplan.core.plan import Plan
 from memplan.errors import MemplanError, StaleActivationsError, UnsupportedCall
-from memplan.evict.costs import CostModel, cost_model
+from memplan.evict.costs import cost_model
 from memplan.evict.feedback import ProfileGuidedPolicy, RecordingPolicy, with_lateness
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Events, Policy
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.measured_budget import Measured, replan
-from memplan.runtime.options import RunOptions
+from memplan.runtime.options import Measured, RunOptions
 from memplan.runtime.profiling.op_timer import Measurement, OpTimer
 from memplan.trace import CapturedCall, device_costs, plan_traced
 from memplan.trace.traced import TracedGraph
@@ -34,10 +33,7 @@ WARM = 1  # first steps of a plan that are not counted: they touch pages and fil
 SAMPLES = 5  # steps that are counted; the median ignores two that were disturbed
 REPLANS = 8  # the most new plans: each takes a search, a placement and a trial run; two are usually enough
 WORTH = 0.01  # share of a step's time: shorter waits for reloads are not worth another plan
-OFF = 0.25  # share of the predicted time: if the measured time differs by more, the policy decides again,
-ASKED = 2  # times at most, because that takes the longest
 
-PlanWith = Callable[[Policy, CostModel], Plan]
 Build = Callable[[Plan], Runner]
 _log = logging.getLogger("memplan")
 
@@ -82,40 +78,26 @@ def safe_plan(
         options, retracer = replace(options.keeping(plan), divide=None), None
     policy = recording_policy(options.policy)
     options = replace(options, policy=policy)
-    traced, plan = options.settle(traced, retracer) if known is None else replan(options, known)
+    traced, plan = options.settle(traced, retracer) if known is None else options.replan(known)
     assert plan.eviction is not None
     policy.settle(plan.eviction.sources, plan.graph.ops)
     return traced, plan, policy
 
 
-def guide_of(
-    options: RunOptions, traced: TracedGraph, runner: Runner, policy: RecordingPolicy, build: Build
-) -> ProfileGuide:
-    """Return the guide of a runner of `safe_plan`; all its plans keep the same budget."""
-    eviction = runner.plan.eviction
-    assert eviction is not None
-
-    def plan_with(policy: Policy, costs: CostModel) -> Plan:
-        measured = replace(options.keeping(runner.plan), policy=policy, costs=costs, divide=None)
-        return plan_traced(traced, measured, redzone=options.redzone(traced.device), room=runner.arena.nbytes)
-
-    return ProfileGuide(runner, policy, plan_with, build)
-
-
 class ProfileGuide:
     """Chooses the runners of a measured step.
 
-    `plan_with(policy, costs)` makes a new plan within the budget, and `build(plan)` makes a runner. `measurements` are
-    those of all plans so far, in order; `done`: measuring has ended.
+    `build(plan)` makes a runner of a new plan. `measurements` are those of all plans so far, in order; `done`:
+    measuring has ended.
     """
 
-    def __init__(self, runner: Runner, policy: RecordingPolicy, plan_with: PlanWith, build: Build) -> None:
+    def __init__(self, options: RunOptions, runner: Runner, policy: RecordingPolicy, build: Build) -> None:
+        """Begin to measure a runner of `safe_plan`; all later plans keep the same budget."""
         self.measurements: list[Measurement] = []
         self.done = False
-        self._policy, self._plan_with, self._build = policy, plan_with, build
+        self._options, self._traced, self._policy, self._build = options, runner.as_traced, policy, build
         self._leads: dict[tuple[int, int], float] = {}
         self._costs = cost_model(device_costs(runner.traced.device))
-        self._asked = 0
         self._stall = 0.0
         assert policy.events is not None
         self._watch(runner, policy.events)
@@ -157,7 +139,7 @@ class ProfileGuide:
         if found is None:
             return self._settle(reason)
         plan, events = found
-        self._log(measured, plan, reason)
+        self._log(f"-> {_id(plan)}", reason)
         self._watch(self._build(plan), events)
         return self.runner
 
@@ -167,11 +149,8 @@ class ProfileGuide:
         assert eviction is not None
         if len(self.measurements) > REPLANS:
             return None, f"planned anew {REPLANS} times"
-        off = abs(measured.seconds - eviction.seconds) > OFF * eviction.seconds
-        if not self._asked or (off and self._asked < ASKED):
-            self._asked += 1
-            if found := self._planned((self._policy.policy,)):
-                return found, "the costs were measured"
+        if len(self.measurements) == 1 and (found := self._planned((self._policy.policy,))):
+            return found, "the costs were measured"
         late = {(copy.storage, copy.nth): copy.stall for copy in measured.late}
         stall, before, self._stall = sum(late.values()), self._stall, sum(late.values())
         if stall <= WORTH * measured.seconds:
@@ -185,7 +164,10 @@ class ProfileGuide:
     def _planned(self, policies: tuple[Policy, ...]) -> tuple[Plan, Events] | None:
         """Return a plan with the events that the profile-guided policy decides; None if they are the current ones."""
         policy = RecordingPolicy(ProfileGuidedPolicy(self._events, self._leads, policies), self._policy.__name__)
-        plan = self._plan_with(policy, self._costs)
+        kept = self._options.keeping(self.runner.plan)
+        measured = replace(kept, policy=policy, costs=self._costs, divide=None)
+        redzone, room = self._options.redzone(self._traced.device), self.runner.arena.nbytes
+        plan = plan_traced(self._traced, measured, redzone=redzone, room=room)
         assert plan.eviction is not None
         policy.settle(plan.eviction.sources, plan.graph.ops)
         if policy.events is None or policy.events == self._events:
@@ -198,32 +180,32 @@ class ProfileGuide:
         measured, now = self.measurements[best], self.measurements[-1]
         self._stop()
         if measured.plan.fingerprint != now.plan.fingerprint and measured.seconds < (1 - WORTH) * now.seconds:
-            what = "%s: plan %s -> %s, which was faster: %s; %s; the other %s"
-            _log.info(
-                what, now.plan.model, _id(now.plan), _id(measured.plan), reason, _figures(now), _figures(measured)
-            )
+            self._log(f"-> {_id(measured.plan)}, which was faster", reason)
             self.runner = self._build(measured.plan)
         else:
-            _log.info("%s: plan %s stays: %s; %s", now.plan.model, _id(now.plan), reason, _figures(now))
+            self._log("stays", reason)
         return self.runner
 
     def _watch(self, runner: Runner, events: Events) -> None:
         self.runner, self._events = runner, events
         self._op_timer = OpTimer(runner.program)
         runner.time(self._op_timer.sanitizers)
-        runner.arena.copies.time(True)
+        runner.arena.copies.timed = True
 
     def _stop(self) -> None:
         self.done = True
         self.runner.time(NO_SANITIZERS)
-        self.runner.arena.copies.time(False)
+        self.runner.arena.copies.timed = False
 
-    def _log(self, measured: Measurement, plan: Plan, reason: str) -> None:
-        assert plan.eviction is not None
+    def _log(self, what: str, reason: str) -> None:
+        """Log the predicted and the measured times of the plan that has run, what comes next, and why."""
+        measured = self.measurements[-1]
+        plan, eviction = measured.plan, measured.plan.eviction
+        assert eviction is not None
         _log.info(
-            "%s: plan %s -> %s: %s; %s; the new plan is predicted to take %.3f ms, %.3f ms of them waiting",
-            *(plan.model, _id(measured.plan), _id(plan), reason, _figures(measured)),
-            *(plan.eviction.seconds * 1e3, plan.eviction.stall * 1e3),
+            "%s: plan %s %s: %s; predicted %.3f ms a step (%.3f ms waiting) by costs '%s', measured %.3f ms (%.3f ms)",
+            *(plan.model, _id(plan), what, reason, eviction.seconds * 1e3, eviction.stall * 1e3, eviction.costs),
+            *(measured.seconds * 1e3, measured.stall * 1e3),
         )
 
 
@@ -252,13 +234,3 @@ class MeasuredStep:
 
 def _id(plan: Plan) -> str:
     return plan.fingerprint[:12]
-
-
-def _figures(measured: Measurement) -> str:
-    """Return the predicted and the measured times of a plan as text, with the name of the costs."""
-    eviction = measured.plan.eviction
-    assert eviction is not None
-    return (
-        f"predicted {eviction.seconds * 1e3:.3f} ms a step ({eviction.stall * 1e3:.3f} ms waiting) by costs"
-        f" '{eviction.costs}', measured {measured.seconds * 1e3:.3f} ms ({measured.stall * 1e3:.3f} ms waiting)"
-    )

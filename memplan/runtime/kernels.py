@@ -8,7 +8,7 @@ takes half the time of `torch.ops.aten.add.out`. An op without an accepted kerne
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,17 +18,11 @@ import torch.utils._pytree as pytree
 from memplan.core.graph import Graph
 from memplan.distributed.ops import collective_of
 from memplan.errors import UnsupportedGraph
-from memplan.runtime.kernels.callables import (
-    Function,
-    fast_bindings,
-    in_place_function,
-    layer_function,
-    with_state,
-)
-from memplan.runtime.kernels.convolve import direct_convolutions
-from memplan.runtime.kernels.probe import as_tuple, returns, scratch, writes
+from memplan.runtime.memory.arena import Memory, view_of
 from memplan.trace.passes.nodes import draws, out_names, out_variant
 from memplan.trace.traced import GeneratedCall, KernelCall, Live, OpaqueResult, Ref
+
+Function = Callable[..., Any]
 
 
 class CallForm(enum.Enum):
@@ -43,11 +37,7 @@ class CallForm(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundOp:
-    """The call of one op: `function(*args, **kwargs)`, with `Ref`s for tensors; other fields are as in `KernelCall`.
-
-    `returns`: called without the out arguments (`out_names`), it returns its only result in new memory with the planned
-    layout. `as_planned`: the results (by position) of a functional op that have the planned layout.
-    """
+    """The call of one op: `function(*args, **kwargs)`, with `Ref`s for tensors; other fields are as in `KernelCall`."""
 
     form: CallForm
     function: Function
@@ -56,9 +46,6 @@ class BoundOp:
     outs: tuple[int | None, ...]
     returns_sequence: bool = False
     opaque_results: tuple[tuple[int, int], ...] = ()
-    out_names: tuple[str, ...] = ()
-    returns: bool = False
-    as_planned: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +53,11 @@ class _Choice:
     """A callable for a kernel; `names` are its out arguments (None: it returns new tensors).
 
     `absent` are the results (by position) that are None although the trace has a tensor (oneDNN's LSTM).
-    `returns`, `as_planned`: as in `BoundOp`.
     """
 
     function: Function
     names: tuple[str, ...] | None = None
     absent: frozenset[int] = frozenset()
-    returns: bool = False
-    as_planned: frozenset[int] = frozenset()
 
     def out_kwargs(self, outs: Sequence[Any]) -> dict[str, Any]:
         """Return `outs` by the names of the out arguments; a single name takes several as a tuple."""
@@ -107,7 +91,7 @@ class KernelSelector:
         if not kernel.outs:
             return BoundOp(
                 form=CallForm.IN_PLACE,
-                function=in_place_function(kernel),
+                function=kernel.target._op,
                 args=kernel.args,
                 kwargs=kernel.kwargs,
                 outs=(),
@@ -124,9 +108,6 @@ class KernelSelector:
             outs=tuple(None if i in choice.absent else out for i, out in enumerate(kernel.outs)),
             returns_sequence=kernel.returns_sequence,
             opaque_results=kernel.opaque_results,
-            out_names=choice.names or (),
-            returns=choice.returns,
-            as_planned=choice.as_planned,
         )
 
     def _choose(self, kernel: KernelCall, tensors: Sequence[torch.Tensor | None]) -> _Choice:
@@ -140,7 +121,6 @@ class KernelSelector:
         args, kwargs = materialise((kernel.args, kernel.kwargs), tensors)
         expected = as_tuple(kernel.target(*args, **kwargs))
         absent = frozenset(i for i, result in enumerate(expected) if result is None)
-        as_planned = frozenset(i for i, out in enumerate(kernel.outs) if self._laid_out(expected[i], out))
         if absent:
             read = {v for op in self.graph.ops for v in op.reads}
             if any(kernel.outs[i] in read for i in absent):
@@ -148,18 +128,12 @@ class KernelSelector:
                 raise UnsupportedGraph(
                     str(kernel.target), reason, "keep this layer out of the compiled module", see="other-result"
                 )
-            return _Choice(kernel.target._op, absent=absent, as_planned=as_planned)
+            return _Choice(kernel.target._op, absent=absent)
         for choice in _out_choices(kernel):
-            if self._writes(choice, kernel, args, kwargs, expected):
-                return replace(
-                    choice,
-                    returns=self._returns_as_planned(choice, kernel, args, kwargs, expected),
-                )
-        for choice in self._convolutions(kernel, args):
             if self._writes(choice, kernel, args, kwargs, expected):
                 return choice
         fast = (f for f in fast_bindings(kernel) if returns(f, args, kwargs, expected))
-        return _Choice(next(fast, kernel.target._op), as_planned=as_planned)
+        return _Choice(next(fast, kernel.target._op))
 
     def _writes(
         self, choice: _Choice, kernel: KernelCall, args: Any, kwargs: dict[str, Any], expected: tuple[Any, ...]
@@ -174,46 +148,6 @@ class KernelSelector:
         absent = frozenset() if workspace else frozenset({len(kernel.outs) - 1})
         return _Choice(layer_function(workspace=workspace), absent=absent)
 
-    def _convolutions(self, kernel: KernelCall, args: Any) -> tuple[_Choice, ...]:
-        """Return candidates for a convolution whose result has bytes of its own in the arena."""
-        out = kernel.outs[0]
-        if kernel.target is not torch.ops.aten.convolution.default or out is None:
-            return ()
-        if not self._planned(out) or self._overlaps(kernel):
-            return ()
-        nbytes = self.graph.storages[self.graph.values[out].storage].nbytes
-        return tuple(_Choice(function, ("out",)) for function in direct_convolutions(args, nbytes))
-
-    def _overlaps(self, kernel: KernelCall) -> bool:
-        """Return whether a result shares a storage with an argument; only kernels that write in place care."""
-        leaves = pytree.tree_leaves((kernel.args, kernel.kwargs))
-        read = {self.graph.values[leaf.value].storage for leaf in leaves if isinstance(leaf, Ref)}
-        return any(out is not None and self.graph.values[out].storage in read for out in kernel.outs)
-
-    def _returns_as_planned(
-        self, choice: _Choice, kernel: KernelCall, args: Any, kwargs: dict[str, Any], expected: tuple[Any, ...]
-    ) -> bool:
-        """Return whether a choice, called without out arguments, returns the planned layout.
-
-        It is True only for results that the caller will own: they need no memory beforehand.
-        """
-        out = kernel.outs[0]
-        if len(kernel.outs) != 1 or out is None or choice.names != ("out",):
-            return False
-        value = self.graph.values[out]
-        if self.graph.storages[value.storage].planned or not returns(choice.function, args, kwargs, expected):
-            return False
-        return all(self._laid_out(made, out) for made in (choice.function(*args, **kwargs), *expected))
-
-    def _laid_out(self, made: Any, out: int | None) -> bool:
-        """Return whether a new result can be the value `out`: alone in its storage, with the planned strides."""
-        if out is None or not isinstance(made, torch.Tensor):
-            return False
-        value = self.graph.values[out]
-        storage = self.graph.storages[value.storage]
-        alone = made.storage_offset() == value.offset == 0 and made.untyped_storage().nbytes() == storage.nbytes
-        return alone and made.stride() == value.strides and str(made.device) == storage.device
-
     def _signature(self, kernel: KernelCall) -> Any:
         def layout(leaf: Any) -> Any:
             if not isinstance(leaf, Ref):
@@ -222,11 +156,8 @@ class KernelSelector:
             return value.dtype, value.shape, value.strides
 
         leaves, spec = pytree.tree_flatten((kernel.args, kernel.kwargs))
-        outs = tuple(None if out is None else (layout(Ref(out)), self._planned(out)) for out in kernel.outs)
-        return str(kernel.target), tuple(map(layout, leaves)), str(spec), outs, self._overlaps(kernel)
-
-    def _planned(self, value: int) -> bool:
-        return self.graph.storages[self.graph.values[value].storage].planned
+        outs = tuple(None if out is None else layout(Ref(out)) for out in kernel.outs)
+        return str(kernel.target), tuple(map(layout, leaves)), str(spec), outs
 
 
 def generated_op(call: GeneratedCall) -> BoundOp:
@@ -242,22 +173,9 @@ def _drawing_again(bound: BoundOp, state: int) -> BoundOp:
 
 
 def with_arguments(bound: BoundOp, old: KernelCall, new: KernelCall) -> BoundOp:
-    """Return the bound op of `old` with the arguments of `new`, the same kernel with other sizes.
-
-    Facts that hold for one shape only are dropped: the algorithm of a convolution, and the layout of a new result.
-    """
-    if new.target is torch.ops.aten.convolution.default:
-        return replace(
-            bound,
-            form=CallForm.FUNCTIONAL,
-            function=new.target._op,
-            args=new.args,
-            kwargs=new.kwargs,
-            out_names=(),
-            as_planned=frozenset(),
-        )
+    """Return the bound op of `old` with the arguments of `new`, the same kernel with other sizes."""
     added = {name: value for name, value in bound.kwargs.items() if name not in old.kwargs}
-    return replace(bound, args=new.args, kwargs={**new.kwargs, **added}, returns=False, as_planned=frozenset())
+    return replace(bound, args=new.args, kwargs={**new.kwargs, **added})
 
 
 def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
@@ -284,3 +202,132 @@ def _out_choices(kernel: KernelCall) -> tuple[_Choice, ...]:
     if variant is None or None in kernel.outs:
         return ()
     return (*(_Choice(f, ("out",)) for f in fast_bindings(kernel)), _Choice(variant._op, out_names(variant)))
+
+
+def fast_bindings(kernel: KernelCall) -> tuple[Function, ...]:
+    """Return Python bindings that avoid the dispatcher's boxed argument parsing; they may call another overload."""
+    name = kernel.target._opname
+    spaces = (torch._C._VariableFunctions, torch._C._nn)
+    return tuple(getattr(space, name) for space in spaces if hasattr(space, name))
+
+
+def save_state(place: torch.Tensor) -> None:
+    """Write the state of the generator into `place`: uint8, as many elements as `torch.get_rng_state()` has."""
+    place.copy_(torch.default_generator.get_state())
+
+
+def with_state(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes a saved state before the arguments of `function`, and draws with it.
+
+    The generator has the same state afterwards as before.
+    """
+    generator = torch.default_generator
+
+    def drawing_again(state: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        now = generator.get_state()
+        generator.set_state(state)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            generator.set_state(now)
+
+    return drawing_again
+
+
+_LAYER = torch.ops.aten.mkldnn_rnn_layer.default._op
+
+
+def layer_function(*, workspace: bool) -> Callable[..., Any]:
+    """Return the function that runs `aten.mkldnn_rnn_layer`, with a workspace as its last result or with None."""
+    mode: Any = torch.enable_grad if workspace else torch.no_grad
+
+    def run(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowADInplaceOrView(), mode():
+            return _LAYER(*args)
+
+    return run
+
+
+# The errors that a binding raises for arguments that it does not take.
+_REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError)
+
+
+def writes(
+    function: Function, args: Any, kwargs: Mapping[str, Any], scratch: Sequence[torch.Tensor], expected: Sequence[Any]
+) -> bool:
+    """Return whether `function` writes the bytes of `expected` to its out arguments, and does not move or resize them.
+
+    The out arguments are the tensors of `scratch`, which are also in `kwargs`.
+    """
+    before = [(t.data_ptr(), t.shape, t.stride()) for t in scratch]
+    try:
+        if _resizes(function, args, kwargs, scratch):
+            return False
+        function(*args, **kwargs)
+    except _REFUSALS:
+        return False
+    if [(t.data_ptr(), t.shape, t.stride()) for t in scratch] != before:
+        return False
+    return all(same_bytes(ours, theirs) for ours, theirs in zip(scratch, expected, strict=True))
+
+
+def _resizes(function: Function, args: Any, kwargs: Mapping[str, Any], scratch: Sequence[torch.Tensor]) -> bool:
+    """Return whether a zero-dimensional result is larger at first, as that of `binary_cross_entropy` is.
+
+    torch would print a warning that Python cannot catch; it prints none for results that are still empty.
+    """
+    if not any(t.dim() == 0 for t in scratch):
+        return False
+    empty = [torch.empty(0, dtype=t.dtype, device=t.device) for t in scratch]
+    made = dict(zip(map(id, scratch), empty, strict=True))
+    function(*args, **pytree.tree_map(lambda x: made.get(id(x), x), dict(kwargs)))
+    return any(e.untyped_storage().nbytes() > t.nbytes for t, e in zip(scratch, empty, strict=True) if t.dim() == 0)
+
+
+def returns(function: Function, args: Any, kwargs: Mapping[str, Any], expected: Sequence[Any]) -> bool:
+    """Return whether `function` returns the bytes of `expected`."""
+    try:
+        results = as_tuple(function(*args, **kwargs))
+    except _REFUSALS:
+        return False
+    if len(results) != len(expected):
+        return False
+    pairs = zip(results, expected, strict=True)
+    return all(_same(a, b) for a, b in pairs)
+
+
+def _same(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return same_bytes(one, two)
+    return type(one) is type(two) and bool(one == two)
+
+
+def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Return whether two tensors of any strides have the same dtype, shape and bits (NaN is NaN, 0.0 is not -0.0)."""
+    if one.dtype != two.dtype or one.shape != two.shape:
+        return False
+    if one.dtype == torch.bool:
+        return torch.equal(one, two)
+    return torch.equal(_bytes(one), _bytes(two))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor in order, as bytes. Tensors of 0 or 1 elements may have any strides."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+def scratch(graph: Graph, index: int) -> torch.Tensor:
+    """Return a scratch tensor with the layout of a value, in a storage that cannot be resized, filled with 0xFF."""
+    value = graph.values[index]
+    storage = graph.storages[value.storage]
+    memory = Memory(storage.nbytes, torch.device(storage.device))
+    memory.memory.fill_(255)
+    made = view_of(memory.storage(0, storage.nbytes), value)
+    made.arena = memory  # type: ignore[attr-defined]  # keeps the bytes alive as long as the tensor
+    return made
+
+
+def as_tuple(result: Any) -> tuple[Any, ...]:
+    """Return the results of an op as a tuple."""
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)

@@ -1,16 +1,19 @@
 """Copies between the arena and the host: one op starts a copy, another op waits for it.
 
-Copies in one direction run in the order of their starts, in a thread on the CPU (`copy_threads.py`) and in a stream on
-an accelerator. Events order the streams: a copy starts after all work that was launched before it, and work after its
-wait runs after it.
+Copies in one direction run in the order of their starts, in a thread on the CPU and in a stream on an accelerator.
+Events order the streams: a copy starts after all work that was launched before it, and work after its wait runs after
+it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import enum
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from typing import Protocol
+from time import perf_counter
 
 import torch
 
@@ -24,56 +27,6 @@ class Direction(enum.Enum):
     TO_HOST = "to host"
     TO_DEVICE = "to device"
     ACROSS = "to another device"
-
-
-class Copy(Protocol):
-    """One planned copy, which runs once in each step.
-
-    `stalled`: the seconds that all its waits have taken. `nbytes` and `seconds`: the bytes and the time of the last
-    run; `seconds` is known only while copies are timed.
-    """
-
-    stalled: float
-    nbytes: int
-
-    @property
-    def seconds(self) -> float:
-        """The seconds that the last run took; 0 if it was not timed."""
-
-    def start(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Start copying the bytes of `source` to `destination`; both are contiguous."""
-
-    def wait(self) -> None:
-        """Return when the copy is complete, or raise the error that it raised."""
-
-
-class Copies(Protocol):
-    """The copies of one arena."""
-
-    def copy(self, direction: Direction, host: torch.Tensor) -> Copy:
-        """Return a new planned copy.
-
-        `host` is the host memory of its bytes, which the copy keeps alive until it is complete.
-        """
-
-    def time(self, on: bool) -> None:
-        """Start or stop timing copies."""
-
-    def drain(self) -> None:
-        """Return when no copy is running; the wait of a copy that has ended returns at once."""
-
-    def settle(self) -> None:
-        """Return when every copy that an op has waited for is complete on the host too."""
-
-    def forget(self, host: torch.Tensor) -> None:
-        """Release the memory of copies that will not run again; none of them may be running."""
-
-    def close(self, memory: object = None) -> None:
-        """Drain, and release the threads, streams or memory that copies use.
-
-        `memory` is kept until no copy uses it: in a thread that runs copies, the garbage collector may call this while
-        one is running there.
-        """
 
 
 class StreamCopies:
@@ -104,10 +57,6 @@ class StreamCopies:
             if (direction, device) not in self._streams:
                 self._streams[direction, device] = new_stream(device)
         return tuple(self._streams[direction, device] for device in devices)
-
-    def time(self, on: bool) -> None:
-        """Start or stop timing copies."""
-        self.timed = on
 
     def drain(self) -> None:
         """Block the host until all copies that no op has waited for are complete."""
@@ -191,3 +140,119 @@ class StreamCopy:
             for event in self._done:
                 current_stream(device).wait_event(event)
         self._owner.pending.discard(self)
+
+
+_LANE = "memplan copies"  # how the names of threads begin that run copies
+
+
+class ThreadCopies:
+    """Copies on the CPU, where "device" and "host" are two arenas, in a thread for each direction.
+
+    `pending`: those that were started, and neither waited for nor drained. `before`: called in the thread with the
+    bytes of each copy, before it; tests delay copies so, or make them fail.
+    """
+
+    def __init__(self) -> None:
+        self.pending: set[ThreadCopy] = set()
+        self.timed = False
+        self.before: Callable[[int], object] | None = None
+        self._lanes: dict[Direction, ThreadPoolExecutor] = {}  # of directions that have had copies
+
+    def copy(self, direction: Direction, host: torch.Tensor) -> ThreadCopy:
+        """Return a new planned copy."""
+        return ThreadCopy(self, direction, host)
+
+    def lane(self, direction: Direction) -> ThreadPoolExecutor:
+        """Return what runs the copies of a direction one after another."""
+        if direction not in self._lanes:
+            self._lanes[direction] = ThreadPoolExecutor(1, f"{_LANE} {direction.value}")
+        return self._lanes[direction]
+
+    def drain(self) -> None:
+        """Return when no copy is running."""
+        for copy in tuple(self.pending):
+            copy.end()
+        self.pending.clear()
+
+    def settle(self) -> None:
+        """Does nothing: a copy is complete when its wait returns."""
+
+    def forget(self, host: torch.Tensor) -> None:
+        """Does nothing: a copy alone refers to its memory."""
+
+    def close(self, memory: object = None) -> None:
+        """Drain, and end the threads; a later copy starts others. `memory` is kept until no copy uses it."""
+        inside = threading.current_thread().name.startswith(_LANE)  # the garbage collector ran there
+        for lane in self._lanes.values():
+            if inside:
+                lane.submit(_keep, memory)
+            lane.shutdown(wait=not inside)
+        self._lanes.clear()
+        self.pending.clear()
+
+
+class ThreadCopy:
+    """A `Copy` in a thread."""
+
+    __slots__ = ("_direction", "_host", "_owner", "_running", "nbytes", "seconds", "stalled")
+
+    def __init__(self, owner: ThreadCopies, direction: Direction, host: torch.Tensor) -> None:
+        self._owner, self._direction, self._host = owner, direction, host
+        self._running: Future[None] | None = None
+        self.stalled = self.seconds = 0.0
+        self.nbytes = 0
+
+    def start(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Put the copy in the queue of the thread."""
+        assert source.nbytes == destination.nbytes
+        self.nbytes = source.nbytes
+        self._owner.pending.add(self)
+        self._running = self._owner.lane(self._direction).submit(
+            self._run, self._owner.before, destination, source, timed=self._owner.timed
+        )
+
+    def _run(
+        self,
+        before: Callable[[int], object] | None,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        timed: bool,
+    ) -> None:
+        """Copy the bytes with `memmove`: a torch op in this thread would start a pool of threads."""
+        since = perf_counter() if timed else 0.0
+        if before is not None:
+            before(source.nbytes)
+        ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)  # releases the GIL
+        if timed:
+            self.seconds = perf_counter() - since
+
+    def end(self) -> None:
+        """Return when the copy is complete, or has failed."""
+        if self._running is not None:
+            wait([self._running])
+
+    def wait(self) -> None:
+        """Block until the copy is complete; raise the error that it raised."""
+        self._owner.pending.discard(self)
+        running, self._running = self._running, None
+        if running is None:
+            return
+        if not running.done():
+            since = perf_counter()
+            wait([running])
+            self.stalled += perf_counter() - since
+        running.result()
+
+
+def _keep(memory: object) -> None:
+    """Does nothing: the queue has kept the memory until now."""
+
+
+Copies = StreamCopies | ThreadCopies  # of one arena
+Copy = StreamCopy | ThreadCopy  # a planned copy, which runs once in each step; `stalled`: seconds of all its waits
+
+
+def make_copies(*devices: torch.device) -> Copies:
+    """Return the copies between an arena on `devices` and the host. A thread or stream starts with the first copy."""
+    return StreamCopies(*devices) if is_accelerator(devices[0]) else ThreadCopies()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,11 @@ import torch
 from memplan.core.graph import Graph, Value
 from memplan.core.in_place import same_layout
 from memplan.devices.kinds import HOST
-from memplan.runtime.codegen.step_ir import Call, CallbackLine, Empty, Layout, Line, Namespace, View, refs
-from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
+from memplan.runtime.kernels import BoundOp, CallForm
 from memplan.runtime.memory.arena import dtype_of, view_within
 from memplan.trace.traced import Live, OpaqueResult, Ref
 
-Callback = Callable[[], None]
+Callback = Callable[[], object]
 
 LEFT = "left_outside"  # global list: activations outside the arena between a forward and its backward
 
@@ -49,7 +49,7 @@ class FunctionWriter:
         self.arguments = arguments
         self.taken, self.left = taken, tuple[int, ...]()
         self.known = {*arguments, *taken}
-        self.views: list[View] = []  # views of arguments: they come first
+        self.views: list[str] = []  # views of arguments: they come first
         self.lines: list[Line] = []
         self.live: dict[str, str] = {}  # hyperparameters, read once per call
 
@@ -57,42 +57,40 @@ class FunctionWriter:
         """Add the call of one op, whose results go to where their values are."""
         if _copies_onto_itself(self.layout.graph, bound):
             return
-        new = self._new_output(bound) if bound.returns else None
-        for value in refs((bound.args, bound.kwargs)):
-            if value != new:
-                self._use(value)
-        if new is not None:
-            self._add(Call(bound=bound, fresh=True, born=((0, new),)))
-        elif bound.form is not CallForm.FUNCTIONAL:
-            self._add(Call(bound=bound))
-        else:
+        used = refs((bound.args, bound.kwargs))
+        for value in used:
+            self._use(value)
+        if bound.form is CallForm.FUNCTIONAL:
             self._place_results(bound)
-
-    def _new_output(self, bound: BoundOp) -> int | None:
-        """Return the result if the caller will own it and this op is the first that writes it, else None."""
-        out = bound.outs[0]
-        if out is None or out in self.layout.static or out in self.known:
-            return None
-        return out if self.layout.base(out) == out else None
+        else:
+            self._add(Line((self._call(bound),), (), tuple(used)))
 
     def _place_results(self, bound: BoundOp) -> None:
         """Copy new results to the places of their values, or return them to the caller if they have none."""
-        born: list[tuple[int, int]] = []
-        adopted: list[tuple[int, int]] = []
-        copied: list[tuple[int, int]] = []
-        for position, out in enumerate(bound.outs):
+        results = [f"r{i}" for i in range(len(bound.outs))]
+        makes, copied, after = list[int](), list[int](), list[str]()
+        for result, out in zip(results, bound.outs, strict=True):
             if out is None:
                 continue
             if out in self.layout.static or out in self.known or self.layout.base(out) != out:
                 self._use(out)
-                copied.append((position, out))
+                copied.append(out)
+                after.append(f"v{out}.copy_({result})")
             else:
-                (born if position in bound.as_planned else adopted).append((position, out))
-        self._add(Call(bound=bound, born=tuple(born), adopted=tuple(adopted), copied=tuple(copied)))
+                makes.append(out)
+                after.append(f"v{out} = {self._adopted(out, result)}")
+        call = self._call(bound)
+        if not bound.returns_sequence and copied and copied[0] in self.layout.static:
+            source = [f"v{copied[0]}.copy_({call})"]
+        else:
+            opaque = [f"{self._opaque_results()}[{n}] = {results[position]}" for position, n in bound.opaque_results]
+            names = "".join(f"{n}, " for n in results) if bound.returns_sequence else results[0]
+            source = [f"{names} = {call}", *opaque, *after, "del " + ", ".join(results)]
+        self._add(Line(tuple(source), tuple(makes), (*refs((bound.args, bound.kwargs)), *copied)))
 
     def callback(self, function: Callback) -> None:
         """Add a call of `function()` here (sanitizers, hooks)."""
-        self._add(CallbackLine(name=self.namespace.add("g", function)))
+        self._add(Line((f"{self.namespace.add('g', function)}()",)))
 
     def finish(self, groups: Sequence[Sequence[int]], *, left: Sequence[int] = ()) -> Callable[..., Any]:
         """Compile the function, which returns a tuple of values for each group, and leaves `left` to another one."""
@@ -138,24 +136,24 @@ class FunctionWriter:
         if base not in self.known:
             fresh = self.layout.graph.values[index].storage in self.layout.fresh_storages
             assert fresh, f"value {index} is neither an argument nor owned by the caller"
-            self._add(Empty(value=base))
+            self._add(Line((f"v{base} = {self._empty(self.layout.graph.values[base])}",), (base,)))
         if index != base:
-            view = View(base=base, value=index)
+            view = f"v{index} = {self._view(base, index)}"
             if base in self.arguments:
                 self.views.append(view)
                 self.known.add(index)
             else:
-                self._add(view)
+                self._add(Line((view,), (index,), (base,)))
 
     # -- lines -------------------------------------------------------------------------------------------
 
     def _written(self) -> list[str]:
         """Return the source of the lines, with what is released after each."""
-        written = [source for view in self.views for source in self._python(view)]
+        written = list(self.views)
         dead = self._last_lines()
         names = set(self.taken)
         for position, line in enumerate(self.lines):
-            written += self._python(line)
+            written += line.source
             names.update(line.makes)
             gone = sorted(v for v in names if self.layout.graph.values[v].storage in dead.get(position, ()))
             if gone:
@@ -175,31 +173,6 @@ class FunctionWriter:
         for storage, i in found.items():
             lines[i].add(storage)
         return lines
-
-    def _python(self, line: Line) -> list[str]:
-        if isinstance(line, CallbackLine):
-            return [f"{line.name}()"]
-        if isinstance(line, Empty):
-            return [f"v{line.value} = {self._empty(self.layout.graph.values[line.value])}"]
-        if isinstance(line, View):
-            return [f"v{line.value} = {self._view(line.base, line.value)}"]
-        return self._called(line)
-
-    def _called(self, line: Call) -> list[str]:
-        """Return the source of a call and of the use of its results."""
-        bound, call = line.bound, self._call(line)
-        if bound.form is not CallForm.FUNCTIONAL:
-            return [f"v{line.born[0][1]} = {call}" if line.born else call]
-        if not bound.returns_sequence and line.copied and line.copied[0][1] in self.layout.static:
-            return [f"v{line.copied[0][1]}.copy_({call})"]
-        names = [f"r{i}" for i in range(len(bound.outs))]
-        lines = [f"{''.join(f'{n}, ' for n in names) if bound.returns_sequence else names[0]} = {call}"]
-        lines += [
-            f"{self._opaque_results()}[{number}] = {names[position]}" for position, number in bound.opaque_results
-        ]
-        lines += [f"v{value} = {self._adopted(value, names[i])}" for i, value in (*line.born, *line.adopted)]
-        lines += [f"v{value}.copy_({names[i]})" for i, value in line.copied]
-        return [*lines, "del " + ", ".join(names)]
 
     def _empty(self, value: Value) -> str:
         empty = self.namespace.add("k", torch.empty_strided)
@@ -228,11 +201,11 @@ class FunctionWriter:
 
     # -- expressions -------------------------------------------------------------------------------------
 
-    def _call(self, line: Call) -> str:
-        args, kwargs = line.arguments
-        arguments = [self._expression(a) for a in args]
-        arguments += [f"{name}={self._expression(a)}" for name, a in kwargs.items()]
-        return f"{self.namespace.add('k', line.bound.function)}({', '.join(arguments)})"
+    def _call(self, bound: BoundOp) -> str:
+        """Return the expression of a call."""
+        arguments = [self._expression(a) for a in bound.args]
+        arguments += [f"{name}={self._expression(a)}" for name, a in bound.kwargs.items()]
+        return f"{self.namespace.add('k', bound.function)}({', '.join(arguments)})"
 
     def _expression(self, thing: Any) -> str:
         if isinstance(thing, Ref):
@@ -282,7 +255,7 @@ def _same_elements(one: Value, two: Value) -> bool:
 
 def _copies_onto_itself(graph: Graph, bound: BoundOp) -> bool:
     """Return whether an op copies a value onto itself, because the result took the bytes of the source in place."""
-    if bound.function is not torch.Tensor.copy_:
+    if bound.function is not torch.ops.aten.copy_.default._op:
         return False
     one, two = (graph.values[ref] for ref in refs(bound.args))
     return one.storage == two.storage and same_layout(one, two)
@@ -293,3 +266,72 @@ def _adopt(result: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...
         return result
     planned = torch.empty_strided(shape, strides, dtype=result.dtype, device=result.device)
     return planned.copy_(result)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Says which values are static (globals), and the base (value index) of every dynamic storage (by index).
+
+    `fresh_storages`: the storages that ops allocate; the caller will own them, but for those in `released`, activations
+    outside the arena, which are released after their last use. `pinned`: results on the host are allocated in
+    page-locked memory, because an accelerator copies them there.
+    """
+
+    graph: Graph
+    static: frozenset[int]
+    base_of: Mapping[int, int]
+    fresh_storages: frozenset[int]
+    released: frozenset[int]
+    autocast: bool
+    pinned: bool
+
+    def base(self, index: int) -> int:
+        """Return the value that spans the storage of a dynamic value."""
+        return self.base_of[self.graph.values[index].storage]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Lines of source, the values that exist after them, and those that must exist before."""
+
+    source: tuple[str, ...]
+    makes: tuple[int, ...] = ()
+    uses: tuple[int, ...] = ()
+
+
+def refs(tree: Any) -> list[int]:
+    """Return the values that arguments refer to."""
+    if isinstance(tree, Ref):
+        return [tree.value]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return []
+    return [value for item in tree for value in refs(item)]
+
+
+@dataclass(slots=True)
+class Namespace:
+    """The globals of generated code.
+
+    `v12` is value 12, `k3` a kernel, `c4` a constant, `g5` a callback.
+    """
+
+    names: dict[str, Any] = field(default_factory=dict)
+    _known: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def add(self, prefix: str, thing: Any) -> str:
+        """Return a name for `thing`; the same object gets the same name."""
+        name = self._known.setdefault((prefix, id(thing)), f"{prefix}{len(self._known)}")
+        self.names[name] = thing  # keeps it alive, so that no other object gets its id
+        return name
+
+    def move(self, value: int, tensor: torch.Tensor) -> None:
+        """Replace the tensor of a value."""
+        self.names[f"v{value}"] = tensor
+
+    def define(self, source: str, function: str) -> Callable[..., Any]:
+        """Compile `source` over these globals and return the function that it defines."""
+        exec(compile(source, f"<memplan {function}>", "exec"), self.names)
+        made: Callable[..., Any] = self.names[function]
+        return made
