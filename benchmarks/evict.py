@@ -38,6 +38,7 @@ from benchmarks.torch_budget import TorchPoint, partitions, points_of
 from benchmarks.zoo import ZOO
 from memplan.core.graph import Graph
 from memplan.core.in_place import with_inplace_candidates
+from memplan.core.schedule import Schedule
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import DEVICES, CostModel
 from memplan.evict.measure import measure
@@ -48,7 +49,7 @@ from memplan.planning.budget import plan_within
 from memplan.planning.fit import make_workload
 from memplan.planning.make_plan import ScheduledGraph
 from memplan.planning.options import PlanOptions
-from memplan.schedule import Schedule, order
+from memplan.schedule import order
 from memplan.trace import trace_captured
 from memplan.trace.capture.joint_graph import capture
 from memplan.version import __version__

@@ -170,7 +170,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if _HOMES[name].startswith(_ROOMS_WITH_TORCH):
-        from memplan.core.extras import require_torch
+        from memplan.core.arguments import require_torch
 
         require_torch(f"memplan.{name}")
     found = globals()[name] = getattr(import_module(_HOMES[name]), name)
@@ -302,7 +302,7 @@ def plan(
         >>> print(plan.arena_size, plan.max_live, plan.total)
     """
     keywords = dict(locals())
-    from memplan.core.extras import require_torch
+    from memplan.core.arguments import require_torch
 
     require_torch("memplan.plan")
     from memplan.planning.options import PlanOptions

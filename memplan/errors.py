@@ -6,6 +6,8 @@ other exception is a bug. The command line prints them without a traceback and e
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -56,6 +58,22 @@ class MemplanError(Exception):
 def _remade(kind: type[MemplanError], args: tuple[Any, ...]) -> MemplanError:
     """Return an error whose attributes are set afterwards."""
     return kind.__new__(kind, *args)
+
+
+@contextmanager
+def located(where: str, hint: str | None = None) -> Iterator[None]:
+    """Say of errors that are raised inside where they are: in the file, or of the option, `where`; and the next step.
+
+    Example:
+        >>> with located("--capacity"):
+        ...     parse_size("3 apples")
+    """
+    try:
+        yield
+    except MemplanError as error:
+        error.where = f"{where}: {error.where}" if error.where else where
+        error.hint = error.hint or hint
+        raise
 
 
 class InvalidProblem(MemplanError, ValueError):

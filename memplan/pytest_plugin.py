@@ -20,7 +20,7 @@ import pytest
 from memplan.errors import InvalidSize, LimitExceeded
 
 if TYPE_CHECKING:
-    from memplan.check.check import Finding, Rule, Verdict
+    from memplan.check.check import Rule, Verdict
     from memplan.core.plan import Plan
 
 Limit = int | float | str
@@ -30,7 +30,6 @@ _MARKER = (
     "a share (0.05); rules are written like 'peak:3MiB'. Use it with the fixture `memplan`."
 )
 _NAMES = ("arena", "fragmentation", "outside")
-_SHOWN = 10
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -103,7 +102,7 @@ class Checker:
         if isinstance(model, Plan):
             plan = model
         else:
-            from memplan.core.extras import require_torch
+            from memplan.core.arguments import require_torch
 
             require_torch("memplan.check of a model")
             from memplan import trace
@@ -162,24 +161,7 @@ def _text(limit: Limit) -> str:
 
 
 def _message(verdict: Verdict) -> str:
-    from memplan.report.verdicts import sentence
+    from memplan.report.terminal import text
+    from memplan.report.verdicts import Judged, check_form
 
-    name = verdict.model or "the model"
-    lines: list[str] = []
-    for finding in verdict.findings:
-        if not finding.ok:
-            lines += [sentence(name, finding), *_why(finding)]
-    return "\n".join(lines)
-
-
-def _why(finding: Finding) -> Iterator[str]:
-    from memplan.core.units import format_bytes
-    from memplan.report.sections import op_name, origin
-
-    if finding.because:
-        yield "  largest buffers alive at the peak:"
-    for holder in finding.because[:_SHOWN]:
-        where = ", ".join(filter(None, (origin(holder), holder.source, op_name(holder.op))))
-        yield f"  {format_bytes(holder.size):>12}  {holder.kind}, steps {holder.start}-{holder.end - 1}: {where}"
-    for kind, size in finding.parts:
-        yield f"  {format_bytes(size):>12}  {kind}"
+    return text(check_form([Judged(name=verdict.model or "the model", verdict=verdict)]))

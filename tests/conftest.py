@@ -57,13 +57,3 @@ def _eagers_kernels_on_cuda(request: pytest.FixtureRequest, monkeypatch: pytest.
         from memplan.trace import default_kernels
 
         monkeypatch.setattr(default_kernels, "_is_on_accelerator", lambda *_: False)
-
-
-@pytest.fixture
-def short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less annealing, which takes the same time for small steps as for large ones, and makes plans no smaller."""
-    from memplan.evict.policies.auto import auto, recompute
-
-    for policy in (auto, recompute):
-        assert policy.__kwdefaults__ is not None
-        monkeypatch.setitem(policy.__kwdefaults__, "work", 100_000)

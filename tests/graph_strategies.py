@@ -6,10 +6,12 @@ from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value
 from memplan.core.in_place import with_inplace_candidates
+from memplan.core.legal_orders import predecessors
 from memplan.core.plan import Plan
+from memplan.core.schedule import Schedule, make_schedule
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
-from memplan.schedule import Schedule, make_schedule, predecessors, traced
+from memplan.schedule import traced
 
 NOWHERE = Origin()
 

@@ -7,9 +7,8 @@ computed from their lifetimes: the bytes by which max live (or the arena) would 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from memplan.analysis.buffers import Holder, OpAt, alive_at, homes, last_use, next_use, op_at, own_touches, touches
 from memplan.analysis.rows import Group, grouped
@@ -17,6 +16,7 @@ from memplan.core.arguments import LOAD, require_kind
 from memplan.core.evictions import OFFLOAD_WAIT
 from memplan.core.graph import Phase
 from memplan.core.plan import Plan
+from memplan.core.problem import Interval, Problem
 from memplan.core.units import format_bytes
 from memplan.errors import InvalidSize
 
@@ -128,21 +128,20 @@ def _or(step: int | None, other: int) -> int:
 
 
 def levers(plan: Plan, step: int | None = None) -> tuple[Lever, ...]:
-    """Return what would make `plan` smaller at `step` (None: the peak): evictions, if they save at least `LEAST`."""
+    """Return what would make `plan` smaller at `step` (None: the peak), if it saves at least `LEAST`.
+
+    That is to evict the activations that are saved for the backward and idle at the step.
+    """
     if not plan.problem.buffers or not plan.schedule.order:
         return ()
     at = plan.problem.peak_step if step is None else step
     alive = alive_at(plan, at)
-    least = LEAST * sum(holder.size for holder in alive)
-    return tuple(one for one in _evict(plan, at, alive) if one.saves >= least)
-
-
-def _evict(plan: Plan, step: int, alive: Iterable[Holder]) -> Iterator[Lever]:
-    """Yield the eviction of activations that are saved for the backward and idle at `step`."""
-    found = list(_saved_for_backward(plan, step, {holder.id: holder for holder in alive}))
-    if not found:
-        return
-    saves = plan.max_live - _max_live_without(plan, {buffer: gap for _, buffer, gap in found})
+    found = list(_saved_for_backward(plan, at, {holder.id: holder for holder in alive}))
+    gaps = {buffer: (gap,) for _, buffer, gap in found if len(gap)}
+    without = Problem(buffers=tuple(replace(b, gaps=gaps.get(b.id, b.gaps)) for b in plan.problem.buffers))
+    saves = plan.max_live - without.max_live
+    if not found or saves < LEAST * sum(holder.size for holder in alive):
+        return ()
     idle = grouped(holder for holder, _, _ in found)
     rows = [f"{format_bytes(g.bytes)} of {_made_by(g.op, g.module)}" for g in idle[:SHOWN]]
     rows += [f"and {len(idle) - SHOWN} more rows"] if len(idle) > SHOWN else []
@@ -150,13 +149,11 @@ def _evict(plan: Plan, step: int, alive: Iterable[Holder]) -> Iterator[Lever]:
     effect = lower if saves else "does not lower the peak: it lies elsewhere"
     what = f"{format_bytes(sum(g.bytes for g in idle))} of activations wait for the backward ({', '.join(rows)})"
     how = f"recomputing or offloading them{' too' if plan.evictions else ''} {effect}"
-    yield Lever(saves=saves, text=f"{what}: {how}")
+    return (Lever(saves=saves, text=f"{what}: {how}"),)
 
 
-def _saved_for_backward(
-    plan: Plan, step: int, alive: Mapping[str, Holder]
-) -> Iterator[tuple[Holder, str, tuple[int, int]]]:
-    """Yield (saved activation, the buffer that holds it, the idle steps [start, end)).
+def _saved_for_backward(plan: Plan, step: int, alive: Mapping[str, Holder]) -> Iterator[tuple[Holder, str, Interval]]:
+    """Yield (saved activation, the buffer that holds it, the idle steps).
 
     Storages that the plan already recomputes or offloads are left out, and so are those that are being offloaded.
     """
@@ -172,24 +169,11 @@ def _saved_for_backward(
             continue
         at, op = storage.origin, _target(plan, used[0])
         holder = replace(alive[buffer], id=storage.name, op=op, module=at.module, source=at.source)
-        yield holder, buffer, (before + 1, after)
+        yield holder, buffer, Interval(before + 1, after)
 
 
 def _target(plan: Plan, step: int) -> str:
     return plan.graph.ops[plan.schedule.order[step]].target
-
-
-def _max_live_without(plan: Plan, gaps: Mapping[str, tuple[int, int]]) -> int:
-    """Return max live if each buffer in `gaps` held no bytes during its steps [start, end)."""
-    change = [0] * (len(plan.schedule.order) + 1)
-    for buffer in plan.problem.buffers:
-        for segment in buffer.segments:
-            change[segment.start] += buffer.size
-            change[segment.end] -= buffer.size
-        start, end = gaps.get(buffer.id, (0, 0))
-        change[start] -= buffer.size if end > start else 0
-        change[end] += buffer.size if end > start else 0
-    return max(accumulate(change))
 
 
 def _made_by(op: str, module: str) -> str:

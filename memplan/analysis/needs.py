@@ -82,8 +82,10 @@ def needed(plan: Plan, optimizer: str = OPTIMIZER) -> Needed:
     """Return what a plan needs with an optimizer, if it is one of a training step that has no update of its own."""
     graph, name = plan.graph, named_optimizer(optimizer)
     aside, state, full = set_aside(plan), state_beside(plan, name), _state(plan, name)
-    from memplan.planning.base_graph import without_evictions  # imports the search
-    from memplan.planning.eager_total import eager_total
+    from memplan.planning.base_graph import (
+        eager_total,
+        without_evictions,  # imports the search
+    )
 
     inside, during = _gradients_at_peak(plan), max(plan.outside_profile, default=0)
     beside = min(plan.outside["gradients"], during)

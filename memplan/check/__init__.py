@@ -1,5 +1,5 @@
 """Limits and baselines: `memplan check` and the pytest plugin compare plans with them.
 
-In: a `Plan` and rules. Out: a `Verdict`. Start at `check.py`; `rules.py` parses limits, `baseline.py` reads and
+In: a `Plan` and rules. Out: a `Verdict`. Start at `check.py`; `baseline.py` reads and
 writes the committed figures, `project.py` reads pyproject.toml.
 """

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import Any
 
 from memplan.analysis.rows import Figures
-from memplan.core.files import locked, write_atomic
+from memplan.core.files import write_atomic
 from memplan.core.jsonio import clip, from_json, read_json, show, to_json
-from memplan.errors import InvalidPlan
+from memplan.errors import InvalidPlan, located
 
 FORMAT = "memplan-baseline-1"
 _HINT = "write it anew: memplan check ... --baseline FILE --update-baseline"
@@ -30,11 +30,8 @@ def read_baseline(path: str | os.PathLike[str]) -> Mapping[str, Figures]:
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("models"), dict):
         said = show(data.get("format")) if isinstance(data, dict) else "none"
         raise InvalidPlan(f"is not a baseline of format {FORMAT!r}: it says {said}", where=where, hint=_HINT)
-    try:
+    with located(where, _HINT):
         figures = {name: _figures(value, f"models.{clip(name)}") for name, value in data["models"].items()}
-    except InvalidPlan as error:
-        error.where, error.hint = f"{where}: {error.where}", _HINT
-        raise
     return MappingProxyType(figures)
 
 
@@ -56,13 +53,11 @@ def update_baseline(
 ) -> Mapping[str, Figures]:
     """Add or replace the figures of `models` in a baseline, or write only them (`whole`); return the previous figures.
 
-    A lock keeps the figures of every process when several update it at once. Raises as `read_baseline` and
-    `write_baseline` do.
+    Raises as `read_baseline` and `write_baseline` do.
     """
     file = Path(path)
-    with locked(file):
-        before = read_baseline(file) if file.exists() else {}
-        write_baseline(file, models if whole else {**before, **models})
+    before = read_baseline(file) if file.exists() else {}
+    write_baseline(file, models if whole else {**before, **models})
     return before
 
 

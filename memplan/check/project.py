@@ -21,7 +21,7 @@ from typing import Any
 from memplan.analysis.needs import OPTIMIZER
 from memplan.check.check import Rule, parse_rule
 from memplan.core.jsonio import clip, show
-from memplan.errors import InvalidPlan, InvalidSize, UnreadableFile
+from memplan.errors import InvalidPlan, UnreadableFile, located
 
 _HINT = (
     'as in: [tool.memplan] models = ["model.py:make"], baseline = ".memplan-baseline.json", fail-over = ["arena:+2%"]'
@@ -108,11 +108,8 @@ def _rules(at: str, table: dict[str, Any]) -> tuple[Rule, ...] | None:
         return None
     if not all(isinstance(text, str) for text in texts):
         raise InvalidPlan(f"{show(texts)} is not a list of texts", where=f"{at}.fail-over", hint=_HINT)
-    try:
+    with located(f"{at}.fail-over"):
         return tuple(map(parse_rule, texts))
-    except InvalidSize as error:
-        error.where = f"{at}.fail-over"
-        raise
 
 
 def _require(at: str, table: Any, kinds: dict[str, type]) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from memplan.cli import console as c
 from memplan.cli.console import Format, opt
-from memplan.errors import InvalidModel, InvalidSize, UnreadableFile
+from memplan.errors import InvalidModel, InvalidSize, UnreadableFile, located
 
 if TYPE_CHECKING:
     from memplan.analysis.rows import Figures
@@ -85,11 +85,8 @@ def _rule(option: str, text: str) -> Rule:
     """Return the rule that an option's text describes. Raises `InvalidSize`, which names the option."""
     from memplan.check.check import parse_rule
 
-    try:
+    with located(option):
         return parse_rule(text)
-    except InvalidSize as error:
-        error.where = option
-        raise
 
 
 def _entries(

@@ -26,7 +26,7 @@ def demo(
     Plans a transformer, draws it, trains it in its arena next to eager, fits it into less memory, and catches a change
     that makes it grow.
     """
-    from memplan.core.extras import require_torch
+    from memplan.core.arguments import require_torch
     from memplan.planning.planfile import load
 
     require_torch("memplan demo")

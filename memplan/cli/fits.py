@@ -38,7 +38,7 @@ def fits(
     Exits 1 when it does not fit.
     """
     from memplan.cli.source import blame, load_factory
-    from memplan.core.extras import require_torch
+    from memplan.core.arguments import require_torch
     from memplan.report.forms import fits_form
 
     require_torch("memplan fits")

@@ -28,10 +28,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from memplan.cli.console import stages
-from memplan.core.arguments import arguments_of
-from memplan.core.extras import require_torch
+from memplan.core.arguments import arguments_of, require_torch
 from memplan.core.units import parse_size
-from memplan.errors import InvalidModel, InvalidSize, MemplanError
+from memplan.errors import InvalidModel, InvalidSize, MemplanError, located
 from memplan.planning.options import DEFAULTS, PlanOptions
 
 if TYPE_CHECKING:
@@ -145,11 +144,8 @@ def traced(target: str, doing: str) -> Iterator[NamedModel]:
 
 def size_option(name: str, text: str | None, *, bare: bool = False) -> int | None:
     """Return the bytes that an option's text describes. Raises `InvalidSize`, which names the option."""
-    try:
+    with located(name):
         return None if text is None else parse_size(text, bare=bare)
-    except InvalidSize as error:
-        error.where = name
-        raise
 
 
 def seconds_option(name: str, seconds: float | None) -> float | None:

@@ -1,11 +1,12 @@
-"""The one rule by which example inputs become the arguments of a call: in the API, and for a FACTORY's result."""
+"""Checks of what is given: example inputs as the arguments of a call, kinds of arguments, libraries that are extras."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
-from memplan.errors import MemplanError
+from memplan.errors import LibraryNotInstalled, MemplanError, TorchNotInstalled
 
 LOAD = "make one by memplan.plan(model, example_inputs), or read it by memplan.load(path)"
 
@@ -48,3 +49,26 @@ def _keywords(given: Any, where: str, hint: str) -> dict[str, Any]:
     if other is not None:
         raise MemplanError(f"has the key {other!r}, which is no name of an argument", where=where, hint=hint)
     return dict(given)
+
+
+def require_torch(where: str) -> None:
+    """Raise `TorchNotInstalled`, which says how to install torch, unless torch can be imported.
+
+    Args:
+        where: What needs torch: a public name, a command, or a model's name.
+    """
+    if find_spec("torch") is None:
+        hint = "pip install 'memplan[torch]'; without torch, memplan solves, and reads and checks saved plans"
+        raise TorchNotInstalled("needs torch, which is not installed", where=where, hint=hint)
+
+
+def require_library(name: str, *, where: str, install: str) -> None:
+    """Raise `LibraryNotInstalled`, which says how to install a library of others, unless it can be imported.
+
+    Args:
+        name: The package that is imported.
+        where: What needs it: a module of memplan.
+        install: The command that installs it.
+    """
+    if find_spec(name) is None:
+        raise LibraryNotInstalled(f"needs {name}, which is not installed", where=where, hint=install)

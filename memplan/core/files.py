@@ -1,17 +1,13 @@
-"""Writes files completely or not at all, and locks files that several processes change."""
+"""Writes files completely or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from memplan.errors import UnreadableFile
-
-if sys.platform != "win32":
-    import fcntl
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -66,44 +62,3 @@ def _named(path: Path) -> Iterator[None]:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         hint = "name a file that can be written"
         raise UnreadableFile(f"cannot be written: {reason}", where=str(path), hint=hint) from error
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of `path`: while it is held, no other process that uses the lock reads or writes the file.
-
-    The lock is a file beside `path`, which is removed afterwards; the system releases it if a process dies. On Windows
-    nothing is locked. Raises `UnreadableFile` if the lock file cannot be made.
-    """
-    if sys.platform == "win32":
-        yield
-        return
-    require_place(path)
-    with _named(path):
-        target = path.resolve()
-        lock = target.with_name(f".{target.name}.lock")
-        handle = _acquire(lock)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            lock.unlink()
-        os.close(handle)
-
-
-if sys.platform != "win32":
-
-    def _acquire(lock: Path) -> int:
-        """Wait for the lock and return the handle of its file. A file that its holder has removed is not used."""
-        while True:
-            handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX)
-                if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
-                    return handle
-            except FileNotFoundError:  # removed between the two looks at it
-                pass
-            except BaseException:
-                os.close(handle)
-                raise
-            os.close(handle)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -83,6 +84,12 @@ class Value:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of one element: 2 for "bfloat16", 1 for "float8_e4m3fn" and "bool"."""
+        bits = re.search(r"\d+", self.dtype)
+        return int(bits.group()) // 8 if bits else 1
 
     @property
     def dense(self) -> bool:

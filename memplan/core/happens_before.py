@@ -62,14 +62,11 @@ class Ordering:
     """The result of following a plan's lanes.
 
     `races` are the pairs of uses that nothing orders. `copies` is the number of copies in a step, and of collectives
-    that are started before they are waited for, `idle_waits` the
-    positions in the schedule of waits without which the same would be ordered, because an earlier wait for a later copy
-    of the same lane orders it too. They are run all the same: the error of a copy is raised at its wait.
+    that are started before they are waited for.
     """
 
     races: tuple[Race, ...]
     copies: int
-    idle_waits: tuple[int, ...]
 
 
 def has_copies(plan: Plan) -> bool:
@@ -98,14 +95,13 @@ def follow(
         unsettled: phases at whose end the host does not wait for copies.
 
     Returns:
-        The races, and the waits that order nothing.
+        The races, and the number of copies.
 
     Example:
         >>> follow(plan).races
         ()
     """
     lanes = _Lanes(plan)
-    idle: list[int] = []
     order = [lanes.graph.ops[index] for index in plan.schedule.order]
     split = sum(op.phase is Phase.FORWARD for op in order)
     for phase in range(4):  # the next step uses the same bytes, and lanes that do not settle go on
@@ -118,15 +114,15 @@ def follow(
             if _starts(op):
                 lanes.start(op, ordered=position not in unordered)
             elif op.target in TRANSFERS:
-                if position not in without and lanes.wait(op) and phase > 1:
-                    idle.append(position)
+                if position not in without:
+                    lanes.wait(op)
             else:
                 lanes.run(op)
         if phase not in unsettled:
             lanes.settle()
         lanes.give(backward=backward, ends=backward or split == len(order))
     copies = sum(map(_starts, lanes.graph.ops))
-    return Ordering(races=tuple(lanes.races), copies=copies, idle_waits=tuple(idle))
+    return Ordering(races=tuple(lanes.races), copies=copies)
 
 
 def require_no_races(plan: Plan) -> None:
@@ -185,7 +181,7 @@ class _Lanes:
         self.settled: _Clock = {}  # what the host has waited for, or done: everything else is launched after it
         self.clocks: defaultdict[str, _Clock] = defaultdict(lambda: dict(self.settled))
         self.uses: defaultdict[str, defaultdict[str, list[_Use]]] = defaultdict(lambda: defaultdict(list))
-        self.ended: dict[tuple[int, int], tuple[str, _Clock]] = {}  # (source, destination) -> its lane and clock
+        self.ended: dict[tuple[int, int], _Clock] = {}  # (source, destination) -> the clock of its lane
         self.copies: set[str] = set()  # the lanes that copy
         self.races: list[Race] = []
 
@@ -244,20 +240,17 @@ class _Lanes:
         if op.target in _STARTS:
             self.copies.add(lane)
         self._use(lane, op, host=lane)
-        self.ended[pair] = lane, dict(self.clocks[lane])
+        self.ended[pair] = dict(self.clocks[lane])
 
-    def wait(self, op: Op) -> bool:
-        """Order what is launched from now on after a copy; return whether it was before."""
+    def wait(self, op: Op) -> None:
+        """Order what is launched from now on after a copy."""
         pair = self._pair(op, op.reads[:1], op.reads[1:2])
         if pair not in self.ended:
             what = "collective" if op.target == WAIT else "copy"
             raise InvalidPlan(f"waits for a {what} that was not started", where=f"op {op.name}")
-        lane, ended = self.ended.pop(pair)
-        compute = [self.clocks[other] for other in self.compute.values()]
-        known = all(clock.get(lane, 0) >= ended[lane] for clock in compute)
-        for clock in compute:
-            _join(clock, ended)
-        return known
+        ended = self.ended.pop(pair)
+        for lane in self.compute.values():
+            _join(self.clocks[lane], ended)
 
     def _use(self, lane: str, op: Op, *, host: str) -> None:
         """Note what an op uses, on its lane, and what of it is on the host, on the lane `host`."""

@@ -59,26 +59,16 @@ _POINTWISE_NAMES = """
 _ROWWISE_NAMES = """
     _softmax.default _log_softmax.default _softmax_backward_data.default _log_softmax_backward_data.default
 """
+_PRODUCT_NAMES = """
+    mul.Tensor div.Tensor addcmul.default lerp.Scalar pow.Tensor_Scalar add.Tensor sub.Tensor
+    silu_backward.default tanh_backward.default sigmoid_backward.default
+"""
 # ATen ops whose kernels read index i before they write it, and do not read it afterwards.
 POINTWISE = frozenset(f"aten.{name}" for name in _POINTWISE_NAMES.split())
 # ATen ops whose CPU kernels finish reading a row before they write it.
 ROWWISE = frozenset(f"aten.{name}" for name in _ROWWISE_NAMES.split())
 # The ops among them that multiply or divide (sums: by alpha): their kernels round complex numbers differently in place.
-COMPLEX_PRODUCTS = frozenset(
-    f"aten.{name}"
-    for name in (
-        *(
-            "mul.Tensor",
-            "div.Tensor",
-            "addcmul.default",
-            "lerp.Scalar",
-            "pow.Tensor_Scalar",
-            "add.Tensor",
-            "sub.Tensor",
-        ),
-        *("silu_backward.default", "tanh_backward.default", "sigmoid_backward.default"),
-    )
-)
+COMPLEX_PRODUCTS = frozenset(f"aten.{name}" for name in _PRODUCT_NAMES.split())
 COPY = "aten.copy_.default"
 _IN_PLACE = frozenset((COPY, ALL_REDUCE))  # ops of one read and one result that may be the same bytes
 

@@ -1,8 +1,15 @@
-"""The legal orders of a graph: the dependencies between ops, and the check that an order keeps them."""
+"""The legal orders of a graph: the dependencies between ops, and the checks of an order.
+
+`require_legal` compares an order with the one in which the graph was traced, and would keep a fault of the trace too.
+`require_written_first` shares no code with it, nor with the passes that make graphs: it follows writes and reads, op by
+op. What the model, the optimizer or the caller holds has its value when the step begins; the gradients that come in
+have theirs when the backward begins. Every other storage has one from the first op on that writes it: an op that read
+it before that would compute from what an earlier step left there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memplan.core.collectives import is_collective
@@ -108,3 +115,29 @@ def require_legal(graph: Graph, order: tuple[int, ...]) -> None:
             raise InvalidPlan(f"runs {op.name!r} of the forward in the backward", where=f"schedule.order[{step}]")
         backward = backward or op.phase is Phase.BACKWARD
         done.add(index)
+
+
+_HELD = {StorageKind.INPUT, StorageKind.PARAMETER, StorageKind.CONSTANT, StorageKind.OPTIMIZER_STATE}
+
+
+def require_written_first(graph: Graph, order: Sequence[int]) -> None:
+    """Raise `InvalidPlan` naming the first read, by an op of `order` or by the caller, of what nothing has written."""
+    known = {i for i, s in enumerate(graph.storages) if not s.planned and s.kind in _HELD}
+    coming = {i for i, s in enumerate(graph.storages) if not s.planned and s.kind is StorageKind.TANGENT}
+    phase = Phase.FORWARD
+    for step, op in enumerate(graph.ops[index] for index in order):
+        if phase is not op.phase:
+            _require(graph, graph.outputs, known, "the caller", "outputs")
+            known, phase = known | coming, op.phase
+        _require(graph, op.reads, known, op.name, f"schedule.order[{step}]")
+        known.update(graph.values[v].storage for v in op.writes)
+    _require(graph, graph.outputs, known, "the caller", "outputs")
+    _require(graph, graph.gradients, known | coming, "autograd", "gradients")
+
+
+def _require(graph: Graph, read: Sequence[int], known: set[int], who: str, where: str) -> None:
+    for v in read:
+        storage = graph.values[v].storage
+        if storage not in known and graph.storages[storage].nbytes:
+            what = f"{who} reads {graph.storages[storage].name!r} before anything has written it"
+            raise InvalidPlan(what, where=where)

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from memplan.core.code_options import CodeOptions
 from memplan.core.collectives import Collective, collectives_of
-from memplan.core.compressed_storages import compressions_of
 from memplan.core.division import Division
-from memplan.core.evictions import DeviceArena, Eviction, EvictionPlan, evictions_of
+from memplan.core.evictions import DeviceArena, Eviction, EvictionPlan, compressions_of, evictions_of
 from memplan.core.graph import Graph, StorageKind
 from memplan.core.in_place import placed
 from memplan.core.later import later

@@ -16,7 +16,6 @@ class Evidence(enum.Enum):
     WORKING_SET = "what {op} reads and writes"
     CUT = "the cut at {op}"
     BETWEEN = "the cut between forward and backward"
-    SEARCH = "a search through all orders"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +24,7 @@ class Schedule:
 
     `max_live` and `bound` are bytes of planned storages without alignment padding: the most that are alive at one
     step of this order, and a lower bound of that over all legal orders. `evidence` is the kind of proof of the bound,
-    `proof` the name of the op at which it holds ("" if the proof needs all ops). Loading a plan proves it again.
+    `proof` the name of the op at which it holds ("" between the phases). Loading a plan proves it again.
     """
 
     policy: str

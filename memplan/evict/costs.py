@@ -28,7 +28,7 @@ from memplan.core.files import write_atomic
 from memplan.core.gpus import GPUS, GpuTarget
 from memplan.core.graph import Graph, Op, Value
 from memplan.core.jsonio import from_json, read_json, to_json
-from memplan.errors import InvalidCosts, MemplanError, UnreadableFile
+from memplan.errors import InvalidCosts, UnreadableFile, located
 
 VERSION = 1
 
@@ -189,12 +189,8 @@ def load_costs(path: str | os.PathLike[str]) -> CostModel:
     data = read_json(where, hint)
     if not isinstance(data, dict) or data.pop("cost_model", None) != VERSION:
         raise UnreadableFile(f"is not a cost model of version {VERSION}", where=where, hint=hint)
-    try:
+    with located(where, hint):
         return from_json(CostModel, data, "costs")
-    except MemplanError as error:
-        error.where = f"{where}: {error.where}" if error.where else where
-        error.hint = error.hint or hint
-        raise
 
 
 def cost_model(costs: CostModel | str | os.PathLike[str]) -> CostModel:
@@ -296,25 +292,7 @@ def _value_bytes(graph: Graph, index: int) -> int:
     """Return the bytes that a kernel moves for a value; of an expanded value, those of its storage."""
     v = graph.values[index]
     elements = prod(n for n, s in zip(v.shape, v.strides, strict=True) if s)
-    return min(elements * _ITEMSIZE.get(v.dtype, 4), max(graph.storages[v.storage].nbytes, 1))
-
-
-_ITEMSIZE: Mapping[str, int] = MappingProxyType(
-    {
-        "float64": 8,
-        "int64": 8,
-        "complex64": 8,
-        "complex128": 16,
-        "bfloat16": 2,
-        "float16": 2,
-        "int16": 2,
-        "int8": 1,
-        "uint8": 1,
-        "bool": 1,
-        "float8_e4m3fn": 1,
-        "float8_e5m2": 1,
-    }
-)
+    return min(elements * v.itemsize, max(graph.storages[v.storage].nbytes, 1))
 
 
 # What an H200 and an H100 reach of their data sheets (measured 2026-11-27, torch 2.11): 785 and 798 of 989 TFLOP/s in a

@@ -9,7 +9,6 @@ must read the state that its first run found.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -234,14 +233,8 @@ def _layouts(graph: Graph, op: Op) -> tuple[object, ...]:
 
 def _whole(graph: Graph, value: Value) -> bool:
     """Return whether the value covers all bytes of its storage, which expanded values do not."""
-    nbytes = prod(value.shape) * _itemsize(value.dtype)
+    nbytes = prod(value.shape) * value.itemsize
     return value.offset == 0 and value.dense and nbytes >= graph.storages[value.storage].nbytes
-
-
-def _itemsize(dtype: str) -> int:
-    """Return the bytes of one element: 2 for "bfloat16", 1 for "float8_e4m3fn" and "bool"."""
-    bits = re.search(r"\d+", dtype)
-    return int(bits.group()) // 8 if bits else 1
 
 
 def _fault(op: Op, what: str) -> InvalidEviction:

@@ -26,7 +26,6 @@ from memplan.evict.search_kernel import (
     RECOMPUTE_ONCE,
     TO_HOST,
     UNDECIDED,
-    anneal,
     expand,
     judge,
 )
@@ -65,7 +64,6 @@ class DecisionSearch:
 
     def __init__(self, workload: Workload, *, swaps: bool = True, least: float = 1e-5) -> None:
         self.workload = w = workload
-        self.swaps = swaps
         self.arrays = WorkloadArrays(w)
         last = [uses[-1] if uses else -1 for uses in w.uses]
         self.extra = (self.arrays.use_ptr, self.arrays.use, self.arrays.redo_until, np.array(last, np.int64))
@@ -139,9 +137,6 @@ class DecisionSearch:
 Option = tuple[Move, ...]  # moves of different storages that are made together
 
 _CHEAPEST = 1e-9  # seconds: options that cost no time are compared by bytes
-_HEAT = 0.1  # the first temperature, in mean costs of one decision
-_MOST_COUNTED = 1_000  # ops that a round of annealing counts in steps of more
-_ROUNDS = 100  # of annealing for each option: more found nothing better for nano models
 
 
 def singles(search: DecisionSearch) -> tuple[tuple[Option, ...], ...]:
@@ -247,48 +242,6 @@ def _gain(before: Decisions, after: Decisions, exponent: float) -> float:
     return float(won / max(after.seconds - before.seconds, _CHEAPEST) ** exponent)
 
 
-@dataclass(frozen=True, slots=True)
-class Descended:
-    """The result of a random walk: its best state within the budget, if any, and its last state."""
-
-    best: Decisions | None
-    last: Decisions
-
-
-def anneal_walk(
-    search: DecisionSearch, state: Decisions, choices: Sequence[Sequence[Option]], *, work: int, seed: int, soft: float
-) -> Descended:
-    """Anneal over one or two options at a time; `soft` is that of `search_kernel.anneal`.
-
-    `work` limits it, in ops measured, of which a round counts at most a thousand; with few options, a number of rounds
-    for each of them does.
-    """
-    plain = sum(search.workload.seconds)
-    options = [option for options in choices for option in options]
-    rounds = min(work // min(len(search.workload.graph.ops) + 1, _MOST_COUNTED), _ROUNDS * len(options))
-    if rounds < 1 or state.seconds <= plain:
-        return Descended(state if state.area == 0 else None, state)
-    members = [move for option in options for move in option]
-    overhead = state.seconds - plain
-    taken = sum(any(state.decision[move.storage] == move.decision for move in option) for option in options) or 1
-    tables = (
-        np.cumsum([0, *map(len, choices)]),
-        np.cumsum([0, *map(len, options)]),
-        np.array([move.decision for move in members], np.int64),
-        np.array([move.storage for move in members], np.int64),
-        np.array([move.gap for move in members], np.int64),
-    )
-    decision, gap = state.decision.copy(), state.gap.copy()
-    best, best_gap, seconds = anneal(
-        *(decision, gap, search.workload.budget, state.seconds, state.area, tables, rounds, soft),
-        *(_HEAT * overhead / taken, overhead / search.start().area, seed),
-        *(search.kinds, search.indices, search.extra, search.tables),
-    )
-    found = search.judged(best, best_gap) if np.isfinite(seconds) else None
-    assert found is None or found.seconds == seconds
-    return Descended(found, search.judged(decision, gap))
-
-
 _TRIMS = 3  # of taking back what the budget does not need
 
 
@@ -340,15 +293,8 @@ def _fewest(search: DecisionSearch, state: Decisions, whole: Decisions, option: 
     They are the first or the last moves, whichever take less time.
     """
     left = [move for move in option if state.decision[move.storage] != move.decision]
-    best = whole
-    for moves in (left, left[::-1]):
-        low, high, found = 0, len(moves), whole
-        while high - low > 1:
-            middle = (low + high) // 2
-            after = search.after(state, *moves[:middle])
-            low, high, found = (low, middle, after) if after.area == 0 else (middle, high, found)
-        best = min(best, found, key=lambda d: d.seconds)
-    return best
+    found = (_last_within(search, state, moves, fewest=True) for moves in (left, left[::-1]))
+    return min((whole, *filter(None, found)), key=lambda d: d.seconds)
 
 
 def _most(
@@ -364,15 +310,24 @@ def _most(
     if whole.area == 0:
         return whole if better(whole, state) else state
     best = state
-    for some in (moves, moves[::-1]) if len(moves) > 1 else ():
-        low, high, found = 0, len(moves), state
-        while high - low > 1:
-            middle = (low + high) // 2
-            after = search.after(state, *some[:middle])
-            low, high, found = (middle, high, after) if after.area == 0 else (low, middle, found)
-        if found is not state and better(found, best):
-            best = found
+    for some in (moves, moves[::-1]):
+        found = _last_within(search, state, some, fewest=False)
+        best = found if found is not None and better(found, best) else best
     return best
+
+
+def _last_within(search: DecisionSearch, state: Decisions, moves: Sequence[Move], *, fewest: bool) -> Decisions | None:
+    """Return the state after the fewest, or the most, of the first moves that keep the budget, by bisection.
+
+    None where all of them, or none, are what keeps it.
+    """
+    low, high, found = 0, len(moves), None
+    while high - low > 1:
+        middle = (low + high) // 2
+        after = search.after(state, *moves[:middle])
+        found = after if after.area == 0 else found
+        low, high = (low, middle) if (after.area == 0) is fewest else (middle, high)
+    return found
 
 
 def decisions_of(search: DecisionSearch, events: Events) -> Decisions:

@@ -14,7 +14,7 @@ POLICIES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "auto": ("policies.auto", "auto"),
         "recompute": ("policies.auto", "recompute"),
         "flow": ("policies.flow", "flow"),
-        "genoa": ("policies.genoa", "genoa"),
+        "genoa": ("policies.flow", "genoa"),
         "dtr": ("policies.dtr", "dtr"),
         "delta": ("policies.delta", "delta"),
         "capuchin": ("policies.capuchin", "capuchin"),

@@ -8,10 +8,10 @@ The suite takes the result with the fewest bytes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from memplan.core.extras import require_library
+from memplan.core.arguments import require_library
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.errors import InvalidProblem
 from memplan.solvers import solve
@@ -53,7 +53,7 @@ def plan_memory(
     memories: dict[int, list[Any]] = {}
     for spec in ordered:
         if spec.storage_base is None:
-            memories.setdefault(_memory_of(spec), []).append(spec)
+            memories.setdefault(1 if spec.mem_id is None else int(spec.mem_id), []).append(spec)
     before = getattr(graph_module, "input_mem_buffer_sizes", None) or []
     sizes = [0] * (max(memories, default=1) + 1)
     places: dict[Any, Any] = {}
@@ -70,21 +70,14 @@ def plan_memory(
     return MemoryAlgoResult(places, sizes)
 
 
-def _memory_of(spec: Any) -> int:
-    return 1 if spec.mem_id is None else int(spec.mem_id)
-
-
 def _in_order(specs: Collection[Any], graph_module: Any) -> list[Any]:
     """Return the specs in the order in which the graph makes them: a set has another one in each process."""
     made: dict[int, int] = {}
     for node in graph_module.graph.nodes:
-        for spec in _leaves(node.meta.get("spec")):
+        found = node.meta.get("spec")
+        for spec in found if isinstance(found, (list, tuple)) else (found,):
             made.setdefault(id(spec), len(made))
     return sorted(specs, key=lambda spec: (made.get(id(spec), len(made)), list(spec.lifetime), spec.allocated_memory))
-
-
-def _leaves(found: Any) -> Iterable[Any]:
-    return found if isinstance(found, (list, tuple)) else (found,)
 
 
 def _buffer(number: int, spec: Any, alignment: int) -> Buffer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
-from memplan.core.extras import require_library
+from memplan.core.arguments import require_library
 from memplan.errors import UnknownName
 
 require_library("lightning", where=__name__, install="pip install lightning")

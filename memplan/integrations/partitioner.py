@@ -285,7 +285,7 @@ class _Joint:
 def _require_numbers(values: Mapping[str, Any]) -> None:
     """Raise `UnsupportedGraph` for inputs whose sizes vary from call to call."""
     for name, value in values.items():
-        sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+        sizes = tuple(value.shape) if isinstance(value, torch.Tensor) else (value,)
         if any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in sizes):
             what = "its size varies from call to call, so the bytes of a step are not known"
             hint = "compile with torch.compile(model, dynamic=False): each shape is then partitioned for itself"

@@ -72,29 +72,20 @@ class PlannedTraining:
         """The plan of each graph that has run so far; those of one graph are for the shapes that it has seen."""
         return tuple(plan for graph in self.backend.graphs for plan in graph.plans)
 
-    @property
-    def largest(self) -> Plan:
-        """The plan with the largest total. Raises `ValueError` while nothing has run."""
-        return max(self.plans, key=lambda plan: plan.total)
-
-    def figures(self) -> dict[str, float]:
-        """Return what a trainer logs: the bytes of all arenas, the largest total of a graph (bytes), and the graphs."""
-        plans = self.plans
-        return {
-            "memplan/arena_bytes": float(self.backend.arena_size),
-            "memplan/largest_total_bytes": float(max((plan.total for plan in plans), default=0)),
-            "memplan/graphs": float(len(self.backend.graphs)),
-        }
-
     def report(self) -> dict[str, float] | None:
         """Log the plans, and write them, once something has run; return the figures the first time, and None later."""
         if self._reported or not self.plans:
             return None
         self._reported = True
         self.backend.place()
-        figures = self.figures()
-        arena, plans = format_bytes(self.backend.arena_size), self.plans
-        _log.info("training runs in one arena of %s; graphs: %d", arena, len(plans))
+        arena, plans = self.backend.arena_size, self.plans
+        largest = max(plans, key=lambda plan: plan.total)
+        figures = {  # bytes, but for the number of graphs
+            "memplan/arena_bytes": float(arena),
+            "memplan/largest_total_bytes": float(largest.total),
+            "memplan/graphs": float(len(self.backend.graphs)),
+        }
+        _log.info("training runs in one arena of %s; graphs: %d", format_bytes(arena), len(plans))
         for i, plan in enumerate(plans):
             sizes = map(format_bytes, (plan.total, plan.arena_size, plan.max_live))
             _log.info("graph %d, %s: total %s, arena %s by itself, max live %s", i, plan.model, *sizes)
@@ -102,7 +93,7 @@ class PlannedTraining:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 plan.save(self._folder / f"graph-{i}.json")
         if self._folder is not None:
-            write_atomic(self._folder / PAGE, self.largest.to_html())
+            write_atomic(self._folder / PAGE, largest.to_html())
         return figures
 
 

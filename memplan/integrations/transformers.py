@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Unpack
 
-from memplan.core.extras import require_library
+from memplan.core.arguments import require_library
 
 require_library("transformers", where=__name__, install="pip install transformers accelerate")
 

@@ -1,4 +1,4 @@
-"""Restores the step that a plan with evictions was made from: each op once, in the order of its first run."""
+"""The step of a plan before anything was evicted: each op once, in the order of its first run; and eager's need."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from memplan.core.collectives import in_one_piece
 from memplan.core.evictions import EvictionPlan
 from memplan.core.graph import Graph, Op, Storage, StorageKind, Value
 from memplan.core.graph_edit import with_values
+from memplan.core.in_place import without_candidates
 from memplan.core.plan import Plan
-from memplan.core.schedule import make_schedule
+from memplan.core.schedule import live_bytes, make_schedule
+from memplan.core.totals import MODEL_KINDS, outside_profile
 from memplan.errors import InvalidPlan
+from memplan.evict.apply import apply
+from memplan.evict.costs import DEVICES
 from memplan.evict.equivalent import require_equivalent
+from memplan.evict.policies.checkpoint import checkpoint
+from memplan.evict.rng_states import only_used, with_saved_states
+from memplan.evict.workload import Workload
 from memplan.planning.make_plan import ScheduledGraph
 
 
@@ -58,3 +65,24 @@ def _restored(graph: Graph, kept: EvictionPlan, order: tuple[int, ...]) -> tuple
 def _is_traced(value: Value, storages: Sequence[Storage]) -> bool:
     """Return whether a value is no part of an eviction: in one of the traced `storages`, and not its bytes to copy."""
     return value.storage < len(storages) and value.name != f"{storages[value.storage].name}:bytes"
+
+
+def eager_total(graph: Graph, temporaries: Sequence[int] = ()) -> int:
+    """Return the bytes that eager needs at the peak of a traced step.
+
+    They are parameters, buffers, constants, inputs and optimizer state, and the highest sum of what is alive: in traced
+    order, with nothing in place, activation checkpoints followed, gradients and outputs included. `temporaries`: the
+    bytes that the kernel of each op allocates beside its results, if they are known.
+    """
+    temporaries = temporaries or [0] * len(graph.ops)
+    separate = without_candidates(graph)
+    order = tuple(range(len(graph.ops)))
+    if any(op.checkpoint for op in graph.ops):
+        workload = Workload(graph=separate, sources=order, costs=DEVICES["cpu"], budget=0)
+        states = with_saved_states(workload)
+        applied = apply(*only_used(states, checkpoint(states.workload)))
+        separate, order = applied.graph, tuple(range(len(applied.graph.ops)))
+        temporaries = [temporaries[source] if source >= 0 else 0 for source in applied.sources]
+    results = outside_profile(separate, order, temporaries)
+    alive = map(sum, zip(live_bytes(separate, order), results, strict=True))
+    return graph.bytes_of(*MODEL_KINDS) + max(alive, default=0)

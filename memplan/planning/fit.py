@@ -17,8 +17,7 @@ from memplan.evict.measure import MeasuredEvents, measure
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.delta import delta
 from memplan.evict.policies.dtr import dtr
-from memplan.evict.policies.flow import flow
-from memplan.evict.policies.genoa import genoa
+from memplan.evict.policies.flow import flow, genoa
 from memplan.evict.rng_states import SavedStates, decide, with_saved_states, without_states
 from memplan.evict.workload import Events, Policy, Workload, floor, host_resident_storages, in_order
 
@@ -191,7 +190,7 @@ def _keeps(states: SavedStates, policy: Policy, budget: int) -> bool:
 def quick_of(policy: Policy) -> Policy:
     """Return a policy that needs about the same bytes as `policy`, in less time; `policy` itself if there is none."""
     own: Policy | None = getattr(policy, "quick", None)
-    return own or (partial(policy, work=0) if policy in (auto, recompute) else policy)
+    return own or (partial(policy, quick=True) if policy in (auto, recompute) else policy)
 
 
 def _states_for(workload: Workload, policy: Policy) -> SavedStates:

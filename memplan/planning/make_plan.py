@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from memplan.core import lifetimes
 from memplan.core.graph import Graph
+from memplan.core.legal_orders import require_written_first
 from memplan.core.plan import Plan
 from memplan.core.problem import Problem, Solution
 from memplan.core.schedule import Schedule
-from memplan.core.written_first import require_written_first
 from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.solvers import solve
 
@@ -35,14 +36,8 @@ class ScheduledGraph:
     @classmethod
     def of(cls, plan: Plan) -> ScheduledGraph:
         """Return the graph of a plan in the plan's order, to be placed anew, without red zones."""
-        return cls(
-            model=plan.model,
-            graph=plan.graph,
-            schedule=plan.schedule,
-            alignment=plan.alignment,
-            versions=plan.versions,
-            reserve=plan.reserve,
-        )
+        kept = {field.name: getattr(plan, field.name) for field in fields(cls) if field.name != "redzone"}
+        return cls(**kept)
 
     @property
     def problem(self) -> Problem:
@@ -55,17 +50,8 @@ class ScheduledGraph:
         Raises `InvalidPlan` if an op reads what nothing has written.
         """
         require_written_first(self.graph, self.schedule.order)
-        return Plan(
-            model=self.model,
-            graph=self.graph,
-            schedule=self.schedule,
-            problem=problem,
-            solution=solution,
-            alignment=self.alignment,
-            redzone=self.redzone,
-            versions=self.versions,
-            reserve=self.reserve,
-        )
+        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Plan(problem=problem, solution=solution, **own)
 
 
 def make_plan(scheduled: ScheduledGraph, options: PlanOptions = DEFAULTS) -> Plan:

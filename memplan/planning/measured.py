@@ -10,7 +10,7 @@ from memplan.core.graph import Graph, StorageKind
 from memplan.core.plan import Plan
 from memplan.core.totals import beside_results
 from memplan.core.units import format_bytes
-from memplan.planning.eager_total import eager_total
+from memplan.planning.base_graph import eager_total
 from memplan.planning.options import PlanOptions
 from memplan.planning.outside_arena import plan_partly_outside
 
@@ -58,6 +58,16 @@ def no_more_than_eager(
     if least.on_device > limit:
         _log.info("%s: needs %s, and eager %s", plan.model, *map(format_bytes, (least.on_device, limit)))
     return found
+
+
+def as_after_a_trial(plan: Plan, options: PlanOptions) -> Plan:
+    """Return the plan that a trial run on a device would leave, as far as what kernels allocate is known before it.
+
+    What kernels return leaves the arena where eager would need less, as in `no_more_than_eager`.
+    """
+    if plan.eviction is not None or plan.collectives or options.has_budget:
+        return plan
+    return no_more_than_eager(plan, plan.graph, plan.transient, options, saved=True) or plan
 
 
 def _is_away(plan: Plan) -> bool:

@@ -6,15 +6,14 @@ option, so the functions below need not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, get_args
 
 from memplan.core.choices import Checkpoint, Gradients, Kernels, Layout, require_choices
 from memplan.core.division import Compression, Divide, Division, compression_of, division_of, require_sums
 from memplan.core.units import parse_percent, parse_size
-from memplan.errors import InvalidShapes, InvalidSize, UnsupportedCall, UnsupportedProblem
+from memplan.errors import InvalidShapes, InvalidSize, UnsupportedCall, UnsupportedProblem, located
 
 if TYPE_CHECKING:
     import os
@@ -251,7 +250,7 @@ def read_budget(budget: object, where: str = "budget") -> int | float | Literal[
 
     Raises `InvalidSize`, which names `where`, for anything else.
     """
-    with _named(where):
+    with located(where):
         if budget == "min":
             return "min"
         if isinstance(budget, str) and budget.strip().endswith("%"):
@@ -265,20 +264,10 @@ def read_budget(budget: object, where: str = "budget") -> int | float | Literal[
 
 def read_size(where: str, size: object) -> int:
     """Return a number of bytes that is an int or a text ("1GiB"). Raises `InvalidSize`, which names `where`."""
-    with _named(where):
+    with located(where):
         if not isinstance(size, (int, str)) or isinstance(size, bool):
             raise InvalidSize(f"{size!r} is not a size", hint=_SIZE_HINT)
         return _read_bytes(size, _SIZE_HINT)
-
-
-@contextmanager
-def _named(where: str) -> Iterator[None]:
-    """Add the name of the option to an `InvalidSize` that is raised inside."""
-    try:
-        yield
-    except InvalidSize as error:
-        error.where = where
-        raise
 
 
 def _read_bytes(size: int | str, hint: str) -> int:

@@ -94,33 +94,6 @@ def plan_partly_outside(plan: Plan, limit: int, options: PlanOptions, *, saved: 
     return None if best is plan else best
 
 
-def leaving_first(plan: Plan, options: PlanOptions) -> Iterator[tuple[str, int, int]]:
-    """Yield the results that would have to leave the arena first if evictions could lower it elsewhere.
-
-    They free more where the arena is fullest than they add outside, and leave until there is none of that kind.
-
-    Args:
-        plan: A plan with evictions, on one device.
-        options: `gradients` is as in `plan_partly_outside`.
-
-    Yields:
-        The name of a storage, the op that makes it, and the bytes of a copy that this op then does not need; once for
-        each storage over the same bytes, with 0 bytes for those of other ops.
-    """
-    profile, order = _Profile(plan), plan.schedule.order
-    left = list(_candidates(plan, gradients=options.gradients == "arena", saved=False))
-    while True:
-        best = _next(profile, left, _frees_most)
-        if best is None or profile.raised(best) - int(profile.outside.max()) >= best.size:
-            return
-        left.remove(best)
-        profile.move(best, out=True)
-        first = order[best.live.start]
-        made = plan.graph.written(plan.graph.ops[first])
-        for storage in sorted(best.storages):
-            yield plan.graph.storages[storage].name, first, best.saved if storage in made else 0
-
-
 def _without(plan: Plan, chosen: Sequence[_Candidate], options: PlanOptions) -> Plan:
     """Return the plan of the same order with the chosen storages outside."""
     order, temporaries = plan.schedule.order, list(plan.transient)

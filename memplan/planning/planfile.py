@@ -21,14 +21,13 @@ from memplan.core.files import write_atomic
 from memplan.core.graph import Graph, check_graph
 from memplan.core.happens_before import require_no_races
 from memplan.core.jsonio import from_json, read_json, show, to_json
-from memplan.core.legal_orders import require_legal
+from memplan.core.legal_orders import require_legal, require_written_first
 from memplan.core.plan import SCHEMA_VERSION, Plan, as_loaded
 from memplan.core.problem import Solution, Status
 from memplan.core.schedule import Schedule, live_bytes, working_set_bound
 from memplan.core.totals import page_locked
 from memplan.core.validate import validate
-from memplan.core.written_first import require_written_first
-from memplan.errors import InvalidPlan, MemplanError
+from memplan.errors import InvalidPlan, located
 from memplan.schedule.select import require_evidence
 
 
@@ -178,12 +177,8 @@ class FileFormat(Generic[_Held]):
         data, where = read_json(path, self.hint), os.fspath(path)
         if not isinstance(data, dict):
             raise InvalidPlan("is not a plan: the top level is not an object", where=where, hint=self.hint)
-        try:
+        with located(where, self.hint):
             return self._made(data)
-        except MemplanError as error:
-            error.where = f"{where}: {error.where}" if error.where else where
-            error.hint = error.hint or self.hint
-            raise
 
     def _made(self, data: dict[str, Any]) -> _Held:
         """Make the contents from parsed JSON and check that all parts agree. Removes the head from `data`."""

@@ -22,7 +22,7 @@ from memplan.evict.policies.checkpoint import checkpoint
 from memplan.evict.rng_states import only_used, with_saved_states
 from memplan.evict.select import policy_name
 from memplan.evict.workload import Policy, Workload, floor
-from memplan.planning.eager_total import eager_total
+from memplan.planning.base_graph import eager_total
 from memplan.planning.fit import Fitted, fit, plan_again, quick_of, smallest
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions, read_budget

@@ -11,7 +11,6 @@ from memplan.analysis.explain import Lever, levers
 from memplan.analysis.needs import OPTIMIZER, Needed, needed, set_aside
 from memplan.core.division import Division
 from memplan.core.evictions import SEND, Action, DeviceArena
-from memplan.core.graph import StorageKind
 from memplan.core.jsonio import to_json
 from memplan.core.later import later
 from memplan.core.plan import GraphSection, Plan
@@ -278,21 +277,14 @@ def _exchanged(plan: Plan) -> Exchanged | None:
     )
 
 
-_BEFORE = {
-    "inputs": StorageKind.INPUT, "tangents": StorageKind.TANGENT, "optimizer_state": StorageKind.OPTIMIZER_STATE,
-    "parameters": StorageKind.PARAMETER, "constants": StorageKind.CONSTANT,
-}  # fmt: skip
-
-
 def _outside(plan: Plan) -> Outside:
-    made = {name: plan.outside.get(name, 0) for name in ("outputs", "gradients", "intermediate", "fallbacks")}
+    aside = set_aside(plan)
+    made: dict[str, Any] = {name.replace(" ", "_"): size for name, size in plan.outside.items()}
+    made["temporaries"] = made["temporaries"] or (None if plan.temporaries is None else 0)
     return Outside(
-        **made,
-        **{name: plan.graph.bytes_of(kind) for name, kind in _BEFORE.items()},
-        temporaries=plan.outside["temporaries"] or (None if plan.temporaries is None else 0),
+        **{"intermediate": 0, **made, "reserve": aside},
         measured=plan.temporaries is not None,
         during=max(plan.outside_profile, default=0),
-        reserve=(aside := set_aside(plan)),
         workspaces=plan.reserve - aside or (None if plan.on_accelerator else 0),
     )
 

@@ -49,11 +49,10 @@ class GraphArrays:
     """Ops 0..n-1 and storages 0..m-1 of a graph. Lists of lists are flat: row i is `x[x_ptr[i]:x_ptr[i + 1]]`.
 
     `pred` and `succ` are the ops that must run directly before and after an op, `touch` the planned storages that an op
-    touches, `user` the ops that touch a storage, in traced order. `size` is in bytes. `given` is 1 for a storage alive
-    before the first op, `kept` for one alive after the last. Storages touched by the same ops are merged.
-    `chance_ptr` gives the in-place candidates of each op: if the op is the last to touch `donor`, then `saved` bytes
-    less are alive while it runs (the largest of its candidates counts). With `backwards`, time is reversed, and the op
-    must be the first to touch `donor`.
+    touches, `user` the ops that touch a storage, in traced order. `size` is in bytes. `kept` is 1 for a storage alive
+    after the last op. Storages touched by the same ops are merged. `chance_ptr` gives the in-place candidates of each
+    op: if the op is the last to touch `donor`, then `saved` bytes less are alive while it runs (the largest of its
+    candidates counts).
     """
 
     barrier: int
@@ -66,12 +65,10 @@ class GraphArrays:
     user_ptr: Ints
     user: Ints
     size: Ints
-    given: Ints
     kept: Ints
     chance_ptr: Ints
     donor: Ints
     saved: Ints
-    backwards: bool = False
 
     @property
     def n(self) -> int:
@@ -111,11 +108,8 @@ class GraphArrays:
         return op - (op > self.barrier)
 
 
-def make_graph_arrays(graph: Graph, *, least: int = 1) -> GraphArrays:
-    """Return the arrays of `graph`. Linear in its ops and the storages that they touch.
-
-    Storages of fewer than `least` bytes are left out. A lower bound without them is also a lower bound with them.
-    """
+def make_graph_arrays(graph: Graph) -> GraphArrays:
+    """Return the arrays of `graph`. Linear in its ops and the storages that they touch."""
     barrier = graph.forward_ops
     before = [frozenset(p + (p >= barrier) for p in found) for found in predecessors(graph)]
     pred = _with_barrier(before, barrier)
@@ -126,7 +120,7 @@ def make_graph_arrays(graph: Graph, *, least: int = 1) -> GraphArrays:
     users: dict[int, list[int]] = {}
     for index, op in enumerate(graph.ops):
         for storage in graph.touched(op):
-            if graph.storages[storage].planned and graph.storages[storage].nbytes >= max(least, 1):
+            if graph.storages[storage].planned and graph.storages[storage].nbytes:
                 users.setdefault(storage, []).append(index + (index >= barrier))
     return _assemble(graph, barrier, pred, succ, users)
 
@@ -177,7 +171,6 @@ def _assemble(
         user_ptr=user_ptr,
         user=user_flat,
         size=np.array(list(merged.values()), np.int64),
-        given=np.zeros(len(merged), np.int64),
         kept=np.array([keep for _, keep in merged], np.int64),
         chance_ptr=chance_ptr,
         donor=chance_flat.reshape(-1, 2)[:, 0].copy(),
@@ -191,38 +184,6 @@ def _flat(rows: Iterable[Sequence[Any]]) -> tuple[Ints, Ints]:
     return ptr, np.array([item for row in listed for item in row], np.int64)
 
 
-def reverse(arrays: GraphArrays) -> GraphArrays:
-    """Return the arrays with time reversed: op i becomes op n - 1 - i, storage i becomes m - 1 - i, `kept` becomes
-    `given`.
-
-    An order, reversed and renumbered, is an order of the reversed arrays with the same live bytes at each step.
-    """
-    last_op, last_storage = arrays.n - 1, arrays.m - 1
-    return GraphArrays(
-        barrier=last_op - arrays.barrier,
-        pred_ptr=_reversed_ptr(arrays.succ_ptr),
-        pred=(last_op - arrays.succ)[::-1].copy(),
-        succ_ptr=_reversed_ptr(arrays.pred_ptr),
-        succ=(last_op - arrays.pred)[::-1].copy(),
-        touch_ptr=_reversed_ptr(arrays.touch_ptr),
-        touch=(last_storage - arrays.touch)[::-1].copy(),
-        user_ptr=_reversed_ptr(arrays.user_ptr),
-        user=(last_op - arrays.user)[::-1].copy(),
-        size=arrays.size[::-1].copy(),
-        given=arrays.kept[::-1].copy(),
-        kept=arrays.given[::-1].copy(),
-        chance_ptr=_reversed_ptr(arrays.chance_ptr),
-        donor=(last_storage - arrays.donor)[::-1].copy(),
-        saved=arrays.saved[::-1].copy(),
-        backwards=not arrays.backwards,
-    )
-
-
-def _reversed_ptr(ptr: Ints) -> Ints:
-    """Return the row starts for the rows in reverse order."""
-    return np.ascontiguousarray((ptr[-1] - ptr)[::-1])
-
-
 def step_bytes(arrays: GraphArrays, order: Ints) -> Ints:
     """Return the bytes that are alive at each step of `order`."""
     if not arrays.m:
@@ -230,12 +191,12 @@ def step_bytes(arrays: GraphArrays, order: Ints) -> Ints:
     position = np.empty(arrays.n, np.int64)
     position[order] = np.arange(arrays.n)
     at = position[arrays.user]
-    first = np.where(arrays.given, 0, np.minimum.reduceat(at, arrays.user_ptr[:-1]))
+    first = np.minimum.reduceat(at, arrays.user_ptr[:-1])
     last = np.where(arrays.kept, arrays.n - 1, np.maximum.reduceat(at, arrays.user_ptr[:-1]))
     change = np.zeros(arrays.n + 1, np.int64)
     np.add.at(change, first, arrays.size)
     np.subtract.at(change, last + 1, arrays.size)
-    taken = (first if arrays.backwards else last)[arrays.donor] == position[arrays.taker]
+    taken = last[arrays.donor] == position[arrays.taker]
     less = np.zeros(arrays.n, np.int64)
     np.maximum.at(less, position[arrays.taker[taken]], arrays.saved[taken])
     return np.asarray(np.cumsum(change[:-1]) - less, np.int64)

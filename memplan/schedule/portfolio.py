@@ -1,87 +1,180 @@
-"""`auto`: repairs the traced order by minimum cuts, and searches for a better one, until an order is proven optimal.
+"""`auto`: repairs the traced order by minimum cuts, and lists the ops anew, until an order is proven optimal.
 
-The result is never worse than the traced order, and is the traced order if no other is better. All limits count work,
+The result is never worse than the traced order, and is the traced order if no other is better. The limit counts work,
 so that a graph gets the same schedule on every machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import heapq
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import numpy as np
 
 from memplan.core.graph import Graph
-from memplan.core.schedule import Schedule
-from memplan.schedule.graph_arrays import GraphArrays, make_graph_arrays, step_bytes
-from memplan.schedule.ideals import Narrowed, narrow, unsearched, widest
-from memplan.schedule.prover import Prover, repair
+from memplan.core.schedule import Evidence, Schedule
+from memplan.schedule.cut import Cut, cut
+from memplan.schedule.graph_arrays import GraphArrays, Ints, make_graph_arrays, step_bytes
 
-_NARROW = (8, 64)  # states
-_WIDE = (64, 512, 4096, 16384)
+_WORK = 6_000  # arcs of cuts for each op, 2 to 10 ns each
 
 
 def portfolio(graph: Graph) -> Schedule:
-    """Return the schedule with the smallest max live found by cut repair and a bounded search."""
+    """Return the schedule with the smallest max live found by listing the ops and cut repair."""
     arrays = make_graph_arrays(graph)
-    prover = Prover(arrays, _cut_work(arrays))
+    prover = Prover(arrays, _WORK * arrays.n)
     best, name = arrays.traced, "traced"
     peak = int(step_bytes(arrays, best).max(initial=0))
-    if peak > prover.bound:
-        repaired = repair(arrays, best, prover.cut_at)
+    for policy, order in _orders(arrays):
+        if peak <= prover.bound:
+            break
+        repaired = repair(arrays, order, prover.cut_at)
         if (needs := int(step_bytes(arrays, repaired).max())) < peak:
-            best, name, peak = repaired, "traced + repair", needs
-    if peak > prover.bound:
+            best, name, peak = repaired, f"{policy} + repair", needs
         prover.raise_bound(best)
-    if peak > prover.bound:
-        found = _searched(graph, arrays, unsearched(arrays, best, prover.bound, _search_work(arrays)))
-        prover.searched(found.bound)
-        if found.max_live < peak:
-            best, name = found.order, "search"
     return prover.schedule(graph, best, name)
 
 
-def _searched(graph: Graph, arrays: GraphArrays, start: Narrowed) -> Narrowed:
-    """Return the best order and bound after ever wider searches.
+def _orders(arrays: GraphArrays) -> Iterator[tuple[str, Ints]]:
+    """Yield the orders to repair, the traced one first."""
+    yield "traced", arrays.traced
+    yield "frees first", listed(arrays)
+    yield "least first", listed(arrays, least=True)
+    yield "least last", listed(arrays, least=True, backwards=True)
 
-    Narrow searches come first. Then the small storages are left out, which give a search many choices for a few bytes.
-    If that leaves a gap of more than those few bytes, wide searches with all storages follow.
+
+def listed(arrays: GraphArrays, *, least: bool = False, backwards: bool = False) -> Ints:
+    """Return the order in which the best of the ready ops runs next: one that frees at least what it allocates.
+
+    Ties go by the traced order, or, with `least`, by the bytes that an op allocates first. With `backwards`, time is
+    reversed: the last op is chosen first.
     """
-    found = _widened(arrays, replace(start, left=start.left // 4), _NARROW)
-    found = replace(found, left=found.left + start.left - start.left // 4)
-    rough = _rough(graph, arrays, found.max_live)
-    if rough is not None and found.max_live > found.bound:
-        without = _widened(rough, unsearched(rough, found.order, found.bound, found.left), _WIDE)
-        found = replace(found, bound=max(found.bound, without.bound), left=without.left)
-        needs = int(step_bytes(arrays, without.order).max())
-        if needs < found.max_live:
-            found = replace(found, order=without.order, max_live=needs)
-        if without.max_live == without.bound:
-            return found  # the remaining gap is a few bytes of small storages
-    return _widened(arrays, found, _WIDE) if found.max_live > found.bound else found
+    before, after, touch, user = (
+        [flat[i:j].tolist() for i, j in pairwise(ptr.tolist())]
+        for ptr, flat in (
+            *((arrays.pred_ptr, arrays.pred), (arrays.succ_ptr, arrays.succ)),
+            *((arrays.touch_ptr, arrays.touch), (arrays.user_ptr, arrays.user)),
+        )
+    )
+    if backwards:
+        before, after = after, before
+    size, kept = arrays.size.tolist(), arrays.kept.tolist()
+    born = [bool(keep) and backwards for keep in kept]
+    left = [len(ops) + (keep and not backwards) for ops, keep in zip(user, kept, strict=True)]
+    waiting = list(map(len, before))
+    heap: list[tuple[bool, int, int]] = []
+
+    def push(op: int) -> None:
+        allocated = sum(size[s] for s in touch[op] if not born[s])
+        freed = sum(size[s] for s in touch[op] if left[s] == 1)
+        heapq.heappush(heap, (allocated > freed, allocated * least, -op if backwards else op))
+
+    for op, count in enumerate(waiting):
+        if not count:
+            push(op)
+    found: dict[int, None] = {}
+    while heap:
+        op = abs(heapq.heappop(heap)[2])
+        if op in found:  # it became better meanwhile
+            continue
+        found[op] = None
+        better = list(after[op])
+        for following in after[op]:
+            waiting[following] -= 1
+        for s in touch[op]:
+            left[s] -= 1
+            better += user[s] if left[s] == 1 or not born[s] else ()
+            born[s] = True
+        for other in dict.fromkeys(better):
+            if not waiting[other] and other not in found:
+                push(other)
+    return np.array(list(found)[:: -1 if backwards else 1], np.int64)
 
 
-def _rough(graph: Graph, arrays: GraphArrays, peak: int) -> GraphArrays | None:
-    """Return the arrays without the smallest storages, together at most a thousandth of `peak`; None if those are none
-    or all.
+class Prover:
+    """Keeps the highest lower bound of max live over all legal orders, its evidence, and every cut that was computed.
+
+    Cuts are computed up to a limit of work, in arcs visited, so that the result depends on the graph alone.
     """
-    sizes = np.sort(arrays.size)
-    out = int(np.searchsorted(np.cumsum(sizes), peak // 1000, side="right"))
-    return make_graph_arrays(graph, least=int(sizes[out])) if 0 < out < len(sizes) else None
+
+    def __init__(self, arrays: GraphArrays, work: int) -> None:
+        self.arrays = arrays
+        self.work = work
+        self.bound = int(arrays.working_set.max(initial=0))
+        self.evidence = Evidence.WORKING_SET
+        self.op = int(arrays.working_set.argmax()) if arrays.n else 0
+        self._cuts: dict[int, Cut] = {}
+
+    def cut_at(self, op: int) -> Cut | None:
+        """Return the minimum cut at `op`, or None if the work limit is reached."""
+        if op in self._cuts:
+            return self._cuts[op]
+        if self.work <= 0:
+            return None
+        found = cut(self.arrays, op)
+        self.work -= found.work
+        self._cuts[op] = found
+        if found.bytes > self.bound:
+            self.bound, self.op = found.bytes, op
+            self.evidence = Evidence.BETWEEN if op == self.arrays.barrier else Evidence.CUT
+        return found
+
+    def raise_bound(self, order: Ints) -> None:
+        """Compute cuts at the steps where `order` needs the most bytes, as long as they could raise the bound.
+
+        The cut at an op is at most the bytes that `order` needs there, so cuts at other steps cannot raise it.
+        """
+        steps = step_bytes(self.arrays, order)
+        for step in (-steps).argsort(kind="stable"):
+            if steps[step] <= self.bound or self.cut_at(int(order[step])) is None:
+                return
+
+    def schedule(self, graph: Graph, order: Ints, policy: str) -> Schedule:
+        """Return the schedule of `order`, with the bound proven over all orders."""
+        at_an_op = self.evidence in (Evidence.CUT, Evidence.WORKING_SET) and graph.ops
+        proof = graph.ops[self.arrays.graph_op(self.op)].name if at_an_op else ""
+        return Schedule(
+            policy=policy,
+            order=self.arrays.graph_order(order),
+            max_live=int(step_bytes(self.arrays, order).max(initial=0)),
+            bound=self.bound,
+            evidence=self.evidence,
+            proof=proof,
+        )
 
 
-def _widened(arrays: GraphArrays, found: Narrowed, widths: Sequence[int]) -> Narrowed:
-    """Search with growing width, until max live equals the bound or the work limit is reached."""
-    for width in widths:
-        if found.max_live == found.bound or found.left <= 0:
-            break
-        found = narrow(arrays, found, width=min(width, widest(arrays)))
-    return found
+_ROUNDS = 200
+_TRIED = 8  # peak steps tried in one round; an order can have thousands
 
 
-def _cut_work(arrays: GraphArrays) -> int:
-    return 6_000 * arrays.n  # 2 to 10 ns each
+def repair(arrays: GraphArrays, order: Ints, cut_at: Callable[[int], Cut | None]) -> Ints:
+    """Return the order, repaired at its peak steps as long as (max live, number of steps that reach it) becomes
+    smaller.
+
+    For a peak at op v whose minimum cut is below the peak, the new order is: the cut's ideal, v, the rest, each in the
+    old order. Repair stops when the cut equals the peak (no order is better) or `cut_at` returns None (no work left).
+    """
+    steps = step_bytes(arrays, order)
+    for _ in range(_ROUNDS):
+        better = _repaired(arrays, order, steps, cut_at)
+        if better is None:
+            return order
+        order = better
+        steps = step_bytes(arrays, order)
+    return order
 
 
-def _search_work(arrays: GraphArrays) -> int:
-    return max(64_000_000, 8_000 * arrays.n)  # 2 to 20 ns each
+def _repaired(arrays: GraphArrays, order: Ints, steps: Ints, cut_at: Callable[[int], Cut | None]) -> Ints | None:
+    peak = steps.max(initial=0)
+    at_peak = np.flatnonzero(steps == peak)
+    for step in at_peak[:_TRIED]:
+        found = cut_at(int(order[step]))
+        if found is None or found.bytes >= peak:
+            return None
+        before, late = found.ideal[order], order != found.op
+        candidate = np.concatenate((order[before], [found.op], order[~before & late]))
+        now = step_bytes(arrays, candidate)
+        if (now.max(), int((now == now.max()).sum())) < (peak, len(at_peak)):
+            return candidate
+    return None

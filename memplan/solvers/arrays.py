@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from memplan.core.problem import Buffer, Problem
-from memplan.solvers import thresholds
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -144,7 +143,8 @@ def sections_of(start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
     """The section of every start and end, and for each section a step at which all of its buffers are alive."""
     if not start.shape[0]:
         return start, end, start
-    steps, born, died = _places(start, end)
+    steps, place = np.unique(np.concatenate((start, end)), return_inverse=True)
+    born, died = np.split(place, 2)
     births = np.cumsum(np.bincount(born, minlength=steps.shape[0]))
     deaths = np.flatnonzero(np.bincount(died, minlength=steps.shape[0]))
     births_before = np.where(deaths > 0, births[deaths - 1], 0)
@@ -158,15 +158,6 @@ def sections_of(start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
     last_birth[section[born]] = 0
     np.maximum.at(last_birth, section[born], born)
     return section[born], section[died], steps[last_birth]
-
-
-def _places(start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
-    """The steps, ascending, and the index of every start and end among them."""
-    first, last = int(start.min()), int(end.max())
-    if last - first < thresholds.STEPS_EACH * start.shape[0]:
-        return np.arange(first, last + 1), start - first, end - first
-    steps, place = np.unique(np.concatenate((start, end)), return_inverse=True)
-    return steps, place[: start.shape[0]], place[start.shape[0] :]
 
 
 def load_of(arrays: ProblemArrays) -> Ints:
@@ -227,15 +218,10 @@ def lower_bound(arrays: ProblemArrays) -> int:
     return max(bound, int(pins.max(initial=0)), int(arrays.raw.max()))
 
 
-def _largest(
-    arrays: ProblemArrays, value: np.ndarray[tuple[int], np.dtype[np.int64]]
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _largest(arrays: ProblemArrays, value: Ints) -> Ints:
     """The largest `value` among the buffers of each section: written in ascending order, the last one remains."""
     segment_of = np.repeat(np.arange(arrays.n), np.diff(arrays.seg_ptr))
     top = np.zeros(arrays.sections, np.int64)
-    if arrays.n > thresholds.PAINTED:  # writing could take n x sections; the largest of all is weaker, but valid
-        top[:] = value.max()
-        return top
     for k in np.argsort(value[segment_of], kind="stable"):
         top[arrays.seg_lo[k] : arrays.seg_hi[k]] = value[segment_of[k]]
     return top

@@ -10,9 +10,7 @@ from __future__ import annotations
 SMALL = 400  # buffers: up to here greedy in plain Python is tried before numba is imported
 COMPILED = 400  # buffers: above, compiling (or loading) the numba kernel pays for itself
 
-STEPS_EACH = 4  # steps per segment: up to here a table of all steps is faster than sorting
 MANY = 20_000  # buffers: above, first-fit over all takes longer than 0.3 s
-PAINTED = 20_000  # buffers: above, the bound with alignment uses one padding for all sections
 
 QUICK = 2  # heuristics that are tried on a piece before it is searched
 LARGE = 8_000  # buffers: larger pieces are not searched

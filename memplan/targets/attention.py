@@ -51,8 +51,29 @@ def attention_kernel(  # noqa: PLR0917
     return next(name for name in (*first, "math") if fits[name] and allowed[name])
 
 
-def choose_attention(capability: tuple[int, int]) -> torch.library.Library:
-    """Have attention of tensors on CUDA take the kernel of a capability, as long as the result lives."""
+def why_single(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, grouped: bool
+) -> str:
+    """Return why no fused kernel takes an attention: the first of the rules that do not hold."""
+    tensors = (query, key, value)
+    if mask is not None and mask.stride(-1) != 1:
+        return "the last stride of its mask is not 1, as of one that was expanded"
+    if any(x.dim() != _DIMENSIONS for x in tensors):
+        return "its tensors do not have four dimensions"
+    if len({x.dtype for x in tensors}) > 1 or query.dtype not in (*_HALF, torch.float32):
+        return f"its types are {', '.join(str(x.dtype).removeprefix('torch.') for x in tensors)}"
+    if any(x.stride(-1) != 1 and x.shape[-1] != 1 for x in tensors):
+        return "the last stride of a tensor is not 1"
+    if grouped and query.dtype is torch.float32:
+        return "grouped heads are fused in half precision alone"
+    return "torch's flags forbid the fused kernels that would take it"
+
+
+def choose_attention(capability: tuple[int, int], notes: set[str]) -> torch.library.Library:
+    """Have attention of tensors on CUDA take the kernel of a capability, as long as the result lives.
+
+    Why none is fused is added to `notes`.
+    """
     aten = torch.ops.aten
 
     def attention(  # noqa: PLR0917  # the arguments of the op
@@ -69,6 +90,8 @@ def choose_attention(capability: tuple[int, int]) -> torch.library.Library:
         """Call the kernel."""
         name = attention_kernel(query, key, value, attn_mask, enable_gqa, capability)
         if name == "math":
+            why = why_single(query, key, value, attn_mask, enable_gqa)
+            notes.add(f"attention runs in single ops, which need more memory than a fused kernel: {why}")
             return aten._scaled_dot_product_attention_math(
                 *(query, key, value, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
             )[0]

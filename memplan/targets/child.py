@@ -37,7 +37,7 @@ def asked_for(target: GpuTarget, question: Callable[[], _T]) -> _T:
         question: What traces and plans; its answer has no tensors.
 
     Raises:
-        UnsupportedDevice: This process cannot be copied.
+        UnsupportedDevice: This process cannot be copied, or has run a backward on a machine with a device.
         MemplanError: What the question raises, and if its process ends without an answer.
     """
     require_child()
@@ -79,7 +79,8 @@ def _answer(target: GpuTarget, question: Callable[[], Any], results: IO[bytes]) 
     """Send the answer to a question, or the error that it raises, from the child."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent says that it was stopped
         signal.signal(number, signal.SIG_DFL)
-    _end_with_parent()
+    with contextlib.suppress(OSError, AttributeError):  # where it can, the system ends this process with its parent
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def send(kind: str, what: Any) -> None:
         """Send a message whole; of what cannot be sent, the words."""
@@ -94,13 +95,27 @@ def _answer(target: GpuTarget, question: Callable[[], Any], results: IO[bytes]) 
     try:
         with _forwarded(send), torch.autograd.set_multithreading_enabled(False):
             torch.set_num_threads(1)  # the threads of the parent are not in a copy of it
+            _require_backward()
             from memplan.targets.stand_in import stand_in
 
-            stand_in(target)
+            notes = stand_in(target)
             answer = question()
+            for note in sorted(notes):
+                _log.warning("%s", note)
         send("answer", answer)
     except BaseException as error:
         send("error", error)
+
+
+def _require_backward() -> None:
+    """Raise `UnsupportedDevice` where autograd has had threads for a device: a copy of it can trace no backward."""
+    number = torch.zeros((), requires_grad=True)
+    try:
+        torch.autograd.grad(number * 2, number)
+    except RuntimeError as error:
+        what = "this process has run a backward on a machine with a device, so a copy of it cannot trace another"
+        hint = "plan in a process of its own, as `memplan report FILE.py:FACTORY --target ...` does, or before training"
+        raise UnsupportedDevice(what, where="target", hint=hint, see="target") from error
 
 
 def _in_words(kind: str, what: Any, error: Exception) -> tuple[str, Any]:
@@ -114,12 +129,6 @@ def _in_words(kind: str, what: Any, error: Exception) -> tuple[str, Any]:
     except Exception:  # its own text fails
         words = type(what).__name__
     return "error", RuntimeError(words)
-
-
-def _end_with_parent() -> None:
-    """Have the system end this process when its parent ends, where it can."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,18 +21,22 @@ DEVICE = torch.device("cuda", 0)
 _kept: list[torch.library.Library] = []  # kernels that are registered as long as these live
 
 
-def stand_in(target: GpuTarget) -> None:
+def stand_in(target: GpuTarget) -> Set[str]:
     """Have this process trace as on a machine with one GPU of this kind.
+
+    Returns what there is to say of the steps that it traces from now on.
 
     Raises `LibraryNotInstalled` if `guard.cpp` cannot be built.
     """
+    notes = set[str]()
     install_guard()
     _cuda(target)
     _forget()
     _fake_tensors()
-    _kept.extend((choose_attention(target.capability), _constants_on_the_host()))
+    _kept.extend((choose_attention(target.capability, notes), _constants_on_the_host()))
     _triton(target)
     _inductor(target)
+    return notes
 
 
 def _properties(target: GpuTarget) -> SimpleNamespace:
@@ -88,6 +92,7 @@ def _cuda(target: GpuTarget) -> None:
         "_lazy_init": None,
         "is_available": True,
         "is_initialized": True,
+        "is_current_stream_capturing": False,
         "device_count": 1,
         "current_device": 0,
         "get_device_properties": properties,

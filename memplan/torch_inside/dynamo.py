@@ -14,19 +14,9 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._dynamo.convert_frame import compile_lock, get_traced_fn
+from torch._dynamo import convert_frame
 
-__all__ = [
-    "Read",
-    "compile_lock",
-    "dynamo_config",
-    "mark_varying",
-    "named_source",
-    "partitioning_backend",
-    "read_python",
-    "traced_function",
-]
-
+compile_lock = convert_frame.compile_lock
 _EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"  # torch's option
 _LOGS = ("debug", "info", "warning", "error", "critical", "exception", "log", "info_once", "warning_once")
 
@@ -47,7 +37,7 @@ class Read:
 
 def traced_function(model: nn.Module) -> FunctionType:
     """Return the function that dynamo reads where it traces a model."""
-    found: FunctionType = get_traced_fn(model)[0]
+    found: FunctionType = convert_frame.get_traced_fn(model)[0]
     return found
 
 
@@ -166,15 +156,6 @@ def _tracing_assignments() -> Iterator[None]:
 
     with mock.patch.object(owner, "_call_setattr", assigned):
         yield
-
-
-def partitioning_backend(partitioner: Any) -> Any:
-    """Return a backend of torch.compile that partitions graphs of Inductor's decompositions, and compiles none."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._inductor.decomposition import select_decomp_table
-
-    table = select_decomp_table()
-    return aot_autograd(fw_compiler=lambda graph, _: graph, partition_fn=partitioner, decompositions=table)
 
 
 def mark_varying(x: torch.Tensor, dim: int, low: int, high: int) -> None:

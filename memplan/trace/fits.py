@@ -18,10 +18,9 @@ from memplan.core.timed import timed
 from memplan.distributed.fake_ranks import divided, fake_ranks
 from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, MemplanError
 from memplan.evict.costs import cost_model
-from memplan.planning.capacity import Capacity, capacity_of
-from memplan.planning.eager_total import eager_total
-from memplan.planning.measured import with_temporaries
-from memplan.planning.memory_answer import Fits, Need, need_of
+from memplan.planning.base_graph import eager_total
+from memplan.planning.measured import as_after_a_trial, with_temporaries
+from memplan.planning.memory_answer import Capacity, Fits, Need, capacity_of, need_of
 from memplan.planning.options import DEFAULTS, Budget, Costs, PlanOptions
 from memplan.targets.child import asked_for, require_child
 from memplan.targets.stand_in import DEVICE
@@ -232,7 +231,8 @@ class _StepPlans:
         within = " within a budget" if options.has_budget else ""
         with self._stage(f"planning {len(traced.graph.ops):,} ops{within}"):
             if not self.capacity.is_host:
-                return plan_step(traced, step.captured, options)[1]
+                made = plan_step(traced, step.captured, options)[1]
+                return made if self.there is None else as_after_a_trial(made, options)
             transient = self._scratch.of_graph(traced.graph, traced.kernels)
             plan = plan_step(traced, None, options, transient=transient)[1]
             return plan if options.has_budget else with_temporaries(plan, transient)

@@ -14,7 +14,7 @@ from memplan.core.arguments import arguments_of
 from memplan.core.gpus import find_gpu
 from memplan.core.units import format_bytes
 from memplan.errors import LibraryNotInstalled, UnsupportedDevice
-from memplan.planning.measured import no_more_than_eager
+from memplan.planning.measured import as_after_a_trial
 from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.targets.child import asked_for
 from memplan.targets.stand_in import DEVICE
@@ -65,11 +65,9 @@ def plan_for(
     def made() -> Plan:
         """Return the plan, as if model and inputs were on the target."""
         there, (there_args, there_kwargs) = with_fake_tensors(model, (args, kwargs), device=str(DEVICE))
-        made = plan(there, there_args, there_kwargs, train=train, options=options, ranks=ranks)
-        if made.eviction is not None or made.collectives:
-            return made
-        # As there after a trial run: what kernels return leaves the arena where eager would need less.
-        return no_more_than_eager(made, made.graph, made.transient, options, saved=True) or made
+        return as_after_a_trial(
+            plan(there, there_args, there_kwargs, train=train, options=options, ranks=ranks), options
+        )
 
     why = (
         f"those of {target.full_name}, planned without one: kernels' temporaries are not measured, and "

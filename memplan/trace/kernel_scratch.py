@@ -57,16 +57,10 @@ class Like:
     memory: int
 
     @property
-    def span(self) -> int:
-        """The elements from the first of the tensor to its last."""
-        if 0 in self.shape:
-            return 0
-        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-
-    @property
     def nbytes(self) -> int:
         """The bytes from the first element of the tensor to its last."""
-        return self.span * self.dtype.itemsize
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
 
     def within(self, memory: torch.Tensor) -> torch.Tensor:
         """Return such a tensor in a memory of bytes."""

@@ -8,11 +8,11 @@ and a sink (has not).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memplan.core.graph import Graph, Phase
-from memplan.core.legal_orders import predecessors
+from memplan.core.legal_orders import predecessors, to_networkx
 
 _SOURCE, _SINK = "has run", "has not run"
 
@@ -64,28 +64,15 @@ def _users(graph: Graph) -> dict[int, list[int]]:
 
 def _sides(graph: Graph, op: int) -> list[Any]:
     """Return the node of each op: the source if it must run before `op`, the sink if it cannot, else its own."""
-    before = predecessors(graph)
-    after: list[list[int]] = [[] for _ in graph.ops]
-    for index, needed in enumerate(before):
-        for other in needed:
-            after[other].append(index)
-    phase = graph.ops[op].phase
-    forward = [i for i, o in enumerate(graph.ops) if o.phase is Phase.FORWARD]
-    backward = [i for i, o in enumerate(graph.ops) if o.phase is Phase.BACKWARD]
-    earlier = _reached(before, [op, *(forward if phase is Phase.BACKWARD else ())]) - {op}
-    later = _reached(after, [op, *(backward if phase is Phase.FORWARD else ())])
+    import networkx
+
+    orders = to_networkx(graph)
+    earlier, later = networkx.ancestors(orders, op), {op, *networkx.descendants(orders, op)}
+    for i, other in enumerate(graph.ops):
+        if other.phase is not graph.ops[op].phase:
+            beyond = earlier if other.phase is Phase.FORWARD else later
+            beyond.add(i)
     return [_SOURCE if i in earlier else _SINK if i in later else ("op", i) for i in range(len(graph.ops))]
-
-
-def _reached(step: Sequence[Iterable[int]], start: Iterable[int]) -> set[int]:
-    """Return `start` and everything that is reachable from it by `step`."""
-    found = set(start)
-    left = list(found)
-    while left:
-        new = set(step[left.pop()]) - found
-        found |= new
-        left += new
-    return found
 
 
 def _cut(

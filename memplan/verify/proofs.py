@@ -6,12 +6,10 @@ import enum
 from dataclasses import dataclass
 
 from memplan.core import lifetimes
-from memplan.core.graph import Graph
 from memplan.core.happens_before import follow, has_copies
 from memplan.core.plan import Plan
 from memplan.core.schedule import Evidence, Schedule
 from memplan.core.units import format_exact
-from memplan.schedule import order
 from memplan.solvers import solve
 from memplan.verify.cut import between_phases, least_at
 
@@ -66,16 +64,14 @@ def verify(plan: Plan, time_limit: float | None = None) -> tuple[Proof, ...]:
     """Prove the claims of `plan` about all orders and all layouts again, even if they were proven when it was loaded;
     of a plan with copies also that nothing races.
 
-    Cuts are found by networkx. The result of a search is proven by repeating that search, within its own limits, which
-    count work; that for a layout takes at most `time_limit` seconds (None: within its own limits).
+    Cuts are found by networkx. A layout is proven by solving again, for at most `time_limit` seconds (None: within the
+    solver's own limits).
     """
     return _order(plan), _layout(plan, time_limit), *((_races(plan),) if has_copies(plan) else ())
 
 
 def _order(plan: Plan) -> Proof:
     graph, schedule = plan.graph, plan.schedule
-    if schedule.evidence is Evidence.SEARCH:
-        return _searched(graph, schedule)
     if schedule.evidence is Evidence.BETWEEN:
         return _by_cut(schedule, between_phases(graph), "what is alive between forward and backward", "a sum")
     if not graph.ops:
@@ -89,17 +85,6 @@ def _by_cut(schedule: Schedule, least: int, what: str, by: str) -> Proof:
     how = f"by {what}: {format_exact(least)}, by {by}, independent of what proved it first"
     state = ProofState.PROVEN if least >= schedule.bound else ProofState.FALSE
     return Proof(of="order", state=state, bound=schedule.bound, how=how, independent=True)
-
-
-def _searched(graph: Graph, schedule: Schedule) -> Proof:
-    """Return the proof of the bound by repeating the search that is said to have proven it."""
-    found, state = order(graph), ProofState.CLAIMED
-    how = f"the portfolio's search reached its limits and proves {format_exact(found.bound)}"
-    if found.bound >= schedule.bound:
-        state, how = ProofState.PROVEN, "by repeating the portfolio's search, the code that proves it first"
-    elif found.max_live < schedule.bound:
-        state, how = ProofState.FALSE, f"the search finds an order that needs {format_exact(found.max_live)}"
-    return Proof(of="order", state=state, bound=schedule.bound, how=how, independent=False)
 
 
 def _layout(plan: Plan, seconds: float | None) -> Proof:
@@ -122,8 +107,6 @@ def _layout(plan: Plan, seconds: float | None) -> Proof:
 def _races(plan: Plan) -> Proof:
     found = follow(plan)
     how = f"by vector clocks over {found.copies} copies"
-    if found.idle_waits:  # kept, because the error of a copy is raised where the step waits for it
-        how += f"; {len(found.idle_waits)} of their waits only report errors, others order the same"
     if found.races:
         how = f"{found.races[0].text}; {len(found.races)} such pairs in two steps"
     state = ProofState.FALSE if found.races else ProofState.PROVEN

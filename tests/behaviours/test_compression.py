@@ -16,8 +16,7 @@ from torch.nn import functional as F  # noqa: N812  (torch's own convention)
 
 import memplan
 from benchmarks import zoo
-from memplan.core.compressed_storages import PACKED
-from memplan.core.evictions import Action
+from memplan.core.evictions import PACKED, Action
 from memplan.trace.capture.joint_graph import capture
 from memplan.trace.passes.compression import group_of, pack_masks, quantize
 from memplan.trace.passes.rewrite import copy_of

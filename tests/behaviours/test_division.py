@@ -160,6 +160,10 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.dtype]] = {
     "weighted": (lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten(), weight=y.new_ones(40)), torch.float32),
     "softmax": (lambda y, t: (torch.softmax(y * 0.5, -1)[..., 0] * t).sum(), torch.float32),
     "masked": (lambda y, t: torch.softmax(y.masked_fill(y > 1, -1e4), -1).square().sum() + t.sum(), torch.float32),
+    "a pair read": (
+        lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()) + y.max(-1).values.mean(),
+        torch.float32,
+    ),
     "kept": (lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()) + y.square().mean(), torch.float32),
 }
 

@@ -15,6 +15,7 @@ from memplan.core.evictions import OFFLOAD, RELOAD, evictions_of
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.in_place import placed
 from memplan.core.problem import Buffer, Interval, Problem
+from memplan.core.schedule import make_schedule
 from memplan.errors import UnsupportedProblem
 from memplan.evict.costs import DEVICES, signature_of
 from memplan.evict.measure import measure
@@ -25,7 +26,6 @@ from memplan.evict.policies.flow import flow
 from memplan.evict.simulator import EvictionKind
 from memplan.evict.workload import Events, Kind, Policy, Workload
 from memplan.report.text_diagrams import stack_text
-from memplan.schedule import make_schedule
 from memplan.solvers import solve
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder

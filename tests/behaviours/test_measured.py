@@ -145,7 +145,7 @@ def _copies_unless_dear(workload: Any) -> Any:
     """Copies where a copy takes no longer than the step, else recomputes."""
     from memplan.evict.policies.auto import auto
 
-    return auto(workload, swaps=max(workload.to_host) < sum(workload.seconds), work=0)
+    return auto(workload, swaps=max(workload.to_host) < sum(workload.seconds), quick=True)
 
 
 # -- P6 --------------------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ import memplan
 from benchmarks.zoo import ZOO
 from memplan.devices.kinds import alignment_of
 from memplan.evict.measure import measure
-from memplan.evict.policies.flow import flow
-from memplan.evict.policies.genoa import genoa
+from memplan.evict.policies.flow import flow, genoa
 from memplan.evict.workload import Kind, Workload, floor
 from memplan.planning.fit import make_workload
 from memplan.schedule import order

@@ -14,16 +14,16 @@ from memplan.analysis.forecast import Residence
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
 from memplan.core.problem import Problem, Solution
+from memplan.core.schedule import Schedule, make_schedule
 from memplan.devices.kinds import alignment_of
 from memplan.evict.costs import Link
 from memplan.evict.measure import measure, overlapped
-from memplan.evict.policies.genoa import genoa
+from memplan.evict.policies.flow import genoa
 from memplan.evict.workload import Event, Events, Kind, Workload
 from memplan.planning.fit import make_workload
 from memplan.planning.options import PlanOptions
 from memplan.runtime.copies.copy_threads import ThreadCopies
 from memplan.runtime.debug.hooks import EventKind, StepEvent, Tracker, When
-from memplan.schedule import Schedule, make_schedule
 from memplan.solvers import solve
 from memplan.trace import plan_traced, trace
 from tests.runtime.budgets import FAST_LINK, everything, plan_of_everything

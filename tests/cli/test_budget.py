@@ -15,7 +15,6 @@ from tests.cli.helpers import Run, embedded_data
 from tests.planning.test_budget import chain, within
 from tests.runtime.budgets import FAST_LINK
 
-pytestmark = pytest.mark.usefixtures("short_walks")
 MODEL = """
 import torch
 from torch import nn

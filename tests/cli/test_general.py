@@ -157,8 +157,8 @@ def test_doctor_says_what_there_is(run: Run) -> None:
     found = {line["what"]: line for line in json.loads(out)}
     assert found["torch"]["ok"]
     assert found["device"]["found"].startswith(("cpu", "cuda"))
-    assert [found[what]["found"] for what in ("eager's kernels", "Inductor's kernels", "partitioner")] == ["works"] * 3
-    assert f"to {KNOWN[-1]} are tested" in found["partitioner"]["remark"]
+    assert [found[what]["found"] for what in ("eager's kernels", "Inductor's kernels")] == ["works"] * 2
+    assert f"to {KNOWN[-1]} are tested" in found["Inductor's kernels"]["remark"]
     assert found["solve"]["found"].startswith("optimal")
 
 

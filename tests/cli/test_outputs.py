@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import io
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from memplan.check.baseline import read_baseline
 from tests.cli.helpers import CSV, Run
-from tests.samples import sample_plan
 
 MODEL = "raise SystemExit('this model was imported')\n"
 BAD = "id,lower,upper,size\na,0,1,-5\n"
@@ -82,45 +78,6 @@ def test_earlier_outputs_are_replaced_and_links_followed(run: Run, plan_file: Pa
     assert (tmp_path / "link.html").is_symlink()
     assert (tmp_path / "old.html").read_text().startswith("<!doctype html>")
     assert Path("/dev/null").is_char_device()
-
-
-def test_concurrent_updates_of_a_baseline_all_survive(tmp_path: Path) -> None:
-    names = [f"plan{i}.json" for i in range(4)]
-    for name in names:
-        sample_plan().save(tmp_path / name)
-    # All wait for the lock once they have their figures, and are let go together.
-    code = (
-        "import sys; from memplan.check import baseline; from memplan.cli import main\n"
-        "real = baseline.update_baseline\n"
-        "def update(*args, **options):\n"
-        "    print('ready', file=sys.stderr, flush=True); sys.stdin.readline(); return real(*args, **options)\n"
-        "baseline.update_baseline = update\n"
-        "sys.exit(main(sys.argv[1:]))\n"
-    )
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, "check", name, "--baseline", "b.json", "--update-baseline"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name in names
-    ]
-    for child in children:
-        assert child.stderr is not None
-        assert child.stderr.readline() == "ready\n"
-    for child in children:
-        assert child.stdin is not None
-        child.stdin.write("go\n")
-        child.stdin.flush()
-    for child in children:
-        _, err = child.communicate(timeout=300)
-        assert (child.returncode, err) == (0, "")
-    assert sorted(read_baseline(tmp_path / "b.json")) == names
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.json", *names]
 
 
 @pytest.fixture

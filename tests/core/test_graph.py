@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from memplan.core import lifetimes
 from memplan.core.graph import Graph, Origin, Phase, StorageKind, Value, check_graph, require_same
-from memplan.core.legal_orders import predecessors, require_legal
-from memplan.core.written_first import require_written_first
+from memplan.core.legal_orders import predecessors, require_legal, require_written_first
 from memplan.errors import InvalidPlan, PlanMismatch
 from memplan.planning import planfile
 from memplan.planning.make_plan import ScheduledGraph, make_plan

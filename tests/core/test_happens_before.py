@@ -16,13 +16,13 @@ from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, S
 from memplan.core.graph import Graph, Op, Phase, Storage, StorageKind
 from memplan.core.happens_before import CALLER, follow, require_no_races
 from memplan.core.plan import Plan
+from memplan.core.schedule import make_schedule
 from memplan.errors import InvalidPlan
 from memplan.evict.apply import apply
 from memplan.evict.measure import measure
 from memplan.evict.policies.flow import flow
 from memplan.planning.divide import devices_of, divide
 from memplan.planning.make_plan import ScheduledGraph, make_plan
-from memplan.schedule import make_schedule
 from tests.evict.judge import workload_of
 from tests.graph_strategies import GraphBuilder, graphs
 from tests.runtime.budgets import everything

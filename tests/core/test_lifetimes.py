@@ -9,7 +9,8 @@ from memplan.core import lifetimes
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.in_place import placed
 from memplan.core.problem import Interval
-from memplan.schedule import live_bytes, traced
+from memplan.core.schedule import live_bytes
+from memplan.schedule import traced
 from tests.graph_strategies import GraphBuilder, graphs, schedules
 from tests.samples import sample_graph
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from memplan.core import lifetimes
 from memplan.core.graph import Graph
 from memplan.core.in_place import placed
+from memplan.core.schedule import make_schedule
 from memplan.evict.apply import Applied, apply
 from memplan.evict.costs import DEVICES, CostModel
 from memplan.evict.equivalent import require_equivalent
 from memplan.evict.measure import MeasuredEvents, measure
 from memplan.evict.workload import Events, Workload, host_resident_storages, in_order
-from memplan.schedule import make_schedule, order
+from memplan.schedule import order
 
 
 def workload_of(

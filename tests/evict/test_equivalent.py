@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT
-from memplan.core.graph import Graph, Op, Phase, StorageKind
+from memplan.core.graph import Graph, Op, Phase, StorageKind, Value
 from memplan.errors import InvalidEviction
 from memplan.evict import equivalent
 from memplan.evict.apply import apply
@@ -353,7 +353,8 @@ def test_the_same_values_are_returned() -> None:
     ],
 )
 def test_bytes_of_an_element(dtype: str, nbytes: int) -> None:
-    assert equivalent._itemsize(dtype) == nbytes
+    value = Value(name="v", storage=0, dtype=dtype, shape=(), strides=(), offset=0)
+    assert value.itemsize == nbytes
 
 
 def test_a_value_covers_its_storage_where_it_is_dense_and_long_enough() -> None:

@@ -14,7 +14,7 @@ from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import Link
 from memplan.evict.feedback import ProfileGuidedPolicy, RecordingPolicy, link_of, with_lateness
 from memplan.evict.measure import measure, overlapped
-from memplan.evict.policies.genoa import genoa
+from memplan.evict.policies.flow import genoa
 from memplan.evict.rng_states import decide, with_saved_states
 from memplan.evict.workload import Events, Kind
 from tests.evict.judge import judged, workload_of

@@ -76,7 +76,6 @@ def _beyond_gradients(plan: Plan) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short_walks")
 @pytest.mark.parametrize("make", [_gpt2, _traversals])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 def test_the_smallest_budget_is_below_what_one_checkpoint_per_block_needs(make: Callable[[], zoo.Example]) -> None:

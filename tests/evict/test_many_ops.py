@@ -14,7 +14,7 @@ from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.dtr import Neighbourhoods, dtr
 from memplan.evict.search import DecisionSearch, descend, parts_of, storage_classes, trimmed
 from memplan.evict.search_kernel import UNDECIDED
-from memplan.evict.simulator import ByteCounter, DeviceState, EvictionKind, EvictionSimulator, Location
+from memplan.evict.simulator import ByteCounter, EvictionKind, Location, SimulatedDevice
 from memplan.evict.workload import Workload, floor
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import graphs
@@ -41,11 +41,11 @@ def test_events_are_valid_repeatable_and_no_slower_than_dtr(graph: Graph) -> Non
         at = workload.within(max(int(plain * share), floor(workload)[0]))
         for policy in (auto, recompute):
             try:
-                events = policy(at, work=20_000)
+                events = policy(at)
             except BudgetInfeasible:
                 assert policy is recompute  # with copies, every budget above the floor can be kept
                 continue
-            assert policy(at, work=20_000) == events
+            assert policy(at) == events
             _, figures = judged(graph, at, events)
             assert figures.peak <= at.budget
             try:
@@ -55,9 +55,9 @@ def test_events_are_valid_repeatable_and_no_slower_than_dtr(graph: Graph) -> Non
             assert figures.seconds <= theirs * (1 + 1e-9)
 
 
-def test_the_first_events_are_enough_without_work(llama: Graph) -> None:
+def test_the_first_events_are_enough(llama: Graph) -> None:
     workload = _within(llama, 0.6)
-    quick, whole = (measure(workload, recompute(workload, work=work)) for work in (0, 200_000))
+    quick, whole = (measure(workload, recompute(workload, quick=quick)) for quick in (True, False))
     assert max(quick.peak, whole.peak) <= workload.budget
     assert whole.seconds <= quick.seconds
 
@@ -115,24 +115,24 @@ class _Compared:
             (r, s) for i in range(len(workload.graph.ops)) for s in workload.writes[i] for r in workload.reads[i]
         ]
 
-    def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
+    def choose(self, device: SimulatedDevice, candidates: Sequence[int]) -> int:
         for s, seconds in zip(candidates, self.around.seconds(device, candidates), strict=True):
             below = self._reached(device, s, [(b, a) for a, b in self.pairs], (Location.GONE, Location.DEAD))
             above = self._reached(device, s, self.pairs, (Location.GONE,))
             used = {x for x in above if device.last[x] >= device.position}
-            expected = sum(map(device.seconds, below)) + sum(map(device.seconds, used))
+            expected = sum(device.seconds[s] for s in (*below, *used))
             assert seconds == pytest.approx(expected, rel=1e-9)
             self.compared += seconds > 0
         return candidates[0]
 
-    def choose_kind(self, device: DeviceState, storage: int) -> EvictionKind:
+    def choose_kind(self, device: SimulatedDevice, storage: int) -> EvictionKind:
         return EvictionKind.DROP
 
-    def changed(self, device: DeviceState, storage: int) -> None:
+    def changed(self, device: SimulatedDevice, storage: int) -> None:
         self.around.changed(device, storage)
 
     def _reached(
-        self, device: DeviceState, storage: int, pairs: list[tuple[int, int]], through: tuple[Location, ...]
+        self, device: SimulatedDevice, storage: int, pairs: list[tuple[int, int]], through: tuple[Location, ...]
     ) -> set[int]:
         found, before = {storage}, 0
         while len(found) > before:
@@ -144,5 +144,5 @@ class _Compared:
 def test_neighbourhoods_are_those_of_a_plain_walk(llama: Graph) -> None:
     workload = _within(llama, 0.5)
     evictor = _Compared(workload)
-    EvictionSimulator(workload, ByteCounter(workload.budget), evictor).simulate()
+    SimulatedDevice(workload, ByteCounter(workload.budget), evictor).simulate()
     assert evictor.compared > 20

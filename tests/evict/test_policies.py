@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from random import Random
 
 import pytest
@@ -19,18 +19,15 @@ from memplan.errors import BudgetInfeasible, MemplanError
 from memplan.evict.measure import measure
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.dtr import Heuristic, dtr, h_ahead, h_dtr, on_demand
-from memplan.evict.policies.flow import flow
-from memplan.evict.policies.genoa import genoa
+from memplan.evict.policies.flow import flow, genoa
 from memplan.evict.select import POLICIES, fit_policy
-from memplan.evict.simulator import ByteCounter, DeviceState, EvictionKind, EvictionSimulator
+from memplan.evict.simulator import ByteCounter, EvictionKind, SimulatedDevice
 from memplan.evict.workload import Events, Kind, Policy, Workload, floor
 from memplan.trace import capture_loss, trace
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder, graphs
 
 _SLOW = {"auto", "recompute"}
-_WORK = 200_000  # ops measured: 20,000 changes of a step with at most ten ops
-_SHORT = partial(recompute, work=_WORK)
 _SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.0)  # of what the step needs without eviction; 0.0: the floor
 _FEW = settings(max_examples=15)
 
@@ -74,7 +71,7 @@ def test_within_the_budget_and_equal_to_the_traced_step(data: st.DataObject, nam
 @given(graphs(max_ops=8), st.sampled_from(sorted(_SLOW)), st.sampled_from(_SHARES), st.sampled_from([1, 64]))
 def test_searching_policies_too(graph: Graph, name: str, share: float, alignment: int) -> None:
     workload = workload_of(graph, alignment=alignment)
-    _fitted(graph, _at(workload, share), partial(auto if name == "auto" else recompute, work=_WORK))
+    _fitted(graph, _at(workload, share), auto if name == "auto" else recompute)
 
 
 @pytest.mark.parametrize("host_resident", [False, True])
@@ -134,13 +131,13 @@ class _Anyhow:
     def __init__(self, seed: int) -> None:
         self._chance = Random(seed)
 
-    def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
+    def choose(self, device: SimulatedDevice, candidates: Sequence[int]) -> int:
         return self._chance.choice(candidates)
 
-    def choose_kind(self, device: DeviceState, storage: int) -> EvictionKind:
+    def choose_kind(self, device: SimulatedDevice, storage: int) -> EvictionKind:
         return self._chance.choice(list(EvictionKind))
 
-    def changed(self, device: DeviceState, storage: int) -> None:
+    def changed(self, device: SimulatedDevice, storage: int) -> None:
         pass
 
 
@@ -165,7 +162,7 @@ def test_whatever_is_evicted_the_events_are_possible(graph: Graph, seed: int, sh
     """A result that is written again with another one, and has a copy on the host, does not stay on the device."""
     workload = _at(workload_of(graph), share)
     with suppress(BudgetInfeasible):
-        events = EvictionSimulator(workload, ByteCounter(workload.budget), _Anyhow(seed)).simulate()
+        events = SimulatedDevice(workload, ByteCounter(workload.budget), _Anyhow(seed)).simulate()
         judged(graph, workload, events)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import memplan
 from memplan.core import extras
-from memplan.core.extras import require_library
+from memplan.core.arguments import require_library
 from memplan.errors import BudgetInfeasible, LibraryNotInstalled, UnsupportedCall
 from memplan.integrations.planned_training import PlannedTraining, compile_in_place
 

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.plan import Plan
+from memplan.core.schedule import Schedule
 from memplan.errors import BudgetInfeasible, InvalidPlan
 from memplan.evict.costs import DEVICES
 from memplan.planning.base_graph import without_evictions
 from memplan.planning.budget import plan_within
 from memplan.planning.make_plan import ScheduledGraph
 from memplan.planning.options import PlanOptions
-from memplan.schedule import Schedule, traced
+from memplan.schedule import traced
 from tests.graph_strategies import GraphBuilder, graphs, schedules
 
 

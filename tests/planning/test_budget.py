@@ -27,7 +27,6 @@ from memplan.schedule import traced
 from tests.graph_strategies import GraphBuilder
 from tests.runtime.budgets import QUICK
 
-pytestmark = pytest.mark.usefixtures("short_walks")
 SIZE = 1 << 20
 
 

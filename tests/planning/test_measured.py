@@ -8,7 +8,7 @@ import pytest
 
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.plan import Plan
-from memplan.planning.eager_total import eager_total
+from memplan.planning.base_graph import eager_total
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.measured import no_more_than_eager, with_temporaries
 from memplan.planning.options import DEFAULTS

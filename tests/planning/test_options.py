@@ -24,7 +24,7 @@ from memplan.errors import (
     UnsupportedProblem,
 )
 from memplan.evict.costs import DEVICES
-from memplan.planning.capacity import ALLOWANCE, capacity_of
+from memplan.planning.memory_answer import ALLOWANCE, capacity_of
 from memplan.planning.options import DEFAULTS, PlanOptions, read_budget
 from memplan.trace.batches import largest_within
 

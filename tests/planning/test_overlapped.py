@@ -15,7 +15,7 @@ from memplan.core.happens_before import follow, require_no_races
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
 from memplan.core.problem import Interval, Problem
-from memplan.core.schedule import Schedule
+from memplan.core.schedule import Schedule, make_schedule
 from memplan.errors import InvalidEviction, InvalidPlan, InvalidSolution
 from memplan.evict.costs import DEVICES, CostModel, Link, simulate
 from memplan.evict.equivalent import require_equivalent
@@ -24,7 +24,6 @@ from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
 from memplan.planning.overlapped import with_overlap
 from memplan.planning.planfile import check_consistency, load
-from memplan.schedule import make_schedule
 from tests.graph_strategies import GraphBuilder
 
 SIZE = 1024

@@ -13,8 +13,8 @@ from memplan.core.totals import most_within, page_locked, page_locked_bytes
 from memplan.errors import BudgetInfeasible, InvalidPlan
 from memplan.evict.costs import DEVICES, CostModel
 from memplan.evict.policies.auto import auto
+from memplan.planning.base_graph import eager_total
 from memplan.planning.budget import plan_within
-from memplan.planning.eager_total import eager_total
 from memplan.planning.options import PlanOptions
 from memplan.planning.planfile import check_consistency
 from tests.graph_strategies import GraphBuilder

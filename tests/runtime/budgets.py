@@ -29,8 +29,8 @@ from tests.steps import Outcome, outcome_of
 
 _LINK = Link(bytes_per_second=1e13, latency=1e-9)
 FAST_LINK = replace(DEVICES["cpu"], name="fast link", to_host=_LINK, to_device=_LINK)
-QUICK = partial(auto, work=0)
-QUICK_RECOMPUTE = partial(auto, work=0, swaps=False)
+QUICK = partial(auto, quick=True)
+QUICK_RECOMPUTE = partial(auto, quick=True, swaps=False)
 
 
 def everything(workload: Workload) -> Events:

@@ -23,6 +23,7 @@ from memplan.core.evictions import RELOAD_WAIT, Action
 from memplan.core.graph import Graph
 from memplan.core.lifetimes import host_problem
 from memplan.core.plan import Plan
+from memplan.core.schedule import make_schedule
 from memplan.errors import BudgetInfeasible, InvalidEviction, InvalidPlan
 from memplan.evict.measure import measure
 from memplan.evict.workload import Workload
@@ -34,7 +35,6 @@ from memplan.runtime import compile as memplan_compile
 from memplan.runtime.copies.copy_threads import ThreadCopies
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.memory.arena import arena_for
-from memplan.schedule import make_schedule
 from memplan.solvers import solve
 from memplan.trace import plan_traced, trace
 from memplan.trace.traced import TracedGraph

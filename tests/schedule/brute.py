@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from memplan.core.graph import Graph
-from memplan.schedule import live_bytes, predecessors
+from memplan.core.legal_orders import predecessors
+from memplan.core.schedule import live_bytes
 from memplan.schedule.graph_arrays import GraphArrays, Ints
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from memplan.core.plan import Plan
 from memplan.core.problem import Status
+from memplan.core.schedule import Evidence
 from memplan.errors import InvalidPlan
 from memplan.planning.planfile import load
 from memplan.report.lines import verdict
 from memplan.report.summary import report_json
-from memplan.schedule import Evidence
 from tests.samples import branching_plan
 
 
@@ -47,9 +47,9 @@ def test_what_loading_proves_again_is_not_claimed(policy: str, tmp_path: Path) -
 def test_the_false_claim_of_an_order_is_refused(tmp_path: Path) -> None:
     """The traced order needs 190 bytes where 150 are possible."""
     plan = branching_plan("traced")
-    said = dataclasses.replace(plan.schedule, bound=190, evidence=Evidence.SEARCH, proof="")
+    said = dataclasses.replace(plan.schedule, bound=190, evidence=Evidence.CUT, proof="op3")
     dataclasses.replace(plan, schedule=said).save(tmp_path / "plan.json")
-    with pytest.raises(InvalidPlan, match="says 190, a search proves"):
+    with pytest.raises(InvalidPlan, match="says 190, its evidence gives 150"):
         load(tmp_path / "plan.json")
 
 

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from memplan.core import lifetimes
 from memplan.core.graph import Graph, Phase, StorageKind
-from memplan.schedule import live_bytes, require_legal, traced
+from memplan.core.legal_orders import require_legal
+from memplan.core.schedule import live_bytes
+from memplan.schedule import traced
 from memplan.schedule.group_updates import gather
 from tests.graph_strategies import GraphBuilder, graphs, schedules
 

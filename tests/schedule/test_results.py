@@ -13,9 +13,10 @@ from torch import nn
 import memplan
 from benchmarks.zoo import ZOO
 from memplan.core.graph import Graph, Phase
+from memplan.core.legal_orders import predecessors, require_legal
+from memplan.core.schedule import Schedule, make_schedule
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import compile_step as memplan_compile_step
-from memplan.schedule import Schedule, make_schedule, predecessors, require_legal
 from tests.models import traced_nano
 from tests.slow import slow
 

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Phase, StorageKind
+from memplan.core.legal_orders import predecessors, require_legal
+from memplan.core.schedule import Schedule, live_bytes, make_schedule, working_set_bound
 from memplan.errors import InvalidPlan
-from memplan.schedule import Schedule, live_bytes, make_schedule, predecessors, require_legal, traced, working_set_bound
+from memplan.schedule import traced
 from tests.graph_strategies import GraphBuilder, graphs, schedules
 from tests.samples import sample_graph
 

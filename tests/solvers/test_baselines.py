@@ -41,7 +41,6 @@ def test_plain_python_places_in_order_at_the_first_free_offset() -> None:
 
 def test_compiled_code_is_selected_by_the_number_of_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     from memplan.solvers import baselines as sequence
-    from memplan.solvers import thresholds
 
     monkeypatch.setattr(sequence, "_compiled", lambda *_: {"compiled": 0})
     problem = problem_of((1, 0, 1), (1, 0, 1))
@@ -118,14 +117,6 @@ def test_padding_counts_but_for_the_topmost_buffer_of_each_section() -> None:
 def test_no_arena_ends_below_a_pinned_or_a_large_buffer() -> None:
     assert _bound((8, 0, 1), (8, 5, 6), pin=640) == 648
     assert _bound((65, 0, 1), alignment=64) == 65
-
-
-def test_of_many_buffers_one_padding_stands_for_all_sections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "PAINTED", 2)
-    assert _bound((256, 0, 2), (200, 3, 5)) == 256  # up to the threshold, each section's own
-    monkeypatch.setattr(thresholds, "PAINTED", 1)
-    assert _bound((256, 0, 2), (200, 3, 5)) == 256  # of the largest alone; 256 - 56 by the sections
-    assert _bound((64, 0, 2), (192, 0, 2), (200, 3, 5)) == 200
 
 
 @given(problem=layered_problems(most=6))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import pytest
 
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import arrays as problem_arrays
-from memplan.solvers import thresholds
 from memplan.solvers.arrays import load_of, make_problem_arrays, subset
 from tests.solvers.small import alive_together, sections_of_buffer, small_problem
 
@@ -52,18 +50,10 @@ def test_the_highest_offset_ends_within_the_capacity() -> None:
 def test_there_is_one_section_for_every_largest_set_of_buffers_alive_together() -> None:
     for seed in range(150):
         problem = small_problem(seed)
-        sets = []
-        for each in (0, 100):  # by sorting, and by a table of all steps
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(thresholds, "STEPS_EACH", each)
-                arrays = make_problem_arrays(problem)
-            inside = [
-                {b for b in range(arrays.n) if s in sections_of_buffer(arrays, b)} for s in range(arrays.sections)
-            ]
-            alive = [{i for i, b in enumerate(problem.buffers) if _is_alive(b, step)} for step in arrays.steps.tolist()]
-            assert inside == alive, seed
-            sets.append((inside, arrays.steps.tolist(), arrays.lo.tolist(), arrays.hi.tolist()))
-        assert sets[0] == sets[1], seed
+        arrays = make_problem_arrays(problem)
+        inside = [{b for b in range(arrays.n) if s in sections_of_buffer(arrays, b)} for s in range(arrays.sections)]
+        alive = [{i for i, b in enumerate(problem.buffers) if _is_alive(b, step)} for step in arrays.steps.tolist()]
+        assert inside == alive, seed
         for one in range(arrays.n):
             for two in range(one):
                 together = any(

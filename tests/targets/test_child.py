@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from memplan.core.gpus import find_gpu
-from memplan.errors import BudgetInfeasible, MemplanError
+from memplan.errors import BudgetInfeasible, MemplanError, UnsupportedDevice
 from memplan.targets.child import asked_for
 
 H100 = find_gpu("h100")
@@ -46,6 +46,18 @@ def test_a_process_that_has_trained_can_ask() -> None:
             return [str(weight.grad.device)]
 
     assert asked_for(H100, gradients) == ["cuda:0"]
+
+
+def test_a_process_whose_autograd_has_threads_for_a_device_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a backward ran beside a device, a copy of the process cannot run another one."""
+
+    def refused(*_: object) -> NoReturn:
+        """Refuse, as autograd does in such a copy."""
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+
+    monkeypatch.setattr(torch.autograd, "grad", refused)
+    with pytest.raises(UnsupportedDevice, match="plan in a process of its own"):
+        asked_for(H100, torch.cuda.device_count)
 
 
 def test_what_the_child_raises_is_raised_here() -> None:

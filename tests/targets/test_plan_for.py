@@ -23,7 +23,7 @@ from benchmarks.zoo import ZOO
 from memplan.core.gpus import find_gpu, gpu_called
 from memplan.core.units import parse_size
 from memplan.errors import InvalidShapes, LibraryNotInstalled, UnsupportedDevice
-from memplan.targets.attention import attention_kernel
+from memplan.targets.attention import attention_kernel, why_single
 from tests.slow import slow
 
 MEASURED: dict[str, Any] = json.loads(Path(__file__).with_name("h200.json").read_text(encoding="utf-8"))
@@ -73,6 +73,20 @@ def test_the_backward_of_attention_adds_up_in_32_bits(
     assert ("attention's backward" in str(report)) == counted
     assert report.outside.workspaces == find_gpu(target).workspace
     assert report.outside.reserve == 0
+
+
+def test_attention_in_single_ops_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    class Expanded(nn.Module):
+        """Attention with a mask whose last stride is 0."""
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            """Attend."""
+            return nn.functional.scaled_dot_product_attention(x, x, x, mask.expand(-1, -1, 16, 16))
+
+    x = torch.empty(2, 2, 16, 8, dtype=torch.bfloat16, requires_grad=True)
+    memplan.plan(Expanded(), (x, torch.ones(2, 1, 1, 1, dtype=torch.bool)), target="h100", kernels="aten")
+    assert "attention runs in single ops" in caplog.text
+    assert "last stride of its mask" in caplog.text
 
 
 def test_a_plan_is_saved_and_loaded_with_its_target(tmp_path: Path) -> None:
@@ -289,6 +303,19 @@ def test_the_kernel_follows_the_rules(
     masked = None if mask is None else _mask(stride=mask)
     for capability, expected in ((HOPPER, hopper), (AMPERE, ampere)):
         assert attention_kernel(*given, masked, grouped, capability) == expected
+
+
+@pytest.mark.parametrize(
+    ("tensors", "mask", "grouped", "said"),
+    [
+        ({}, 0, False, "the last stride of its mask"),
+        ({"dtype": torch.float64}, None, False, "float64"),
+        ({"heads": (4, 2), "dtype": torch.float32}, None, True, "grouped heads"),
+    ],
+)
+def test_why_attention_is_not_fused(tensors: dict[str, Any], mask: int | None, grouped: bool, said: str) -> None:
+    masked = None if mask is None else _mask(stride=mask)
+    assert said in why_single(*_tensors(**tensors), masked, grouped)
 
 
 @pytest.mark.parametrize(

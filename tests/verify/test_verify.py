@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from memplan.core.plan import Plan
+from memplan.core.schedule import Evidence
 from memplan.errors import BudgetInfeasible, InvalidPlan, MemplanError, UnsupportedGraph
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.planfile import check_consistency
-from memplan.schedule import Evidence, order
+from memplan.schedule import order
 from memplan.verify import Proof, ProofState, proofs, verify
 from tests.core.test_happens_before import offloaded
 from tests.samples import branching_plan, sample_plan
@@ -23,11 +24,6 @@ from tests.schedule.test_claimed import false_layout
 
 def _said(plan: Plan, **changes: Any) -> Plan:
     return dataclasses.replace(plan, schedule=dataclasses.replace(plan.schedule, **changes))
-
-
-def _searched_plan() -> Plan:
-    graph = diamonds(2)
-    return make_plan(ScheduledGraph(model="", graph=graph, schedule=order(graph), alignment=1, versions={}))
 
 
 def _of_order(plan: Plan, time_limit: float | None = None) -> Proof:
@@ -60,26 +56,6 @@ def test_the_moment_between_forward_and_backward_is_verified() -> None:
     proof = _of_order(_said(plan, bound=160, evidence=Evidence.BETWEEN, proof=""))
     assert (proof.state, proof.independent) == (ProofState.PROVEN, True)
     assert _of_order(_said(plan, bound=161, evidence=Evidence.BETWEEN, proof="")).state is ProofState.FALSE
-
-
-@pytest.mark.parametrize("limit", [None, 60.0])
-def test_the_portfolio_s_search_is_repeated_and_labelled_so(limit: float | None) -> None:
-    plan = _searched_plan()
-    assert plan.schedule.evidence is Evidence.SEARCH
-    proof = _of_order(plan, limit)
-    assert (proof.state, proof.independent) == (ProofState.PROVEN, False)
-    assert "by repeating the portfolio's search, the code that proves it first" in proof.text
-    higher = plan.schedule.bound + 1
-    assert _of_order(_said(plan, bound=higher, max_live=higher), limit).state is ProofState.FALSE
-
-
-def test_a_search_that_reaches_its_limits_leaves_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = _searched_plan()
-    weaker = dataclasses.replace(plan.schedule, bound=plan.schedule.bound - 1)
-    monkeypatch.setattr(proofs, "order", lambda graph: weaker)
-    proof = _of_order(plan)
-    assert proof.state is ProofState.CLAIMED
-    assert "reached its limits and proves" in proof.how
 
 
 def test_layouts_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,12 @@ whether it is swapped or recomputed. Copies are then overlapped with ops, in pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from memplan.evict.measure import overlapped
-from memplan.evict.policies.dtr import Candidate, Neighbourhoods, choose_least, h_dtr
-from memplan.evict.simulator import ByteCounter, DeviceState, EvictionKind, EvictionSimulator, Location
+from memplan.evict.policies.dtr import Candidate, Dropper, h_dtr
+from memplan.evict.simulator import ByteCounter, EvictionKind, Location, SimulatedDevice
 from memplan.evict.workload import Events, Workload
 
 
@@ -49,38 +49,34 @@ def direct(released: Released) -> EvictionKind:
 
 def delta(workload: Workload, *, filter: Filter = cheapest, director: Director = direct) -> Events:
     """Return events that keep the budget. Raises `BudgetInfeasible` when an op's operands do not fit."""
-    simulator = EvictionSimulator(workload, ByteCounter(workload.budget), _Delta(workload, filter, director))
+    simulator = SimulatedDevice(workload, ByteCounter(workload.budget), _Delta(workload, filter, director))
     return overlapped(workload, simulator.simulate())
 
 
-class _Delta:
+class _Delta(Dropper):
     """The evictor that asks the filter and the director."""
 
     swaps = True
 
     def __init__(self, workload: Workload, choose: Filter, director: Director) -> None:
-        self._filter, self._director = choose, director
-        self._around = Neighbourhoods(workload)
-        self._clock = workload.clock
+        super().__init__(workload, choose)
+        self._director = director
         self._away: set[int] = set()
         self._copied: set[int] = set(workload.host_resident)
         self._busy = 0.0  # the time until which the link to the host is in use
 
-    def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
-        return choose_least(device, self._around, self._filter, candidates)
-
-    def choose_kind(self, device: DeviceState, storage: int) -> EvictionKind:
+    def choose_kind(self, device: SimulatedDevice, storage: int) -> EvictionKind:
         w, by = device.workload, device.next_use(storage)
         released = Released(
-            recompute=device.seconds(storage) + self._around.seconds(device, [storage])[0],
-            out=0.0 if device.clean(storage) else max(0.0, self._left(device, storage) - device.clock),
+            recompute=device.seconds[storage] + self.around.seconds(device, [storage])[0],
+            out=0.0 if device.clean[storage] else max(0.0, self._left(device, storage) - device.clock),
             back=w.to_device[storage] + sum(w.to_device[s] for s in self._away if device.next_use(s) <= by),
-            gap=self._clock[by] - self._clock[device.position],
+            gap=w.clock[by] - w.clock[device.position],
         )
         return self._director(released)
 
-    def changed(self, device: DeviceState, storage: int) -> None:
-        self._around.changed(device, storage)
+    def changed(self, device: SimulatedDevice, storage: int) -> None:
+        super().changed(device, storage)
         self._away.discard(storage)
         if device.where[storage] is Location.AWAY:
             self._away.add(storage)
@@ -88,6 +84,6 @@ class _Delta:
                 self._busy = self._left(device, storage)
             self._copied.add(storage)
 
-    def _left(self, device: DeviceState, storage: int) -> float:
+    def _left(self, device: SimulatedDevice, storage: int) -> float:
         """Return the time at which the storage's copy to the host is complete, after the copies before it."""
         return max(self._busy, device.touched[storage]) + device.workload.to_host[storage]

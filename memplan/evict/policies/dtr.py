@@ -26,10 +26,9 @@ from memplan.evict.measure_kernel import DROPPED, RELEASED, THERE, seconds_aroun
 from memplan.evict.simulator import (
     MOST_RUNS,
     ByteCounter,
-    DeviceState,
     EvictionKind,
-    EvictionSimulator,
     Location,
+    SimulatedDevice,
     SimulatedMemory,
 )
 from memplan.evict.workload import Events, Workload
@@ -59,7 +58,8 @@ Heuristic = Callable[[Candidate], float]  # the storage with the smallest value 
 
 def h_dtr(candidate: Candidate) -> float:
     """Return the paper's h: cost / (size x staleness), where the cost includes the dropped neighbourhood."""
-    return _ratio(candidate.seconds + candidate.around, candidate.size * candidate.staleness)
+    worth = candidate.size * candidate.staleness
+    return (candidate.seconds + candidate.around) / worth if worth > 0 else float("inf")
 
 
 def dtr(
@@ -75,26 +75,40 @@ def dtr(
     average.
     """
     memory = memory or ByteCounter(workload.budget)
-    return EvictionSimulator(workload, memory, _Dropper(workload, heuristic), most_runs=most_runs).simulate()
+    return SimulatedDevice(workload, memory, Dropper(workload, heuristic), most_runs=most_runs).simulate()
 
 
-class _Dropper:
+class Dropper:
     """The evictor that drops the storage with the smallest value of the heuristic."""
 
     swaps = False
 
     def __init__(self, workload: Workload, heuristic: Heuristic) -> None:
         self._heuristic = heuristic
-        self._around = Neighbourhoods(workload)
+        self.around = Neighbourhoods(workload)
 
-    def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
-        return choose_least(device, self._around, self._heuristic, candidates)
+    def choose(self, device: SimulatedDevice, candidates: Sequence[int]) -> int:
+        """Return the candidate with the smallest value; of equal ones, the first storage."""
+        clock, now = device.workload.clock, device.workload.clock[device.position]
+        around = self.around.seconds(device, candidates)
+        priced = []
+        for s, seconds in zip(candidates, around, strict=True):
+            candidate = Candidate(
+                storage=s,
+                size=device.workload.size[s],
+                seconds=device.seconds[s],
+                around=seconds,
+                staleness=device.clock - device.touched[s],
+                ahead=clock[device.next_use(s)] - now,
+            )
+            priced.append((self._heuristic(candidate), s))
+        return min(priced)[1]
 
-    def choose_kind(self, device: DeviceState, storage: int) -> EvictionKind:
+    def choose_kind(self, device: SimulatedDevice, storage: int) -> EvictionKind:
         return EvictionKind.DROP
 
-    def changed(self, device: DeviceState, storage: int) -> None:
-        self._around.changed(device, storage)
+    def changed(self, device: SimulatedDevice, storage: int) -> None:
+        self.around.changed(device, storage)
 
 
 class Neighbourhoods:
@@ -117,43 +131,17 @@ class Neighbourhoods:
         self._lost = np.full(count, THERE, np.int8)
         self._costs: tuple[npt.NDArray[np.float64], Ints] | None = None  # seconds and last use of each storage
 
-    def seconds(self, device: DeviceState, storages: Sequence[int]) -> list[float]:
+    def seconds(self, device: SimulatedDevice, storages: Sequence[int]) -> list[float]:
         """Return the seconds of the dropped neighbourhood of each of `storages`, without the storage itself."""
         if self._costs is None:
-            costs = [device.seconds(s) for s in range(len(self._lost))]
-            self._costs = np.array(costs, np.float64), np.array(device.last, np.int64)
+            self._costs = np.array(device.seconds, np.float64), np.array(device.last, np.int64)
         around = seconds_around(np.array(storages, np.int64), self._lost, *self._edges, *self._costs, device.position)
         found: list[float] = around.tolist()
         return found
 
-    def changed(self, device: DeviceState, storage: int) -> None:
+    def changed(self, device: SimulatedDevice, storage: int) -> None:
         """Take note of where `storage` is now."""
         self._lost[storage] = _LOST.get(device.where[storage], THERE)
-
-
-def choose_least(device: DeviceState, around: Neighbourhoods, heuristic: Heuristic, candidates: Sequence[int]) -> int:
-    """Return the candidate with the smallest value of a heuristic; of equal ones, the first storage."""
-    priced = (
-        (heuristic(_candidate(device, s, seconds)), s)
-        for s, seconds in zip(candidates, around.seconds(device, candidates), strict=True)
-    )
-    return min(priced)[1]
-
-
-def _candidate(device: DeviceState, storage: int, around: float) -> Candidate:
-    """Return the properties of `storage` at the current op."""
-    return Candidate(
-        storage=storage,
-        size=device.workload.size[storage],
-        seconds=device.seconds(storage),
-        around=around,
-        staleness=device.clock - device.touched[storage],
-        ahead=device.workload.clock[device.next_use(storage)] - device.workload.clock[device.position],
-    )
-
-
-def _ratio(cost: float, worth: float) -> float:
-    return cost / worth if worth > 0 else float("inf")
 
 
 _EXPONENTS = (1.0, 0.5)

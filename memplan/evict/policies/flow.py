@@ -1,7 +1,10 @@
-"""`flow`: offloads the storage whose next use is furthest away (Belady 1966), and recomputes nothing.
+"""`flow` and `genoa`, policies of torch.TensorRef, which named the first without an implementation.
 
-torch.TensorRef names this policy without an implementation. When an allocation does not fit, the storage whose next use
-is furthest away is offloaded, without a copy when the host has its bytes already; then copies are overlapped with ops.
+`flow` recomputes nothing: when an allocation does not fit, the storage whose next use is furthest away (Belady 1966) is
+offloaded, without a copy when the host has its bytes already; then copies are overlapped with ops.
+
+`genoa` reloads each operand right before its op and offloads it right after. It is the slowest policy and has the
+smallest peak: no plan needs less than one op's operands and results. Budgets are compared with it.
 """
 
 from __future__ import annotations
@@ -11,9 +14,8 @@ from contextlib import suppress
 
 from memplan.errors import BudgetInfeasible
 from memplan.evict.measure import measure, overlapped
-from memplan.evict.policies.genoa import genoa
-from memplan.evict.simulator import ByteCounter, DeviceState, EvictionKind, EvictionSimulator
-from memplan.evict.workload import Events, Workload, require_floor
+from memplan.evict.simulator import ByteCounter, EvictionKind, SimulatedDevice
+from memplan.evict.workload import Event, Events, Kind, Workload, require_floor
 
 
 class _Furthest:
@@ -21,13 +23,13 @@ class _Furthest:
 
     swaps = True
 
-    def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
+    def choose(self, device: SimulatedDevice, candidates: Sequence[int]) -> int:
         return max(candidates, key=lambda s: (device.next_use(s), -s))
 
-    def choose_kind(self, device: DeviceState, storage: int) -> EvictionKind:
+    def choose_kind(self, device: SimulatedDevice, storage: int) -> EvictionKind:
         return EvictionKind.SWAP
 
-    def changed(self, device: DeviceState, storage: int) -> None:
+    def changed(self, device: SimulatedDevice, storage: int) -> None:
         pass
 
 
@@ -40,6 +42,25 @@ def flow(workload: Workload) -> Events:
     found = [overlapped(workload, genoa(workload))]
     with suppress(BudgetInfeasible):
         found.insert(
-            0, overlapped(workload, EvictionSimulator(workload, ByteCounter(workload.budget), _Furthest()).simulate())
+            0, overlapped(workload, SimulatedDevice(workload, ByteCounter(workload.budget), _Furthest()).simulate())
         )
     return min(found, key=lambda events: measure(workload, events).seconds)
+
+
+def genoa(workload: Workload) -> Events:
+    """Return events whose peak is the floor of `workload`. Raises `BudgetInfeasible` for a budget below it."""
+    require_floor(workload)
+    events: list[Event] = []
+    for i in range(len(workload.graph.ops)):
+        reads, writes = workload.reads[i], workload.writes[i]
+        for s in dict.fromkeys((*reads, *writes)):
+            if workload.uses[s][0] < i or s in workload.host_resident - workload.fresh:
+                events += [Event(Kind.RELOAD, s), Event(Kind.RELOADED, s)]
+        events.append(Event(Kind.RUN, i))
+        for s in dict.fromkeys((*writes, *reads)):
+            wanted = workload.uses[s][-1] > i
+            if s in writes and (wanted or s in workload.host_resident):
+                events += [Event(Kind.OFFLOAD, s), Event(Kind.OFFLOADED, s)]
+            elif wanted or s in workload.host_resident:
+                events.append(Event(Kind.DROP, s))
+    return tuple(events)

@@ -1,8 +1,8 @@
 """Adapts a policy to steps whose model and caller stay on the host.
 
-Several ways are tried and the fastest is taken: `flow` and `delta`, which offload on demand; all host-resident storages
-kept on the device for the whole step, the policy deciding about the rest; and loading as an op of the graph (the
-ext-tstack note's `load`), so that the policy drops and reloads a parameter as it drops and recomputes an activation.
+Several ways are tried and the fastest is taken: `flow` and `delta`, which offload on demand, and loading as an op of
+the graph (the ext-tstack note's `load`), so that the policy drops and reloads a parameter as it drops and recomputes an
+activation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memplan.evict.costs import signature_of
 from memplan.evict.measure import measure, overlapped
 from memplan.evict.policies.delta import delta
 from memplan.evict.policies.flow import flow
-from memplan.evict.workload import Event, Events, Kind, Policy, Workload, infeasible, with_host_resident_kept
+from memplan.evict.workload import Event, Events, Kind, Policy, Workload, infeasible
 
 LOAD = "memplan.load"
 
@@ -34,7 +34,7 @@ def while_loading(workload: Workload, policy: Policy, *, swaps: bool, search: bo
     ways: list[Policy] = [flow] if swaps or fits else []
     if not fits:
         ways += [delta] if swaps else []
-        ways += [partial(way, policy=policy) for way in (with_host_resident_kept, _loads_as_ops) if search or not swaps]
+        ways += [partial(_loads_as_ops, policy=policy)] if search or not swaps else []
     found = []
     for way in ways:
         with suppress(BudgetInfeasible, InvalidEviction):

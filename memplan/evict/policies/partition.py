@@ -13,19 +13,16 @@ from memplan.evict.search import (
     descend,
     descend_classes,
     drastic,
-    singles,
     storage_classes,
 )
 from memplan.evict.search_kernel import PIN, RECOMPUTE_ONCE
 from memplan.evict.workload import Events, Kind, Workload, infeasible
 
-_WORK = 1_000_000  # ops measured by annealing
 
-
-def partition(workload: Workload, *, work: int = _WORK, seed: int = 0) -> Events:
+def partition(workload: Workload) -> Events:
     """Return events that keep the budget where the backward computes again what the forward does not save.
 
-    `work` limits annealing, in ops measured. Raises `BudgetInfeasible` when no such events are found.
+    Raises `BudgetInfeasible` when no such events are found.
     """
     search = DecisionSearch(workload, swaps=False, least=0.0)
     search.moves = tuple(filter(None, (_moves(workload, moves) for moves in search.moves)))
@@ -38,7 +35,7 @@ def partition(workload: Workload, *, work: int = _WORK, seed: int = 0) -> Events
     found = [fitted for one in starts for a in EXPONENTS if (fitted := descend(search, one, a))]
     if not found:
         raise infeasible(workload)
-    return search.events(improve(search, found, singles(search), work=work, seed=seed))
+    return search.events(improve(search, found))
 
 
 def kept_for_backward(workload: Workload, events: Events) -> tuple[int, ...]:

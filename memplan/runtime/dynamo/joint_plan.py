@@ -14,7 +14,7 @@ from memplan.core.plan import GraphSection, Plan
 from memplan.core.schedule import live_bytes, make_schedule
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
-from memplan.planning.eager_total import eager_total
+from memplan.planning.base_graph import eager_total
 from memplan.planning.joint import JointPart, join, joint_graph
 from memplan.planning.options import read_budget
 from memplan.runtime.dynamo.planned_graph import GraphInstance

@@ -10,8 +10,8 @@ import torch
 
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.happens_before import require_no_races
+from memplan.core.legal_orders import require_written_first
 from memplan.core.plan import Plan
-from memplan.core.written_first import require_written_first
 from memplan.devices.kinds import is_accelerator
 from memplan.runtime.codegen.codegen import LEFT, FunctionWriter
 from memplan.runtime.codegen.step_ir import Layout, Namespace

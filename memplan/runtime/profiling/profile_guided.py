@@ -47,7 +47,7 @@ def recording_policy(policy: str | Policy) -> RecordingPolicy:
     decide = fit_policy(policy)
 
     def quick(workload: Any) -> Events:
-        return decide(workload, work=0)  # type: ignore[call-arg]
+        return decide(workload, quick=True)  # type: ignore[call-arg]
 
     return RecordingPolicy(decide, policy_name(policy), quick if decide in (auto, recompute) else None)
 

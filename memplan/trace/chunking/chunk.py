@@ -29,8 +29,9 @@ from memplan.trace.chunking.rows import (
     Finder,
     Parts,
     blocks_of,
-    chains_over,
+    chosen,
     has_rows,
+    is_plain,
     parts_if,
 )
 from memplan.trace.passes.nodes import is_view, keys_of, out_names, out_variant
@@ -64,7 +65,8 @@ def divide(graph: fx.Graph, division: Division) -> Division:
     """
     blocks = blocks_of(division)
     finder = Finder(part_of=_part_of, trims={*VIEWS, SLICE})
-    found, over = chains_over(list(finder.chains(graph, [n for n in graph.nodes if n.target in _SOFTMAX])), division)
+    seeds = [node for node in graph.nodes if node.target in _SOFTMAX]
+    found, over = chosen(division, list(finder.chains(graph, seeds)))
     for chain in found:
         _EagerBlocks(graph, chain, blocks).run()
     return replace(division, over=over)
@@ -72,14 +74,14 @@ def divide(graph: fx.Graph, division: Division) -> Division:
 
 def _part_of(node: fx.Node, n: int) -> Parts | None:
     """Return how an op can run on a block of `n` rows; None if it cannot."""
-    if node.op != "call_function" or not _is_dense_strided(node):
+    if node.op != "call_function" or not is_plain(node):
         return None
     args, target = node.args, node.target
     tensors = tuple(a for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor))
     if target is _NLL or target is _NLL_BACKWARD:
         return _loss(node, n)
     if target in _SLICES:
-        dim: Any = args[_SLICES[target]] if len(args) > 1 else 0  # type: ignore[index]
+        dim: Any = args[_SLICES[target]] if len(args) > 1 else 0
         along = dim % value(node).dim() != 0
         return parts_if(along and has_rows(node, n) and has_rows(tensors[0], n), tensors)
     if not _by_rows(node, n):
@@ -92,7 +94,7 @@ def _part_of(node: fx.Node, n: int) -> Parts | None:
     if target in _POINTWISE:
         return _pointwise(node, n, tensors)
     if target in _SOFTMAX:
-        dim, rank = args[_SOFTMAX[target]], value(node).dim()  # type: ignore[index]
+        dim, rank = args[_SOFTMAX[target]], value(node).dim()
         last = dim in (-1, rank - 1) and rank > 1 and value(node).shape[:-1].numel() % n == 0
         return parts_if(last and all(_by_rows(t, n) for t in tensors), tensors)
     return None
@@ -116,22 +118,14 @@ def _pointwise(node: fx.Node, n: int, tensors: tuple[fx.Node, ...]) -> Parts | N
     return parts_if(fits and _fall_into_rows(rows, n), rows)
 
 
-def _is_dense_strided(node: fx.Node) -> bool:
-    """Return whether everything that a node takes and makes is a dense tensor or no tensor."""
-    given = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-    flat = [t for v in given for t in (v if isinstance(v, (tuple, list)) else (v,))]
-    return all(t is None or isinstance(t, (torch.Tensor, int, float)) for t in flat) and all(
-        t.layout is torch.strided and t.numel() for t in flat if isinstance(t, torch.Tensor)
-    )
-
-
 def _fall_into_rows(nodes: tuple[fx.Node, ...], n: int) -> bool:
     return all(has_rows(node, n) or _by_rows(node, n) for node in nodes)
 
 
 def _by_rows(node: Any, n: int) -> bool:
     """Return whether a node is contiguous and falls into `n` rows."""
-    return isinstance(node, fx.Node) and bool(value(node).is_contiguous() and value(node).numel() % n == 0)
+    val = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(val, torch.Tensor) and val.is_contiguous() and val.numel() % n == 0
 
 
 class _EagerBlocks(BlockRewriter):
@@ -181,7 +175,7 @@ class _EagerBlocks(BlockRewriter):
         new = self.writer(sink, None).memory(old) if memory is None else memory
         if list(value(new).shape) != list(old.shape):
             new = self.writer(sink, None).call(aten.view.default, new, list(old.shape))
-        variant = out_variant(sink.target)  # type: ignore[arg-type]
+        variant = out_variant(sink.target)
         for box in self.boxes:
             args, rows = self.arguments(sink, box), self.sliced(new, box)
             key = storage_key(value(rows))

@@ -50,6 +50,15 @@ def has_rows(node: Any, n: int) -> bool:
     return isinstance(val, torch.Tensor) and val.dim() > 0 and val.numel() > 0 and val.shape[0] % n == 0
 
 
+def is_plain(node: fx.Node) -> bool:
+    """Return whether everything that a node takes and makes is a dense tensor or no tensor."""
+    given = [one.meta.get("val") for one in (node, *node.all_input_nodes)]
+    flat = [t for val in given for t in (val if isinstance(val, (tuple, list)) else (val,))]
+    return all(t is None or isinstance(t, (torch.Tensor, int, float)) for t in flat) and all(
+        t.layout is torch.strided and t.numel() for t in flat if isinstance(t, torch.Tensor)
+    )
+
+
 def is_transpose(node: Any) -> bool:
     """Return whether a node is the transpose of a matrix."""
     return isinstance(node, fx.Node) and node.target is aten.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
@@ -162,7 +171,7 @@ def bytes_touched(node: fx.Node) -> int:
     return sum({storage_key(t): t.numel() * t.itemsize for t in touched}.values())
 
 
-def chains_over(found: Collection[Chain], division: Division) -> tuple[list[Chain], int]:
+def chosen(division: Division, found: Collection[Chain]) -> tuple[list[Chain], int]:
     """Return the chains to divide, and the bytes over which they are: those of the largest need, if none are given."""
     over = division.over
     if over is None:

@@ -82,9 +82,10 @@ class _Padder:
         rows, inner = value(left).shape
         columns = value(right).shape[1]
         made = value(node)
-        rows_to = _aligned(rows, made) if _begins_rows(value(left), 0) else rows
+        # a row of a matrix in memory runs along the dimension of stride 1: its size is that between rows
+        rows_to = _aligned(rows, made) if value(left).stride(0) == 1 else rows
         columns_to = columns if _is_returned(node) else _aligned(columns, made)
-        along = _begins_rows(value(left), 1) or _begins_rows(value(right), 0)
+        along = value(left).stride(1) == 1 or value(right).stride(0) == 1
         inner_to = _aligned(inner, made) if along else inner
         if (rows_to, inner_to, columns_to) == (rows, inner, columns):
             return False
@@ -131,10 +132,10 @@ class _Padder:
             made = writer.call(aten.view.default, self._to(source, value(source).dim() - 1, size), shape)
         elif node.target in _CONVERTING and isinstance(source, fx.Node):
             made = writer.call(node.target, self._to(source, dim, size), *node.args[1:], **node.kwargs)
-        elif isinstance(inner := _among_zeros(node), fx.Node):  # both at once: Inductor writes one kernel
-            begin, end = _part(node)
+        elif (among := _among_zeros(node)) is not None:  # both at once: Inductor writes one kernel
+            inner, along, begin, end = among
             amounts = [[0, 0] for _ in shape]
-            amounts[_scattered(node)] = [begin, val.shape[_scattered(node)] - end]
+            amounts[along] = [begin, val.shape[along] - end]
             amounts[dim][1] += size - val.shape[dim]
             made = writer.call(
                 aten.constant_pad_nd.default, inner, [n for pair in reversed(amounts) for n in pair], 0.0
@@ -163,31 +164,21 @@ class _Padder:
         return made
 
 
-def _among_zeros(node: fx.Node) -> fx.Node | None:
-    """Return what a node puts among zeros, as the gradient of a slice does; None for any other node."""
+def _among_zeros(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
+    """Return what a node puts among zeros, as the gradient of a slice does, and where: the dimension, begin and end.
+
+    None for any other node.
+    """
     if node.target is not aten.slice_scatter.default or node.kwargs or len(node.args) > 5:
         return None
-    zeros, inner = node.args[:2]
+    given: list[Any] = [*node.args, *(0, None, None)[len(node.args) - 2 :]]
+    zeros, inner, dim, *ends = given
     plain = isinstance(zeros, fx.Node) and zeros.target is FULL and not zeros.args[1]
-    return inner if plain and isinstance(inner, fx.Node) else None
-
-
-def _scattered(node: fx.Node) -> int:
-    """Return the dimension along which a node puts something among zeros."""
-    dim: Any = node.args[2] if len(node.args) > 2 else 0
-    return int(dim) % int(value(node).dim())
-
-
-def _part(node: fx.Node) -> tuple[int, int]:
-    """Return where it begins and ends there."""
-    given: Any = (*node.args[3:5], None, None)[:2]
-    begin, end, _ = slice(*given).indices(value(node).shape[_scattered(node)])
-    return begin, end
-
-
-def _begins_rows(x: torch.Tensor, dim: int) -> bool:
-    """Return whether a row of a matrix in memory runs along a dimension, so that its size is that between rows."""
-    return x.stride(dim) == 1
+    if not plain or not isinstance(inner, fx.Node):
+        return None
+    along = dim % value(node).dim()
+    begin, end, _ = slice(*ends).indices(value(node).shape[along])
+    return inner, along, begin, end
 
 
 def _aligned(size: int, like: torch.Tensor) -> int:

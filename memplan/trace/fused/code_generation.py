@@ -24,6 +24,7 @@ from torch._inductor.virtualized import V
 from memplan.core.code_options import CodeOptions
 from memplan.devices.kinds import HOST, is_accelerator
 from memplan.errors import UnsupportedGraph
+from memplan.torch_inside.graphs import BufferAOTInput, ParamAOTInput
 from memplan.torch_inside.versions import compiler_config, loaded_code, partition
 from memplan.trace.fused.aligned_products import align_products
 from memplan.trace.fused.early_gradients import EARLY
@@ -104,7 +105,6 @@ def generate(
     model: str,
     *,
     returned: int,
-    static: Sequence[int],
     training: bool,
     code: CodeOptions,
     in_blocks: bool,
@@ -115,7 +115,6 @@ def generate(
         joint: The graph, whose changed inputs are written back at the end of the forward.
         model: The name of the model, for errors.
         returned: The number of outputs of the forward.
-        static: The inputs, by position, that stay from step to step.
         training: The graph contains a backward.
         code: How to generate its kernels.
         in_blocks: It was divided by rows: no kernel may compute parts of two blocks.
@@ -128,11 +127,12 @@ def generate(
     how = _How(code=code, in_blocks=in_blocks)
     on_device = is_accelerator(torch.device(_device_of([node.meta.get("val") for node in placeholders])))
     aligns = on_device and config.shape_padding
-    with _compiling(fake_mode_of(joint.graph), code):
+    settings = _SETTINGS if code.layouts else {**_SETTINGS, "layout_optimization": False}
+    with _compiling(fake_mode_of(joint.graph), settings):
         if not training:
             forward = _forward(joint, model, given, returned, how, inference=True)
             return Halves(forward=forward, backward=None, given=given, returned=returned)
-        first, second = _partition(joint, model, returned, static, aligns=aligns)
+        first, second = _partition(joint, model, returned, aligns=aligns)
         return _both((first, second), model, given, returned, how)
 
 
@@ -142,7 +142,8 @@ def generate_partition(joint: fx.Graph, forward: fx.GraphModule, backward: fx.Gr
     `returned`: the number of outputs of the forward. Raises what `generate` raises.
     """
     given, code = _given(joint.find_nodes(op="placeholder")), CodeOptions()
-    with _compiling(fake_mode_of(joint), code):
+    settings = {name: value for name, value in _SETTINGS.items() if not name.endswith("padding")}  # which it does
+    with _compiling(fake_mode_of(joint), settings):
         return _both((forward, backward), "the graph", given, returned, _How(code=code, in_blocks=False))
 
 
@@ -151,7 +152,7 @@ def _both(
 ) -> Halves:
     """Generate a forward and its backward."""
     first, second = graphs
-    saved = _names_of_outputs(first)[returned:]
+    saved = [getattr(node, "name", None) for node in _outputs_of(first)[returned:]]
     forward = _forward(first, model, given, returned, how, inference=False)
     pairs = zip(saved, forward.outputs[returned:], strict=True)
     found = {name: view for name, view in pairs if name is not None and isinstance(view, (BlockView, RandomState))}
@@ -163,12 +164,7 @@ def _both(
 
 
 def _partition(
-    joint: fx.GraphModule,
-    model: str,
-    returned: int,
-    static: Sequence[int],
-    *,
-    aligns: bool,
+    joint: fx.GraphModule, model: str, returned: int, *, aligns: bool
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return the graphs of forward and backward.
 
@@ -176,9 +172,10 @@ def _partition(
     padded before.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
-    primals = [n.meta.get("val") for n in placeholders if not _is_tangent(n)]
-    tangents = [n.meta.get("val") for n in placeholders if _is_tangent(n)]
+    primals = [n.meta.get("val") for n in placeholders if not n.meta["desc"].is_tangent()]
+    tangents = [n.meta.get("val") for n in placeholders if n.meta["desc"].is_tangent()]
 
+    static = [i for i, n in enumerate(placeholders) if isinstance(n.meta["desc"], (ParamAOTInput, BufferAOTInput))]
     users = config.custom_partitioner_fn
 
     def keeping_old_values(gm: fx.GraphModule, inputs: Sequence[object], **options: Any) -> Any:
@@ -196,7 +193,7 @@ def _partition(
             (primals, tangents),
             keeping_old_values,
             num_fwd_outputs=returned,
-            static_lifetime_input_indices=list(static),
+            static_lifetime_input_indices=static,
         )
     require_new_values(joint.graph, first.graph, second.graph)
     _require_drawn_once(first.graph, second.graph)
@@ -310,9 +307,8 @@ def _device_of(values: Sequence[Any]) -> str:
 
 
 @contextlib.contextmanager
-def _compiling(mode: Any, code: CodeOptions) -> Iterator[None]:
-    """The contexts in which AOTAutograd calls Inductor."""
-    settings = _SETTINGS if code.layouts else {**_SETTINGS, "layout_optimization": False}
+def _compiling(mode: Any, settings: dict[str, Any]) -> Iterator[None]:
+    """The contexts in which AOTAutograd calls Inductor, with these settings of it."""
     with (
         config.patch(settings),
         torch.no_grad(),
@@ -342,19 +338,11 @@ def _given(placeholders: Sequence[fx.Node]) -> dict[str, BlockView]:
     return found
 
 
-def _is_tangent(node: fx.Node) -> bool:
-    return bool(node.meta["desc"].is_tangent())
-
-
 def _outputs_of(graph: fx.GraphModule) -> Sequence[Any]:
     """Return the outputs of a graph: nodes and plain values."""
     (output,) = graph.graph.find_nodes(op="output")
     found: Sequence[Any] = output.args[0]
     return found
-
-
-def _names_of_outputs(graph: fx.GraphModule) -> list[str | None]:
-    return [getattr(node, "name", None) for node in _outputs_of(graph)]
 
 
 def _values_of(graph: fx.GraphModule) -> list[Any]:

@@ -58,8 +58,10 @@ class DeferredKernel:
     def _begun(self) -> Callable[[], Callable[..., Any]]:
         """Begin, and return what waits for the end."""
         submit = AsyncCompile.submit if get_compile_threads() > 1 else None
+        load: Any = CppPythonBindingsCodeCache.load_pybinding_async
         with config.patch(cpp_wrapper=False):
-            return CppPythonBindingsCodeCache.load_pybinding_async(self._argument_types, self._source, submit_fn=submit)
+            begun: Callable[[], Callable[..., Any]] = load(self._argument_types, self._source, submit_fn=submit)
+        return begun
 
 
 class DeferredTritonKernel(DeferredKernel):
@@ -86,7 +88,7 @@ class DeferredTritonKernel(DeferredKernel):
     def _begun(self) -> Callable[[], Callable[..., Any]]:
         """Begin, and return what waits for the end."""
         begun: Any = AsyncCompile().triton(self._name, self._source, device_str=self._device)
-        ready = begun.result if isinstance(begun, CodeCacheFuture) else lambda: begun
+        ready: Any = begun.result if isinstance(begun, CodeCacheFuture) else lambda: begun
         return lambda: _on_present_stream(ready().run, self._device)
 
 

@@ -97,8 +97,6 @@ def _for_one(graph: fx.Graph, tangent: fx.Node, others: Collection[fx.Node]) -> 
         for user in outside:
             user.replace_input_with(node, scaled)
         node.meta[TAG], node.meta[EARLY] = CheckpointPolicy.MUST_SAVE, True
-    for number in sorted({node.meta[BLOCK][0] for node in chain if BLOCK in node.meta}):
-        _in_order_of_blocks(graph, number)
     return len(exits)
 
 
@@ -214,24 +212,3 @@ def _copied(graph: fx.Graph, node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> 
         new = graph.node_copy(node, lambda source: made.get(source, source))
     new.meta["partitioner_tag"] = "is_forward"
     return new
-
-
-def _in_order_of_blocks(graph: fx.Graph, chain: int) -> None:
-    """Move a chain's nodes, and what they are made from behind its first one, to there: block after block.
-
-    So what a block holds is used up before the next one begins.
-    """
-    nodes = list(graph.nodes)
-    place = {node: i for i, node in enumerate(nodes)}
-    late = _reached(graph, _tangents(graph))
-    own = {node: None for node in nodes if node.meta.get(BLOCK, (None,))[0] == chain and node not in late}
-    first = next(iter(own))
-    moved = _with_sources_behind(own, place[first], place)
-    block: dict[fx.Node, int] = {}
-    for node in sorted(moved, key=place.__getitem__):
-        made = max((block.get(source, -1) for source in node.all_input_nodes), default=-1)
-        block[node] = max(made, node.meta[BLOCK][1]) if node in own else made
-    last = first.prev
-    for node in sorted(moved, key=lambda node: (block[node], place[node])):
-        last.append(node)
-        last = node

@@ -35,11 +35,6 @@ def require_inductor() -> None:
         ) from error
 
 
-def chooses_layouts() -> bool:
-    """Return whether Inductor chooses the layouts of convolutions, and its user does not insist on that."""
-    return bool(config.layout_optimization) and not config.force_layout_optimization
-
-
 def refused(what: str) -> UnsupportedGraph:
     """Return the error for something in Inductor's code that memplan cannot plan."""
     hint = 'pass kernels="aten", which plans the same model with the kernels of eager'
@@ -79,7 +74,8 @@ def first_code(graph: fx.Graph) -> CodeOptions | None:
     Inductor runs convolutions with channels last, and keeps a copy in that layout of each weight that is not. Without
     these copies a step needs less, so the layouts are the model's own where there would be any.
     """
-    if chooses_layouts() and any(
+    chooses_layouts = config.layout_optimization and not config.force_layout_optimization
+    if chooses_layouts and any(
         map(_copies_its_weight, graph.find_nodes(op="call_function", target=aten.convolution.default))
     ):
         return CodeOptions(layouts=False)

@@ -355,7 +355,9 @@ class _Builder(_Kernels):
         Gradients of a `whole` step do not, unless they are in bytes that the step is given.
         """
         _, _, descs = returned_by(self.graph)
-        tangents = {n.meta["desc"].output for n in self.graph.find_nodes(op="placeholder") if _is_tangent(n)}
+        tangents = {
+            n.meta["desc"].output for n in self.graph.find_nodes(op="placeholder") if n.meta["desc"].is_tangent()
+        }
         found, taken = list(pieces), set[Block]()
         for i, (piece, desc) in enumerate(zip(pieces, descs, strict=True)):
             if isinstance(piece, BlockView) and desc in tangents:
@@ -521,7 +523,3 @@ def _in_order(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
         else:
             break
     return tuple(placed), left
-
-
-def _is_tangent(node: fx.Node) -> bool:
-    return bool(node.meta["desc"].is_tangent())

@@ -35,13 +35,8 @@ def reads_where_it_writes(loop: Any, buffer: str) -> bool:
     if len(followed.stores) != 1 or buffer not in followed.loads:
         return False
     (store,) = followed.stores
-    return all(_equal(index, store, ranges) for index, ranges in followed.loads[buffer])
-
-
-def _equal(one: sympy.Expr, other: sympy.Expr, ranges: Ranges) -> bool:
-    """Return whether two indices are seen to be equal for all values of their variables in half-open ranges from 0."""
-    sizes = V.graph.sizevars
-    return bool(sizes.simplify_with_ranges(one, ranges) == sizes.simplify_with_ranges(other, ranges))
+    simplified = V.graph.sizevars.simplify_with_ranges
+    return all(bool(simplified(index, ranges) == simplified(store, ranges)) for index, ranges in followed.loads[buffer])
 
 
 class _Unknown:
@@ -51,15 +46,8 @@ class _Unknown:
         return self
 
 
-class _Below:
-    """The condition that some variables of the loop are below numbers."""
-
-    def __init__(self, limits: Ranges) -> None:
-        self.limits = limits
-
-
 class _Followed(DefaultHandler):
-    """Runs the body of a loop on indices alone.
+    """Runs the body of a loop on indices alone. A mask is the numbers that variables of the loop are below, if known.
 
     `loads` are, by the name of a buffer, the index of each read and the ranges of the loop's variables where the mask
     holds; `stores` are the indices of the stores.
@@ -84,17 +72,17 @@ class _Followed(DefaultHandler):
     def lt(self, x0: Any, x1: Any) -> Any:
         """Return the condition on a variable of the loop; others are unknown."""
         limits = isinstance(x0, sympy.Symbol) and x0 in self._ranges and isinstance(x1, sympy.Integer)
-        return _Below({x0: x1}) if limits else _Unknown()
+        return {x0: x1} if limits else _Unknown()
 
     def and_(self, x0: Any, x1: Any) -> Any:
         """Return the condition that both hold; of one that is unknown, nothing follows."""
-        known = [x.limits for x in (x0, x1) if isinstance(x, _Below)]
+        known = [x for x in (x0, x1) if isinstance(x, dict)]
         if not known:
             return _Unknown()
         both = dict(known[0])
         for limits in known[1:]:
             both |= {v: sympy.Min(both.get(v, limit), limit) for v, limit in limits.items()}
-        return _Below(both)
+        return both
 
     def masked(self, mask: Any, body: Callable[[], Any], other: Any) -> Any:
         """Run what is computed where a mask holds."""
@@ -105,8 +93,8 @@ class _Followed(DefaultHandler):
     def _where(self, mask: Any) -> Iterator[None]:
         """Have the ranges in which a mask holds."""
         before = self._ranges
-        if isinstance(mask, _Below):
-            self._ranges = before | {v: sympy.Min(before[v], limit) for v, limit in mask.limits.items()}
+        if isinstance(mask, dict):
+            self._ranges = before | {v: sympy.Min(before[v], limit) for v, limit in mask.items()}
         try:
             yield
         finally:

@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memplan.core.division import Division
-from memplan.trace.chunking.rows import BlockRewriter, Box, Chain, Finder, blocks_of, chains_over
+from memplan.trace.chunking.rows import BlockRewriter, Box, Chain, Finder, blocks_of, chosen
 from memplan.trace.fused.early_gradients import compute_gradients_early
 from memplan.trace.fused.row_parts import BLOCK, NAMED, PRODUCTS, part_of
 from memplan.trace.fused.sums import scatter_into_summands, sum_products
@@ -41,8 +41,8 @@ def divide_rows(graph: fx.Graph, division: Division) -> Division:
         found = list(Finder(part_of=part_of, ends=PRODUCTS, trained=True).chains(graph, seeds))
         if not found:
             _log.info("there is nothing to divide into blocks of rows")
-        chosen, over = chains_over(found, division)
-        for number, chain in enumerate(chosen):
+        found, over = chosen(division, found)
+        for number, chain in enumerate(found):
             _FusedBlocks(graph, chain, blocks, number).run()
             divided = True
         compute_gradients_early(graph)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from memplan.trace.chunking.rows import FULL, SLICE, Parts, has_rows, is_transpose, parts_if
+from memplan.trace.chunking.rows import FULL, SLICE, Parts, has_rows, is_plain, is_transpose, parts_if
 from memplan.trace.passes.rewrite import VIEWS, aten, value
 
 BLOCK = "memplan_block"  # in the meta of a node: the number of its chain, and the block of rows that it computes
@@ -33,7 +33,7 @@ _ALONG = {
 def part_of(node: fx.Node, n: int) -> Parts | None:
     """Return how an op can run on a block of `n` rows; None if it cannot."""
     target = node.target
-    if node.op != "call_function" or not isinstance(target, OpOverload) or not _is_plain(node):
+    if node.op != "call_function" or not isinstance(target, OpOverload) or not is_plain(node):
         return None
     if target in PRODUCTS:
         return _product(node, n)
@@ -99,9 +99,3 @@ def _pointwise(node: fx.Node, n: int, tensors: tuple[fx.Node, ...]) -> Parts | N
     shape = value(node).shape
     rows = tuple(t for t in tensors if value(t).dim() == len(shape) and value(t).shape[0] == shape[0])
     return parts_if(bool(rows) and all(has_rows(t, n) for t in rows), rows)
-
-
-def _is_plain(node: fx.Node) -> bool:
-    """Return whether all that a node takes and makes is a dense tensor."""
-    given = [one.meta.get("val") for one in (node, *node.all_input_nodes)]
-    return all(isinstance(val, torch.Tensor) and val.layout is torch.strided for val in given)

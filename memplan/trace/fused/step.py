@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from memplan.core.division import SUMS_HINT, WITHOUT_SUMS, Division
 from memplan.core.in_place import without_candidates
 from memplan.core.timed import timed
 from memplan.errors import UnsupportedProblem
-from memplan.torch_inside.graphs import BufferAOTInput, GradAOTOutput, ParamAOTInput
+from memplan.torch_inside.graphs import GradAOTOutput
 from memplan.trace.capture.front_ends import quiet
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.fused.code_generation import Halves, generate
@@ -40,20 +40,17 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 class GeneratedStep:
     """A captured step with the code that Inductor generated for it.
 
-    `captured` has the joint graph with write-backs; `model` is the model's name, and `needs` is as in `Results`, by
-    descriptor. `division`: as in `TracedGraph`.
+    `captured` has the joint graph with write-backs, and `needs` is as in `Results`, by descriptor. `division`: as in
+    `TracedGraph`.
     """
 
     captured: Captured
     halves: Halves
-    model: str
     needs: Mapping[Any, frozenset[int]]
-    division: Division | None = None
+    division: Division | None
 
 
-def generated(
-    captured: Captured, model: str, code: CodeOptions | None = None, division: Division | None = None
-) -> GeneratedStep:
+def generated(captured: Captured, model: str, code: CodeOptions | None, division: Division | None) -> GeneratedStep:
     """Return a captured step with Inductor's code, whose kernels are compiled when a program needs them.
 
     `code`: how to generate it; None: as Inductor does by itself. `division`: how to divide chains of rows. Raises
@@ -65,36 +62,27 @@ def generated(
     _, _, descs = returned_by(joint.graph)
     compiled = _copy(joint)
     settled = None if division is None else divide_rows(compiled.graph, division)
-    placeholders = _without_numbers(compiled.graph)
-    static = [i for i, n in enumerate(placeholders) if isinstance(n.meta["desc"], (ParamAOTInput, BufferAOTInput))]
+    _erase_numbers(compiled.graph)
     with quiet():
         halves = generate(
             compiled,
             model,
             returned=sum(d is not None and not isinstance(d, GradAOTOutput) for d in descs),
-            static=static,
             training=captured.training,
             code=code or CodeOptions(),
             in_blocks=settled is not None and settled.blocks != 1,
         )
-    return GeneratedStep(
-        captured=replace(captured, graph_module=joint),
-        halves=halves,
-        model=model,
-        needs=needs,
-        division=settled,
-    )
+    made = replace(captured, graph_module=joint)
+    return GeneratedStep(captured=made, halves=halves, needs=needs, division=settled)
 
 
-def _without_numbers(graph: fx.Graph) -> Sequence[fx.Node]:
-    """Erase inputs that are plain numbers, which tracing has taken for constants, and return the others."""
+def _erase_numbers(graph: fx.Graph) -> None:
+    """Erase inputs that are plain numbers, which tracing has taken for constants."""
     for node in graph.find_nodes(op="placeholder"):
         if "val" not in node.meta and not node.users:
             graph.erase_node(node)
-    left = graph.find_nodes(op="placeholder")
-    if any("val" not in node.meta for node in left):
+    if any("val" not in node.meta for node in graph.find_nodes(op="placeholder")):
         raise refused("a number among its inputs")
-    return left
 
 
 def trace_generated(
@@ -118,7 +106,7 @@ def trace_generated(
     traced = fused_graph(
         captured,
         made.halves,
-        made.model,
+        step.model,
         made.needs,
         code=code,
         gradients_in_arena=step.options.gradients_in_arena,

@@ -88,9 +88,11 @@ def scatter_into_summands(graph: fx.Graph) -> int:
     rewritten = 0
     for add in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         for scatter, other in (add.args, add.args[::-1]):
-            if not _is_scatter(scatter) or add.kwargs or not isinstance(other, fx.Node) or not _alike(scatter, other):
+            if not _is_scatter(scatter) or add.kwargs or not isinstance(other, fx.Node):
                 continue
-            if place[other] > place[scatter]:
+            a, b = value(scatter), value(other)
+            alike = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+            if not alike or place[other] > place[scatter]:
                 continue  # the scatter is first, and what it reads would live longer
             scatter.update_arg(0, other)
             add.replace_all_uses_with(scatter)
@@ -112,11 +114,6 @@ def _is_scatter(node: object) -> bool:
     if not adds or not isinstance(zeros, fx.Node) or zeros.target not in _ZEROS:
         return False
     return zeros.target is not aten.full.default or bool(zeros.args[1] == 0)
-
-
-def _alike(one: fx.Node, other: fx.Node) -> bool:
-    a, b = value(one), value(other)
-    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
 _ADDMM = "extern_kernels.addmm"

@@ -19,7 +19,7 @@ import contextlib
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -365,16 +365,6 @@ def _by_triton(line: lines.KernelCallLine) -> KernelLine:
     return KernelLine(text=text, kernel=line.kernel_name, written=frozenset(written), origin=_origin(made))
 
 
-def _extern_out(line: lines.ExternKernelOutLine) -> KernelLine:
-    return KernelLine(text="", written=frozenset(("out",)), origin=_origin([line.node.get_name()]))
-
-
-def _extern_multi_out(line: Any) -> KernelLine:
-    return KernelLine(
-        text="", written=frozenset(map(str, line.node.out_arg_names)), origin=_origin([line.node.get_name()])
-    )
-
-
 def _extern_alloc(line: lines.ExternKernelAllocLine) -> KernelLine:
     node: Any = line.node
     if node.get_inputs_that_alias_output():
@@ -388,17 +378,17 @@ def _extern_alloc(line: lines.ExternKernelAllocLine) -> KernelLine:
     )
 
 
-def _first_changed(line: Any) -> KernelLine:
-    return KernelLine(text="", written=frozenset((0,)), origin=_origin([line.node.get_name()]))
+def _writing(line: Any, written: Iterable[int | str]) -> KernelLine:
+    return KernelLine(text="", written=frozenset(written), origin=_origin([line.node.get_name()]))
 
 
 _READERS: dict[str, Any] = {
     "KernelCallLine": _generated,
-    "ExternKernelOutLine": _extern_out,
-    "ExternKernelMultiOutLine": _extern_multi_out,
+    "ExternKernelOutLine": lambda line: _writing(line, ["out"]),
+    "ExternKernelMultiOutLine": lambda line: _writing(line, map(str, line.node.out_arg_names)),
     "ExternKernelAllocLine": _extern_alloc,
-    "IndexPutFallbackLine": _first_changed,
-    "ScatterFallbackLine": _first_changed,
+    "IndexPutFallbackLine": lambda line: _writing(line, [0]),
+    "ScatterFallbackLine": lambda line: _writing(line, [0]),
 }
 
 

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memplan.core.compressed_storages import PACKED, PACKING, UNPACKED, UNPACKING
+from memplan.core.evictions import PACKED, PACKING, UNPACKED, UNPACKING
 from memplan.torch_inside.graphs import ParamAOTInput, PlainAOTInput
 from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, storage_key, value
@@ -178,19 +178,12 @@ def _unpack(rw: Rewriter, bits: fx.Node, like: torch.Tensor) -> fx.Node:
     rw.label = rw.node.name + UNPACKED + "bits"
     rw.call(aten.copy_.default, words, bits)
     rw.label = rw.node.name + UNPACKING
-    for target, number in _steps():
+    spread = aten.mul_.Tensor, aten.bitwise_and_.Scalar, aten.add_.Tensor, aten.bitwise_right_shift_.Tensor_Scalar
+    for target, number in zip(spread, (_REPEAT_BYTE, _PICK, _CARRY, 7), strict=True):
         rw.call(target, words, number)
+    rw.call(aten.bitwise_and_.Scalar, words, _REPEAT_BYTE)
     rw.label = ""
     return made
-
-
-def _steps() -> Iterator[tuple[Any, int]]:
-    """Yield the in-place ops, with their operand, that spread each byte's bits over eight bytes."""
-    yield aten.mul_.Tensor, _REPEAT_BYTE
-    yield aten.bitwise_and_.Scalar, _PICK
-    yield aten.add_.Tensor, _CARRY
-    yield aten.bitwise_right_shift_.Tensor_Scalar, 7
-    yield aten.bitwise_and_.Scalar, _REPEAT_BYTE
 
 
 def _words(rw: Rewriter, mask: fx.Node, count: int) -> fx.Node:

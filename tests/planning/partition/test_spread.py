@@ -15,6 +15,7 @@ from memplan.core.graph import Graph, check_graph
 from memplan.core.in_place import placed
 from memplan.core.legal_orders import require_legal
 from memplan.core.lifetimes import device_problem, problem
+from memplan.core.schedule import make_schedule
 from memplan.evict.apply import Applied, apply
 from memplan.evict.costs import Link, simulate
 from memplan.evict.equivalent import require_equivalent
@@ -23,7 +24,6 @@ from memplan.evict.policies.flow import flow
 from memplan.evict.workload import Workload
 from memplan.planning.divide import devices_of, divide
 from memplan.planning.multi_device import assign, units_of
-from memplan.schedule import make_schedule
 from memplan.trace import trace
 from tests.evict.judge import workload_of
 from tests.graph_strategies import graphs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -144,14 +143,6 @@ def test_the_backward_only_scales_what_the_forward_has_computed(loss: Loss) -> N
     for node in early:
         assert node not in late
         assert [user.target for user in node.users if user in late] == [aten.mul.Tensor]
-
-
-def test_a_block_ends_before_the_next_one_begins() -> None:
-    graph = _joint(_plain)
-    divide_rows(graph, BLOCKS)
-    places = [[i for i, n in enumerate(graph.nodes) if n.meta.get(BLOCK) == (0, k)] for k in range(4)]
-    assert all(one[-1] < other[0] for one, other in pairwise(places))
-    graph.lint()
 
 
 @pytest.mark.parametrize(
