@@ -27,7 +27,7 @@ from tests.slow import slow
 from tests.steps import gradients_of, outcome_of
 
 
-def _fn(function: Callable[..., Any]) -> Made:
+def _fn(function: Callable[..., Any]) -> Any:
     """`function(self, *inputs)` with a 4 x 4 parameter `w` and a buffer `n` of 4."""
     torch.manual_seed(0)
     return Made(function, w=nn.Parameter(torch.randn(4, 4)), n=torch.ones(4))

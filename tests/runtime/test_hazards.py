@@ -76,7 +76,7 @@ def _grad(p: torch.Tensor) -> torch.Tensor:
     return p.grad
 
 
-def _sums() -> Made:
+def _sums() -> Any:
     """Two parameters whose gradients are one tensor, as AOTAutograd hands them out."""
     a, b = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4))
     return Made(lambda m, x: (x + m.a + m.b).sin(), a=a, b=b)

@@ -45,6 +45,10 @@ def _forward(model: Any) -> None:
     model.two.forward = lambda x: x
 
 
+def _registers(hook: str) -> Callable[[Any], Any]:
+    return lambda m: getattr(m.two, f"register_{hook}")(lambda *_: None)
+
+
 def _overlapping(model: Any) -> None:
     shared = torch.randn(31)
     model.one.weight.data, model.two.weight.data = shared[:16].view(4, 4), shared[15:].view(4, 4)
@@ -68,10 +72,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "in another order": (_again, r"^the model: submodules are in another order"),
     "in an empty container": (lambda m: m.more.append(nn.ReLU()), r"^more\.0: was nothing, is ReLU"),
     "another forward": (_forward, r"^two: its forward was replaced by another function"),
-    **{
-        hook: (lambda m, h=hook: getattr(m.two, f"register_{h}")(lambda *_: None), "module hooks were added or removed")
-        for hook in _HOOKS
-    },
+    **{hook: (_registers(hook), "module hooks were added or removed") for hook in _HOOKS},
     "a weight of another shape": (_weight(lambda: torch.randn(5, 4)), r"^two\.weight: is torch\.float32 \(5, 4\)"),
     "of other strides": (_weight(lambda: torch.randn(4, 4).t()), r"^two\.weight: .* with strides \(1, 4\)"),
     "of another type": (_weight(lambda: torch.randn(4, 4).double()), r"^two\.weight: is torch\.float64"),
@@ -132,7 +133,7 @@ def test_a_hook_or_forward_that_was_there_may_not_go() -> None:
         structure = ModuleGuards(model)
         assert structure.modes() == [True] * 5
         if handle is None:
-            del model.two.forward  # type: ignore[method-assign]
+            del model.two.forward
         else:
             handle.remove()
         with pytest.raises(InputMismatch, match=r"its forward was replaced|module hooks were added or removed"):
