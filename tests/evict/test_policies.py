@@ -145,7 +145,7 @@ def _twins() -> Graph:
     """Pairs of results of one op each, which many later ops read one by one."""
     b, kind = GraphBuilder(), StorageKind.ACTIVATION
     last = b.storage(StorageKind.PARAMETER, 8, planned=False)
-    made = []
+    made = list[int]()
     for _ in range(2):
         pair = b.storage(kind, 8, planned=True), b.storage(kind, 8, planned=True)
         b.op(Phase.FORWARD, (last,), pair)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.core import extras
+from memplan.core import arguments
 from memplan.core.arguments import require_library
 from memplan.errors import BudgetInfeasible, LibraryNotInstalled, UnsupportedCall
 from memplan.integrations.planned_training import PlannedTraining, compile_in_place
@@ -76,7 +76,7 @@ def test_a_module_with_a_plan_is_refused() -> None:
 
 def test_a_library_that_is_missing_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     require_library("torch", where="memplan", install="pip install torch")
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
     with pytest.raises(LibraryNotInstalled, match="needs lightning, which is not installed") as caught:
         require_library("lightning", where="memplan.integrations.lightning", install="pip install lightning")
     assert caught.value.hint == "pip install lightning"
