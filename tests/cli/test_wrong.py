@@ -16,6 +16,7 @@ from tests.samples import sample_plan
 
 MODEL = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
 X = torch.randn(4, 8)
+SGD, LOSS = torch.optim.SGD(MODEL.parameters(), lr=0.1), torch.nn.functional.mse_loss
 PLAN = sample_plan()
 a: Any = memplan  # what is called wrongly here is wrong for mypy too
 
@@ -48,6 +49,9 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: a.fits(MODEL, X, target="24GiB", batch=0), "give a number of 1 or more"),
     (lambda: a.fits(MODEL, X, target="24GiB", optimizer="AdamX"), "choose one of: Ada"),
     (lambda: a.fits("model", X, target="24GiB"), "pass the model itself, then its inputs"),
+    (lambda: a.compile_step(SGD, MODEL, LOSS, (X, X)), "pass the model itself"),
+    (lambda: a.compile_step(MODEL, MODEL, LOSS, (X, X)), "compile_step(model, optimizer, loss_fn, example_batch)"),
+    (lambda: a.compile_step(MODEL, SGD, X), "pass a function that returns the loss"),
     (lambda: a.max_batch(MODEL, "1MiB"), "pass lambda batch: (model, example_inputs)"),
     (lambda: a.max_batch(lambda: (MODEL, X), "1MiB"), "pass lambda batch: (model, example_inputs)"),
     (lambda: a.max_batch(make), "give a budget, such as '8GiB'"),

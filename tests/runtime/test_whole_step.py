@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from benchmarks.zoo import ZOO
 from memplan.errors import InputMismatch, MemplanError, PlanMismatch, UnsupportedCall, UnsupportedGraph
 from memplan.planning.options import PlanOptions
-from memplan.runtime import CompiledStep, compile_step
+from memplan.runtime import CompiledStep, compile, compile_step
 from memplan.trace import plan as memplan_plan
 from tests.models import Made
 from tests.runtime.reference import same_parameters
@@ -439,3 +439,13 @@ def test_tensors_of_the_model_are_read_anew_in_every_program() -> None:
             cast(_Scaled, model).inner.fill_(scale)
         for _ in range(2):
             training.both(x)
+
+
+def test_modules_and_steps_show_their_plan() -> None:
+    model, batch = _net(), _batch()
+    compiled = compile(model, batch[0], budget="1MiB")
+    assert "arena" in repr(compiled)
+    assert "kernels='aten', budget 1.00 MiB" in repr(compiled)
+    assert "planned at the first call" in repr(compile(model))
+    step = compile_step(model, OPTIMIZERS["adamw"](model.parameters()), F.mse_loss, batch)
+    assert repr(step).startswith("<compiled step: total ")

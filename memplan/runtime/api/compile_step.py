@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.core.arguments import arguments_of
+from memplan.core.arguments import arguments_of, require_kind
 from memplan.core.choices import Checkpoint, Kernels, Layout, OnMismatch, Sanitize
 from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
@@ -33,7 +33,7 @@ from memplan.runtime.options import CompileOptions, StepOptions, device_for, giv
 from memplan.runtime.profiling.op_timer import Measurement
 from memplan.schedule import Policy as SchedulePolicy
 from memplan.solvers import Solver
-from memplan.trace.capture.refusals import breaks, why_it_breaks
+from memplan.trace.capture.refusals import breaks, require_module, why_it_breaks
 from memplan.trace.default_kernels import with_kernels
 from memplan.trace.optimizer.optimizers import require_no_closure
 from memplan.trace.optimizer.update_bytes import bytes_of_updates
@@ -140,6 +140,10 @@ def compile_step(
         ```
     """
     keywords = dict(locals())
+    require_module(model)
+    order = "in this order: compile_step(model, optimizer, loss_fn, example_batch)"
+    require_kind(optimizer, torch.optim.Optimizer, "optimizer", order)
+    require_kind(loss_fn, Callable, "loss_fn", f"pass a function that returns the loss, {order}")  # type: ignore[arg-type]
     parallelism = parallelism_of(model) if isinstance(model, nn.Module) else None
     with Agreement(None if parallelism is None else parallelism.group) as ranks:
         given = given_plan(keywords)

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from memplan.core.plan import Plan
+from memplan.core.units import format_bytes
+from memplan.errors import MemplanError
 from memplan.runtime.api.module_calls import ModuleCalls
 from memplan.runtime.api.on_demand_offload import OnDemandOffload
 from memplan.runtime.debug.hooks import Hooks
@@ -155,6 +157,20 @@ def shown_as(base: type[_M], model: nn.Module) -> type[_M]:
     return type(type(model).__name__, (base,), body)
 
 
+def in_short(compiled: Any) -> str:
+    """Return the bytes, the kernels and the budget of a compiled module or step in one line."""
+    try:
+        plan: Plan | None = compiled.plan
+    except MemplanError:
+        plan = None
+    if plan is None or not plan.graph.ops:
+        return "planned at the first call"
+    kernels = "inductor" if any(op.target.startswith("inductor.") for op in plan.graph.ops) else "aten"
+    budget = None if plan.eviction is None else plan.eviction.budget
+    limit = "" if budget is None else f", budget {format_bytes(budget)}"
+    return f"total {format_bytes(plan.total)}, arena {format_bytes(plan.arena_size)}, kernels={kernels!r}{limit}"
+
+
 class CompiledModule(SharedModule, MeasuredStep):
     """A model that runs in one planned arena. `memplan.compile` makes it.
 
@@ -209,6 +225,10 @@ class CompiledModule(SharedModule, MeasuredStep):
 
     def _taken(self) -> Sequence[Measurement]:
         return self._calls.measurements
+
+    def extra_repr(self) -> str:
+        """Return what `repr` shows of the plan."""
+        return f"memplan: {in_short(self)}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, with the arguments of the original.

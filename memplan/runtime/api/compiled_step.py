@@ -12,6 +12,7 @@ import torch
 
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, MemplanError, UnsupportedCall
+from memplan.runtime.api.compiled_module import in_short
 from memplan.runtime.api.on_demand_offload import OnDemandOffload, offload_within, run_within
 from memplan.runtime.api.select import require_autocast
 from memplan.runtime.api.step_builder import StepBuilder, StepPlan
@@ -71,6 +72,9 @@ class CompiledStep(MeasuredStep):
         self._warned = False
         self._measurements = next((g.measurements for g in builder.guides if g.runner is self._updating), [])
         self._tangents: dict[Any, torch.Tensor] = {}
+
+    def __repr__(self) -> str:
+        return f"<compiled step: {in_short(self)}>"
 
     def __call__(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
         """Run a step on a batch.
