@@ -36,7 +36,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        ("auto", "'search': optimal: no order of these ops needs less than 150 B, proven by the cut at op3"),
+        ("auto", "'least last + repair': optimal: no order of these ops needs less than 150 B, proven by the cut"),
         ("traced", "order by 'traced': 190 B, at most 35.71 % more"),
     ],
 )
