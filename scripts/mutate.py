@@ -67,7 +67,6 @@ JUDGES: Mapping[str, tuple[str, ...]] = {
         "tests/runtime/test_hazards.py",
     ),
     "memplan/trace/fused/kernel_runs.py": ("tests/trace/fused/test_wrapper.py",),
-    "memplan/trace/kernel_scratch.py": ("tests/trace/test_fits.py",),
     "memplan/solvers/base.py": ("tests/solvers/test_select.py",),
     "memplan/solvers/arrays.py": (
         "tests/solvers/test_problem_arrays.py",

@@ -93,7 +93,6 @@ class Fits:
         seconds: The predicted seconds of forward and backward; None without the costs of the device.
         within: Where the step does not fit: the cheapest plan that does (`memplan.compile` takes it, or its budget).
         smallest: Where no plan fits either: the fewest bytes that one needs, as `total` counts them.
-        unmeasured: Kernels of this machine whose own memory could not be measured, and is not counted.
         plan: The plan of the step without a budget.
 
     Example:
@@ -112,7 +111,6 @@ class Fits:
     largest_batch: int | None
     seconds: float | None
     smallest: int | None = None
-    unmeasured: int = 0
     plan: Plan = field(compare=False)
     within: Plan | None = field(default=None, compare=False)
 

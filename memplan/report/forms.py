@@ -213,10 +213,8 @@ def _lines(answer: Fits) -> Iterator[str]:
         yield f"kernels are those of {answer.capacity.device}; what they allocate for themselves is not known"
     elif not answer.capacity.is_host:
         yield "kernels were traced as the CPU's; what an accelerator's allocate is not known"
-    elif answer.unmeasured:
-        yield f"kernels are this machine's; what {answer.unmeasured} of them allocate for themselves is not known"
     else:
-        yield "kernels are this machine's; what they allocate for themselves was measured, on zeros"
+        yield "kernels are this machine's; what they allocate for themselves is not known"
 
 
 def _budget(answer: Fits) -> dict[str, int | str]:

@@ -19,16 +19,14 @@ from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, MemplanE
 from memplan.evict.costs import cost_model
 from memplan.planning.capacity import Capacity, capacity_of
 from memplan.planning.eager_total import eager_total
-from memplan.planning.measured import with_temporaries
 from memplan.planning.memory_answer import Fits, Need, need_of
 from memplan.planning.options import DEFAULTS, Costs, PlanOptions
 from memplan.targets.child import asked_for, require_child
 from memplan.targets.stand_in import DEVICE
 from memplan.trace.batches import largest_within
 from memplan.trace.capture.effects import with_fake_tensors
-from memplan.trace.kernel_scratch import KernelScratch
 from memplan.trace.optimizer.update_bytes import NONE, MakeOptimizer, UpdateBytes, update_bytes
-from memplan.trace.planning import plan_step
+from memplan.trace.planning import plan_traced
 from memplan.trace.step_example import StepExample, batch_of, floating_type
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import trace
@@ -58,8 +56,8 @@ def fits(
 
     The step is forward and backward in one arena, as `memplan.compile` runs them, and `optimizer.step()`. Nothing runs
     and no memory of the model's size is allocated. For a GPU that is named, its own kernels are traced, in a process
-    where it stands in (as with `target=` of `memplan.plan`); for a size, the CPU's. What an accelerator's kernels
-    allocate for themselves is not known, and belongs to the slack.
+    where it stands in (as with `target=` of `memplan.plan`); for a size, the CPU's. What kernels allocate for
+    themselves is not known, and belongs to the slack.
 
     Args:
         model: The module; its parameters may be real, fake or meta tensors. Or a function from a batch size to
@@ -156,7 +154,6 @@ class _StepPlans:
     there: torch.device | None = None
     _update: UpdateBytes | None = None
     _needs: dict[int, int] = field(default_factory=dict)
-    _scratch: KernelScratch = field(default_factory=KernelScratch)
 
     def answer(self, batch: int | None, *, search: bool) -> Fits:
         """Return the answer for a batch (None: the example's own)."""
@@ -177,7 +174,6 @@ class _StepPlans:
             train=traced.graph.forward_ops < len(traced.graph.ops),
             largest_batch=None,
             seconds=sum(cost_model(self.options.costs or "a100").seconds(plan.graph)),
-            unmeasured=len(self._scratch.unknown),
             plan=plan,
         )
         if not search:
@@ -202,14 +198,10 @@ class _StepPlans:
         return replace(traced, device=stand_in), model, shown
 
     def _planned(self, traced: TracedGraph, options: PlanOptions) -> Plan:
-        """Return the plan of a traced step; on this machine, with what its kernels allocate for themselves."""
+        """Return the plan of a traced step."""
         within = " within a budget" if options.has_budget else ""
         with self._stage(f"planning {len(traced.graph.ops):,} ops{within}"):
-            if not self.capacity.is_host:
-                return plan_step(traced, None, options)[1]
-            transient = self._scratch.of_graph(traced.graph, traced.kernels)
-            plan = plan_step(traced, None, options, transient=transient)[1]
-            return plan if options.has_budget else with_temporaries(plan, transient)
+            return plan_traced(traced, options)
 
     @contextmanager
     def _stage(self, doing: str) -> Iterator[None]:

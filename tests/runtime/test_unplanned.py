@@ -149,7 +149,6 @@ _OTHERS = {"cond", "lazy conjugate given", "views of another type", "first call"
 _OPTION = "of an option, a whole step or ranks, none of which a graph of dynamo has"
 # Places that refuse what is no graph of dynamo's, or what eager refuses too, and why; docs/refused.md has them.
 ELSEWHERE: dict[str, str] = {
-    "batches.py:over_or_refused": _OPTION,
     "batches.py:_example": _OPTION,
     "collectives/local_parts.py": _OPTION,
     "dynamic/": _OPTION,
@@ -161,7 +160,6 @@ ELSEWHERE: dict[str, str] = {
     "capture/front_ends.py:require_own_forward": "test_a_forward_set_on_the_object has it",
     "capture/joint_graph.py:captured": "nothing to train",
     "capture/refusals.py:require_module": "no module",
-    "capture/refusals.py:require_same_types": "eager raises it too",
     "capture/recurrent.py": "of dynamic shapes, and of accelerators",
     "capture/refusals.py:refuse_unfinished": "two ranks: tests/distributed",
     "passes/own_outputs.py:_refuse_old_value": "eager raises it too",
@@ -254,17 +252,6 @@ def test_what_no_plan_can_hold_has_eagers_numbers(
     assert [r for r in caplog.records if r.name == "memplan"]
 
 
-class _Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, by: float) -> torch.Tensor:
-        ctx.by = by
-        return x * by
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad * ctx.by, None
-
-
 def _clamps(net: Any, x: Any) -> Any:
     net.b.weight.data.clamp_(-0.2, 0.2)
     return net.b(net.a(x))
@@ -276,10 +263,6 @@ PLANNED: dict[str, tuple[Callable[[], nn.Module], list[Any]]] = {
     "max_norm": (
         lambda: Net(lambda net, i: net.b(net.a(i)), nn.Embedding(10, 8, max_norm=0.5)),
         [(torch.tensor([1, 2, 2, 5]),)] * 3,
-    ),
-    "number of a custom Function": (
-        lambda: Net(lambda net, x, by: net.b(_Scale.apply(net.a(x), by))),  # type: ignore[no-untyped-call]
-        [(_x(), 0.5), (_x(), 0.6), (_x(), 0.7)],
     ),
 }
 

@@ -195,37 +195,3 @@ def test_one_of_several_ranks_has_its_part_of_parameters_state_and_gradients() -
 def test_what_is_no_number_of_ranks_is_refused(ranks: Any) -> None:
     with pytest.raises(UnsupportedCall, match="no number of ranks"):
         memplan.fits(layers(1), torch.randn(4, WIDTH), device="6MiB", ranks=ranks)
-
-
-class Depthwise(nn.Module):
-    """A depthwise convolution, whose backward takes more than its results (oneDNN), and norms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32)
-        self.deep = nn.Conv2d(32, 32, 7, padding=3, groups=32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.deep(self.norm(self.stem(x))).square().mean()
-        return loss
-
-
-class Recurrent(nn.Module):
-    """An LSTM, whose kernel saves a workspace that fake tensors do not show."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(16, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.lstm(x)[0].square().mean()
-        return loss
-
-
-@pytest.mark.parametrize(("make", "shape"), [(Depthwise, (1, 3, 4, 4)), (Recurrent, (8, 4, 16))])
-def test_a_step_that_fits_needs_no_more_than_was_said(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
-    model, x = make(), torch.randn(shape)
-    answer = memplan.fits(model, x, device="cpu", optimizer="SGD", search=False, allowance=0)
-    assert answer.unmeasured == 0
-    assert memplan.compile(model, x).plan.total <= answer.total
-    assert "was measured" in str(answer)

@@ -77,7 +77,8 @@ def tag_saved(
         >>> tag_saved(joint.graph, {"mm", "gelu"})
         ('mm', 'gelu')
     """
-    clear_tags(graph)
+    for node in graph.nodes:
+        node.meta.pop(TAG, None)
     views = view_ops()
     backward = _depends_on_tangents(graph) if backward is None else backward
     unsafe = _not_again(graph)
@@ -142,12 +143,6 @@ def made_in_the_forward(
             returned.meta["desc"] = said
     forward.recompile()
     return forward, backward
-
-
-def clear_tags(graph: fx.Graph) -> None:
-    """Remove all tags."""
-    for node in graph.nodes:
-        node.meta.pop(TAG, None)
 
 
 def _depends_on_tangents(graph: fx.Graph) -> set[fx.Node]:
