@@ -163,8 +163,8 @@ def main() -> None:
         rows=rows,
         settings={"threads": 1, "batch": "2..64", "length": f"3..{LONGEST}"},
         notes=[
-            "`resolve` places the buffers for these values in the order of the plan for the hint, and has that checked",
-            "by the independent validator; it is done once for a shape.",
+            "`resolve` places the buffers for these values, in the order of the plan for the hint; the independent",
+            "validator checks that. It is done once for a shape.",
         ],
     )
     print(write(table))

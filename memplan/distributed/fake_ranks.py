@@ -15,7 +15,7 @@ from torch import distributed, nn
 from memplan.distributed.local import is_distributed
 from memplan.distributed.parallelism import fsdp_modules, reducer_of
 from memplan.distributed.whole_copy import copy_structure
-from memplan.errors import UnsupportedCall, UnsupportedGraph
+from memplan.errors import UnsupportedCall
 
 
 @contextlib.contextmanager
@@ -51,20 +51,12 @@ def fake_ranks(ranks: int | None) -> Iterator[None]:
 
 
 def divided(model: nn.Module) -> nn.Module:
-    """Return the model as it is divided among ranks, or a copy without data whose every parameter is divided by rows.
-
-    Raises:
-        UnsupportedGraph: A parameter has no rows.
-    """
+    """Return the model as it is divided among ranks, or a copy without data with every parameter divided by rows."""
     if fsdp_modules(model) or reducer_of(model) is not None or any(map(is_distributed, model.parameters())):
         return model
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    scalar = next((name for name, p in model.named_parameters() if p.dim() == 0), None)
-    if scalar is not None:
-        hint = "give it one dimension, of one element"
-        raise UnsupportedGraph(scalar, "is a number, which has no rows to divide among ranks", hint, see="fake-ranks")
     parts: dict[int, Any] = {}
     device = "cpu"
     for p in model.parameters():

@@ -31,6 +31,29 @@ def is_gloo(group: Any) -> bool:
     return bool(distributed.get_backend(group) == GLOO)
 
 
+class ReduceScatter:
+    """A reduce-scatter that runs on gloo: a sum of a copy over all ranks, a part of which is this rank's result.
+
+    Args:
+        out: The result, which is there when `wait` has returned.
+        whole: What is summed; it may be changed as soon as this is made.
+        op: torch's reduction.
+        group: The process group.
+    """
+
+    def __init__(self, out: torch.Tensor, whole: torch.Tensor, op: Any, group: Any) -> None:
+        self._out, self._copy = out, whole.clone()
+        self._rank = distributed.get_rank(group)
+        self._work: Any = distributed.all_reduce(self._copy, op, group=group, async_op=True)
+
+    def wait(self, timeout: datetime.timedelta) -> None:
+        """Return when the result is there, and the copy is freed; raise torch's error after the timeout."""
+        self._work.wait(timeout)
+        rows = self._out.shape[0]
+        self._out.copy_(self._copy.narrow(0, self._rank * rows, rows))
+        self._copy.untyped_storage().resize_(0)  # a thread of gloo may hold the tensor for a while
+
+
 _SCHEMAS = {
     "gather_parameter": "Tensor shard, int ranks, str group",
     "all_gather": "Tensor x, int ranks, str group",
@@ -126,8 +149,11 @@ def _gather_parameter(shard: torch.Tensor, ranks: int, group: str, *, out: torch
 
 
 def _reduce_scatter(whole: torch.Tensor, how: str, ranks: int, group: str, *, out: torch.Tensor, later: bool) -> Any:
+    found = process_group(group)
+    if later and is_gloo(found) and whole.device.type == "cpu":
+        return ReduceScatter(out, whole, _reduction(how), found)
     run = collective("reduce_scatter_single", "reduce_scatter_tensor")
-    return run(out, whole, op=_reduction(how), group=process_group(group), async_op=later)
+    return run(out, whole, op=_reduction(how), group=found, async_op=later)
 
 
 def _all_reduce(x: torch.Tensor, how: str, group: str, *, out: torch.Tensor, later: bool) -> Any:

@@ -83,7 +83,6 @@ class ParallelGuards:
 
     def __init__(self, model: nn.Module) -> None:
         self._reducer: Any = reducer_of(model)
-        self._copies_buffers = self._reducer is not None and self._reducer.broadcast_buffers
         self._groups: list[tuple[Any, Any, Any]] = [
             (module, module._get_fsdp_state(), group)  # type: ignore[operator]
             for module in fsdp_modules(model)
@@ -94,19 +93,14 @@ class ParallelGuards:
         """Free whole parameters that an eager forward has left, which a step would not update.
 
         Raises:
-            UnsupportedCall: Buffers are copied, or not, unlike when the step was compiled.
             UnsupportedGraph: An option was set after compiling that a compiled step does not follow.
         """
         for module, state, group in self._groups:
             if group.is_unsharded:
                 module.reshard()
             require_group(module, state, group)
-        if self._reducer is None:
-            return
-        require_reducer_options(self._reducer)
-        if self._reducer.broadcast_buffers != self._copies_buffers:
-            what = "broadcast_buffers is not what it was when the step was compiled"
-            raise UnsupportedCall(what, hint="compile the step again", see="ranks-refused")
+        if self._reducer is not None:
+            require_reducer_options(self._reducer)
 
 
 _GRACE = 5.0  # seconds at most that a rank which raises waits for the others to raise too

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 from memplan.core.collectives import WAIT, is_collective, may_run_again, wait_for
 from memplan.core.graph import Graph, Op, Phase
@@ -29,14 +30,14 @@ UNLIMITED = 1 << 62  # bytes
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gather:
     """A gather: its position, the positions of the ops that make its input for it alone, and the first that all of
-    them could have. `nbytes`: of its result in the arena. `made`: the bytes of the input from each of these ops on.
+    them could have. `nbytes`: of its result in the arena. `size`: with what these ops make.
     """
 
     at: int
     chain: tuple[int, ...]
     earliest: int
     nbytes: int
-    made: tuple[int, ...]
+    size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +72,7 @@ class StepOrder:
             after = max((w for s in given for w in writers.get(s, ()) if w < moved[0]), default=-1) + 1
             size = [sizes.get(graph.storages[s].name, 0) for j in moved for s in graph.written(graph.ops[j])]
             begins = first if op.phase is Phase.BACKWARD else 0
-            found.append(
-                _Gather(at=i, chain=chain, earliest=max(after, begins), nbytes=size[-1], made=tuple(size[:-1]))
-            )
+            found.append(_Gather(at=i, chain=chain, earliest=max(after, begins), nbytes=size[-1], size=sum(size)))
         return tuple(found)
 
     def fastest(self, costs: CostModel, *, live: int, in_flight: int) -> StepOrder:
@@ -90,16 +89,15 @@ class StepOrder:
         found: list[int] = []
         lowest = 0
         for gather, at in zip(self.gathers, wanted, strict=True):
-            start, size = gather.at, gather.nbytes + sum(gather.made)
-            floor = max(lowest, gather.earliest)
+            start, floor = gather.at, max(lowest, gather.earliest)
             while start > floor and clock[start] > at:
-                if now[start - 1] + size > live or flying[start - 1] + gather.nbytes > in_flight:
+                if now[start - 1] + gather.size > live or flying[start - 1] + gather.nbytes > in_flight:
                     break
                 start -= 1
             if all(position in gather.chain for position in range(start, gather.at)):
                 start = gather.at  # nothing would run meanwhile
             for position in range(start, gather.at):
-                now[position] += size
+                now[position] += gather.size
                 flying[position] += gather.nbytes
             if start < gather.at:
                 flying[gather.at] += gather.nbytes  # what starts at its wait starts before it
@@ -142,15 +140,9 @@ class StepOrder:
 
 def bytes_alive(problem: Problem, steps: int) -> list[int]:
     """Return the bytes of the buffers of a problem that are alive at each of so many steps."""
-    change = [0] * (steps + 1)
-    for buffer in problem.buffers:
-        for segment in buffer.segments:
-            change[segment.start] += buffer.size
-            change[segment.end] -= buffer.size
-    total, found = 0, []
-    for delta in change[:-1]:
-        total += delta
-        found.append(total)
+    found = [0] * steps
+    for (start, live), (end, _) in pairwise((*problem.live_profile, (steps, 0))):
+        found[start:end] = [live] * (end - start)
     return found
 
 
@@ -293,8 +285,7 @@ class _Moving:
 
     def _may_wait(self, op: Op) -> bool:
         """Return whether an op may move down: it runs once, draws no numbers, raises no errors, needs no other rank."""
-        once = op.target != WAIT and not op.starts and "@" not in op.name
-        return once and not op.random and not op.only_raises and not is_collective(op.target)
+        return op.target != WAIT and not op.starts and "@" not in op.name and _repeats(op)
 
 
 def _reduces(op: Op) -> bool:

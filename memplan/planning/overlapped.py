@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from memplan.core.collectives import WAIT, is_collective, may_run_again
+from memplan.core.collectives import is_collective
 from memplan.core.evictions import EvictionPlan
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
@@ -23,7 +23,6 @@ from memplan.planning.moved_collectives import UNLIMITED, StepOrder, bytes_alive
 from memplan.planning.options import PlanOptions
 from memplan.solvers import solve
 
-_SLOWER = 1.01  # times the seconds without a budget, from which on other evictions are tried
 _AT_ONCE = 1e18  # bytes per second
 _WORK = 100_000  # units for each placement: one that is hard to find gives way to one with fewer bytes alive
 
@@ -78,29 +77,21 @@ def with_overlap(base: ScheduledGraph, plan: Plan, options: PlanOptions, costs: 
     return plan if kept is None else _recorded(plan, kept.sources, costs, base_seconds)
 
 
-def with_hidden_collectives(plan: Plan, options: PlanOptions, costs: CostModel) -> PlanOptions | None:
-    """Return the options of a plan with a budget, with costs by which collectives take no time; None: that is no use.
+def with_hidden_collectives(graph: Graph, options: PlanOptions, costs: CostModel) -> PlanOptions:
+    """Return options by whose costs collectives take no time, for a budget, and a link that is not busier than the ops.
 
-    What is evicted is chosen before anything overlaps, as if each gather that is repeated stopped the step. Where the
-    link is idle for long, most of them run beside ops: a plan that takes them for free may turn out to be faster. It
-    is no use where the plan takes hardly longer than without a budget, or the link is busier than the ops.
+    Evictions are chosen before anything overlaps, as if each gather that is repeated stopped the step. Most of them run
+    beside ops then.
     """
-    record, limits = plan.eviction, (options.budget, options.arena_budget)
-    if record is None or "min" in limits or limits == (None, None) or options.in_flight_bytes == 0:
-        return None
-    collectives = [op for op in plan.graph.ops if is_collective(op.target)]
-    if not any(may_run_again(op.target) for op in collectives) or record.seconds < _SLOWER * record.base_seconds:
-        return None
-    of_link = sum(costs.op_seconds(plan.graph, op) for op in collectives)
-    if 2 * of_link > sum(costs.op_seconds(plan.graph, op) for op in plan.graph.ops if op.target != WAIT):
-        return None
+    limits = options.budget, options.arena_budget
+    if "min" in limits or limits == (None, None) or options.in_flight_bytes == 0:
+        return options
+    seconds = [(costs.op_seconds(graph, op), is_collective(op.target)) for op in graph.ops]
+    if 2 * sum(took for took, collective in seconds if collective) > sum(took for took, _ in seconds):
+        return options
+    measured = {of: took for of, took in costs.measured.items() if not is_collective(of)}
     free = Link(bytes_per_second=_AT_ONCE, latency=0.0)
-    return replace(options, costs=replace(costs, between_ranks=free, measured=_without_collectives(costs)))
-
-
-def _without_collectives(costs: CostModel) -> dict[str, float]:
-    """Return the measured seconds of all ops but collectives."""
-    return {of: seconds for of, seconds in costs.measured.items() if not is_collective(of)}
+    return replace(options, costs=replace(costs, between_ranks=free, measured=measured))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,7 +82,7 @@ Evaluate = Callable[..., tuple[int, ...]]
 class Expression:
     """A whole number, or a condition, as an expression of `symbols`. Raises `InvalidPlan` for any other text.
 
-    Expressions with equal texts and symbols are equal. `evaluate(*values)` takes the values in the order of `symbols`.
+    `evaluate(*values)` takes the values in the order of `symbols`.
     """
 
     def __init__(self, text: str, symbols: Sequence[str], where: str = "expression") -> None:
@@ -103,15 +103,6 @@ class Expression:
     def evaluate(self, *values: int) -> int:
         """Return the value of the expression (of a condition: 0 or 1). Raises `InvalidPlan` if a divisor is 0."""
         return evaluator([self.text], self.symbols)(*values)[0]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Expression) and (self.text, self.symbols) == (other.text, other.symbols)
-
-    def __hash__(self) -> int:
-        return hash((self.text, self.symbols))
-
-    def __repr__(self) -> str:
-        return f"Expression({self.text!r})"
 
 
 _HINT = "sizes are made of whole numbers, the plan's symbols, + - * // % **, max, min and comparisons"

@@ -161,10 +161,3 @@ def _tracing_assignments() -> Iterator[None]:
 def mark_varying(x: torch.Tensor, dim: int, low: int, high: int) -> None:
     """Have dynamo trace a dimension of a tensor as a symbol with this range."""
     torch._dynamo.mark_dynamic(x, dim, min=max(low, 2), max=max(low, 2, min(high, 2**31 - 1)))
-
-
-def named_source(name: str) -> Any:
-    """Return what torch's symbols of sizes take for the place where a size comes from."""
-    from torch._dynamo.source import ConstantSource
-
-    return ConstantSource(name)

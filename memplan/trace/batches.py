@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from memplan.core.choices import Gradients
 from memplan.core.plan import Plan
@@ -104,10 +103,10 @@ def max_batch(
             where="max_batch",
             hint=f"give at least {least} bytes ({format_bytes(least)}), or a smaller lowest=",
         )
-    fits = largest_within(search.over_or_refused, limit, lowest=lowest, highest=highest)
-    if fits > lowest and search.same_need(lowest, fits):
+    fits = largest_within(search.over, limit, lowest=lowest, highest=highest)
+    if fits > lowest and search.over(lowest) == search.over(fits):
         raise InvalidModel(
-            f"make({lowest}) and make({fits}) return the same inputs, which need the same memory: it ignores its batch",
+            f"make({lowest}) and make({fits}) need the same memory: it ignores its batch",
             where="max_batch",
             hint="build the inputs from the batch: lambda batch: (model, (torch.randn(batch, 64),))",
         )
@@ -124,15 +123,11 @@ class _Search:
     train: bool | None
     evicts: bool
     _overs: dict[int, int] = field(default_factory=dict)
-    _inputs: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
     def over(self, batch: int) -> int:
         """Return by how many bytes the smallest plan of this batch size exceeds the budgets; negative: room."""
         if batch not in self._overs:
             model, inputs = self._example(batch)
-            self._inputs[batch] = tuple(
-                tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in tree_leaves(inputs)
-            )
             traced = trace(
                 model,
                 inputs,
@@ -152,21 +147,6 @@ class _Search:
         needs = {"budget": plan.total, "arena_budget": plan.arena_size}
         return max(needs[name] - limit for name, limit in self.limits.items())
 
-    def over_or_refused(self, batch: int) -> int:
-        """Return what `over` returns; where the model takes no such batch, the error says which one fits."""
-        try:
-            return self.over(batch)
-        except UnsupportedGraph as error:
-            fits = max((known for known, over in self._overs.items() if over <= 0), default=0)
-            hint = (
-                f"{fits} fits; if the model takes no batch of {batch}, set highest= to what it takes; or {error.hint}"
-            )
-            raise UnsupportedGraph(error.node, error.reason, hint, see=error.see) from error
-
-    def same_need(self, one: int, two: int) -> bool:
-        """Return whether two batch sizes make inputs of the same sizes and need the same memory."""
-        return self._inputs[one] == self._inputs[two] and self._overs[one] == self._overs[two]
-
     def _example(self, batch: int) -> tuple[nn.Module, Any]:
         """Return the model and the inputs of a batch size, on fake tensors."""
         try:
@@ -175,8 +155,7 @@ class _Search:
         except MemplanError:
             raise
         except Exception as error:
-            hint = "make(batch) runs on fake tensors: build the model and its inputs without reading values of tensors"
-            hint = f"{_MAKE}; {hint}" if isinstance(error, TypeError) else hint
+            hint = f"{_MAKE}; it runs on fake tensors, so it must not read their values"
             raise UnsupportedGraph(
                 f"make({batch})", f"{type(error).__name__}: {error}".splitlines()[0], hint, see="max-batch"
             ) from error

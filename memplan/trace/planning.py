@@ -30,7 +30,7 @@ from memplan.trace.default_kernels import made_by_default, with_kernels
 from memplan.trace.optimizer.updates import small_updates
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import CapturedCall, capture_call, retraced
-from memplan.trace.variants import best_code, gain_of_dividing, in_bytes, variants_to_plan
+from memplan.trace.variants import in_bytes, variants_to_plan
 from memplan.version import __version__
 
 _log = logging.getLogger("memplan")
@@ -129,18 +129,14 @@ def plan_step(
     failed: BudgetInfeasible | None = None
     for variant in variants:
         try:
-            if generator is None:
-                found, made = variant, make(variant)
-            else:
-                again = partial(generator.retrace, division=variant.division)
-                found, made = best_code(variant, again, make, within, limited=limited)
-            return found, replace(made, division=found.division, compress=found.compress, code=found.code)
+            made = make(variant)
+            return variant, replace(made, division=variant.division, compress=variant.compress, code=variant.code)
         except BudgetInfeasible as error:
             failed = error
     assert failed is not None
     if retracer is not None and options.division is None:
-        gain = gain_of_dividing(traced, retracer, alignment, sums=generator is not None)
-        failed.hint = "; ".join(filter(None, (failed.hint, gain)))
+        asked = "True" if generator is None else "memplan.Division(sums=True)"
+        failed.hint = f"{failed.hint}; divide={asked} may need less"
     raise failed
 
 
@@ -157,40 +153,21 @@ def _plan_variant(
         redzone=redzone,
         reserve=options.reserved,
     )
-    made = _plan_in_order(traced, scheduled, options, room=room, transient=transient)
-    if traced.runs_on or not any(is_collective(op.target) for op in traced.graph.ops):
-        return made
-    from memplan.planning.overlapped import with_hidden_collectives, with_overlap
+    overlaps = not traced.runs_on and any(is_collective(op.target) for op in traced.graph.ops)
+    if overlaps:
+        from memplan.planning.overlapped import with_hidden_collectives, with_overlap
 
-    costs = cost_model(options.costs or device_costs(traced.device))
-    found = with_overlap(scheduled, made, options, costs)
-    hidden = with_hidden_collectives(found, options, costs)
-    if hidden is None:
-        return found
-    try:
-        made = _plan_in_order(traced, scheduled, hidden, room=room, transient=transient)
-    except BudgetInfeasible:  # the costs are another start for a search
-        return found
-    other = with_overlap(scheduled, made, options, costs)
-    return min(found, other, key=lambda plan: float("inf") if plan.eviction is None else plan.eviction.seconds)
-
-
-def _plan_in_order(
-    traced: TracedGraph,
-    scheduled: ScheduledGraph,
-    options: PlanOptions,
-    *,
-    room: int,
-    transient: Sequence[int] | None,
-) -> Plan:
-    """Return the plan of an ordered variant of a step, whose collectives have their results when they return."""
+        costs = cost_model(options.costs or device_costs(traced.device))
+        asked, options = options, with_hidden_collectives(traced.graph, options, costs)
     if options.has_budget or traced.runs_on:
-        return _plan_with_transfers(traced, scheduled, options, room, transient)
-    if has_checkpoints(traced.graph):
-        return _plan_with_checkpoints(traced, scheduled, options, transient)
-    if options.schedule != "auto":
-        return make_plan(scheduled, options)
-    return _plan_with_grouped_updates(traced, scheduled, options)
+        made = _plan_with_transfers(traced, scheduled, options, room, transient)
+    elif has_checkpoints(traced.graph):
+        made = _plan_with_checkpoints(traced, scheduled, options, transient)
+    elif options.schedule != "auto":
+        made = make_plan(scheduled, options)
+    else:
+        made = _plan_with_grouped_updates(traced, scheduled, options)
+    return with_overlap(scheduled, made, asked, costs) if overlaps else made
 
 
 def _plan_with_transfers(

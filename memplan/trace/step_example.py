@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memplan.core.arguments import arguments_of
 from memplan.errors import InvalidModel, InvalidSize, MemplanError
+from memplan.trace.capture.effects import with_fake_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class StepExample:
             model, inputs, kwargs = (*returned, None)[:3]
         args, keywords = arguments_of(inputs, kwargs)
         if self.dtype is not None:
-            model = meta_model(model, self.dtype)
+            model, _ = with_fake_tensors(model, (), dtype=self.dtype)
         if self.dtype is not None or (batch is not None and not self.is_function):
             args, keywords = meta_inputs((args, keywords), batch=None if self.is_function else batch, dtype=self.dtype)
         return model, args, keywords
@@ -57,25 +57,6 @@ class StepExample:
     def can_change_batch(self) -> bool:
         """Whether other sizes of the batch can be tried."""
         return self.is_function or batch_of(self.example) is not None
-
-
-def meta_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy of a model on the meta device, whose floating-point tensors have another type.
-
-    The copy holds no bytes. Tensors that several modules share stay shared. Raises `InvalidModel` for a model that
-    cannot be copied.
-    """
-    memo: dict[int, Any] = {}
-    for t in (*model.parameters(), *model.buffers()):
-        made = torch.empty_like(t, device="meta", dtype=_as(t, dtype))
-        is_parameter = isinstance(t, nn.Parameter)
-        memo[id(t)] = nn.Parameter(made, requires_grad=t.requires_grad) if is_parameter else made
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        what = f"cannot be copied to another type: {type(error).__name__}: {error}".splitlines()[0]
-        hint = "pass a function from a batch size to (model, inputs) that makes it in that type"
-        raise InvalidModel(what, where=type(model).__name__, hint=hint) from error
 
 
 def meta_inputs(inputs: Any, *, batch: int | None = None, dtype: torch.dtype | None = None) -> Any:

@@ -1,27 +1,22 @@
-"""The variants of a step that are planned: in more and more blocks of rows, and with other code of a compiler.
+"""The variants of a step that are planned: in more and more blocks of rows.
 
 A budget is kept with as few blocks as it needs. Code is generated anew for each variant, and nothing is compiled until
-one is taken. Without a budget the variant that needs the fewest bytes is taken, with a budget the fastest one that
-keeps it.
+one is taken.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING
 
-from memplan.core.code_options import CodeOptions
 from memplan.core.division import NOTHING, Division
 from memplan.core.graph import Graph
-from memplan.core.plan import Plan
 from memplan.core.schedule import live_bytes
 from memplan.core.totals import MODEL_KINDS, known_transient, outside_bytes
-from memplan.core.units import format_bytes
 from memplan.devices.kinds import is_accelerator
-from memplan.errors import BudgetInfeasible, UnsupportedGraph
+from memplan.errors import UnsupportedGraph
 from memplan.evict.workload import Workload
 from memplan.planning.options import PlanOptions
 from memplan.schedule import order
@@ -34,6 +29,7 @@ if TYPE_CHECKING:
 _BLOCKS = (4, 16, 64, 256)
 _HEAD_BLOCKS = 8  # of a loss head that is divided without being asked for
 _WORTH = 0.99  # times the floor: more blocks have to lower it below this
+_log = logging.getLogger("memplan")
 
 
 def variants_to_plan(
@@ -95,19 +91,6 @@ def _whole(traced: TracedGraph, retracer: CapturedCall | None, options: PlanOpti
         yield retraced(traced, retracer, replace(options.division, blocks=1), traced.compress, traced.code)
 
 
-def gain_of_dividing(traced: TracedGraph, retracer: CapturedCall, alignment: int, *, sums: bool = False) -> str:
-    """Return what a division would bring for a step that does not fit, as a hint; "" if it would bring nothing.
-
-    `sums` is as in `Division`.
-    """
-    floors = [_floor(variant, alignment) for variant in _divisions(traced, retracer, Division(sums=sums), alignment)]
-    if not floors:
-        return ""
-    before, after = format_bytes(_floor(traced, alignment)), format_bytes(floors[-1])
-    asked = "memplan.Division(sums=True)" if sums else "True"
-    return f"divide={asked} would lower the floor from {before} to {after}"
-
-
 def _divisions(
     traced: TracedGraph, retracer: CapturedCall | None, allowed: Division, alignment: int
 ) -> Iterator[TracedGraph]:
@@ -153,73 +136,6 @@ def _workload(traced: TracedGraph, order: tuple[int, ...], alignment: int) -> Wo
     return make_workload(traced.graph, order, DEVICES["cpu"], alignment, device="".join(traced.runs_on[:1]))
 
 
-_log = logging.getLogger("memplan")
-_ALIKE = 1.005  # times the seconds of a step that nothing is evicted from: no other code is looked for below this
-_GROUPS = 32  # a kernel of several loops touches at most one part in so many of what is live at once
-_LEAST = 4096  # bytes that such a kernel may touch in any case
-
-Make = Callable[[TracedGraph], Plan]
-Again = Callable[..., TracedGraph]  # takes `code`
-
-
-_SMALLER = 0.999  # times the bytes of the first variant: another one has to need less than this
-
-
-def best_code(
-    traced: TracedGraph, again: Again, make: Make, options: PlanOptions, *, limited: bool
-) -> tuple[TracedGraph, Plan]:
-    """Return a step with the code that keeps its budgets at the least cost, and its plan.
-
-    Without a budget, or with one of "min", it is the code that needs the fewest bytes. Only C++ has another: there, a
-    kernel runs several loops, and all that they touch is alive at once. Other partitions of forward and backward are
-    not generated: budgets of 0.8 to 0.6 gained at most 0.5 % of the predicted time of GPT-2 and Llama by them.
-
-    Args:
-        traced: The step with the code that was generated first.
-        again: Generates other code.
-        make: Plans a variant, within the budgets.
-        options: Those of the plan; its budgets are in bytes.
-        limited: There is a budget.
-
-    Raises:
-        BudgetInfeasible: No variant keeps the budgets; of all errors, the one with the smallest budget that can be
-            kept.
-    """
-    timed = limited and "min" not in (options.budget, options.arena_budget)
-    found: list[tuple[TracedGraph, Plan]] = []
-    failed: list[BudgetInfeasible] = []
-
-    def other() -> Iterator[TracedGraph]:
-        """Yield the step with smaller kernels, unless the compiler, or memplan, refuses that."""
-        graph = traced.graph
-        if is_accelerator(traced.device) or not (limited or (_convolves(graph) and _largest_is_generated(graph))):
-            return
-        live = _most_live(graph) if limited else found[0][1].max_live
-        code = replace(traced.code or CodeOptions(), group_bytes=max(live // _GROUPS, _LEAST))
-        try:
-            yield again(code=code)
-        except UnsupportedGraph as refused:
-            _log.info("Inductor's code (%s) is left out: %s", code, refused.summary)
-
-    for variant in chain((traced,), other()):
-        try:
-            found.append((variant, make(variant)))
-        except BudgetInfeasible as error:
-            failed.append(error)
-            continue
-        if timed and _seconds(found[-1][1]) <= _ALIKE * _base_seconds(found[0][1]):
-            break
-    if not found:
-        raise min(failed, key=lambda error: error.smallest)
-    best, plan = min(found, key=lambda one: (_seconds(one[1]), one[1].on_device)) if timed else found[0]
-    for variant, other_plan in () if timed else found[1:]:
-        if other_plan.on_device < _SMALLER * plan.on_device:
-            best, plan = variant, other_plan
-    if len(found) > 1:
-        _log.info("of %d variants of Inductor's code: %s", len(found), best.code or "its own")
-    return best, plan
-
-
 def _arena_limit(graph: Graph, workload: Workload, options: PlanOptions) -> int:
     """Return the bytes that budgets in bytes leave for the arena, beside what is known to be outside."""
     outside = outside_bytes(graph, workload.sources, known_transient(graph)) + options.reserved
@@ -227,26 +143,5 @@ def _arena_limit(graph: Graph, workload: Workload, options: PlanOptions) -> int:
     return max(min(limit - other for limit, other in pairs if isinstance(limit, int)), 0)
 
 
-def _convolves(graph: Graph) -> bool:
-    """Return whether there are convolutions."""
-    return any("convolution" in op.target for op in graph.ops)
-
-
-def _largest_is_generated(graph: Graph) -> bool:
-    """Return whether the op that touches the most bytes is a generated kernel, which may consist of several loops."""
-    largest = max(graph.ops, key=lambda op: sum(graph.storages[s].nbytes for s in set(graph.touched(op))))
-    return largest.target.startswith("inductor.")
-
-
 def _most_live(graph: Graph) -> int:
     return max(live_bytes(graph, tuple(range(len(graph.ops)))), default=0)
-
-
-def _seconds(plan: Plan) -> float:
-    assert plan.eviction is not None
-    return plan.eviction.seconds
-
-
-def _base_seconds(plan: Plan) -> float:
-    assert plan.eviction is not None
-    return plan.eviction.base_seconds

@@ -286,18 +286,6 @@ def test_a_hint_that_no_policy_keeps_is_followed() -> None:
     assert found.arena_size == memplan.plan(Net(blocks=2), _x()).arena_size
 
 
-def test_gradients_that_eager_lacks_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = Net(partial(checkpoint, use_reentrant=True), blocks=1)
-    with caplog.at_level("WARNING", "memplan"):
-        memplan.plan(model, _leaf())
-        assert not caplog.messages
-        compiled = memplan.compile(model, _x(), on_mismatch="replan")  # the block's input requires no gradient
-        compiled(torch.randn(2 * _ROWS, _WIDTH))
-    (said,) = caplog.messages
-    assert "no input of this checkpoint requires a gradient" in said
-    assert "test_checkpoints.py:" in said
-
-
 def test_batch_norm_in_a_region_is_said_and_updates_once(caplog: pytest.LogCaptureFixture) -> None:
     model = Net(blocks=1)
     cast(nn.Sequential, model.blocks[0])[1] = nn.BatchNorm1d(4 * _WIDTH)

@@ -184,17 +184,6 @@ def test_what_no_plan_can_hold_has_eagers_numbers(
     assert [r for r in caplog.records if r.name == "memplan"]
 
 
-class _Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, by: float) -> torch.Tensor:
-        ctx.by = by
-        return x * by
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad * ctx.by, None
-
-
 def _clamps(net: Any, x: Any) -> Any:
     net.b.weight.data.clamp_(-0.2, 0.2)
     return net.b(net.a(x))
@@ -206,10 +195,6 @@ PLANNED: dict[str, tuple[Callable[[], nn.Module], list[Any]]] = {
     "max_norm": (
         lambda: Net(lambda net, i: net.b(net.a(i)), nn.Embedding(10, 8, max_norm=0.5)),
         [(torch.tensor([1, 2, 2, 5]),)] * 3,
-    ),
-    "number of a custom Function": (
-        lambda: Net(lambda net, x, by: net.b(_Scale.apply(net.a(x), by))),  # type: ignore[no-untyped-call]
-        [(_x(), 0.5), (_x(), 0.6), (_x(), 0.7)],
     ),
 }
 

@@ -144,15 +144,6 @@ class _Applies(nn.Module):
         return self.weight * self.function(x)
 
 
-@pytest.mark.parametrize("inputs", [torch.randn(3, 4).double(), torch.ones(3, 4, dtype=torch.long)])
-def test_products_of_several_types_are_refused_as_in_eager(inputs: torch.Tensor) -> None:
-    net = nn.Linear(4, 8)
-    with pytest.raises(RuntimeError, match="same dtype"):
-        net(inputs)
-    with pytest.raises(UnsupportedGraph, match=r"takes one type, .*\[3, 4\]"):
-        plan(net, inputs)
-
-
 def test_a_wrong_shape_is_said_in_one_line() -> None:
     with pytest.raises(UnsupportedGraph, match=r"\[3, 5\] X \[4, 8\]") as caught:
         plan(nn.Linear(4, 8), torch.randn(3, 5))
@@ -165,15 +156,6 @@ def test_what_depends_on_data_says_so(function: Callable[[torch.Tensor], torch.T
     with pytest.raises(UnsupportedGraph, match="depend on tensor values") as caught:
         plan(_Applies(function), torch.ones(4))
     assert "without fullgraph=True" in str(caught.value)
-
-
-@pytest.mark.parametrize("layer", [nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3).eval()])
-def test_norms_of_two_types_are_refused_as_in_eager(layer: nn.Module) -> None:
-    x = torch.randn(4, 3).double()
-    with pytest.raises(RuntimeError):
-        layer(x)
-    with pytest.raises(UnsupportedGraph, match="takes one type, and is given float64 and float32"):
-        plan(layer, x)
 
 
 def test_a_view_of_a_parameter_that_has_no_bytes_in_the_trace_is_refused() -> None:

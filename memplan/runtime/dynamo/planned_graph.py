@@ -42,9 +42,7 @@ from memplan.runtime.memory.shared_arena import ArenaCoordinator, PrepareStep
 from memplan.runtime.options import RunOptions
 from memplan.torch_inside.dynamo import compile_lock
 from memplan.trace import capture_call
-from memplan.trace.capture.checkpoints import gradients_that_eager_lacks
 from memplan.trace.capture.origins import user_of
-from memplan.trace.capture.python_values import numbers_of, with_numbers
 from memplan.trace.capture.refusals import runs_as_eager, where_it_breaks, why_it_breaks
 from memplan.trace.default_kernels import with_kernels
 from memplan.trace.traced import TracedGraph
@@ -153,16 +151,12 @@ class PlannedGraph:
         self._options = options
         self._hooks = hooks
         self._coordinators = coordinators
-        numbers = numbers_of(graph)
-        self._numbers = {name: i for i, name in enumerate(names) if name in numbers}
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
         self._instances: dict[Any, list[GraphInstance]] = {}
         self._retained: list[GraphInstance] = []  # that run no new calls, and whose backward may run (again)
         self._calls = 0
         self._divide = divide
         self._instead: Callable[..., Any] | None = None  # what runs where no plan can hold it
-        for warning in gradients_that_eager_lacks(graph.graph) if torch.is_grad_enabled() else ():
-            _log.warning("%s", warning)
 
     @property
     def instances(self) -> tuple[GraphInstance, ...]:
@@ -199,16 +193,15 @@ class PlannedGraph:
         if 0 < self._calls < _NEW:  # dynamo has traced it lately, perhaps again because tensors were replaced
             _drop_replaced(coordinator)
         self._calls += 1
-        numbers = {name: inputs[i].item() for name, i in self._numbers.items()}
         how = self._gradients_for(coordinator)
-        key = coordinator, tuple(map(kind_of, inputs)) if self._varies else (), repr(numbers), how
+        key = coordinator, tuple(map(kind_of, inputs)) if self._varies else (), how
         if key not in self._instances:
             self._drop([k for k in self._instances if k[0] is coordinator and k[-1] != how])
             if len(self._instances) == _MAX_PLANS:
                 del self._instances[next(iter(self._instances))]
             self._instances[key] = []
         try:
-            instance = self._instance(self._instances[key], coordinator, inputs, numbers, how)
+            instance = self._instance(self._instances[key], coordinator, inputs, how)
         except UnsupportedGraph as refused:
             if self._options.has_budget or not runs_as_eager(refused):
                 raise
@@ -250,14 +243,13 @@ class PlannedGraph:
         instances: list[GraphInstance],
         coordinator: ArenaCoordinator,
         inputs: Sequence[Any],
-        numbers: Mapping[str, float],
         gradients: Gradients,
     ) -> GraphInstance | None:
         """Return an idle instance, preferably one with the same parameters, or a new one; None beyond the limit."""
 
         def make(like: GraphInstance | None) -> GraphInstance:
             """Return a new instance; the trace, the plan and the bound ops of another one are reused."""
-            module = named_class(self._graph)(with_numbers(self._graph, numbers), self._kept, inputs)
+            module = named_class(self._graph)(self._graph, self._kept, inputs)
             with compile_lock:  # torch can trace in one thread at a time
                 if like is not None:
                     module.set_kept(inputs)

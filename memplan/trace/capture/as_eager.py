@@ -32,7 +32,7 @@ from torch._prims_common import (
 
 from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.origins import place_of
-from memplan.trace.passes.nodes import is_fixed
+from memplan.trace.passes.nodes import is_fixed, tensors_of
 from memplan.trace.passes.own_outputs import is_backward, returned_by
 from memplan.trace.passes.rewrite import Rewriter, aten, correct_results, fake_mode_of, storage_key, value
 
@@ -370,7 +370,7 @@ def _refuse_lazy_results(graph: fx.Graph) -> None:
     """Raise `UnsupportedGraph` for returned conjugated views of inputs: eager's share bytes and gradients with the
     input.
     """
-    given = {storage_key(t) for n in graph.find_nodes(op="placeholder") for t in _tensors(n)}
+    given = {storage_key(t) for n in graph.find_nodes(op="placeholder") for t in tensors_of(n)}
     for node in returned_by(graph)[1]:
         if isinstance(node, fx.Node) and _is_lazy(node) and storage_key(value(node)) in given:
             hint = "return x.resolve_conj(), or conjugate it outside of the model"
@@ -381,10 +381,4 @@ def _refuse_lazy_results(graph: fx.Graph) -> None:
 
 def _is_lazy(node: fx.Node) -> bool:
     """Return whether a node makes a conjugated or negated view."""
-    return any(t.is_conj() or t.is_neg() for t in _tensors(node))
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    """Return the fake tensors that a node makes."""
-    val = node.meta.get("val")
-    return [t for t in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(t, torch.Tensor)]
+    return any(t.is_conj() or t.is_neg() for t in tensors_of(node))

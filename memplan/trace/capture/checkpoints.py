@@ -40,27 +40,6 @@ def note_checkpoints(module: nn.Module) -> None:
 _BATCH_NORMS = ("_native_batch_norm_legit", "native_batch_norm", "_batch_norm_with_update", "cudnn_batch_norm")
 
 
-def gradients_that_eager_lacks(graph: fx.Graph) -> tuple[str, ...]:
-    """Return a warning for each reentrant checkpoint in a graph of dynamo whose parameters get no gradient in eager.
-
-    A reentrant checkpoint returns results without a gradient if none of its inputs requires one. Dynamo traces it as
-    if it were not reentrant, and its parameters get gradients.
-    """
-    found = []
-    for node in graph.nodes:
-        if getattr(node.target, "__name__", "") != _REGION or not node.kwargs.get("use_reentrant"):
-            continue
-        tensors = [a for a in node.args[1:] if isinstance(a, fx.Node)]
-        inputs = [a for a in tensors if a.type is not nn.Parameter]
-        if any(map(_requires_grad, tensors)) and not any(map(_requires_grad, inputs)):
-            found.append(
-                f"{origin_of(node).source or node.name}: no input of this checkpoint requires a gradient. With "
-                "use_reentrant=True, eager then computes no gradients for the parameters in it; this step does, as "
-                "eager does with use_reentrant=False"
-            )
-    return tuple(found)
-
-
 def updates_run_once(graph: fx.Graph) -> tuple[str, ...]:
     """Return a warning for each place in a joint graph that changes a buffer or an input inside of a checkpoint.
 
@@ -89,8 +68,3 @@ def updates_run_once(graph: fx.Graph) -> tuple[str, ...]:
                 "gradients by what it is then; this step changes it once",
             )
     return tuple(found.values())
-
-
-def _requires_grad(node: fx.Node) -> bool:
-    """Return whether the tensor of a node requires a gradient."""
-    return bool(getattr(node.meta.get("example_value"), "requires_grad", False))

@@ -206,19 +206,25 @@ def _restored(model: nn.Module, before: _Attributes) -> bool:
 
 
 def with_fake_tensors(
-    model: nn.Module, inputs: Any, device: str | None = None, *, sharing: bool = False
+    model: nn.Module,
+    inputs: Any,
+    device: str | None = None,
+    *,
+    sharing: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[nn.Module, Any]:
     """Return a structural copy of a model and its inputs on fake tensors (on `device`, or where they are).
 
-    `sharing`: what modules hold beside modules, parameters and buffers is the model's own.
+    `dtype`: the type of floating-point tensors there; None keeps theirs. `sharing`: what modules hold beside modules,
+    parameters and buffers is the model's own.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(t: torch.Tensor) -> torch.Tensor:
         """Return a fake tensor laid out like `t`; of a DTensor, one whose part of this rank is fake."""
-        part = local_tensor(t)
+        part, kind = local_tensor(t), dtype if dtype is not None and t.is_floating_point() else t.dtype
         with mode:
-            new = torch.empty_strided(part.shape, part.stride(), dtype=t.dtype, device=device or t.device)
+            new = torch.empty_strided(part.shape, part.stride(), dtype=kind, device=device or t.device)
         if is_distributed(t):
             new = placed_like(new, t._spec)  # type: ignore[attr-defined]
         if isinstance(t, nn.Parameter):

@@ -17,7 +17,6 @@ from torch._guards import detect_fake_mode
 
 from memplan.errors import UnsupportedGraph
 from memplan.torch_inside.dynamo import read_python, traced_function
-from memplan.trace.capture.checkpoints import gradients_that_eager_lacks
 from memplan.trace.capture.constant_masks import drop_constant_masks
 from memplan.trace.capture.effects import refuse_random, require_same_call, settle_side_effects
 from memplan.trace.capture.python_values import readings_of
@@ -71,7 +70,6 @@ def _handlers() -> set[logging.Handler]:
 
 
 READINGS = "memplan's readings"  # key of a graph's Python values in its metadata
-WARNINGS = "memplan's warnings"  # key of what a graph computes unlike eager
 
 
 def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
@@ -82,7 +80,6 @@ def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> n
     read = read_python(model, args, kwargs)
     module = read.module
     meta_of(module)[READINGS] = tuple(readings_of(read.guards, read.known, traced_function(model)))
-    meta_of(module)[WARNINGS] = gradients_that_eager_lacks(module.graph)
     refuse_random(model, module.graph)
     if drop_constant_masks(module.graph):
         module.recompile()

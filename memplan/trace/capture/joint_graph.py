@@ -23,7 +23,6 @@ from memplan.trace.capture.checkpoints import note_checkpoints, updates_run_once
 from memplan.trace.capture.effects import with_fake_tensors
 from memplan.trace.capture.front_ends import (
     READINGS,
-    WARNINGS,
     dynamo,
     meta_of,
     quiet,
@@ -37,7 +36,6 @@ from memplan.trace.capture.recurrent import (
 )
 from memplan.trace.capture.refusals import (
     refuse_unfinished,
-    require_same_types,
     require_traceable,
     unsupported,
 )
@@ -158,7 +156,6 @@ def captured(
     trained = _trained(model)
     _without_hidden_tangents(graph_module.graph, trained)
     refuse_unfinished(graph_module.graph)
-    require_same_types(graph_module.graph)
     order_checks(graph_module.graph)
     tag_backward(graph_module.graph)
     views = views_among(graph_module.graph)
@@ -168,9 +165,8 @@ def captured(
         size_workspaces(graph_module.graph)
         settle_layouts(graph_module.graph)
         correct_statistics(graph_module.graph)
-    unlike_eager = (*graph_module.meta.get(WARNINGS, ()), *updates_run_once(graph_module.graph))
     outputs = joint._aot_state.fw_metadata.output_info
-    has_backward = any(n.op == "placeholder" and _is_tangent(n) for n in graph_module.graph.nodes)
+    has_backward = any(n.op == "placeholder" and n.meta["desc"].is_tangent() for n in graph_module.graph.nodes)
     if train and not has_backward:
         raise NoBackward(
             type(model).__name__,
@@ -190,7 +186,7 @@ def captured(
         training=has_backward,
         autocast=autocast_dtype("cpu") or autocast_dtype("cuda"),
         readings=with_values(graph_module.meta.get(READINGS, ()), model),
-        warnings=unlike_eager if has_backward else (),
+        warnings=updates_run_once(graph_module.graph) if has_backward else (),
         trained=trained,
     )
 
@@ -202,7 +198,7 @@ def _without_hidden_tangents(graph: fx.Graph, trained: Container[str]) -> None:
     such a gradient is zero. Other tensors may be changed through autograd, which is then refused.
     """
     for node in graph.find_nodes(op="placeholder"):
-        changed = getattr(node.meta["desc"].output, "mutated_input", None) if _is_tangent(node) else None
+        changed = getattr(node.meta["desc"].output, "mutated_input", None) if node.meta["desc"].is_tangent() else None
         if getattr(changed, "target", None) not in trained:
             continue
         for user in list(node.users):
@@ -282,7 +278,7 @@ def _capture_joint(
         raise
     except Exception as error:  # whatever torch raises
         raise unsupported(model, error, own="Observed exception" in str(error)) from error
-    joint.graph_module.meta.update({key: meta_of(module).get(key, ()) for key in (READINGS, WARNINGS)})
+    joint.graph_module.meta[READINGS] = meta_of(module).get(READINGS, ())
     return joint
 
 
@@ -316,8 +312,3 @@ def _any_meta(model: nn.Module, flat: list[Any]) -> bool:
     """Return whether the model or its inputs hold meta tensors."""
     tensors = (*model.parameters(), *model.buffers(), *(x for x in flat if isinstance(x, torch.Tensor)))
     return any(t.device.type == "meta" for t in tensors)
-
-
-def _is_tangent(node: fx.Node) -> bool:
-    """Return whether a placeholder is a gradient that comes in."""
-    return bool(node.meta["desc"].is_tangent())

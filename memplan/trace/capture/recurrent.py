@@ -43,7 +43,6 @@ class RecurrentAsEager(TorchFunctionMode):
             return func(*args, **(kwargs or {}))  # such as a call on packed sequences
         x, state, weights = args[:3]
         if x.device.type != "cpu":
-            _require_dropout_kept(func.__name__, *args[4:7])
             return func(*args, **(kwargs or {}))
         if func is torch.lstm and self._onednn and _runs_by_onednn(x, *state, *weights):
             return _onednn_lstm(*args)
@@ -115,19 +114,12 @@ def workspace_bytes(
 
     `how`: the arguments of the op that follow the tensors.
     """
-    with _disable_current_modes():
-        return _workspace_of_zeros(x, weight, recurrent, dtype, how)
-
-
-def _workspace_of_zeros(
-    x: tuple[int, ...], weight: tuple[int, ...], recurrent: tuple[int, ...], dtype: torch.dtype, how: tuple[Any, ...]
-) -> int:
-    """Return the bytes of the workspace that the kernel saves for zeros."""
     shapes = x, weight, recurrent, weight[:1], weight[:1], (x[1], recurrent[1]), (x[1], recurrent[1])
-    given = [torch.zeros(shape, dtype=dtype, device="cpu") for shape in shapes]
     # As at run time: the workspace exists only with gradients, and autocast would make it half precision.
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False), torch._C._AutoDispatchBelowAutograd():
-        return int(aten.mkldnn_rnn_layer.default(*given, *how)[_WORKSPACE].numel())
+    with _disable_current_modes(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        given = [torch.zeros(shape, dtype=dtype, device="cpu") for shape in shapes]
+        with torch._C._AutoDispatchBelowAutograd():
+            return int(aten.mkldnn_rnn_layer.default(*given, *how)[_WORKSPACE].numel())
 
 
 def _runs_by_onednn(*tensors: torch.Tensor) -> bool:
@@ -154,19 +146,11 @@ def _by_direction(weights: Sequence[torch.Tensor], has_biases: bool) -> Iterator
 
 
 def require_modules_dropout_kept(model: nn.Module) -> None:
-    """Raise `UnsupportedGraph` for modules with dropout between layers on devices other than the CPU."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase) and any(p.device.type != "cpu" for p in module.parameters()):
-            _require_dropout_kept(type(module).__name__, module.num_layers, module.dropout, module.training)
-
-
-def _require_dropout_kept(layer: str, layers: int, dropout: float, train: bool) -> None:
     """Raise `UnsupportedGraph` for dropout between layers, which tracing loses on devices other than the CPU."""
-    if dropout and train and layers > 1:
-        reason = "has dropout between its layers, which tracing loses for other devices than a CPU"
-        raise UnsupportedGraph(
-            layer,
-            reason,
-            "use dropout=0 there and nn.Dropout between single-layer modules",
-            see="dropout-between-layers",
-        )
+    for module in model.modules():
+        if not isinstance(module, nn.RNNBase) or all(p.device.type == "cpu" for p in module.parameters()):
+            continue
+        if module.dropout and module.training and module.num_layers > 1:
+            reason = "has dropout between its layers, which tracing loses for other devices than a CPU"
+            hint = "use dropout=0 there and nn.Dropout between single-layer modules"
+            raise UnsupportedGraph(type(module).__name__, reason, hint, see="dropout-between-layers")

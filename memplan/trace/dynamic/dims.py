@@ -25,7 +25,6 @@ from memplan.trace.traced import KernelCall, TracedGraph
 
 _HIGHEST = 2**31 - 1
 _HINT = "see torch.export's dynamic_shapes: {'argument': {0: Dim('batch', min=1, max=64)}}"
-_EXAMPLE = 'Dim("batch", min=1, max=64)'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +88,7 @@ def read_dims(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], g
     except Exception as error:  # whatever torch raises
         raise InvalidShapes(str(error).splitlines()[0], where="dynamic_shapes", hint=_HINT) from error
     if not reader.ranges:
-        hint = f"name what varies, as in {{'tokens': {{0: {_EXAMPLE}}}}}, or leave dynamic_shapes out"
+        hint = "name what varies, as in {'tokens': {0: Dim('batch', min=1, max=64)}}, or leave dynamic_shapes out"
         raise InvalidShapes("no dimension varies", where="dynamic_shapes", hint=hint)
     return Dims(symbols=tuple(reader.ranges.values()), leaves=tuple(reader.leaves))
 

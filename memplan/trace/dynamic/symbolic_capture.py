@@ -13,17 +13,15 @@ import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
-from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
-from torch.utils._sympy.value_ranges import ValueRanges
+from torch._guards import detect_fake_mode, tracing
 
 from memplan.errors import InvalidShapes, MemplanError, UnsupportedGraph
 from memplan.symbolic.sizes import SizesWriter
-from memplan.torch_inside.dynamo import mark_varying, named_source
+from memplan.torch_inside.dynamo import mark_varying
 from memplan.trace.capture.front_ends import READINGS, dynamo
 from memplan.trace.capture.joint_graph import captured, export_joint, prepare
 from memplan.trace.capture.refusals import unsupported
-from memplan.trace.dynamic.dims import Dims, Range, Sized, Varying
+from memplan.trace.dynamic.dims import Dims, Sized
 from memplan.trace.dynamic.symbols import Translator
 from memplan.trace.graph.values import AliasClasses
 from memplan.trace.passes.own_outputs import own_outputs, returned_by
@@ -84,7 +82,7 @@ def _capture(
     symbols.
     """
     stack.enter_context(mock.patch.object(torch._C, "_select_conv_backend", _choosing_for_all_sizes()))
-    leaves, spec = pytree.tree_flatten(call)
+    leaves = pytree.tree_leaves(call)
     ranges = {s.name: s for s in dims.symbols}
     for x, varying in zip(leaves, dims.leaves, strict=True):
         for dim, v in varying.items():
@@ -92,9 +90,8 @@ def _capture(
             mark_varying(x, dim, low, high)
     try:
         module: Any = dynamo(model, *call)
-        mode, context = module.meta["fake_mode"], module.meta["tracing_context"]
-        env: ShapeEnv = mode.shape_env
-        translator = Translator(env, dims.symbols)
+        context = module.meta["tracing_context"]
+        translator = Translator(module.meta["fake_mode"].shape_env, dims.symbols)
         for x, varying in zip(leaves, dims.leaves, strict=True):
             found = context.tensor_to_context.get(x) if varying else None
             caches = [] if found is None else found.shape_env_to_source_to_symbol_cache.values()
@@ -102,13 +99,8 @@ def _capture(
                 dim = int(name.rpartition("[")[2].rstrip("]")) if ".size()[" in name else -1
                 if dim in varying:
                     translator.bind(symbol, varying[dim])
-        sizes = {s.name: _symint(env, s, hints[s.name], translator) for s in dims.symbols}
-        fakes = [
-            _fake(x, dims.leaves[i], sizes, mode) if isinstance(x, torch.Tensor) else x for i, x in enumerate(leaves)
-        ]
-        args, kwargs = pytree.tree_unflatten(fakes, spec)
-        stack.enter_context(tracing(TracingContext(mode)))
-        joint = export_joint(stack, module, args, kwargs)
+        stack.enter_context(tracing(context))  # whose symbols the sizes of the call have
+        joint = export_joint(stack, module, *call)
         joint.graph_module.meta[READINGS] = module.meta[READINGS]
         return joint, translator
     except MemplanError:
@@ -147,29 +139,6 @@ def _stand_in(x: torch.Tensor, varying: Mapping[int, Any], hints: Mapping[str, i
         return x
     shape = [varying[i].at(hints[varying[i].symbol]) if i in varying else int(n) for i, n in enumerate(x.shape)]
     return torch.zeros(shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
-
-
-def _symint(env: ShapeEnv, s: Range, hint: int, translator: Translator) -> Any:
-    """Return torch's symbol for one of the user's."""
-    source = named_source(f"memplan_{s.name}")
-    bounds = StrictMinMaxConstraint(vr=ValueRanges(max(s.min, 2), max(s.max, 2)), warn_only=False)
-    symbol = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=bounds)
-    translator.bind(symbol, Varying(symbol=s.name))
-    return env.create_symintnode(symbol, hint=hint, source=source)
-
-
-def _fake(x: torch.Tensor, varying: Mapping[int, Any], sizes: Mapping[str, Any], mode: Any) -> torch.Tensor:
-    """Return the stand-in with symbols for sizes, in the mode of the trace."""
-    if not varying:
-        found: torch.Tensor = mode.from_tensor(x, static_shapes=True)
-        return found
-    shape = [
-        varying[i].factor * sizes[varying[i].symbol] + varying[i].offset if i in varying else int(n)
-        for i, n in enumerate(x.shape)
-    ]
-    with mode:
-        made = torch.empty(shape, dtype=x.dtype, device=x.device)
-    return made.requires_grad_(x.requires_grad)
 
 
 def _inline_sizes(graph: fx.Graph) -> None:

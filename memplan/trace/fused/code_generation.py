@@ -270,7 +270,7 @@ def _half(code: WrittenCode, inputs: Sequence[BlockView | RandomState | None], l
 @contextlib.contextmanager
 def _recorded(values: Sequence[Any], how: _How) -> Iterator[tuple[WrittenCode, Any]]:
     """Record the code of the one graph that is compiled inside by the second result, an `inner_compile`."""
-    with recording(_device_of(values), how.code.group_bytes, in_blocks=how.in_blocks) as code:
+    with recording(_device_of(values), in_blocks=how.in_blocks) as code:
 
         def inner(graph: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
             """Compile one graph, and keep the globals of its code. Inductor writes none for a graph without ops."""

@@ -63,7 +63,7 @@ def key_of(
     except BypassFxGraphCache:
         return None
     origins = [origin_of(node) for node in graph.graph.nodes]
-    said = (__version__, _recorder(), torch.__version__, found, options.group_bytes, in_blocks, origins)
+    said = (__version__, _recorder(), torch.__version__, found, in_blocks, origins)
     return hashlib.sha256(repr(said).encode()).hexdigest()
 
 

@@ -110,9 +110,7 @@ def _same_index(loop: Any) -> Iterator[tuple[str, MemoryDep, bool]]:
             yield write.name, read, not same
 
 
-def followed(
-    make: Any, device_type: str, overwriting: Overwriting, most: int | None = None, *, in_blocks: bool = False
-) -> Any:
+def followed(make: Any, device_type: str, overwriting: Overwriting, *, in_blocks: bool = False) -> Any:
     """Return what makes the scheduling of a graph: as `make`, but `overwriting` follows the loops of its kernels.
 
     Each loop stays as it is, and so do its results.
@@ -121,7 +119,6 @@ def followed(
         make: Inductor's own.
         device_type: The kind of the device.
         overwriting: Is told of each loop.
-        most: The bytes that a C++ kernel of several loops touches at most; None: there is no limit.
         in_blocks: The graph was divided by rows: no kernel computes parts of two blocks.
     """
     follows = _FollowedGroups if device_type == HOST and config.cpu_backend == "cpp" else _FollowedKernels
@@ -130,7 +127,7 @@ def followed(
         """Return the scheduling of a graph, which is of the class that Inductor has for the device."""
         own = make(scheduler)
         own.__class__ = type(type(own).__name__, (follows, type(own)), {})
-        own.overwriting, own.in_blocks, own.most, own.touched, own.blocks = overwriting, in_blocks, most, 0, set()
+        own.overwriting, own.in_blocks, own.blocks = overwriting, in_blocks, set()
         return own
 
     return made
@@ -141,8 +138,6 @@ class _FollowedKernels:
 
     overwriting: Overwriting
     in_blocks: bool
-    most: int | None
-    touched: int
     blocks: set[int]
 
     def codegen_node(self, node: Any) -> None:
@@ -172,18 +167,13 @@ class _FollowedKernels:
 
 
 class _FollowedGroups(_FollowedKernels):
-    """Scheduling of C++, where one kernel may run several loops: it begins a new one where a loop would make the
-    present one touch too much, or compute another block of rows.
-    """
+    """Scheduling of C++, where one kernel may run several loops: it begins a new one for another block of rows."""
 
     def codegen_node(self, node: Any) -> None:
         """Write the loop of one node, into a new kernel if need be."""
-        nbytes = 0 if self.most is None else int(node.get_read_write_buffers_sizes())
         blocks = _blocks_of(node) if self.in_blocks else set()
-        too_much = self.most is not None and self.touched and self.touched + nbytes > self.most
-        if too_much or (self.blocks and blocks and blocks != self.blocks):
+        if self.blocks and blocks and blocks != self.blocks:
             self.flush()
-        self.touched += nbytes
         self.blocks |= blocks
         self.overwriting.add(node.get_nodes())
         super(_FollowedKernels, self).codegen_node(node)  # type: ignore[misc]
@@ -192,7 +182,6 @@ class _FollowedGroups(_FollowedKernels):
         """End the present kernel."""
         super().flush()  # type: ignore[misc]
         self.overwriting.end()
-        self.touched = 0
         self.blocks = set()
 
 
@@ -206,13 +195,13 @@ _current = threading.local()  # .code: what the compilation of this thread write
 
 
 @contextlib.contextmanager
-def recording(device_type: str, group_bytes: int | None = None, *, in_blocks: bool = False) -> Iterator[WrittenCode]:
+def recording(device_type: str, *, in_blocks: bool = False) -> Iterator[WrittenCode]:
     """Record the code of the one graph that this thread compiles inside. The options are those of `followed`."""
     common.init_backend_registration()
     with compile_lock:
         own, code = common.device_codegens[device_type], WrittenCode()
         overwriting = Overwriting(code.overwritable)
-        scheduling = followed(own.scheduling, device_type, overwriting, group_bytes, in_blocks=in_blocks)
+        scheduling = followed(own.scheduling, device_type, overwriting, in_blocks=in_blocks)
         # not by register_backend_for_device, which forgets the passes and settings of the device
         common.device_codegens[device_type] = replace(own, scheduling=scheduling, wrapper_codegen=RecordingWrapper)
         _current.code = code

@@ -26,7 +26,6 @@ from memplan.torch_inside.graphs import (
     GradAOTOutput,
     ParamAOTInput,
     PlainAOTOutput,
-    TangentAOTInput,
 )
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.passes.own_outputs import returned_by
@@ -160,7 +159,9 @@ def read_results(  # noqa: PLR0917
     pairs: list[_Output] = list(zip(results, descs, strict=True))
     outputs = [(n, d) for n, d in pairs if not isinstance(d, GradAOTOutput)]
     gradients = [(n, d) for n, d in pairs if isinstance(d, GradAOTOutput) and isinstance(n, fx.Node)]
-    tangents = {n.meta["desc"].output: value_of[n] for n in graph.nodes if _is_tangent(n)}
+    tangents = {
+        n.meta["desc"].output: value_of[n] for n in graph.find_nodes(op="placeholder") if n.meta["desc"].is_tangent()
+    }
     base_of = {values[b.value].storage: b.value for b in reversed(bindings)}
     plain = [(n, d) for n, d in outputs if isinstance(d, PlainAOTOutput)]
     roots = [pair for pair, view in zip(plain, captured.views, strict=True) if view.of is None]
@@ -268,8 +269,3 @@ def _key(desc: Any) -> tuple[Source, str, int]:
     if isinstance(desc, BufferAOTInput):
         return Source.BUFFER, desc.target, 0
     return Source.INPUT, "", desc.idx
-
-
-def _is_tangent(node: fx.Node) -> bool:
-    """Return whether a node is a tangent: a gradient that comes in."""
-    return node.op == "placeholder" and isinstance(node.meta["desc"], TangentAOTInput)

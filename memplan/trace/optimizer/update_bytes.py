@@ -5,13 +5,10 @@ The optimizer's own code runs, so every optimizer of `torch.optim`, and others, 
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import random
-import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,8 +81,7 @@ def update_bytes(
 def bytes_of_updates(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> UpdateBytes | None:
     """Return what an optimizer needs to update those of its parameters that are given, whatever its class.
 
-    A copy of it runs twice on fake tensors, as the first step makes state. Nothing that Python can see is changed but
-    objects that neither the optimizer holds nor a name of its classes or their modules refers to.
+    A copy of it runs twice on fake tensors, as the first step makes state. Torch's random numbers are as before.
 
     Args:
         optimizer: The optimizer. Groups that ask for a fused kernel are counted as updated one by one.
@@ -95,7 +91,7 @@ def bytes_of_updates(optimizer: torch.optim.Optimizer, parameters: Iterable[torc
         The bytes; None if it does not run on fake tensors.
     """
     own = {id(p) for p in parameters if p.requires_grad}
-    with _unnoticed(type(optimizer)), FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
         try:
             made = _copied(optimizer, own)
             for group in made.param_groups:
@@ -187,27 +183,6 @@ def _foreach_by_default(group: Mapping[str, Any]) -> bool:
     from torch.optim.optimizer import _default_to_fused_or_foreach
 
     return bool(_default_to_fused_or_foreach(group["params"], bool(group.get("differentiable")), use_fused=False)[1])
-
-
-@contextlib.contextmanager
-def _unnoticed(kind: type) -> Iterator[None]:
-    """Give back the random numbers that are drawn within, and what names of a class and of its module are bound to."""
-    numpy = sys.modules.get("numpy")
-    ours, numpys = random.getstate(), None if numpy is None else numpy.random.get_state()
-    classes = [c for c in kind.__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")]
-    named = [x for c in classes for x in (c, sys.modules.get(c.__module__)) if x is not None]
-    bound = [(x, dict(vars(x))) for x in named]
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(ours)
-        if numpy is not None:
-            numpy.random.set_state(numpys)
-        for x, values in bound:
-            for name, value in values.items():
-                if vars(x).get(name) is not value:
-                    setattr(x, name, value)
 
 
 def _with_gradient(x: torch.Tensor, device: torch.device | str = "meta") -> Any:

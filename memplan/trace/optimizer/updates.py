@@ -79,7 +79,8 @@ def append_updates(
     """
     output, results, descs = returned_by(graph)
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    parameters = {n.meta["desc"].target: n for n in graph.nodes if n.op == "placeholder" and _is_parameter(n)}
+    given = [n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta["desc"], ParamAOTInput)]
+    parameters = {n.meta["desc"].target: n for n in given}
     gradients = updated_parameters(graph, model, optimizer)
     kept = [(n, d) for n, d in zip(results, descs, strict=True) if not isinstance(d, GradAOTOutput)]
     output.args = (tuple(n for n, _ in kept),)
@@ -283,11 +284,6 @@ class _Updates:
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device or tensor.device
             )
         return node
-
-
-def _is_parameter(node: fx.Node) -> bool:
-    """Return whether a placeholder is a parameter."""
-    return isinstance(node.meta["desc"], ParamAOTInput)
 
 
 def _drop_dead(graph: fx.Graph) -> None:

@@ -3,19 +3,19 @@
 Dynamo traces a checkpointed region once. Its nodes carry the region's number (`ac_graph_id`) and a policy
 (`recompute`); which results leave the region is implicit. Autograd's sequence numbers tell it: a backward node has the
 number of the forward op that saved what it reads. Of regions within regions, nodes carry the number of the outermost;
-the others are noted before the joint trace (`capture/nested_checkpoints.py`).
+the others are noted before the joint trace (`capture/checkpoints.py`).
 """
 
 from __future__ import annotations
 
 from itertools import count
 
-import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from memplan.trace.passes.nodes import keys_of
 from memplan.trace.passes.own_outputs import is_backward
-from memplan.trace.passes.rewrite import CHECKPOINT, WITHIN, storage_key
+from memplan.trace.passes.rewrite import CHECKPOINT, WITHIN
 
 DROPS = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 NOTES, AROUND = "custom", "memplan_checkpoints"  # a key of torch's in a node's meta, and one in the dict under it
@@ -37,10 +37,10 @@ def mark_checkpoints(graph: fx.Graph) -> None:
     depth: dict[int, int] = {}  # storage -> how many of the regions that it is in drop it
     for node in graph.nodes:
         found = _dropped_to(node, regions, of_sequence)
-        for key in _storages(node):
+        for key in keys_of(node):
             depth[key] = min(depth.get(key, found), found)
     for node, region in regions.items():
-        dropped = region[: min((depth[key] for key in _storages(node)), default=0)]
+        dropped = region[: min((depth[key] for key in keys_of(node)), default=0)]
         if dropped and node.meta.get("recompute") in DROPS:
             node.meta[CHECKPOINT] = dropped[-1]
             node.meta[WITHIN] = dropped[:-1]
@@ -86,10 +86,3 @@ def _dropped_to(node: fx.Node, regions: dict[fx.Node, _Regions], of_sequence: di
         if (0 < shared < len(own)) if saved else shared < len(theirs):
             found = min(found, shared)
     return found
-
-
-def _storages(node: fx.Node) -> set[int]:
-    """Return the keys of the memory that the results of a node have."""
-    val = node.meta.get("val")
-    results = val if isinstance(val, (tuple, list)) else (val,)
-    return {storage_key(result) for result in results if isinstance(result, torch.Tensor)}

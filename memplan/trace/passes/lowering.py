@@ -17,7 +17,6 @@ from memplan.trace.passes.nodes import keys_of, written_in
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
 from memplan.trace.passes.simplify import SLICES
 
-_RESHAPES = {aten.view.default, aten._unsafe_view.default}
 _MEAN, _SUM = 1, 2  # `at::Reduction` of losses
 
 
@@ -79,29 +78,9 @@ def mse_loss(rw: Rewriter, x: fx.Node, y: fx.Node, reduction: int = 1) -> fx.Nod
         return None
     difference = rw.call(aten.sub.Tensor, x, y)
     rw.call(aten.mul_.Tensor, difference, difference)
-    return _reduced(rw, difference, reduction)
-
-
-def loss_of(unreduced: Any) -> Callable[..., Any]:
-    """Return the rule for a loss whose `out` variant computes the unreduced loss in `out`, resized, and then reduces
-    that.
-    """
-
-    def rule(rw: Rewriter, x: fx.Node, y: fx.Node, reduction: int = 1, *options: Any) -> fx.Node | None:
-        """Compute the unreduced loss, then reduce it."""
-        in_rows = value(x).is_contiguous() and value(y).is_contiguous()  # otherwise each loss has another layout
-        if reduction not in (_MEAN, _SUM) or not in_rows:
-            return None
-        return _reduced(rw, rw.call(unreduced, x, y, 0, *options), reduction)
-
-    return rule
-
-
-def _reduced(rw: Rewriter, losses: fx.Node, reduction: int) -> fx.Node:
-    """Return the mean or the sum of all elements, in place of the op."""
     if reduction == _SUM:
-        return rw.instead(aten.sum.dim_IntList, losses, None)
-    return rw.instead(aten.mean.default, losses)
+        return rw.instead(aten.sum.dim_IntList, difference, None)
+    return rw.instead(aten.mean.default, difference)
 
 
 def batch_norm(  # noqa: PLR0917  (the op's own signature)
@@ -244,37 +223,17 @@ def _sum(rw: Rewriter, x: fx.Node, *, dtype: torch.dtype | None = None) -> fx.No
     return rw.instead(aten.sum.dim_IntList, x, None, dtype=dtype)
 
 
-def _sum_over(
-    rw: Rewriter, x: fx.Node, dims: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> fx.Node | None:
-    """Sum without keeping dimensions where the only reader removes them (a bias's gradient)."""
-    user = next(iter(rw.node.users), None)
-    if not keepdim or user is None or len(rw.node.users) > 1 or user.target not in _RESHAPES:
-        return None
-    with rw.mode:
-        whole = torch.empty_like(value(x), dtype=value(rw.node).dtype).sum(dims)
-    seen = value(user)
-    if (seen.shape, seen.stride()) != (whole.shape, whole.stride()):
-        return None
-    return rw.making(seen, aten.sum.dim_IntList, x, dims, dtype=dtype)
+def _scattered_into_zeros(view: Any) -> Rule:
+    """Return the rule for slice_backward and select_backward: write the gradient into a view of zeros."""
 
+    def rule(rw: Rewriter, grad: fx.Node, sizes: Any, *where: Any) -> fx.Node:
+        """Write the gradient into a view of zeros."""
+        result = rw.memory(value(rw.node))
+        rw.call(aten.zero_.default, result)
+        rw.call(aten.copy_.default, rw.call(view, result, *where), grad)
+        return result
 
-def _slice_backward(rw: Rewriter, grad: fx.Node, sizes: Any, *where: Any) -> fx.Node:
-    """Write the gradient into a slice of zeros."""
-    return _scatter_into_zeros(rw, grad, aten.slice.Tensor, *where)
-
-
-def _select_backward(rw: Rewriter, grad: fx.Node, sizes: Any, dim: int, index: int) -> fx.Node:
-    """Write the gradient into one index of zeros."""
-    return _scatter_into_zeros(rw, grad, aten.select.int, dim, index)
-
-
-def _scatter_into_zeros(rw: Rewriter, grad: fx.Node, view: Any, *where: Any) -> fx.Node:
-    """Write the gradient into a view of zeros."""
-    result = rw.memory(value(rw.node))
-    rw.call(aten.zero_.default, result)
-    rw.call(aten.copy_.default, rw.call(view, result, *where), grad)
-    return result
+    return rule
 
 
 def _scatter(view: Any) -> Rule:
@@ -339,14 +298,9 @@ def _filled_with(fill: float) -> Rule:
     return rule
 
 
-def _full(rw: Rewriter, _: Any, fill: Any, **__: Any) -> fx.Node:
-    """Lower full and full_like: fill the result."""
-    return _filled_with(fill)(rw)  # type: ignore[no-any-return]
-
-
-def _new_full(rw: Rewriter, _: Any, __: Any, fill: Any, **___: Any) -> fx.Node:
-    """Lower new_full: fill the result."""
-    return _filled_with(fill)(rw)  # type: ignore[no-any-return]
+def _filled_by(position: int) -> Rule:
+    """Return the rule for an op whose result is filled with the number at a position among its arguments."""
+    return lambda rw, *args, **_: _filled_with(args[position])(rw)
 
 
 def _arange(rw: Rewriter, *bounds: float, **_: Any) -> fx.Node:
@@ -355,11 +309,6 @@ def _arange(rw: Rewriter, *bounds: float, **_: Any) -> fx.Node:
     result = rw.memory(value(rw.node))
     rw.call(aten.arange.start_out, start, end, step, out=result)
     return result
-
-
-def _scalar_tensor(rw: Rewriter, fill: Any, **_: Any) -> fx.Node:
-    """Lower scalar_tensor: fill the result."""
-    return _filled_with(fill)(rw)  # type: ignore[no-any-return]
 
 
 RULES: dict[Any, Rule] = {
@@ -373,19 +322,15 @@ RULES: dict[Any, Rule] = {
     aten.sub.Scalar: _as_tensor_op(aten.sub.Tensor),
     aten.relu.default: _relu,
     aten.sum.default: _sum,
-    aten.sum.dim_IntList: _sum_over,
     aten.embedding.default: embedding,
     aten.embedding_dense_backward.default: embedding_backward,
     aten.native_dropout.default: dropout,
     aten.native_dropout_backward.default: dropout_backward,
     aten.mse_loss.default: mse_loss,
-    aten.huber_loss.default: loss_of(aten.huber_loss.default),
-    aten.smooth_l1_loss.default: loss_of(aten.smooth_l1_loss.default),
-    aten.soft_margin_loss.default: loss_of(aten.soft_margin_loss.default),
     aten._native_batch_norm_legit_functional.default: batch_norm,
     aten.native_batch_norm_backward.default: batch_norm_backward,
-    aten.slice_backward.default: _slice_backward,
-    aten.select_backward.default: _select_backward,
+    aten.slice_backward.default: _scattered_into_zeros(aten.slice.Tensor),
+    aten.select_backward.default: _scattered_into_zeros(aten.select.int),
     **{target: _scatter(view) for target, view in SLICES.items()},
     aten.constant_pad_nd.default: _pad,
     aten.masked_fill.Scalar: _then_in_place(aten.masked_fill_.Scalar),
@@ -403,12 +348,12 @@ RULES: dict[Any, Rule] = {
     aten.ones_like.default: _filled_with(1),
     aten.new_zeros.default: _filled_with(0),
     aten.new_ones.default: _filled_with(1),
-    aten.full.default: _full,
-    aten.full_like.default: _full,
-    aten.new_full.default: _new_full,
+    aten.full.default: _filled_by(1),
+    aten.full_like.default: _filled_by(1),
+    aten.new_full.default: _filled_by(2),
     aten.arange.default: _arange,
     aten.arange.start: _arange,
     aten.arange.start_step: _arange,
-    aten.scalar_tensor.default: _scalar_tensor,
+    aten.scalar_tensor.default: _filled_by(0),
     aten.lift_fresh_copy.default: _copy,
 }

@@ -209,20 +209,13 @@ def _update(graph: fx.Graph, node: fx.Node) -> None:
     between = made.next
     while between is not node and not has_effects(between):
         between = between.next
-    if between is not node or not all(_is_place_of(n, into) for n in read):
+    if between is not node or not all(_is_at(n, value(into)) for n in read):
         return
     if (out := out_variant(made.target)) is None:
         return
     Rewriter(graph, fake_mode_of(graph), made, before=node).call(out, *made.args, **made.kwargs, out=into)
     graph.erase_node(node)
     graph.erase_node(made)
-
-
-def _is_place_of(one: fx.Node, two: fx.Node) -> bool:
-    """Return whether two tensors of one storage are the same elements of it, in the same order."""
-    a, b = value(one), value(two)
-    same = (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-    return same and bool(a.storage_offset() == b.storage_offset())
 
 
 def _uses(graph: fx.Graph) -> dict[int, list[fx.Node]]:

@@ -16,7 +16,6 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 
 import memplan
-from memplan.core.code_options import CodeOptions
 from memplan.trace import capture_call
 
 pytestmark = pytest.mark.skipif(
@@ -83,16 +82,15 @@ def test_code_is_written_once_and_the_plan_is_the_same(written: list[Any]) -> No
 def test_other_options_settings_and_source_lines_have_code_of_their_own(written: list[Any]) -> None:
     captured = capture_call(Small(), _x(), kernels="inductor", train=False)
     captured.retrace()
-    captured.retrace(code=CodeOptions(group_bytes=4096))
     with config.patch({"cpp.simdlen": 0}):
         captured.retrace()
     for node in captured.captured.graph_module.graph.nodes:
         node.meta["stack_trace"] = 'File "other.py", line 3, in forward\n    x.tanh()'
     moved = captured.retrace()
-    assert len(written) == len(_files()) == 4
+    assert len(written) == len(_files()) == 3
     assert any("other.py:3" in op.origin.source for op in moved.graph.ops)
     captured.retrace()
-    assert len(written) == 4
+    assert len(written) == 3
 
 
 def test_a_damaged_file_is_written_again(written: list[Any]) -> None:
