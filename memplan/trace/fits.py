@@ -146,7 +146,7 @@ def _target_of(capacity: Capacity) -> GpuTarget | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _TracedStep:
     """A traced step of `model`; `captured` traces variants of it, `shown` is the batch that its inputs show."""
 
     model: nn.Module
@@ -203,7 +203,7 @@ class _StepPlans:
         within, smallest = (None, None) if made.fits else self._within(step, need)
         return replace(made, within=within, smallest=smallest, largest_batch=self._largest(made))
 
-    def _traced(self, batch: int | None, *, kernels: Kernels | None = None) -> _Step:
+    def _traced(self, batch: int | None, *, kernels: Kernels | None = None) -> _TracedStep:
         """Return the step of a batch, with the kernels of the options unless others are asked for."""
         model, args, kwargs = self.example.made(batch)
         model = model if self.ranks is None else divided(model)
@@ -221,9 +221,9 @@ class _StepPlans:
             stand_in = torch.device("cpu" if self.capacity.is_host else "cuda")  # it decides the alignment
             traced = replace(traced, device=stand_in)
         retracer = captured if options.kernels == "inductor" else None
-        return _Step(model=model, traced=traced, captured=retracer, options=options, shown=shown)
+        return _TracedStep(model=model, traced=traced, captured=retracer, options=options, shown=shown)
 
-    def _planned(self, step: _Step, **limits: Any) -> Plan:
+    def _planned(self, step: _TracedStep, **limits: Any) -> Plan:
         """Return the plan of a step; on this machine, with what its kernels allocate for themselves."""
         traced, options = step.traced, replace(step.options, **limits)
         if options.has_budget:
@@ -254,7 +254,7 @@ class _StepPlans:
         update = self._known_update
         return need_of(plan, state=update.state, temporaries=update.temporaries, is_host=self.capacity.is_host)
 
-    def _within(self, step: _Step, need: Need) -> tuple[Plan | None, int | None]:
+    def _within(self, step: _TracedStep, need: Need) -> tuple[Plan | None, int | None]:
         """Return the cheapest plan within the device, and the fewest bytes of one where there is none.
 
         On the host nothing is offloaded: that is the same memory.
