@@ -13,6 +13,7 @@ from memplan.core.arguments import require_kind
 from memplan.core.gpus import find_gpu
 from memplan.core.graph import StorageKind
 from memplan.core.plan import Plan
+from memplan.core.totals import beside_results
 from memplan.errors import InvalidModel, UnsupportedDevice
 
 OPTIMIZER = "AdamW"  # unless the user names another one
@@ -92,7 +93,8 @@ def needed(plan: Plan, optimizer: str = OPTIMIZER) -> Needed:
     eager = None
     if not (_away(plan) or plan.sections or any(op.target.startswith("inductor.") for op in graph.ops)):
         measured = plan.temporaries if plan.eviction is None else None
-        eager = eager_total(without_evictions(plan).graph, measured or ()) + plan.reserve + state
+        own = () if measured is None else beside_results(graph, measured)
+        eager = eager_total(without_evictions(plan).graph, own) + plan.reserve + state
     return Needed(
         optimizer=name if graph.gradients and not _away(plan) and (full == aside > 0 or not aside) else "",
         state=state,

@@ -13,7 +13,7 @@ from memplan.core.graph_edit import with_values
 from memplan.core.in_place import without_candidates
 from memplan.core.plan import Plan
 from memplan.core.schedule import live_bytes, make_schedule
-from memplan.core.totals import MODEL_KINDS, outside_profile
+from memplan.core.totals import MODEL_KINDS, beside_results, known_transient, outside_profile
 from memplan.errors import InvalidPlan
 from memplan.evict.apply import apply
 from memplan.evict.costs import DEVICES
@@ -72,9 +72,9 @@ def eager_total(graph: Graph, temporaries: Sequence[int] = ()) -> int:
 
     They are parameters, buffers, constants, inputs and optimizer state, and the highest sum of what is alive: in traced
     order, with nothing in place, activation checkpoints followed, gradients and outputs included. `temporaries`: the
-    bytes that the kernel of each op allocates beside its results, if they are known.
+    bytes that the kernel of each op allocates beside its results; none: those that are known before anything ran.
     """
-    temporaries = temporaries or [0] * len(graph.ops)
+    temporaries = temporaries or beside_results(graph, known_transient(graph))
     separate = without_candidates(graph)
     order = tuple(range(len(graph.ops)))
     if any(op.checkpoint for op in graph.ops):

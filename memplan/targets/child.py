@@ -109,10 +109,13 @@ def _answer(target: GpuTarget, question: Callable[[], Any], results: IO[bytes]) 
 
 def _require_backward() -> None:
     """Raise `UnsupportedDevice` where autograd has had threads for a device: a copy of it can trace no backward."""
-    number = torch.zeros((), requires_grad=True)
     try:
-        torch.autograd.grad(number * 2, number)
+        with torch.inference_mode(False), torch.enable_grad():
+            number = torch.zeros((), device="cpu", requires_grad=True)
+            torch.autograd.grad(number * 2, number)
     except RuntimeError as error:
+        if "fork" not in str(error):
+            raise
         what = "this process has run a backward on a machine with a device, so a copy of it cannot trace another"
         hint = "plan in a process of its own, as `memplan report FILE.py:FACTORY --target ...` does, or before training"
         raise UnsupportedDevice(what, where="target", hint=hint, see="target") from error

@@ -15,6 +15,7 @@ from memplan.core.choices import Kernels
 from memplan.core.gpus import GpuTarget
 from memplan.core.plan import Plan
 from memplan.core.timed import timed
+from memplan.core.totals import beside_results
 from memplan.distributed.fake_ranks import divided, fake_ranks
 from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, MemplanError
 from memplan.evict.costs import cost_model
@@ -183,7 +184,8 @@ class _StepPlans:
         if own is not None:
             self._needs[own] = need.total
         eagers = step.traced if step.options.kernels == "aten" else self._traced(batch, kernels="aten").traced
-        eager = eager_total(eagers.graph, plan.temporaries or ()) + need.state
+        scratch = self._scratch.of_graph(eagers.graph, eagers.kernels) if self.capacity.is_host else ()
+        eager = eager_total(eagers.graph, beside_results(eagers.graph, scratch) if scratch else ()) + need.state
         made = Fits(
             model=plan.model,
             capacity=self.capacity,

@@ -18,7 +18,7 @@ def test_every_known_gpu_has_a_name_in_any_case(name: str) -> None:
     assert (48 << 10) < target.shared_memory < (256 << 10)
     costs = DEVICES[target.costs]
     assert costs.name == name
-    assert (costs.bytes_per_second, costs.narrow_flops) == (target.bandwidth, target.bf16)
+    assert (costs.bytes_per_second, costs.narrow_flops) == pytest.approx((0.9 * target.bandwidth, 0.8 * target.bf16))
     assert gpu_called(target.full_name) == target
 
 

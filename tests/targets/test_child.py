@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NoReturn
 
 import pytest
@@ -58,6 +60,12 @@ def test_a_process_whose_autograd_has_threads_for_a_device_is_told_what_to_do(mo
     monkeypatch.setattr(torch.autograd, "grad", refused)
     with pytest.raises(UnsupportedDevice, match="plan in a process of its own"):
         asked_for(H100, torch.cuda.device_count)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_a_question_is_answered_too(mode: Callable[[], AbstractContextManager[None]]) -> None:
+    with mode():
+        assert asked_for(H100, lambda: torch.zeros(2).sum().item()) == 0
 
 
 def test_what_the_child_raises_is_raised_here() -> None:

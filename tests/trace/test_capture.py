@@ -219,3 +219,19 @@ def test_a_captured_step_is_never_changed_by_tracing_it() -> None:
     assert len(divided.graph.ops) > len(whole.graph.ops)
     assert (divided.division is not None, divided.compress) == (True, "bits")
     assert captured.retrace().graph == whole.graph
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (nn.Linear(4, 8), torch.randn(3, 4).double()),
+        (nn.Linear(4, 8), torch.ones(3, 4, dtype=torch.long)),
+        (nn.LayerNorm(4), torch.randn(3, 4).double()),
+        (nn.BatchNorm1d(4).eval(), torch.randn(3, 4).double()),
+    ],
+)
+def test_several_types_are_refused_as_in_eager(layer: nn.Module, x: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError):
+        layer(x)
+    with pytest.raises(UnsupportedGraph, match=r"takes one type, and is given .*\["):
+        plan(layer, x)

@@ -36,6 +36,7 @@ from memplan.trace.capture.recurrent import (
 )
 from memplan.trace.capture.refusals import (
     refuse_unfinished,
+    require_same_types,
     require_traceable,
     unsupported,
 )
@@ -156,6 +157,7 @@ def captured(
     trained = _trained(model)
     _without_hidden_tangents(graph_module.graph, trained)
     refuse_unfinished(graph_module.graph)
+    require_same_types(graph_module.graph)
     order_checks(graph_module.graph)
     tag_backward(graph_module.graph)
     views = views_among(graph_module.graph)

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.origins import place_at_end, place_in_user_code, place_of
+from memplan.trace.passes.rewrite import aten
 
 SEVERAL = "or use memplan.compile(model, inputs), without fullgraph=True, which plans the graphs between such places"
 _DATA_DEPENDENT = (
@@ -27,7 +28,17 @@ _DATA_DEPENDENT = (
 _FAILED_ON_FAKES = re.compile(
     r"fake tensor.*got \w+\((?P<quote>['\"])(?P<words>.*?)(?P=quote)\)$", re.DOTALL | re.MULTILINE
 )
+_OF_ONE_TYPE = {
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.mv.default),
+    *(aten.addmv.default, aten.dot.default, aten.vdot.default, aten.convolution.default),
+}
+_NORMALISATIONS = {  # of one type, but for activations in half precision beside parameters in float32
+    *(aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default),
+    *(aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats),
+    *(aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit_no_training.default),
+}
 _DETAILS = ("Explanation:", "Developer debug context:", "from user code", "File ", "Hint:")
+_HALVES = ("float16", "bfloat16")
 _BREAKS = {  # headings of refusals of one graph that a graph break, or Python between graphs, resolves
     *("data-dependent", "data-dependent-size", "graph-breaks", "python-state", "first-call", "random-numbers"),
     *("not-a-buffer", "types"),
@@ -150,6 +161,20 @@ def why_it_breaks(refused: UnsupportedGraph) -> str:
 def where_it_breaks(refused: UnsupportedGraph) -> str:
     """Return the line of the model that one graph cannot hold, such as "model.py:12"; "" if it is not known."""
     return place_in_user_code(str(refused.__cause__ or "")) or place_at_end(refused.node)
+
+
+def require_same_types(graph: fx.Graph) -> None:
+    """Raise `UnsupportedGraph` for products and norms of several types, which eager refuses and fake tensors do not."""
+    for node in graph.nodes:
+        if node.target in _OF_ONE_TYPE or node.target in _NORMALISATIONS:
+            tensors = [v for n in node.all_input_nodes if isinstance(v := n.meta["val"], torch.Tensor)]
+            found = list(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
+            mixed = node.target in _NORMALISATIONS and found[0] in _HALVES and set(found[1:]) <= {"float32"}
+            if len(found) > 1 and not mixed:
+                what = f"forward fails in eager: {node.target} takes one type, and is given {' and '.join(found)}"
+                shapes = ", ".join(str(list(t.shape)) for t in tensors)
+                hint = "give the example inputs the type of the parameters, x.to(dtype), or run under torch.autocast"
+                raise UnsupportedGraph(place_of(node), f"{what} (shapes {shapes})", hint, see="example-fails")
 
 
 _COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
