@@ -55,7 +55,9 @@ def _train(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_one_graph_and_several_have_their_arenas_in_turn() -> None:
-    model, eager = _models()
+    model, _ = _models()
+    model.two = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
+    eager = copy.deepcopy(model)
     x = _x()
     compiled = memplan.compile(model, x)
     for module in (compiled, eager):
@@ -85,7 +87,7 @@ def test_one_graph_and_several_have_their_arenas_in_turn() -> None:
 def test_graphs_whose_arena_was_freed_share_one_again() -> None:
     """The first of the two is freed from the arena before the second has its peak."""
     torch.manual_seed(0)
-    parts = (nn.Sequential(nn.Linear(width, WIDTH), nn.Tanh()) for width in (8, WIDTH))
+    parts = (nn.Sequential(nn.Linear(n, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for n in (8, WIDTH))
     model, backend = Halves(*parts), Backend()
     compiled = torch.compile(model, backend=backend)
     for _ in range(3):

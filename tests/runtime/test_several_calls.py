@@ -118,7 +118,7 @@ def test_a_rollout_beyond_the_limit_runs_eagerly_with_one_warning(
 
 def test_a_budget_that_holds_one_call_says_so() -> None:
     net, x = _net(), _x(0)
-    compiled = compile(net, x, budget=memplan.plan(net, x).total + 1024)
+    compiled = compile(net, x, budget=memplan.plan(net, x).total + 2048)
     waiting = compiled(x).sum()
     with pytest.raises(BudgetInfeasible, match="another call while one waits for its backward needs") as caught:
         compiled(x)

@@ -142,7 +142,8 @@ def compile_step(
     keywords = dict(locals())
     require_module(model)
     order = "in this order: compile_step(model, optimizer, loss_fn, example_batch)"
-    require_kind(optimizer, torch.optim.Optimizer, "optimizer", order)
+    if not hasattr(optimizer, "param_groups"):  # a wrapper around an optimizer is one too
+        raise MemplanError(f"is given a {type(optimizer).__name__}, not an optimizer", where="optimizer", hint=order)
     require_kind(loss_fn, Callable, "loss_fn", f"pass a function that returns the loss, {order}")  # type: ignore[arg-type]
     parallelism = parallelism_of(model) if isinstance(model, nn.Module) else None
     with Agreement(None if parallelism is None else parallelism.group) as ranks:
