@@ -19,9 +19,11 @@ import memplan
 from memplan.core.collectives import collectives_of, is_collective, may_run_again
 from memplan.core.graph import Graph
 from memplan.core.legal_orders import predecessors, require_legal
+from memplan.distributed.agreement import Agreement
 from memplan.distributed.fake_ranks import fake_ranks
+from memplan.distributed.local import group_of_all
 from memplan.distributed.parallelism import parallelism_of
-from memplan.errors import InvalidCosts, InvalidPlan, InvalidShapes, UnsupportedCall, UnsupportedGraph
+from memplan.errors import InvalidCosts, InvalidPlan, InvalidShapes, RanksDiffer, UnsupportedCall, UnsupportedGraph
 from memplan.evict.costs import DEVICES, LINKS, cost_model
 from memplan.report.lines import waiting_lines
 from memplan.report.picture import picture_of_plan
@@ -353,6 +355,66 @@ def test_fsdp_of_hooks_and_exchanges_between_experts_are_refused(
         with pytest.raises(UnsupportedGraph, match=words) as error:
             attempt(make())
         assert error.value.see == see
+
+
+@pytest.fixture
+def take_turns(ranks: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let this process be one of two ranks after the other, which read what the other has left in a store."""
+    home = "memplan.distributed.agreement"
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(f"{home}.is_alone", lambda group: group is None)
+    monkeypatch.setattr(f"{home}.store_of", lambda _: store)
+    monkeypatch.setattr(f"{home}.timeout_of", lambda _: 0.1)
+    return lambda rank: monkeypatch.setattr("torch.distributed.get_rank", lambda *_: rank)
+
+
+def _compare() -> None:
+    with Agreement(group_of_all()) as agreement:
+        agreement.compare(["the same"])
+
+
+def test_nobody_agrees_with_a_rank_that_was_interrupted(
+    take_turns: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    take_turns(0)
+    with monkeypatch.context() as patched:
+        patched.setattr("time.sleep", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            _compare()
+    take_turns(1)
+    with pytest.raises(RanksDiffer, match="did not compile within"):
+        _compare()
+
+
+@pytest.mark.parametrize("compiles", [_step, lambda model: memplan.compile(model, vectors(0, 0))])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: _without_reductions(nn.parallel.DistributedDataParallel(nn.Linear(10, 2))), r"is in no_sync\(\)"),
+        (lambda: _sharded(lambda m: m.set_requires_gradient_sync(False)), "does not reduce its gradients"),
+        (_hybrid, r"a mesh of several dimensions \(HSDP\)"),
+        (lambda: _placed_by(Partial()), "is a DTensor that is placed as P"),
+        (_unevenly_placed, "which divides 3 among 2 ranks"),
+    ],
+)
+def test_other_ranks_read_why_a_rank_was_refused(
+    take_turns: Callable[[int], None], make: Callable[[], nn.Module], words: str, compiles: Callable[[Any], object]
+) -> None:
+    model = make()
+    take_turns(1)
+    with pytest.raises(UnsupportedGraph, match=words):
+        compiles(model)
+    take_turns(0)
+    with pytest.raises(RanksDiffer, match=f"rank 1 could not compile: UnsupportedGraph: .*{words}"):
+        _compare()
+
+
+def _without_reductions(model: nn.parallel.DistributedDataParallel) -> nn.Module:
+    model.require_backward_grad_sync = False
+    return model
 
 
 def test_a_compiled_model_of_ranks_has_few_programs(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
