@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -252,6 +252,10 @@ def _hybrid() -> Any:
     return fully_shard(nn.Linear(10, 2), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "parts")))
 
 
+def _register(model: Any) -> None:
+    register_fsdp_forward_method(model, "extra_repr")
+
+
 def _over_other_ranks() -> nn.Module:
     model = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 2))
     fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
@@ -300,6 +304,7 @@ def _sharded(change: Callable[[Any], object] = lambda _: None, **options: Any) -
         (lambda: _hooked(nn.parallel.DistributedDataParallel(nn.Linear(10, 2))), "has a communication hook"),
         (_hybrid, r"a mesh of several dimensions \(HSDP\)"),
         (lambda: _sharded(lambda m: m.set_requires_gradient_sync(False)), "does not reduce its gradients"),
+        (lambda: _sharded(_register), "has a method that gathers its parameters"),
         (lambda: _sharded(lambda m: m.set_gradient_divide_factor(3.0)), "has a divide factor of its own"),
         (_over_other_ranks, r"divided among the ranks \[0\], and others among \[0, 1\]"),
         (lambda: _sharded(shard_placement_fn=lambda _: Shard(-1)), "is divided along dimension 1"),
