@@ -417,6 +417,17 @@ def test_other_ranks_read_why_a_rank_was_refused(
         _compare()
 
 
+def test_a_step_that_shall_not_reduce_is_refused(ranks: None) -> None:
+    """As the call that it is, in both ways of torch to say so."""
+    replicas, divided = nn.parallel.DistributedDataParallel(nn.Linear(10, 2)), _sharded()
+    step, other = _step(replicas), _step(divided)
+    with replicas.no_sync(), pytest.raises(UnsupportedCall, match=r"no_sync\(\): a compiled step reduces"):
+        step(vectors(0, 0))
+    divided.set_requires_gradient_sync(False)
+    with pytest.raises(UnsupportedCall, match=r"sync\(False\): a compiled step reduces"):
+        other(vectors(0, 0))
+
+
 def _without_reductions(model: nn.parallel.DistributedDataParallel) -> nn.Module:
     model.require_backward_grad_sync = False
     return model
