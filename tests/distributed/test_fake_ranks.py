@@ -199,6 +199,7 @@ _VARYING: Any = {"ranks": 2, "dynamic_shapes": ({0: "batch"},)}
     ("make", "words"),
     [
         (lambda: _planned(0), "is no number of ranks"),
+        (lambda: _without_groups(lambda: _planned(2)), "this torch has no process groups"),
         (lambda: _within_two(lambda: _planned(3)), "this process is one of 2 ranks already"),
         (lambda: memplan.plan(_Scaled(), vectors(0, 0), ranks=2), "support scalar parameters"),
         (lambda: memplan.plan(nn.Linear(10, 2), vectors(0, 0), **_VARYING), "a rank has one shape"),
@@ -207,6 +208,12 @@ _VARYING: Any = {"ranks": 2, "dynamic_shapes": ({0: "batch"},)}
 def test_what_no_rank_can_be_is_refused(make: Callable[[], Any], words: str) -> None:
     with pytest.raises((UnsupportedCall, ValueError, InvalidShapes), match=words):
         make()
+
+
+def _without_groups(make: Callable[[], Any]) -> Any:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("torch.distributed.is_available", lambda: False)
+        return make()
 
 
 def _within_two(make: Callable[[], Any]) -> Any:
@@ -415,6 +422,20 @@ def test_other_ranks_read_why_a_rank_was_refused(
     take_turns(0)
     with pytest.raises(RanksDiffer, match=f"rank 1 could not compile: UnsupportedGraph: .*{words}"):
         _compare()
+
+
+class _Misspelt(nn.Linear):
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return self.bufers  # of which there are none
+
+
+def test_an_error_of_a_model_is_not_one_of_torch(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AttributeError, match="bufers"):
+        parallelism_of(_Misspelt(10, 2))
+    model = _sharded()
+    monkeypatch.delattr("torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather")
+    with pytest.raises(UnsupportedGraph, match="DefaultAllGather"):
+        parallelism_of(model)
 
 
 def test_a_step_that_shall_not_reduce_is_refused(ranks: None) -> None:
