@@ -29,7 +29,8 @@ _FAILED = "failed: "
 class Agreement:
     """A context in which each rank of a group makes what it will run, and the comparison of what they have made.
 
-    If it raises within the context, the other ranks raise too, with its reason.
+    If it raises within the context, the other ranks raise too, with its reason. If it leaves the comparison early, none
+    can agree any more.
 
     Args:
         group: The name of the process group; None: there are no other ranks, and all agree.
@@ -58,8 +59,13 @@ class Agreement:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._group is not None and not self._compared:
-            self._store.set(self._key(f"offer of {self._rank}"), f"{_FAILED}{type(error).__name__}: {error}")
+        if error is None or self._group is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the store is gone with the rank that held it
+            if not self._compared:
+                self._store.set(self._key(f"offer of {self._rank}"), f"{_FAILED}{type(error).__name__}: {error}")
+            elif not isinstance(error, RanksDiffer):
+                self._decide(_WITHDRAWN)
 
     def compare(self, lines: Sequence[str]) -> str:
         """Return the name of the comparison, the same on all ranks ("" if there is one rank).

@@ -33,6 +33,8 @@ def fake_ranks(ranks: int | None) -> Iterator[None]:
     where = f"ranks={ranks!r}"
     if type(ranks) is not int or ranks < 1:
         raise UnsupportedCall("is no number of ranks", where=where, hint="pass 1 or more", see="fake-ranks")
+    if not distributed.is_available():
+        raise UnsupportedCall("this torch has no process groups", where=where, hint="install another", see="fake-ranks")
     if distributed.is_initialized():
         here = distributed.get_world_size()
         if here != ranks:

@@ -7,7 +7,9 @@ one of them is missing, a model is refused, instead of read halfway.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -18,10 +20,13 @@ from memplan.torch_inside.versions import KNOWN
 
 @contextlib.contextmanager
 def reading_torch() -> Iterator[None]:
-    """Raise `UnsupportedGraph` where this torch does not have a name that is read within."""
+    """Raise `UnsupportedGraph` where this torch does not have a name that is read within; errors of others remain."""
     try:
         yield
     except (ImportError, AttributeError) as error:
+        homes = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}
+        if homes - {"torch", "memplan"} - sys.stdlib_module_names:  # code of the model
+            raise
         what = f"does not keep what memplan reads of it where it is known to be: {error}"
         hint = f"install torch {KNOWN[-1]}, or train without memplan"
         raise UnsupportedGraph(f"torch {torch.__version__}", what, hint, see="ranks-refused") from error

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
+from memplan.distributed.agreement import Agreement
 from memplan.distributed.internals import groups_of, placement_of, reading_torch
-from memplan.distributed.local import PlacedParameter, group_of_all, placed_parameters
+from memplan.distributed.local import PlacedParameter, group_of_all, is_distributed, placed_parameters
 from memplan.distributed.ops import process_group
 from memplan.distributed.refusals import (
     require_alone,
@@ -143,6 +144,33 @@ def parallelism_of(model: nn.Module) -> Parallelism | None:
     device = torch.device(sharded[0].device) if sharded else next(model.parameters()).device
     group = replicas.group if replicas is not None else groups[0] if len(groups) == 1 else group_of_all()
     return Parallelism(shards=shards, placed=placed, replicas=replicas, device=device, group=group)
+
+
+def agreed_parallelism_of(model: nn.Module) -> Parallelism | None:
+    """Return how a model is divided, as `parallelism_of`; if it raises, the other ranks of the model raise too."""
+    try:
+        return parallelism_of(model)
+    except Exception:
+        with Agreement(_group_unchecked(model)):
+            raise
+
+
+@reading_torch()
+def _group_unchecked(model: nn.Module) -> str | None:
+    """Return the name of the process group of all ranks that train a model together, which may be one to refuse."""
+    reducer = reducer_of(model)
+    if reducer is not None:
+        return str(reducer.process_group.group_name)
+    groups = [group for module in fsdp_modules(model) for group in groups_of(module._get_fsdp_state())]  # type: ignore[operator]
+    meshes = [group.mesh_info for group in groups if hasattr(group.mesh_info, "shard_process_group")]
+    placed: Any = next((p for p in model.parameters() if is_distributed(p)), None)
+    if any(param.is_dtensor for group in groups for param in group.fsdp_params):
+        return group_of_all()
+    if meshes:
+        return str(meshes[0].shard_process_group.group_name)
+    if placed is None:
+        return None
+    return str(placed.device_mesh.get_group().group_name) if placed.device_mesh.ndim == 1 else group_of_all()
 
 
 def fsdp_modules(model: nn.Module) -> list[nn.Module]:

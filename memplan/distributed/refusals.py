@@ -32,11 +32,22 @@ def require_group(module: nn.Module, state: Any, group: Any) -> None:
         _refuse(where, "has collectives of its own (set_custom_all_gather and the like)", "use torch's own")
     if group._all_reduce_hook is not None:
         _refuse(where, "has an all-reduce hook", "do what it does outside of the step")
+    if any(_gathers(x) for x in vars(module).values()):
+        what = "has a method that gathers its parameters (register_fsdp_forward_method)"
+        _refuse(where, what, "leave that out: a compiled step gathers each parameter where it is read")
     if not group.reduce_grads:
         hint = "call set_requires_gradient_sync(True), and pass accumulate= to compile_step"
         _refuse(where, "does not reduce its gradients (set_requires_gradient_sync(False))", hint)
     if group.gradient_divide_factor is not None or group.force_sum_reduction_for_comms:
         _refuse(where, "has a divide factor of its own for its gradients", "scale the loss instead")
+
+
+def _gathers(value: object) -> bool:
+    """Return whether an attribute is what `register_fsdp_forward_method` has put in the place of a method."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    code = getattr(value, "__code__", None)
+    return code is not None and code in register_fsdp_forward_method.__code__.co_consts
 
 
 def require_parameter(param: Any) -> None:

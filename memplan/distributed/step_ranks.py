@@ -78,6 +78,11 @@ def _refuse(what: str, where: str, hint: str) -> None:
     raise UnsupportedCall(what, where=where, hint=hint, see="ranks-refused")
 
 
+def _refuse_unreduced(under: str) -> None:
+    hint = "and pass accumulate= to compile_step to add gradients of several batches"
+    _refuse("a compiled step reduces its gradients, and is not to be called there", under, f"call it outside, {hint}")
+
+
 class ParallelGuards:
     """The states of a model's sharded modules, and of its `DistributedDataParallel`."""
 
@@ -93,13 +98,18 @@ class ParallelGuards:
         """Free whole parameters that an eager forward has left, which a step would not update.
 
         Raises:
+            UnsupportedCall: Gradients shall not be reduced, which a compiled step always does.
             UnsupportedGraph: An option was set after compiling that a compiled step does not follow.
         """
         for module, state, group in self._groups:
             if group.is_unsharded:
                 module.reshard()
+            if not group.reduce_grads:
+                _refuse_unreduced("set_requires_gradient_sync(False)")
             require_group(module, state, group)
         if self._reducer is not None:
+            if not self._reducer.require_backward_grad_sync:
+                _refuse_unreduced("no_sync()")
             require_reducer_options(self._reducer)
 
 

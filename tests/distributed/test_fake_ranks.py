@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -19,9 +19,11 @@ import memplan
 from memplan.core.collectives import collectives_of, is_collective, may_run_again
 from memplan.core.graph import Graph
 from memplan.core.legal_orders import predecessors, require_legal
+from memplan.distributed.agreement import Agreement
 from memplan.distributed.fake_ranks import fake_ranks
+from memplan.distributed.local import group_of_all
 from memplan.distributed.parallelism import parallelism_of
-from memplan.errors import InvalidCosts, InvalidPlan, InvalidShapes, UnsupportedCall, UnsupportedGraph
+from memplan.errors import InvalidCosts, InvalidPlan, InvalidShapes, RanksDiffer, UnsupportedCall, UnsupportedGraph
 from memplan.evict.costs import DEVICES, LINKS, cost_model
 from memplan.report.lines import waiting_lines
 from memplan.report.picture import picture_of_plan
@@ -197,6 +199,7 @@ _VARYING: Any = {"ranks": 2, "dynamic_shapes": ({0: "batch"},)}
     ("make", "words"),
     [
         (lambda: _planned(0), "is no number of ranks"),
+        (lambda: _without_groups(lambda: _planned(2)), "this torch has no process groups"),
         (lambda: _within_two(lambda: _planned(3)), "this process is one of 2 ranks already"),
         (lambda: memplan.plan(_Scaled(), vectors(0, 0), ranks=2), "support scalar parameters"),
         (lambda: memplan.plan(nn.Linear(10, 2), vectors(0, 0), **_VARYING), "a rank has one shape"),
@@ -205,6 +208,12 @@ _VARYING: Any = {"ranks": 2, "dynamic_shapes": ({0: "batch"},)}
 def test_what_no_rank_can_be_is_refused(make: Callable[[], Any], words: str) -> None:
     with pytest.raises((UnsupportedCall, ValueError, InvalidShapes), match=words):
         make()
+
+
+def _without_groups(make: Callable[[], Any]) -> Any:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("torch.distributed.is_available", lambda: False)
+        return make()
 
 
 def _within_two(make: Callable[[], Any]) -> Any:
@@ -248,6 +257,10 @@ def _hooked(model: nn.parallel.DistributedDataParallel) -> nn.Module:
 
 def _hybrid() -> Any:
     return fully_shard(nn.Linear(10, 2), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "parts")))
+
+
+def _register(model: Any) -> None:
+    register_fsdp_forward_method(model, "extra_repr")
 
 
 def _over_other_ranks() -> nn.Module:
@@ -298,6 +311,7 @@ def _sharded(change: Callable[[Any], object] = lambda _: None, **options: Any) -
         (lambda: _hooked(nn.parallel.DistributedDataParallel(nn.Linear(10, 2))), "has a communication hook"),
         (_hybrid, r"a mesh of several dimensions \(HSDP\)"),
         (lambda: _sharded(lambda m: m.set_requires_gradient_sync(False)), "does not reduce its gradients"),
+        (lambda: _sharded(_register), "has a method that gathers its parameters"),
         (lambda: _sharded(lambda m: m.set_gradient_divide_factor(3.0)), "has a divide factor of its own"),
         (_over_other_ranks, r"divided among the ranks \[0\], and others among \[0, 1\]"),
         (lambda: _sharded(shard_placement_fn=lambda _: Shard(-1)), "is divided along dimension 1"),
@@ -353,6 +367,91 @@ def test_fsdp_of_hooks_and_exchanges_between_experts_are_refused(
         with pytest.raises(UnsupportedGraph, match=words) as error:
             attempt(make())
         assert error.value.see == see
+
+
+@pytest.fixture
+def take_turns(ranks: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let this process be one of two ranks after the other, which read what the other has left in a store."""
+    home = "memplan.distributed.agreement"
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(f"{home}.is_alone", lambda group: group is None)
+    monkeypatch.setattr(f"{home}.store_of", lambda _: store)
+    monkeypatch.setattr(f"{home}.timeout_of", lambda _: 0.1)
+    return lambda rank: monkeypatch.setattr("torch.distributed.get_rank", lambda *_: rank)
+
+
+def _compare() -> None:
+    with Agreement(group_of_all()) as agreement:
+        agreement.compare(["the same"])
+
+
+def test_nobody_agrees_with_a_rank_that_was_interrupted(
+    take_turns: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    take_turns(0)
+    with monkeypatch.context() as patched:
+        patched.setattr("time.sleep", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            _compare()
+    take_turns(1)
+    with pytest.raises(RanksDiffer, match="did not compile within"):
+        _compare()
+
+
+@pytest.mark.parametrize("compiles", [_step, lambda model: memplan.compile(model, vectors(0, 0))])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: _without_reductions(nn.parallel.DistributedDataParallel(nn.Linear(10, 2))), r"is in no_sync\(\)"),
+        (lambda: _sharded(lambda m: m.set_requires_gradient_sync(False)), "does not reduce its gradients"),
+        (_hybrid, r"a mesh of several dimensions \(HSDP\)"),
+        (lambda: _placed_by(Partial()), "is a DTensor that is placed as P"),
+        (_unevenly_placed, "which divides 3 among 2 ranks"),
+    ],
+)
+def test_other_ranks_read_why_a_rank_was_refused(
+    take_turns: Callable[[int], None], make: Callable[[], nn.Module], words: str, compiles: Callable[[Any], object]
+) -> None:
+    model = make()
+    take_turns(1)
+    with pytest.raises(UnsupportedGraph, match=words):
+        compiles(model)
+    take_turns(0)
+    with pytest.raises(RanksDiffer, match=f"rank 1 could not compile: UnsupportedGraph: .*{words}"):
+        _compare()
+
+
+class _Misspelt(nn.Linear):
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return self.bufers  # of which there are none
+
+
+def test_an_error_of_a_model_is_not_one_of_torch(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AttributeError, match="bufers"):
+        parallelism_of(_Misspelt(10, 2))
+    model = _sharded()
+    monkeypatch.delattr("torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather")
+    with pytest.raises(UnsupportedGraph, match="DefaultAllGather"):
+        parallelism_of(model)
+
+
+def test_a_step_that_shall_not_reduce_is_refused(ranks: None) -> None:
+    """As the call that it is, in both ways of torch to say so."""
+    replicas, divided = nn.parallel.DistributedDataParallel(nn.Linear(10, 2)), _sharded()
+    step, other = _step(replicas), _step(divided)
+    with replicas.no_sync(), pytest.raises(UnsupportedCall, match=r"no_sync\(\): a compiled step reduces"):
+        step(vectors(0, 0))
+    divided.set_requires_gradient_sync(False)
+    with pytest.raises(UnsupportedCall, match=r"sync\(False\): a compiled step reduces"):
+        other(vectors(0, 0))
+
+
+def _without_reductions(model: nn.parallel.DistributedDataParallel) -> nn.Module:
+    model.require_backward_grad_sync = False
+    return model
 
 
 def test_a_compiled_model_of_ranks_has_few_programs(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from memplan.core.arguments import arguments_of
 from memplan.core.choices import Checkpoint, Gradients, Kernels, Layout, OnMismatch, Sanitize
 from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
-from memplan.distributed.parallelism import parallelism_of
+from memplan.distributed.parallelism import agreed_parallelism_of
 from memplan.errors import InputMismatch, UnsupportedGraph
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Budget, Costs, Device, DynamicShapes
@@ -173,7 +173,7 @@ def compiled_by(
 ) -> CompiledModule:
     """Return what `compile` does, for checked options. Raises `InputMismatch` for what needs an example."""
     require_module(model)
-    parallelism = parallelism_of(model)
+    parallelism = agreed_parallelism_of(model)
     if example is None and (given is not None or parallelism is not None):
         what = "plan=" if given is not None else "a model of several ranks"
         hint = "pass the inputs of a usual call: memplan.compile(model, inputs)"

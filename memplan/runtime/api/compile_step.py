@@ -16,7 +16,7 @@ from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
 from memplan.distributed.agreement import Agreement
 from memplan.distributed.local import largest_part
-from memplan.distributed.parallelism import parallelism_of
+from memplan.distributed.parallelism import agreed_parallelism_of, parallelism_of
 from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Budget, Costs, Device
@@ -145,7 +145,7 @@ def compile_step(
     if not hasattr(optimizer, "param_groups"):  # a wrapper around an optimizer is one too
         raise MemplanError(f"is given a {type(optimizer).__name__}, not an optimizer", where="optimizer", hint=order)
     require_kind(loss_fn, Callable, "loss_fn", f"pass a function that returns the loss, {order}")  # type: ignore[arg-type]
-    parallelism = parallelism_of(model) if isinstance(model, nn.Module) else None
+    parallelism = agreed_parallelism_of(model)
     with Agreement(None if parallelism is None else parallelism.group) as ranks:
         given = given_plan(keywords)
         options = StepOptions.of({**keywords, "device": device_for(device, given)})
