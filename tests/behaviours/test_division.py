@@ -223,7 +223,7 @@ OTHER_ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "transposed, then another sink": lambda z, t: _with_its_transpose(z, t) + (z - z.t()).softmax(-1).square().sum(),
     "another sink, then transposed": lambda z, t: z.softmax(-1).square().sum() + _with_its_transpose(z, t),
     "tail": lambda z, t: F.cross_entropy(z[:32] * z[32:], t[:32]),
-    "halves": lambda z, t: F.cross_entropy(z[:32] * torch.cat(z.split(32)[::-1])[:32], t[:32]),
+    "halves": lambda z, t: F.cross_entropy(z[:32] * torch.cat(z.chunk(2)[::-1])[:32], t[:32]),
     "columns": lambda z, t: F.cross_entropy(z.view(32, 2, 64)[:, 0] + z[32:], t[:32]),
     "detached": lambda z, t: F.cross_entropy(z * z.detach(), t),
     "detached and transposed": lambda z, t: F.cross_entropy(z * z.detach().t(), t),
