@@ -25,7 +25,7 @@ from memplan.core.graph import Graph, Phase
 from memplan.core.plan import Plan
 from memplan.core.problem import Solution, Status
 from memplan.core.schedule import make_schedule
-from memplan.core.totals import functional_transient, transient_on
+from memplan.core.totals import known_transient, transient_on
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError
 from memplan.evict.apply import Applied, apply
@@ -183,7 +183,7 @@ def plan_several(
     asked = budgets_in_bytes(options, graph, workload)
     totals = _budgets(asked.budget, "budget", len(devices))
     arenas = _budgets(asked.arena_budget, "arena_budget", len(devices))
-    known = functional_transient(graph) if transient is None else tuple(transient)
+    known = known_transient(graph) if transient is None else tuple(transient)
     most = max(known, default=0) + scheduled.reserve  # beside the arena of a device
     whole = apply(workload, flow(workload))
     units = units_of(whole.graph, len(devices))
@@ -195,34 +195,39 @@ def plan_several(
         given = [one for one in (arenas, rest) if one is not None]
         return [min(each) for each in zip(*given, strict=True)] if given else None
 
-    wanted = limits([most] * len(devices))
-    over, ends = divided_into(wanted)
-    if wanted is not None and over > 0:
-        raise _infeasible(divided_into([0] * len(devices))[0] + (0 if totals is None else most), asked)
-    device_of = [bisect_right(ends, unit) if unit >= 0 else -1 for unit in units]
-    divided, sources = divide(whole.graph, whole.sources, devices_of(whole.graph, device_of), devices)
-    require_equivalent(graph, divided, sources)
-    order = make_schedule(divided, tuple(range(len(divided.ops))), scheduled.schedule.policy)
-    partitioned = replace(scheduled, graph=divided, schedule=order)
-    problem = partitioned.problem
-    parts = [lifetimes.device_problem(problem, divided, device) for device in devices]
-    solutions = [solved(part, options) for part in parts]
-    temporaries = (
-        functional_transient(divided)
-        if transient is None
-        else tuple(0 if source < 0 else known[source] for source in sources)
-    )
-    outside = [transient_on(divided, temporaries, device) + scheduled.reserve for device in devices]
-    allowed = limits(outside) if not scheduled.redzone else None
-    sizes = [solution.arena_size for solution in solutions]
-    starts = accumulate(sizes, initial=0)
-    rows = zip(devices, starts, sizes, parts, allowed or sizes, totals or repeat(None), strict=False)
-    sections = tuple(
-        DeviceArena(device=name, start=start, size=size, max_live=part.max_live, arena_budget=limit, budget=total)
-        for name, start, size, part, limit, total in rows
-    )
-    over = max(section.size - section.arena_budget for section in sections)
-    if over > 0:  # an arena has holes
+    beside = [scheduled.reserve] * len(devices)  # at first; what runs on which device decides the rest
+    for number in range(1 if totals is None else 3):
+        wanted = limits(beside)
+        over, ends = divided_into(wanted)
+        if wanted is not None and over > 0:
+            raise _infeasible(divided_into([0] * len(devices))[0] + (0 if totals is None else most), asked)
+        device_of = [bisect_right(ends, unit) if unit >= 0 else -1 for unit in units]
+        divided, sources = divide(whole.graph, whole.sources, devices_of(whole.graph, device_of), devices)
+        require_equivalent(graph, divided, sources)
+        order = make_schedule(divided, tuple(range(len(divided.ops))), scheduled.schedule.policy)
+        partitioned = replace(scheduled, graph=divided, schedule=order)
+        problem = partitioned.problem
+        parts = [lifetimes.device_problem(problem, divided, device) for device in devices]
+        solutions = [solved(part, options) for part in parts]
+        temporaries = (
+            known_transient(divided)
+            if transient is None
+            else tuple(0 if source < 0 else known[source] for source in sources)
+        )
+        outside = [transient_on(divided, temporaries, device) + scheduled.reserve for device in devices]
+        allowed = limits(outside) if not scheduled.redzone else None
+        sizes = [solution.arena_size for solution in solutions]
+        starts = accumulate(sizes, initial=0)
+        rows = zip(devices, starts, sizes, parts, allowed or sizes, totals or repeat(None), strict=False)
+        sections = tuple(
+            DeviceArena(device=name, start=start, size=size, max_live=part.max_live, arena_budget=limit, budget=total)
+            for name, start, size, part, limit, total in rows
+        )
+        over = max(section.size - section.arena_budget for section in sections)
+        if over <= 0:
+            break
+        beside = [most] * len(devices) if number else outside
+    else:  # too much is outside of the arenas, or they have holes
         raise _infeasible(max(section.budget or section.arena_budget for section in sections) + over, asked)
     plan = partitioned.plan(problem, _side_by_side(sections, solutions))
     plan = plan if transient is None else replace(plan, temporaries=temporaries)

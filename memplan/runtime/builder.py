@@ -11,7 +11,7 @@ import torch
 
 from memplan.core.plan import Plan
 from memplan.core.timed import timed
-from memplan.core.totals import functional_transient
+from memplan.core.totals import known_transient
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.feedback import RecordingPolicy
@@ -212,7 +212,7 @@ class ProgramBuilder(Generic[_Options]):
         for (traced, plan, policy), one in zip(planned, known, strict=True):
             if len(planned) > 1 and plan.eviction is not None and limits and plan.arena_size > min(limits):
                 tried = replace(plan, eviction=replace(plan.eviction, arena_budget=min(limits)))
-                transient = functional_transient(traced.graph) if one is None else one.transient
+                transient = known_transient(traced.graph) if one is None else one.transient
                 step = Measured(traced=traced, plan=tried, transient=transient)
                 traced, plan, policy = self._planned((traced, None), None, step, room)  # noqa: PLW2901
             found.append((traced, plan, policy))

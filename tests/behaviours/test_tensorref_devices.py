@@ -15,6 +15,7 @@ from memplan.core import lifetimes
 from memplan.core.evictions import SEND, SEND_WAIT, TRANSFERS
 from memplan.core.graph import Phase
 from memplan.core.plan import Plan
+from memplan.core.totals import transient_on
 from memplan.errors import BudgetInfeasible, InvalidPlan, InvalidSize, MemplanError, PlanMismatch, UnsupportedDevice
 from memplan.planning.planfile import check_consistency
 from memplan.runtime.debug.hooks import EventKind, StepEvent, Tracker
@@ -116,6 +117,18 @@ def test_T4_whole_steps_with_a_budget_for_each_device() -> None:  # noqa: N802
         assert torch.equal(loss, plain(*inputs))
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_T4_the_budgets_that_a_plan_without_one_needs_are_enough(name: str) -> None:  # noqa: N802
+    free = _plan(name)
+    beside = [transient_on(free.graph, free.transient, device) for device in TWO]
+    budget = [section.size + b for section, b in zip(free.devices, beside, strict=True)]
+    plan = memplan.plan(*ZOO[name]("nano"), device=TWO, costs=FAST_LINK, budget=budget)
+    assert [s.budget for s in plan.devices] == budget
+    assert all(s.size <= (s.arena_budget or 0) for s in plan.devices)
+    with pytest.raises(BudgetInfeasible):
+        memplan.plan(*ZOO[name]("nano"), device=TWO, costs=FAST_LINK, budget=[b // 2 for b in budget])
 
 
 def test_T4_plan_files_and_what_does_not_belong_together(tmp_path: Path) -> None:  # noqa: N802

@@ -14,6 +14,7 @@ from torch import nn
 import memplan
 from benchmarks.zoo import ZOO
 from memplan.core.evictions import Action
+from memplan.core.graph import Phase
 from memplan.core.happens_before import follow, require_no_races
 from memplan.core.plan import Plan
 from memplan.errors import MemplanError, UnsupportedCall
@@ -23,6 +24,7 @@ from memplan.trace import capture_call
 from tests.models import Made
 from tests.runtime.budgets import plan_of_everything
 from tests.runtime.late_copies import LateCopies
+from tests.runtime.reference import same_parameters
 from tests.runtime.test_inductor_kernels import Block, _tokens
 from tests.slow import slow
 from tests.steps import Outcome, itself, outcome_of, same_outcomes
@@ -120,6 +122,20 @@ def test_updates_are_bitwise_those_of_torch_compile_and_the_optimizer(name: str)
     targets = [op.target for op in step.plan.graph.ops]
     assert any(target.startswith("inductor.cpp_fused_") for target in targets)
     assert any(target.startswith(case.targets) for target in targets)
+
+
+def test_gradients_that_no_update_takes_are_not_computed() -> None:
+    """Where the head alone is trained, the first layer has no backward, and the bits are torch.compile's."""
+    torch.manual_seed(0)
+    model, batch = _dropping()
+    twin = copy.deepcopy(model)
+    ours, theirs = (_adamw(one.get_submodule("layers.4").parameters()) for one in (model, twin))
+    step = memplan.compile_step(model, ours, itself, batch, kernels="inductor", sanitize="poison")
+    backward = [op for op in step.plan.graph.ops if op.phase is Phase.BACKWARD]
+    assert not any(op.origin.module == "model.layers.0" for op in backward)
+    expected = _updates(torch.compile(twin, dynamic=False), twin, theirs, batch, CASES["dropout, momentum"])
+    assert all(torch.equal(*pair) for pair in zip(_seeded(step, batch, len(expected)), expected, strict=True))
+    assert same_parameters(model, twin)
 
 
 _REFUSED: tuple[dict[str, Any], ...] = (

@@ -34,7 +34,7 @@ from memplan.trace.chunking.rows import (
     is_plain,
     parts_if,
 )
-from memplan.trace.passes.nodes import is_view, keys_of, out_names, out_variant
+from memplan.trace.passes.nodes import is_view, keys_of, out_names, out_variant, tensors_of
 from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, recompute_views, storage_key, value
 
@@ -231,10 +231,14 @@ class _EagerBlocks(BlockRewriter):
 
 
 def _only_read_by(readers: set[fx.Node], tensor: fx.Node) -> bool:
-    """Return whether an op made the tensor's bytes, and only `readers` read them, views aside."""
+    """Return whether an op made the tensor's bytes, and only `readers` read them, through views that hold all of them
+    in the same order: so each row is where the tensor's is.
+    """
     key = storage_key(value(tensor))
     outside = {n for n in tensor.graph.nodes if n not in readers and key in keys_of(n)}
     made = [n for n in outside if n.op != "call_function" or not is_view(n)]
     if len(made) != 1 or made[0].op != "call_function" or not isinstance(made[0].meta["val"], torch.Tensor):
+        return False
+    if not all(t.is_contiguous() and t.numel() == value(tensor).numel() for t in tensors_of([*outside])):
         return False
     return all(user in readers or user in outside for n in outside for user in n.users)

@@ -33,7 +33,21 @@ def with_updates(step: TracedGraph, captured: Captured, append: Callable[[fx.Gra
         captured: The joint graph that the step was made from.
         append: Replaces the gradients that a graph returns by updates, as `append_updates` does.
     """
-    return _Join(step, _update_alone(step, captured, append)).joined()
+    return _without_dead(_Join(step, _update_alone(step, captured, append)).joined())
+
+
+def _without_dead(step: TracedGraph) -> TracedGraph:
+    """Return the step without ops of the backward whose results nothing reads: gradients that no update takes."""
+    graph = step.graph
+    needed = {graph.values[v].storage for v in graph.outputs}
+    needed |= {i for i, storage in enumerate(graph.storages) if not storage.planned}
+    kept: list[_Call] = []
+    for op, kernel in reversed(list(zip(graph.ops, step.kernels, strict=True))):
+        if op.phase is Phase.FORWARD or op.random or op.only_raises or needed & set(graph.written(op)):
+            needed |= set(graph.touched(op))
+            kept.insert(0, (op, kernel))
+    ops, kernels = zip(*kept, strict=True)
+    return replace(step, graph=replace(graph, ops=ops), kernels=kernels)
 
 
 def _update_alone(step: TracedGraph, captured: Captured, append: Callable[[fx.Graph], None]) -> TracedGraph:
