@@ -208,8 +208,8 @@ def test_totals_are_those_that_an_h200_had(name: str, kernels: str, within: floa
 def test_what_fits_answers_is_the_peak_of_an_h200(name: str) -> None:
     """Eager's within 5 %, that of the planned step within 3 %, with the workspaces of cuBLAS as the allowance.
 
-    The optimizer was fused there: it allocated nothing beside its state. ResNet's is within 3 % by torch 2.11, as on the
-    H200; the Inductor of 2.13 makes its step smaller.
+    The optimizer was fused there: it allocated nothing beside its state. ResNet's is within 3 % by torch 2.11, as on
+    the H200; the Inductor of 2.13 makes its step smaller.
     """
     model, inputs = _of_real_size(name)
     workspace = find_gpu("h200").workspace
