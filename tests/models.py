@@ -30,7 +30,7 @@ def traced_nano(name: str, *, in_place: bool = True) -> TracedGraph:
 
 
 class Made(nn.Module):
-    """What `function(self, *inputs)` returns, for a model with these parts: modules, parameters, tensors as buffers."""
+    """A model that returns `function(self, *inputs)` and has these parts: modules, parameters, tensors as buffers."""
 
     def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()

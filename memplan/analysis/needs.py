@@ -83,15 +83,12 @@ def needed(plan: Plan, optimizer: str = OPTIMIZER) -> Needed:
     """Return what a plan needs with an optimizer, if it is one of a training step that has no update of its own."""
     graph, name = plan.graph, named_optimizer(optimizer)
     aside, state, full = set_aside(plan), state_beside(plan, name), _state(plan, name)
-    from memplan.planning.base_graph import (
-        eager_total,
-        without_evictions,  # imports the search
-    )
+    from memplan.planning.base_graph import eager_total, without_evictions  # it imports the search
 
     inside, during = _gradients_at_peak(plan), max(plan.outside_profile, default=0)
     beside = min(plan.outside["gradients"], during)
     eager = None
-    if not (_away(plan) or plan.sections or any(op.target.startswith("inductor.") for op in graph.ops)):
+    if not (_away(plan) or plan.sections or graph.is_generated):
         measured = plan.temporaries if plan.eviction is None else None
         own = () if measured is None else beside_results(graph, measured)
         eager = eager_total(without_evictions(plan).graph, own) + plan.reserve + state

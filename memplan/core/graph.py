@@ -216,6 +216,11 @@ class Graph:
         """The number of ops in the forward; they come first."""
         return sum(op.phase is Phase.FORWARD for op in self.ops)
 
+    @property
+    def is_generated(self) -> bool:
+        """Whether Inductor generated any of its kernels."""
+        return any(op.target.startswith("inductor.") for op in self.ops)
+
     def bytes_of(self, *kinds: StorageKind, planned: bool = False) -> int:
         """Total bytes of the storages of these kinds whose `planned` equals the argument."""
         return sum(s.nbytes for s in self.storages if s.kind in kinds and s.planned == planned)

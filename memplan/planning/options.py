@@ -127,6 +127,16 @@ class PlanOptions:
         return all(isinstance(read_budget(one), int) for one in each)
 
     @property
+    def tracing(self) -> dict[str, Any]:
+        """The options that decide how a call is captured, for `capture_call`."""
+        return {
+            "device": self.device,
+            "gradients_in_arena": self.gradients_in_arena,
+            "copy_gradients": self.gradients_copied,
+            "kernels": self.kernels,
+        }
+
+    @property
     def reserved(self) -> int:
         """The bytes of `reserve`."""
         return read_size("reserve", self.reserve)

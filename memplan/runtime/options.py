@@ -95,13 +95,7 @@ class RunOptions(PlanOptions):
     @property
     def tracing(self) -> dict[str, Any]:
         """The options that decide how a call is captured, for `capture_call`."""
-        return {
-            "in_place": self.in_place,
-            "device": self.device,
-            "gradients_in_arena": self.gradients_in_arena,
-            "copy_gradients": self.gradients_copied,
-            "kernels": self.kernels,
-        }
+        return {**PlanOptions.tracing.__get__(self), "in_place": self.in_place}
 
     def _require_known_costs(self) -> None:
         """Raise as `PlanOptions` does, except for "measure" where steps can be measured."""

@@ -132,8 +132,7 @@ class _Search:
                 model,
                 inputs,
                 train=self.train,
-                gradients_in_arena=self.options.gradients_in_arena,
-                copy_gradients=self.options.gradients_copied,
+                **self.options.tracing,
             )
             over = self._excess(plan_traced(traced, self.options))
             if over > 0 and self.evicts:

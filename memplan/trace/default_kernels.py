@@ -38,8 +38,7 @@ def with_kernels(options: _Options, model: nn.Module, inputs: Any, *, given: Pla
     if options.kernels is not None:
         return options
     if given is not None:
-        generated = any(op.target.startswith("inductor.") for op in given.graph.ops)
-        return replace(options, kernels="inductor" if generated else "aten")
+        return replace(options, kernels="inductor" if given.graph.is_generated else "aten")
     if not _is_on_accelerator(model, inputs):
         return replace(options, kernels="aten")
     why = "triton is not installed" if find_spec("triton") is None else ""

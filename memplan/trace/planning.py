@@ -64,16 +64,7 @@ def captured_step(
 
     def capture(options: PlanOptions) -> tuple[TracedGraph, CapturedCall]:
         """Return the step, traced and captured."""
-        captured = capture_call(
-            model,
-            example_inputs,
-            example_kwargs,
-            train=train,
-            device=options.device,
-            gradients_in_arena=options.gradients_in_arena,
-            copy_gradients=options.gradients_copied,
-            kernels=options.kernels,
-        )
+        captured = capture_call(model, example_inputs, example_kwargs, train=train, **options.tracing)
         return captured.first(), captured
 
     options = with_kernels(options, model, (example_inputs, example_kwargs))

@@ -439,7 +439,7 @@ def test_an_error_of_a_model_is_not_one_of_torch(ranks: None, monkeypatch: pytes
 
 
 def test_a_step_that_shall_not_reduce_is_refused(ranks: None) -> None:
-    """As the call that it is, in both ways of torch to say so."""
+    """It is refused as a call, in both ways of torch to say so."""
     replicas, divided = nn.parallel.DistributedDataParallel(nn.Linear(10, 2)), _sharded()
     step, other = _step(replicas), _step(divided)
     with replicas.no_sync(), pytest.raises(UnsupportedCall, match=r"no_sync\(\): a compiled step reduces"):

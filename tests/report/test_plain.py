@@ -1,4 +1,4 @@
-"""What `print` and notebooks show of a plan and its report, and the table of who sits where."""
+"""`print` and notebooks show a plan and its report, and a table says who sits where."""
 
 from __future__ import annotations
 

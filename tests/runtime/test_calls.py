@@ -223,7 +223,7 @@ def _with_dropout() -> nn.Module:
 
 
 def _gradients(model: nn.Module, call: Callable[..., torch.Tensor], *batches: torch.Tensor) -> list[torch.Tensor]:
-    """Of a loss with a term for each batch, all of whose results are alive together."""
+    """Return the gradients of a loss with a term for each batch, all of whose results are alive together."""
     model.zero_grad()
     sum(call(x).square().sum() for x in batches).backward()  # type: ignore[union-attr]
     return [p.grad for p in model.parameters() if p.grad is not None]

@@ -140,7 +140,7 @@ def _compiled(sanitize: Sanitize | None) -> tuple[CompiledModule, torch.Tensor]:
 
 
 def _bytes(compiled: CompiledModule, buffer: Buffer) -> torch.Tensor:
-    """Those of the storage in the arena, without what surrounds it."""
+    """Return the bytes of the storage in the arena, without what surrounds it."""
     storage = next(s for s in compiled.plan.graph.storages if s.name == buffer.id)
     start = compiled.plan.solution.offsets[buffer.id] + compiled.plan.redzone
     return compiled._calls.arena.memory[start : start + storage.nbytes]
@@ -174,7 +174,7 @@ def test_a_late_reader_sees_poison(sanitize: Sanitize | None) -> None:
 
 
 def test_an_early_reader_sees_poison() -> None:
-    """What a storage's first op finds there, as an op that reads what nobody has written would."""
+    """An op that reads what nobody has written finds it: here, the first op of a storage."""
     compiled, x = _compiled("poison")
     plan = compiled.plan
     found: dict[int, bool] = {}

@@ -1,4 +1,4 @@
-"""What is allocated outside, by the profiler: while a step runs, while it is compiled, and what the tracker counts."""
+"""Bytes outside the arena are those of the profiler: while a step runs, is compiled, and as the tracker counts them."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _Forward = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def _weighted(function: _Forward) -> Any:
-    """What a function makes of an input and a parameter of the same shape."""
+    """Return a model that applies a function to an input and a parameter of the same shape."""
     return Made(lambda m, x: function(x, m.w), w=nn.Parameter(torch.randn(4, 6)))
 
 

@@ -39,6 +39,8 @@ from memplan.trace.optimizer.optimizers import require_no_closure
 from memplan.trace.optimizer.update_bytes import bytes_of_updates
 from memplan.trace.whole_step import require_number
 
+_log = logging.getLogger("memplan")
+
 
 def compile_step(
     model: nn.Module,
@@ -170,9 +172,6 @@ def compile_step(
         name = ranks.compare(builder.agreed_lines((batch, kwargs), main, given))
         builder.begin(name, main)
         return CompiledStep(builder, main)
-
-
-_log = logging.getLogger("memplan")
 
 
 def step_then_update(

@@ -165,7 +165,7 @@ def in_short(compiled: Any) -> str:
         plan = None
     if plan is None or not plan.graph.ops:
         return "planned at the first call"
-    kernels = "inductor" if any(op.target.startswith("inductor.") for op in plan.graph.ops) else "aten"
+    kernels = "inductor" if plan.graph.is_generated else "aten"
     budget = None if plan.eviction is None else plan.eviction.budget
     limit = "" if budget is None else f", budget {format_bytes(budget)}"
     return f"total {format_bytes(plan.total)}, arena {format_bytes(plan.arena_size)}, kernels={kernels!r}{limit}"
