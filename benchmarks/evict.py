@@ -42,8 +42,8 @@ from memplan.core.schedule import Schedule
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import DEVICES, CostModel
 from memplan.evict.measure import measure
+from memplan.evict.policies import fit_policy
 from memplan.evict.policies.dtr import dtr
-from memplan.evict.select import fit_policy
 from memplan.evict.workload import Workload, floor
 from memplan.planning.budget import plan_within
 from memplan.planning.fit import make_workload

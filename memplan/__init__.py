@@ -253,7 +253,7 @@ def plan(
         pinned_budget: The same for page-locked memory, which holds those copies where the step runs on CUDA.
         reserve: Bytes on the device that the step does not show, such as an optimizer's state; the total counts them.
         policy: What decides the evictions: "auto" (recompute or offload, whichever costs less), "recompute"
-            (no copies), another name of `memplan.evict.select.POLICIES`, or a function
+            (no copies), another name of `memplan.evict.policies.POLICIES`, or a function
             (`memplan.evict.workload.Policy`).
         costs: The seconds of ops and copies, for `policy`: a `CostModel`, or the name of a device: "cpu", or a GPU's,
             as for `target`.

@@ -11,8 +11,8 @@ from memplan.core.totals import page_locked
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import CostModel
+from memplan.evict.policies import fit_policy
 from memplan.evict.policies.flow import genoa
-from memplan.evict.select import fit_policy
 from memplan.evict.workload import Workload, floor
 from memplan.planning.fit import make_workload
 from memplan.planning.make_plan import ScheduledGraph

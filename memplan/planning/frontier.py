@@ -9,7 +9,7 @@ from memplan.core.evictions import Action
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import CostModel, cost_model
-from memplan.evict.select import policy_name
+from memplan.evict.policies import policy_name
 from memplan.planning.base_graph import eager_total
 from memplan.planning.budget import plan_within
 from memplan.planning.make_plan import ScheduledGraph

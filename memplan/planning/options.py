@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from memplan.evict.costs import CostModel
     from memplan.evict.workload import Policy as EvictionPolicy
-    from memplan.schedule.select import Policy as SchedulePolicy
+    from memplan.schedule.policies import Policy as SchedulePolicy
     from memplan.solvers.base import Solver
 
     Costs = CostModel | str | os.PathLike[str]
@@ -206,15 +206,15 @@ class PlanOptions:
         The registries are imported only for values other than the defaults.
         """
         if self.policy != "auto":
-            from memplan.evict.select import fit_policy
+            from memplan.evict.policies import fit_policy
 
             fit_policy(self.policy)
         if self.schedule != "auto":
-            from memplan.schedule.select import policy_of
+            from memplan.schedule.policies import policy_of
 
             policy_of(self.schedule)
         if self.solver != "auto" or self.time_limit is not None:
-            from memplan.solvers.select import require_limit, solver_of
+            from memplan.solvers.placement import require_limit, solver_of
 
             solver_of(self.solver)
             require_limit("time_limit", self.time_limit)

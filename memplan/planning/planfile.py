@@ -28,7 +28,7 @@ from memplan.core.schedule import Schedule, live_bytes, working_set_bound
 from memplan.core.totals import page_locked
 from memplan.core.validate import validate
 from memplan.errors import InvalidPlan, located
-from memplan.schedule.select import require_evidence
+from memplan.schedule.policies import require_evidence
 
 
 def check_consistency(plan: Plan) -> None:

@@ -18,9 +18,9 @@ from memplan.core.schedule import make_schedule
 from memplan.core.totals import known_transient, most_within, outside_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.measure import measure
+from memplan.evict.policies import policy_name
 from memplan.evict.policies.checkpoint import checkpoint
 from memplan.evict.rng_states import only_used, with_saved_states
-from memplan.evict.select import policy_name
 from memplan.evict.workload import Policy, Workload, floor
 from memplan.planning.base_graph import eager_total
 from memplan.planning.fit import Fitted, fit, plan_again, quick_of, smallest

@@ -23,6 +23,7 @@ from memplan.core.in_place import with_inplace_candidates
 from memplan.core.timed import timed
 from memplan.distributed.parallelism import parallelism_of
 from memplan.errors import UnsupportedGraph, UnsupportedProblem
+from memplan.trace.capture.checkpoints import mark_checkpoints
 from memplan.trace.capture.front_ends import quiet
 from memplan.trace.capture.joint_graph import Captured, capture
 from memplan.trace.chunking.chunk import divide
@@ -30,7 +31,6 @@ from memplan.trace.collectives.parallel_graph import capture_parallel
 from memplan.trace.graph.build import build
 from memplan.trace.graph.offload_target import Target, require_on_cpu, target_of, with_host_residents
 from memplan.trace.graph.values import AliasClasses
-from memplan.trace.passes.checkpoints import mark_checkpoints
 from memplan.trace.passes.compression import pack_masks, quantize
 from memplan.trace.passes.lowering import lower
 from memplan.trace.passes.nodes import allocate_at_end

@@ -17,10 +17,10 @@ from benchmarks import zoo
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import BudgetInfeasible, MemplanError
 from memplan.evict.measure import measure
+from memplan.evict.policies import POLICIES, fit_policy
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.dtr import Heuristic, dtr, h_ahead, h_dtr, on_demand
 from memplan.evict.policies.flow import flow, genoa
-from memplan.evict.select import POLICIES, fit_policy
 from memplan.evict.simulator import ByteCounter, EvictionKind, SimulatedDevice
 from memplan.evict.workload import Events, Kind, Policy, Workload, floor
 from memplan.trace import capture_loss, trace

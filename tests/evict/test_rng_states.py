@@ -18,8 +18,8 @@ from memplan.evict.apply import Applied
 from memplan.evict.costs import signature_of
 from memplan.evict.equivalent import require_equivalent
 from memplan.evict.measure import measure
+from memplan.evict.policies import POLICIES, fit_policy
 from memplan.evict.rng_states import SavedStates, decide, only_used, with_saved_states
-from memplan.evict.select import POLICIES, fit_policy
 from memplan.evict.workload import Event, Events, Kind, Workload
 from memplan.planning.fit import fit, smallest
 from tests.evict.judge import judged, workload_of

@@ -91,7 +91,7 @@ def test_the_layout_chooses_its_solver() -> None:
 def test_the_defaults_import_no_policy_no_solver_and_no_torch() -> None:
     code = (
         "import sys, memplan.planning.options\n"
-        "heavy = ('torch', 'numpy', 'memplan.solvers', 'memplan.schedule', 'memplan.evict.select')\n"
+        "heavy = ('torch', 'numpy', 'memplan.solvers', 'memplan.schedule', 'memplan.evict.policies')\n"
         "assert not [name for name in heavy if name in sys.modules]\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

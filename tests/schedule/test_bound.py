@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.schedule import Evidence, working_set_bound
 from memplan.schedule import cut_bound, traced
+from memplan.schedule.auto import auto
 from memplan.schedule.cut import cut, min_cut
 from memplan.schedule.graph_arrays import make_graph_arrays, step_bytes
-from memplan.schedule.portfolio import portfolio
 from tests.graph_strategies import GraphBuilder, graphs, schedules
 from tests.schedule.brute import core_order, least_at, optimum
 
@@ -46,7 +46,7 @@ def test_the_cut_at_an_op_is_the_least_that_any_order_needs_there(graph: Graph) 
 
 @given(graphs(max_ops=9))
 def test_the_bound_is_never_above_the_optimum(graph: Graph) -> None:
-    found = portfolio(graph)
+    found = auto(graph)
     assert working_set_bound(graph) <= found.bound <= optimum(graph) <= found.max_live
 
 
@@ -56,7 +56,7 @@ def test_the_cut_alone_proves_a_ladder() -> None:
         graph = ladder(depth)
         best = max(cut_bound(graph, op) for op in range(len(graph.ops)))
         assert working_set_bound(graph) < best == optimum(graph)
-        assert portfolio(graph).evidence is Evidence.CUT
+        assert auto(graph).evidence is Evidence.CUT
 
 
 def ladder(depth: int) -> Graph:
@@ -114,6 +114,6 @@ def test_the_arrays_are_their_graph(data: st.DataObject) -> None:
 
 
 def test_an_empty_graph_needs_nothing() -> None:
-    assert portfolio(GraphBuilder().graph()) == traced(GraphBuilder().graph()).__class__(
+    assert auto(GraphBuilder().graph()) == traced(GraphBuilder().graph()).__class__(
         policy="traced", order=(), max_live=0, bound=0
     )

@@ -16,8 +16,8 @@ from memplan.errors import MemplanError
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.planfile import check_consistency
 from memplan.schedule import POLICIES, cut_bound, order, traced
+from memplan.schedule.auto import listed, repair
 from memplan.schedule.graph_arrays import CompiledKernel, make_graph_arrays
-from memplan.schedule.portfolio import listed, repair
 from tests.graph_strategies import GraphBuilder, graphs
 from tests.samples import sample_graph
 from tests.schedule.brute import optimum

@@ -19,8 +19,8 @@ from memplan.core.plan import Plan
 from memplan.errors import MemplanError, StaleActivationsError, UnsupportedCall
 from memplan.evict.costs import cost_model
 from memplan.evict.feedback import ProfileGuidedPolicy, RecordingPolicy, with_lateness
+from memplan.evict.policies import fit_policy, policy_name
 from memplan.evict.policies.auto import auto, recompute
-from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Events, Policy
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS
 from memplan.runtime.execute.runner import Runner

@@ -1,5 +1,6 @@
-"""Correct a joint graph where fake CPU kernels differ from the real ones: layouts, types of statistics, lazy
-conjugates.
+"""Correct a joint graph where fake CPU kernels differ from the real ones.
+
+That is in layouts, types of statistics, and lazy conjugates.
 
 Where a fake kernel follows the strides of an argument and the real one does not, everything computed from the result
 would be laid out differently than in eager, and sums over it would add in another order. The trace therefore copies

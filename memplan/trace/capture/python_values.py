@@ -1,8 +1,8 @@
-"""Find the Python values that forward reads beside tensors: attributes, options, globals, closures of a loss
-function.
+"""Find the Python values that forward reads beside tensors.
 
-They are constants of a trace. Dynamo guards its own code on them and names each (`L['self']._modules['drop'].p`). A
-compiled step checks under the same names whether they still have the values of the trace.
+They are attributes, options, globals, and closures of a loss function, and are constants of a trace. Dynamo guards its
+own code on them and names each (`L['self']._modules['drop'].p`). A compiled step checks under the same names whether
+they still have the values of the trace.
 """
 
 from __future__ import annotations

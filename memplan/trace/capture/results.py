@@ -1,5 +1,6 @@
-"""The tensors that a model returns: which leaves of its result are one tensor, which are views, and which objects
-hold them.
+"""Find the tensors that a model returns.
+
+That is: which leaves of its result are one tensor, which are views, and which objects hold them.
 
 An object that pytree does not know, such as the cache of a language model of transformers, is returned as its tensors,
 and made again from them by each call: an object of the same class with the same attributes. What has no tensor is the

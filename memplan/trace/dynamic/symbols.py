@@ -1,5 +1,6 @@
-"""Translate torch's symbols: sizes and guards of a trace become expressions of the user's symbols, and conditions on
-them.
+"""Translate torch's symbols to the user's.
+
+Sizes of a trace become expressions of these symbols, and guards become conditions on them.
 """
 
 from __future__ import annotations

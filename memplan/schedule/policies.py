@@ -20,8 +20,8 @@ Policy = Callable[[Graph], Schedule]
 # name -> module and function
 POLICIES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "auto": ("portfolio", "portfolio"),
-        "traced": ("select", "traced"),
+        "auto": ("auto", "auto"),
+        "traced": ("policies", "traced"),
     }
 )
 

@@ -20,7 +20,7 @@ from memplan.schedule.graph_arrays import GraphArrays, Ints, make_graph_arrays, 
 _WORK = 6_000  # arcs of cuts for each op, 2 to 10 ns each
 
 
-def portfolio(graph: Graph) -> Schedule:
+def auto(graph: Graph) -> Schedule:
     """Return the schedule with the smallest max live found by listing the ops and cut repair."""
     arrays = make_graph_arrays(graph)
     prover = Prover(arrays, _WORK * arrays.n)

@@ -11,7 +11,7 @@ from memplan.errors import InvalidProblem, InvalidSolution, UnsupportedProblem
 from memplan.solvers import Progress, SolverLimits, select_solver, solve
 from memplan.solvers.base import finish
 from memplan.solvers.baselines import GREEDY
-from memplan.solvers.select import check_numbers, check_pins
+from memplan.solvers.placement import check_numbers, check_pins
 
 
 def _buffer(name: str, size: int, start: int, end: int, **more: Any) -> Buffer:
