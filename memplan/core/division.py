@@ -10,6 +10,7 @@ from memplan.errors import InvalidSize, UnsupportedCall
 WITHOUT_SUMS = "Inductor's kernels hold no tensor between the matrix products of a chain: only with these it is divided"
 _WITH_SUMS = "sums=True is for Inductor's kernels: what is divided of eager's keeps its bits"
 SUMS_HINT = "pass divide=memplan.Division(sums=True), with which results are equal up to rounding"
+_FEWEST = 2  # blocks
 NOTHING = -1  # `Division.over` where there was nothing to divide
 _HINT = "pass True, a number of blocks (2 or more), or memplan.Division(...)"
 
@@ -22,12 +23,10 @@ class Division:
     results are bitwise the same, unless `sums` is set.
 
     Args:
-        blocks: the number of blocks, 2 or more. None: as few as the budget needs, and no division without need. 1,
-            with `sums`: no chain is divided.
+        blocks: the number of blocks, 2 or more. None: as few as the budget needs, and no division without need.
         sums: for Inductor's kernels: divide the matrix products at the ends of a chain too, so that its widest tensor
             never exists whole. Results are then equal only up to rounding: other numbers of rows use other kernels, and
-            gradients of weights are summed block by block. Gradients that are added up are added in place, and those
-            of a loss head are computed in the forward.
+            gradients of weights are summed block by block. Gradients of a loss head are computed in the forward.
         over: divide the chains with an op that reads and writes more than this many bytes. None: the chains with
             the op of the largest working set.
 
@@ -45,8 +44,7 @@ class Division:
     def __post_init__(self) -> None:
         if type(self.sums) is not bool:
             raise InvalidSize(f"{self.sums!r} is not True or False", where="divide.sums", hint=_HINT)
-        least = 1 if self.sums else 2
-        if self.blocks is not None and (type(self.blocks) is not int or self.blocks < least):
+        if self.blocks is not None and (type(self.blocks) is not int or self.blocks < _FEWEST):
             raise InvalidSize(f"{self.blocks!r} is not a number of blocks", where="divide", hint=_HINT)
         if self.over is not None and type(self.over) is not int:
             raise InvalidSize(f"{self.over!r} is not a number of bytes", where="divide.over", hint=_HINT)

@@ -156,9 +156,7 @@ def budget_lines(report: Report) -> tuple[str, ...]:
     """Return which kernels were chosen, how ops are divided, how a budget is kept, and its predicted cost in time."""
     k, d = report.kept, report.division
     how_it_runs = [f"kernels: {report.kernels}"] if report.kernels else []
-    if d is not None and d.blocks == 1:
-        how_it_runs.append("gradients that are added up are added in place: equal up to rounding")
-    elif d is not None:
+    if d is not None:
         same = "equal up to rounding" if d.sums else "the same bits"
         how_it_runs.append(f"ops whose rows are independent run in {d.blocks} blocks of rows: {same}")
     if k is None:

@@ -49,7 +49,7 @@ def variants_to_plan(
         return (retraced(traced, retracer, allowed, traced.compress),), options
     if allowed is None or (options.budget is None and options.arena_budget is None):
         return (traced,), options
-    variants = (traced, *_whole(traced, retracer, options), *_divisions(traced, retracer, allowed, alignment))
+    variants = (traced, *_divisions(traced, retracer, allowed, alignment))
     if "min" in (options.budget, options.arena_budget):
         return (min(variants, key=lambda variant: _floor(variant, alignment)),), options
     asked = in_bytes(options, traced, alignment)
@@ -83,12 +83,6 @@ def _with_divided_head(
     if minimal:
         return (min((divided, traced), key=lambda variant: _floor(variant, alignment)),), options
     return (divided, traced), options
-
-
-def _whole(traced: TracedGraph, retracer: CapturedCall | None, options: PlanOptions) -> Iterator[TracedGraph]:
-    """Yield the undivided step with sums in place, where Inductor's kernels may run it."""
-    if options.kernels == "inductor" and options.division is not None and options.division.sums:
-        yield retraced(traced, retracer, replace(options.division, blocks=1), traced.compress)
 
 
 def _divisions(

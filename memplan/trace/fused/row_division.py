@@ -20,7 +20,6 @@ from memplan.core.division import Division
 from memplan.trace.chunking.rows import BlockRewriter, Box, Chain, Finder, blocks_of, chosen
 from memplan.trace.fused.early_gradients import compute_gradients_early
 from memplan.trace.fused.row_parts import BLOCK, NAMED, PRODUCTS, part_of
-from memplan.trace.fused.sums import scatter_into_summands, sum_products
 from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.partitions import TAG
 from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, value
@@ -31,24 +30,17 @@ _log = logging.getLogger("memplan")
 def divide_rows(graph: fx.Graph, division: Division) -> Division:
     """Divide the chains of a joint graph, in place, and return the division with `over` settled, to repeat it.
 
-    With one block, only sums are rewritten. `over` is `NOTHING` if there was nothing to divide. Raises `InvalidSize`
-    without a number of blocks.
+    `over` is `NOTHING` if there was nothing to divide. Raises `InvalidSize` without a number of blocks.
     """
     blocks = blocks_of(division)
-    over, divided = division.over, blocks == 1
-    if blocks > 1:
-        seeds = [node for node in graph.nodes if node.target in PRODUCTS and not is_backward(node)]
-        found = list(Finder(part_of=part_of, ends=PRODUCTS, trained=True).chains(graph, seeds))
-        if not found:
-            _log.info("there is nothing to divide into blocks of rows")
-        found, over = chosen(division, found)
-        for number, chain in enumerate(found):
-            _FusedBlocks(graph, chain, blocks, number).run()
-            divided = True
-        compute_gradients_early(graph)
-    if divided and division.sums:
-        sum_products(graph)
-        scatter_into_summands(graph)
+    seeds = [node for node in graph.nodes if node.target in PRODUCTS and not is_backward(node)]
+    found = list(Finder(part_of=part_of, ends=PRODUCTS, trained=True).chains(graph, seeds))
+    if not found:
+        _log.info("there is nothing to divide into blocks of rows")
+    found, over = chosen(division, found)
+    for number, chain in enumerate(found):
+        _FusedBlocks(graph, chain, blocks, number).run()
+    compute_gradients_early(graph)
     return replace(division, over=over)
 
 

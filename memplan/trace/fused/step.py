@@ -68,7 +68,7 @@ def generated(captured: Captured, model: str, division: Division | None) -> Gene
             model,
             returned=sum(d is not None and not isinstance(d, GradAOTOutput) for d in descs),
             training=captured.training,
-            in_blocks=settled is not None and settled.blocks != 1,
+            in_blocks=settled is not None,
         )
     made = replace(captured, graph_module=joint)
     return GeneratedStep(captured=made, halves=halves, needs=needs, division=settled)
