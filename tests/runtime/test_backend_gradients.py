@@ -20,21 +20,14 @@ from tests.slow import slow
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-class Block(nn.Module):
+def _block(size: int = 16) -> nn.Sequential:
     """A small model whose activations are larger than its gradients."""
-
-    def __init__(self, size: int = 16) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.two(self.one(x).relu()).tanh()
-        return y
+    return nn.Sequential(nn.Linear(size, 4 * size), nn.ReLU(), nn.Linear(4 * size, size), nn.Tanh())
 
 
-def _pair(seed: int = 0, size: int = 16) -> tuple[Block, Block]:
+def _pair(seed: int = 0, size: int = 16) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(seed)
-    model = Block(size)
+    model = _block(size)
     return model, copy.deepcopy(model)
 
 
@@ -121,7 +114,7 @@ def test_gradients_are_outside_within_a_budget_and_with_a_graph_break() -> None:
     limited, broken = Backend(budget="95%"), Backend()
     x = torch.randn(256, 16)
     runs = []
-    for backend, model in ((limited, Block()), (broken, Halves(Block(), Block()))):
+    for backend, model in ((limited, _block()), (broken, Halves(_block(), _block()))):
         runs.append(run := _compiled(model, backend))
         for _ in range(3):
             _step(model, run, x)

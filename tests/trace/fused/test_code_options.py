@@ -18,28 +18,21 @@ from memplan.trace import capture_call
 from memplan.trace.fused import code_generation, step
 from memplan.trace.fused.deferred import DeferredKernel
 from memplan.trace.traced import GeneratedCall, TracedGraph
+from tests.models import Made
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-class Loops(nn.Module):
+def _loops() -> Made:
     """Loops that have nothing to do with each other, which Inductor writes into one kernel."""
-
-    def forward(self, *given: torch.Tensor) -> Any:
-        return tuple(x.sin() + i for i, x in enumerate(given))
+    return Made(lambda m, *given: tuple(x.sin() + i for i, x in enumerate(given)))
 
 
-class Images(nn.Module):
+def _images() -> Any:
     """Convolutions whose weights need more than their images do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Conv2d(8, 32, 3, padding=1), nn.Conv2d(32, 8, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        seen: torch.Tensor = self.two(self.one(x).relu())
-        return seen.square().mean()
+    one, two = nn.Conv2d(8, 32, 3, padding=1), nn.Conv2d(32, 8, 3, padding=1)
+    return Made(lambda m, x: m.two(m.one(x).relu()).square().mean(), one=one, two=two)
 
 
 class Wide(nn.Module):
@@ -74,7 +67,7 @@ def plan_of(traced: TracedGraph) -> memplan.Plan:
 
 
 def test_nothing_is_compiled_before_a_program_needs_it() -> None:
-    traced = capture_call(Loops(), (torch.ones(4),), kernels="inductor", train=False).retrace()
+    traced = capture_call(_loops(), (torch.ones(4),), kernels="inductor", train=False).retrace()
     (call,) = _kernels(traced)
     later = call.kernel.later
     assert isinstance(later, DeferredKernel)
@@ -94,7 +87,7 @@ def test_a_kernel_that_the_compiler_refuses_is_an_error_in_words() -> None:
 @pytest.mark.slow
 def test_convolutions_keep_their_layout_where_that_needs_less() -> None:
     torch.manual_seed(0)
-    model, x = Images(), torch.randn(1, 8, 4, 4)
+    model, x = _images(), torch.randn(1, 8, 4, 4)
     twin = copy.deepcopy(model)
     compiled = memplan.compile(model, x, kernels="inductor")
     assert compiled.plan.code is not None
@@ -104,10 +97,11 @@ def test_convolutions_keep_their_layout_where_that_needs_less() -> None:
     assert compiled.plan.on_device < own.on_device
     torch._dynamo.reset()
     reference = torch.compile(twin, options={"layout_optimization": False})
-    for call, module in ((compiled, model), (reference, twin)):
+    pairs: tuple[Any, ...] = ((compiled, model), (reference, twin))
+    for call, module in pairs:
         call(x).backward()
         assert module.one.weight.grad is not None
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
     torch._dynamo.reset()
 
 
