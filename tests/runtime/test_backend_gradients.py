@@ -15,6 +15,7 @@ import memplan
 from benchmarks.zoo import ZOO
 from memplan import Backend
 from tests.models import Halves
+from tests.runtime.reference import same_gradients, same_parameters
 from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -37,10 +38,8 @@ def _compiled(model: nn.Module, backend: Backend) -> Callable[[Tensor], Tensor]:
 
 
 def _same(model: nn.Module, eager: nn.Module) -> None:
-    for (name, p), q in zip(model.named_parameters(), eager.parameters(), strict=True):
-        assert torch.equal(p, q), name
-        assert (p.grad is None) == (q.grad is None), name
-        assert p.grad is None or q.grad is None or torch.equal(p.grad, q.grad), name
+    assert same_parameters(model, eager)
+    assert same_gradients(model, eager)
 
 
 def _in_arena(model: nn.Module, backend: Backend) -> list[bool]:

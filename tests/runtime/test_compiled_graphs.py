@@ -207,10 +207,7 @@ def _step(model: nn.Module, x: torch.Tensor) -> None:
 
 
 # other random numbers are another graph, which is traced and tried in the step
-@pytest.mark.parametrize(
-    "name",
-    ["label check", *map(slow, ("mask cache", "assigned buffer", "nonzero", "pruning"))],
-)
+@pytest.mark.parametrize("name", ["label check", *map(slow, ("mask cache", "assigned buffer", "nonzero", "pruning"))])
 def test_the_peak_is_not_above_eagers_nor_above_the_plans(name: str) -> None:
     x = _batch()
     eager, compiled = _made(name), memplan.compile(_made(name), x)

@@ -22,7 +22,7 @@ from benchmarks.zoo import ZOO, Block
 from memplan.runtime import CompiledModule, compile, compile_step
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
 from tests.runtime.on_cuda import example_on_cuda, same_kernels_each_time
-from tests.runtime.reference import Interpreted
+from tests.runtime.reference import Interpreted, same_gradients
 from tests.steps import loss_of
 
 pytestmark = [
@@ -170,9 +170,7 @@ def test_a_budget_changes_no_bit(name: str, policy: Any) -> None:
         assert program.host.nbytes == 0 or program.host.memory.is_pinned()
     for seed in range(3):
         assert torch.equal(loss_of(plain, *args, seed=seed), loss_of(kept, *args, seed=seed))
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None)
-        assert p.grad is None or torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+    assert same_gradients(model, other)
 
 
 def _within_a_budget(model: nn.Module, args: tuple[Any, ...], policy: Any) -> CompiledModule:

@@ -17,6 +17,7 @@ from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime import compile, compile_step
 from memplan.runtime.execute.cuda_graphs import make_recorder
 from tests.models import Made
+from tests.runtime.reference import same_parameters
 from tests.slow import slow
 from tests.steps import loss_of, outcome_after
 
@@ -125,7 +126,7 @@ def test_a_recorded_step_follows_its_schedule(make: Any, accumulate: int, record
         if step.pending == 0:
             for schedule in schedules:
                 schedule.step()
-    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True))
+    assert same_parameters(net, other)
     assert recorder.recorded == accumulate
     for o in (ours, theirs):
         o.param_groups[0]["weight_decay"] = 0.25
@@ -133,7 +134,7 @@ def test_a_recorded_step_follows_its_schedule(make: Any, accumulate: int, record
         for seed in range(accumulate):
             torch.manual_seed(seed)
             one(*_batch(seed))
-    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True))
+    assert same_parameters(net, other)
     assert recorder.recorded > accumulate
 
 

@@ -13,13 +13,7 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.errors import (
-    BudgetInfeasible,
-    MemplanError,
-    PlanMismatch,
-    UnsupportedCall,
-    UnsupportedGraph,
-)
+from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, UnsupportedCall, UnsupportedGraph
 from memplan.runtime import CompiledModule
 from tests.models import Counted, Made
 from tests.slow import slow

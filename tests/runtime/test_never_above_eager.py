@@ -226,10 +226,7 @@ def test_activations_outside_the_arena_die_with_the_graph_that_no_backward_runs_
         torch.autograd.backward(second)
         losses.append(second.detach())
     assert torch.equal(*losses)
-    for expected, found in zip(reference.parameters(), model.parameters(), strict=True):
-        assert expected.grad is not None
-        assert found.grad is not None
-        assert torch.equal(expected.grad, found.grad)
+    assert same_gradients(model, reference)
 
 
 def test_the_workspace_of_a_recurrent_layer_is_not_copied() -> None:
@@ -363,9 +360,8 @@ def test_an_optimizer_in_the_backward_has_eagers_bits(kind: str, how: str) -> No
 
     train(reference, reference)
     train(model, memplan.compile(model, x) if how == "compile" else torch.compile(model, backend="memplan"))
-    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
-    assert all(map(torch.equal, *zip(*pairs, strict=True)))
-    assert all((p.grad is q.grad is None) or torch.equal(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
+    assert same_parameters(model, reference)
+    assert same_gradients(model, reference)
 
 
 def test_a_parameter_that_a_hook_changes_is_read_no_more() -> None:

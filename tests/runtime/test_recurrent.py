@@ -51,10 +51,7 @@ def _step(model: nn.Module, call: Any, x: torch.Tensor, seed: int) -> list[torch
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"num_layers": 2, "bidirectional": True, "batch_first": True, "dropout": 0.5},
-        {"num_layers": 2, "bias": False},
-    ],
+    [{"num_layers": 2, "bidirectional": True, "batch_first": True, "dropout": 0.5}, {"num_layers": 2, "bias": False}],
     ids=str,
 )
 @pytest.mark.parametrize("mode", ["training", "evaluation"])

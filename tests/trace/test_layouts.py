@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from memplan.runtime import compile as memplan_compile
 from memplan.trace.capture.as_eager import LAYOUTS
 from tests.models import Made
+from tests.runtime.reference import same_gradients
 from tests.steps import outcome_of, under_autocast
 
 aten = torch.ops.aten
@@ -186,8 +187,7 @@ def test_layouts_that_fakes_get_wrong_are_eager_s(name: str, layout: torch.memor
         ours.backward()
         theirs.backward()
         assert torch.equal(ours, theirs)
-        for one, two in zip(model.parameters(), eager.parameters(), strict=True):
-            assert one.grad is None or (two.grad is not None and torch.equal(one.grad, two.grad))
+        assert same_gradients(model, eager)
 
 
 def test_numbers_are_drawn_in_the_order_of_eager_s_memory() -> None:
