@@ -313,6 +313,22 @@ def left_on_host(device: LateDevice) -> dict[str, Any]:
     return {"wrong": wrong_orders(device, lambda: step(compiled), expected), "evictions": len(compiled.plan.evictions)}
 
 
+def measured(device: LateDevice) -> dict[str, Any]:
+    """Budgets that are kept by the costs that the device shows, and by those that are given."""
+    found: dict[str, Any] = {"wrong": [], "costs": [], "seconds": []}
+    for costs in (None, "a100"):
+        model, args = example("gpt2")
+        expected = training(model, model, args)()
+        compiled = memplan.compile(model, args, arena_budget=0.7, gradients="outside", costs=costs)
+        found["wrong"] += wrong_orders(device, training(model, compiled, args), expected)
+        kept = compiled.plan.eviction
+        assert kept is not None
+        assert compiled.plan.evictions
+        found["costs"].append(kept.costs)
+        found["seconds"].append(kept.base_seconds)
+    return found
+
+
 def threads(device: LateDevice) -> dict[str, Any]:
     """Modules of their own in several threads, each on a stream of its own."""
     made = []
@@ -484,6 +500,7 @@ SCENARIOS: dict[str, Callable[[LateDevice], dict[str, Any]]] = {
     "streams": streams,
     "dropped": dropped,
     "left on the host": left_on_host,
+    "measured": measured,
     "threads": threads,
     "mutations": mutations,
     "mutations of two devices": mutations_of_two,

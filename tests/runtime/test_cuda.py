@@ -359,6 +359,10 @@ def test_ops_are_measured() -> None:
     plan = memplan.plan(model, args, arena_budget=0.8, costs=costs)
     assert plan.evictions
     assert plan.arena_size <= 0.8 * memplan.plan(model, args).arena_size
+    kept = compile(model, args, arena_budget=0.8).plan.eviction
+    assert kept is not None
+    assert kept.costs.startswith("measured on"), "evictions are decided by what the device takes"
+    assert kept.base_seconds < 2 * sum(costs.seconds(memplan.plan(model, args).graph))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
