@@ -55,20 +55,11 @@ def _let(h: torch.Tensor, body: Callable[[torch.Tensor], Any]) -> Any:
     return body(h)
 
 
-def _count_and_return(s: Any, x: torch.Tensor) -> Any:
-    s.n.add_(1)
-    return x * s.w + s.n
-
-
 ALIASES: dict[str, Callable[..., Any]] = {
     "a gradient made in the forward": lambda s, x: _early(s.w) + x,
     "detached": lambda s, x: _let(x * s.w, lambda h: (h, h.detach(), h.view(-1).detach(), s.w.detach()[0], x.detach())),
     "views and slices": lambda s, x: _let(x * s.w, lambda h: (h.sin(), h.view(-1), h[1], h.t(), h.expand(2, 4, 4), h)),
-    "the same output twice": lambda s, x: _let(x * s.w, lambda h: (h, h)),
-    "chunks": lambda s, x: (x * s.w).chunk(2),
-    "a slice alone": lambda s, x: (x * s.w)[0],
     "a parameter, an input and its views": lambda s, x: (s.w, x, x.view(-1), x.view(torch.int32), (x @ s.w).relu()),
-    "a counted buffer": _count_and_return,
     "in-place ops": lambda s, x: (x * s.w).add_(x).mul_(2).relu_(),
     "in-place on a view": lambda s, x: _let(x * s.w, lambda h: (h[0].mul_(3), h)[1]),
     "a scalar": lambda s, x: (x * s.w).sum(),

@@ -123,7 +123,7 @@ def _late(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-@pytest.mark.parametrize("loss", [_plain, _scaled, _squared, slow(_two_heads), _also_below])
+@pytest.mark.parametrize("loss", [_plain, _scaled, _squared, _two_heads, _also_below])
 def test_the_backward_only_scales_what_the_forward_has_computed(loss: Loss) -> None:
     graph = _joint(loss)
     divide_rows(graph, BLOCKS)
@@ -161,8 +161,9 @@ def _gradients(call: Any, model: nn.Module, factor: float, retain: bool = False)
 @pytest.mark.parametrize(
     "loss",
     [
-        *(_scaled, _two_heads),
-        *map(slow, (_plain, _rounded, _clamped, _squared, _also_below, _two_losses, _by_rows, _in_the_middle)),
+        _scaled,
+        *map(slow, (_two_heads, _plain, _rounded, _clamped, _squared, _also_below)),
+        *map(slow, (_two_losses, _by_rows, _in_the_middle)),
     ],
 )
 def test_gradients_are_those_of_eager(loss: Loss) -> None:
