@@ -247,7 +247,7 @@ def _x(n: int, rows: int = 6) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, slow({"gradients": "outside"}), slow({"dynamic_shapes": {"x": {0: Dim("rows", min=2)}}})]
+    "options", [{}, slow({"gradients": "outside"}), slow({"dynamic_shapes": {"inputs": ({0: Dim("rows", min=2)},)}})]
 )
 def test_a_body_that_is_unfrozen_and_frozen_again(options: dict[str, Any]) -> None:
     """Its programs need arenas of several sizes, so that earlier ones are made again in the model of then."""
