@@ -16,8 +16,8 @@ from tests.models import Made
 
 
 def _layers() -> Made:
-    """Three layers with something to save, and a loss."""
-    layers = (nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3))
+    """Two layers with something to save, and a loss."""
+    layers = (nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2))
     return Made(lambda m, x: F.mse_loss(m.layers(x), x), layers=nn.Sequential(*layers))
 
 
