@@ -89,8 +89,7 @@ def _floor(traced: TracedGraph) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_T11_the_floor_falls_to_one_copy_of_the_logits(name: str) -> None:  # noqa: N802
-    """Whole, the loss head needs two copies at once (in place; three without); divided, what is left is the matrix
-    product that reads their gradient."""
+    """Whole, the loss head needs two copies at once; divided, the matrix product that reads their gradient is left."""
     logits = BATCH * TOKENS * VOCABULARY * 4
     rows = BATCH * (TOKENS - 1) * VOCABULARY * 4 if name == "gpt2" else logits
     whole, divided = _traced(name), _traced(name, Division(blocks=10))

@@ -134,10 +134,7 @@ def test_fused_attention_with_dropout(backend: Any, dtype: torch.dtype, cuda_gra
 
 
 class Blocks(nn.Module):
-    """Transformer blocks with dropout on a large batch: what the backward needs is most of the step's memory.
-
-    So a budget can be kept, unlike that of the zoo's small transformers, whose largest op needs the whole arena.
-    """
+    """Transformer blocks with dropout on a large batch: most memory waits for the backward, so a budget can be kept."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,10 +265,7 @@ def _torchs_sanitizer() -> Iterator[tuple[Any, type[Exception]]]:
 
 @pytest.mark.skipif(os.environ.get(SANITIZER) != "1", reason=f"needs a process of its own, with {SANITIZER}=1")
 def test_torchs_sanitizer_finds_no_race() -> None:
-    """In steps within a budget, whose copies have streams of their own, and in steps on several streams.
-
-    At last a race of the test's own, which it must find.
-    """
+    """In steps within a budget and on several streams; it must find a race of the test's own."""
     trained = []
     for name in ("blocks", "resnet"):
         for policy in (QUICK, QUICK_RECOMPUTE):

@@ -122,9 +122,7 @@ def test_the_peak_of_a_whole_step_is_at_most_eagers(name: str) -> None:
 
 
 def test_the_device_of_a_step_on_the_host_holds_about_what_eager_would() -> None:
-    """Kernels of convolutions allocate much beside the arena, which has parameters, inputs and results here. Nothing is
-    evicted for that without a budget.
-    """
+    """Nothing is evicted without a budget for what kernels of convolutions allocate beside the arena."""
     torch.manual_seed(0)
     model, inputs = ZOO["resnet"]("nano")
     reference = copy.deepcopy(model)

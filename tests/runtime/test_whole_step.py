@@ -362,9 +362,7 @@ def test_accumulated_gradients_are_counted() -> None:
 
 @pytest.mark.parametrize("kind", [slow(kind) if kind == "adamw" else kind for kind in OPTIMIZERS])
 def test_schedules_and_checkpoints_interchange_with_eager(kind: str) -> None:
-    """Groups with hyperparameters of their own; every four steps each side goes on from the other's checkpoint, and
-    at last another step goes on from it.
-    """
+    """Every four steps each side goes on from the other's checkpoint, and at last another step goes on from it."""
 
     def make(net: Any) -> torch.optim.Optimizer:
         groups: Any = [

@@ -21,6 +21,7 @@ from memplan.core.graph import Op, Phase
 from memplan.trace.fused.masked_reads import reads_where_it_writes
 from memplan.trace.fused.wrapper import Overwriting
 from tests.models import Made
+from tests.slow import slow
 from tests.steps import outcome_of
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
@@ -106,7 +107,7 @@ def _next_head(m: Any, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.reshape(-1, 512), classes.view(4, 64)[:, 1:].reshape(-1))
 
 
-@pytest.mark.parametrize("kind", [_head, _next_head])
+@pytest.mark.parametrize("kind", [slow(_head), _next_head])
 def test_the_gradient_of_logits_takes_their_bytes_and_has_inductors_bits(kind: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     model = Made(kind, project=nn.Linear(8, 8), head=nn.Linear(8, 512))
