@@ -305,8 +305,8 @@ def _overlap_row(model: str, batch: int, link: str, case: str) -> Row:
 
     import memplan
     from benchmarks import zoo
+    from memplan.core.graph_edit import in_order
     from memplan.evict.costs import cost_model, simulate
-    from memplan.evict.workload import in_order
 
     module, inputs = zoo.llama_of(MODELS[model], batch=batch, length=LENGTH)
     costs = cost_model(f"h100/{link}")

@@ -362,8 +362,7 @@ def _ready(contender: Contender, model: str, size: Any, budget: int | None) -> t
         numbers = (loss, *own.parameters())
     found = tuple(one.detach().clone().numpy() for one in numbers)
     step.clear()
-    code = getattr(step.plan, "code", None)
-    layouts = code is None or code.layouts
+    layouts = getattr(step.plan, "kernels", None) is None  # memplan leaves convolutions in those of the model
     chosen = getattr(step.plan, "kernels", None)
     return step, Measured(
         first=first if contender.cold else None,

@@ -158,11 +158,11 @@ class Graph:
     and inputs); both are value indices.
     """
 
-    ops: tuple[Op, ...]
-    values: tuple[Value, ...]
-    storages: tuple[Storage, ...]
-    outputs: tuple[int, ...]
-    gradients: tuple[int, ...]
+    ops: tuple[Op, ...] = ()
+    values: tuple[Value, ...] = ()
+    storages: tuple[Storage, ...] = ()
+    outputs: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
 
     def touched(self, op: Op) -> tuple[int, ...]:
         """Return the indices of the storages that `op` reads or writes, each once, in order of appearance."""

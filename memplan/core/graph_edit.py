@@ -1,8 +1,11 @@
-"""Makes a changed graph: values and storages keep their indices, further ones follow, ops are given in order."""
+"""Changes a graph: values and storages keep their indices, further ones follow, ops are given in order.
+
+All that inserts, drops or reorders ops, or joins graphs, does it here, so that indices are counted in one place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from memplan.core.graph import Graph, Op, Storage, Value
@@ -32,6 +35,23 @@ class GraphEdit:
         self.storages.append(storage)
         return len(self.storages) - 1
 
+    def join(
+        self, other: Graph, called: Callable[[str], str], storages: Mapping[int, int], values: Mapping[int, int]
+    ) -> tuple[int, ...]:
+        """Add the storages and values of another graph, and return the index here of each of its values.
+
+        `called` returns the name here of one that is added. `storages` and `values`: those of the other graph that are
+        here already, and their indices here.
+        """
+        home = [
+            storages[i] if i in storages else self.storage(replace(s, name=called(s.name)))
+            for i, s in enumerate(other.storages)
+        ]
+        return tuple(
+            values[i] if i in values else self._value(replace(v, name=called(v.name), storage=home[v.storage]))
+            for i, v in enumerate(other.values)
+        )
+
     def view(self, value: int, storage: int, called: str) -> int:
         """Return the same view of another storage: `value` itself if it is one, else a value of the name `called`."""
         base = self.values[value]
@@ -52,9 +72,17 @@ class GraphEdit:
 
     def _view(self, key: tuple[int, int], made: Value) -> int:
         if key not in self._views:
-            self.values.append(made)
-            self._views[key] = len(self.values) - 1
+            self._views[key] = self._value(made)
         return self._views[key]
+
+    def _value(self, made: Value) -> int:
+        self.values.append(made)
+        return len(self.values) - 1
+
+
+def in_order(graph: Graph, order: Iterable[int]) -> Graph:
+    """Return the graph with these of its ops (by index), in this order."""
+    return replace(graph, ops=tuple(graph.ops[i] for i in order))
 
 
 def with_values(op: Op, new: Callable[[int], int]) -> Op:

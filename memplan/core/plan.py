@@ -13,7 +13,6 @@ from functools import cached_property, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from memplan.core.code_options import CodeOptions
 from memplan.core.collectives import Collective, collectives_of
 from memplan.core.division import Division
 from memplan.core.evictions import DeviceArena, Eviction, EvictionPlan, compressions_of, evictions_of
@@ -85,7 +84,6 @@ class Plan:
         reserve: bytes on the device that the step does not show, such as the state of an optimizer; `total` has them.
         sections: the graphs of a joint plan, in the order in which they were traced; () for a plan of one graph.
         kernels: what the kernels are those of, where the plan was made for a `target`; else "".
-        code: how the kernels were generated, if a compiler did and not as it does by itself; else None.
 
     Example:
         >>> plan = memplan.plan(model, example_inputs)
@@ -108,7 +106,6 @@ class Plan:
     reserve: int = 0
     sections: tuple[GraphSection, ...] = ()
     kernels: str = ""
-    code: CodeOptions | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))

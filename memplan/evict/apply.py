@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT
 from memplan.core.graph import Graph, Op, Phase, Storage, StorageKind
-from memplan.core.graph_edit import GraphEdit
+from memplan.core.graph_edit import GraphEdit, with_values
 from memplan.errors import InvalidEviction
 from memplan.evict.workload import Event, Kind, Workload
 
@@ -118,11 +118,7 @@ class _GraphBuilder:
         name = f"{op.name}@{self.ran[index]}" if recompute else op.name
         phase = None if recompute else op.phase
         new = dict(zip((*op.reads, *op.writes), (*reads, *writes), strict=True))
-        inplace_candidates = tuple((new[result], new[read]) for result, read in op.inplace_candidates)
-        unrelated = tuple((new[result], new[read]) for result, read in op.unrelated)
-        op = replace(
-            op, name=name, reads=reads, writes=writes, inplace_candidates=inplace_candidates, unrelated=unrelated
-        )
+        op = replace(with_values(op, new.__getitem__), name=name, reads=reads, writes=writes)
         self._emit(op, self.workload.sources[index], phase, where)
         self.ran[index] += 1
 

@@ -286,11 +286,6 @@ def _copied(start: Kind, storages: Sequence[int]) -> Events:
 Policy = Callable[[Workload], Events]
 
 
-def in_order(graph: Graph, order: tuple[int, ...]) -> Graph:
-    """Return `graph` with its ops in the order in which they will run."""
-    return replace(graph, ops=tuple(graph.ops[i] for i in order))
-
-
 def host_resident_storages(graph: Graph) -> frozenset[int]:
     """Return every storage that the model or the caller owns; all are host-resident when the step runs elsewhere."""
     return frozenset(i for i, s in enumerate(graph.storages) if not s.planned)

@@ -9,7 +9,7 @@ from itertools import takewhile
 from memplan.core.collectives import in_one_piece
 from memplan.core.evictions import EvictionPlan
 from memplan.core.graph import Graph, Op, Storage, StorageKind, Value
-from memplan.core.graph_edit import with_values
+from memplan.core.graph_edit import GraphEdit, with_values
 from memplan.core.in_place import without_candidates
 from memplan.core.plan import Plan
 from memplan.core.schedule import live_bytes, make_schedule
@@ -58,8 +58,11 @@ def _restored(graph: Graph, kept: EvictionPlan, order: tuple[int, ...]) -> tuple
         source, op = kept.sources[i], graph.ops[i]
         if source >= 0 and source not in first:
             first[source] = replace(with_values(op, traced), starts=False)
-    ops = tuple(first[i] for i in sorted(first))
-    return replace(graph, ops=ops, values=values, storages=storages), tuple(first)
+    edit = GraphEdit(graph)
+    del edit.values[len(values) :], edit.storages[len(storages) :]
+    for i in sorted(first):
+        edit.add(first[i], i)
+    return edit.finish(), tuple(first)
 
 
 def _is_traced(value: Value, storages: Sequence[Storage]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memplan.core.graph import Graph
+from memplan.core.graph_edit import in_order
 from memplan.core.plan import Plan
 from memplan.core.schedule import make_schedule
 from memplan.errors import BudgetInfeasible
@@ -14,7 +15,6 @@ from memplan.evict.equivalent import require_equivalent
 from memplan.evict.measure import measure
 from memplan.evict.policies.checkpoint import checkpoint
 from memplan.evict.rng_states import only_used, with_saved_states
-from memplan.evict.workload import in_order
 from memplan.planning.budget import plan_within
 from memplan.planning.fit import Fitted, make_workload
 from memplan.planning.make_plan import ScheduledGraph, make_plan

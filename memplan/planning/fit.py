@@ -8,6 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from memplan.core.graph import Graph
+from memplan.core.graph_edit import in_order
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, InvalidEviction
 from memplan.evict.apply import apply
@@ -19,7 +20,7 @@ from memplan.evict.policies.delta import delta
 from memplan.evict.policies.dtr import dtr
 from memplan.evict.policies.flow import flow, genoa
 from memplan.evict.rng_states import SavedStates, decide, with_saved_states, without_states
-from memplan.evict.workload import Events, Policy, Workload, floor, host_resident_storages, in_order
+from memplan.evict.workload import Events, Policy, Workload, floor, host_resident_storages
 
 _KEEP_RANDOM: tuple[Policy, ...] = (flow, genoa, dtr, delta)  # they copy, or free after the last use
 _CLOSE = 0.005  # share of the smallest budget found: the precision of the bisection

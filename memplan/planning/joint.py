@@ -8,8 +8,8 @@ from itertools import accumulate
 
 from memplan.core import lifetimes
 from memplan.core.evictions import EvictionPlan
-from memplan.core.graph import Graph, Op, Phase, Storage
-from memplan.core.graph_edit import with_values
+from memplan.core.graph import Graph, Phase
+from memplan.core.graph_edit import GraphEdit, with_values
 from memplan.core.plan import GraphSection, Plan
 from memplan.core.schedule import Schedule, make_schedule
 from memplan.solvers.base import finish
@@ -52,11 +52,10 @@ def join(
     Example:
         >>> plan = join("Model", [one, two], [(0, False), (1, False), (1, True), (0, True)])
     """
-    graph = joint_graph(parts, timeline)
+    graph, storage_of = _joined(parts, timeline)
     ran = _ran(parts, timeline)
-    ops = graph.ops
     first = parts[0].plan
-    schedule = make_schedule(graph, tuple(range(len(ops))), "graphs in turn")
+    schedule = make_schedule(graph, tuple(range(len(graph.ops))), "graphs in turn")
     alignment, redzone = (max(getattr(p.plan, name) for p in parts) for name in ("alignment", "redzone"))
     problem = lifetimes.problem(graph, schedule, alignment=alignment, redzone=redzone)
     offsets = {
@@ -76,7 +75,9 @@ def join(
         redzone=redzone,
         versions=first.versions,
         temporaries=tuple(parts[i].plan.transient[op] for i, op in ran) if measured else None,
-        eviction=_eviction(parts, ran, graph, schedule, alignment=alignment, arena=solution.arena_size, budget=budget),
+        eviction=_eviction(
+            parts, ran, storage_of, graph, schedule, alignment=alignment, arena=solution.arena_size, budget=budget
+        ),
         reserve=first.reserve,
         sections=tuple(part.section for part in parts),
     )
@@ -84,43 +85,38 @@ def join(
 
 def joint_graph(parts: Sequence[JointPart], timeline: Sequence[tuple[int, bool]]) -> Graph:
     """Return the graph of a step in which several graphs run, as `join` does; its ops are in the order they run in."""
-    storages, storage_of = _storages(parts)
-    starts = (0, *accumulate(len(part.plan.graph.values) for part in parts))
-    values = [
-        replace(v, name=f"{i}.{v.name}", storage=storage_of[i][v.storage])
-        for i, part in enumerate(parts)
-        for v in part.plan.graph.values
-    ]
-    return Graph(
-        ops=_ops(parts, _ran(parts, timeline), starts),
-        values=tuple(values),
-        storages=storages,
-        outputs=tuple(starts[i] + v for i, part in enumerate(parts) for v in part.plan.graph.outputs),
-        gradients=tuple(starts[i] + v for i, part in enumerate(parts) for v in part.plan.graph.gradients),
-    )
+    return _joined(parts, timeline)[0]
+
+
+def _joined(parts: Sequence[JointPart], timeline: Sequence[tuple[int, bool]]) -> tuple[Graph, list[list[int]]]:
+    """Return the joint graph, and for each part the index there of each of its storages."""
+    edit, found = GraphEdit(Graph()), dict[Hashable, int]()
+    storage_of, value_of = list[list[int]](), list[tuple[int, ...]]()
+    for i, part in enumerate(parts):
+        storage_of.append([])
+        for index, storage in enumerate(part.plan.graph.storages):
+            key = part.shared.get(index, (i, index))
+            if key not in found:
+                found[key] = edit.storage(replace(storage, name=f"{i}.{part.names.get(index, storage.name)}"))
+            same = edit.storages[found[key]]
+            edit.storages[found[key]] = replace(same, nbytes=max(same.nbytes, storage.nbytes))
+            storage_of[-1].append(found[key])
+        value_of.append(edit.join(part.plan.graph, f"{i}.".__add__, dict(enumerate(storage_of[-1])), {}))
+    backward = False
+    for i, index in _ran(parts, timeline):
+        op = parts[i].plan.graph.ops[index]
+        backward = backward or op.phase is Phase.BACKWARD
+        phase = Phase.BACKWARD if backward else Phase.FORWARD
+        moved = with_values(op, value_of[i].__getitem__)
+        edit.add(replace(moved, name=f"{i}.{op.name}", phase=phase, checkpoint=0, within=()))
+    outputs = (value_of[i][v] for i, part in enumerate(parts) for v in part.plan.graph.outputs)
+    gradients = (value_of[i][v] for i, part in enumerate(parts) for v in part.plan.graph.gradients)
+    return replace(edit.finish(), outputs=tuple(outputs), gradients=tuple(gradients)), storage_of
 
 
 def _ran(parts: Sequence[JointPart], timeline: Sequence[tuple[int, bool]]) -> list[tuple[int, int]]:
     """Return (part, op of the part) of each op, in the order in which they run."""
     return [(i, op) for i, backward in timeline for op in _of_phase(parts[i].plan, backward=backward)]
-
-
-def _storages(parts: Sequence[JointPart]) -> tuple[tuple[Storage, ...], list[list[int]]]:
-    """Return all storages, each once, and for each part the index of each of its storages among them."""
-    storages: list[Storage] = []
-    found: dict[Hashable, int] = {}
-    indices: list[list[int]] = []
-    for i, part in enumerate(parts):
-        indices.append([])
-        for index, storage in enumerate(part.plan.graph.storages):
-            key = part.shared.get(index, (i, index))
-            if key not in found:
-                found[key] = len(storages)
-                storages.append(replace(storage, name=f"{i}.{part.names.get(index, storage.name)}"))
-            same = storages[found[key]]
-            storages[found[key]] = replace(same, nbytes=max(same.nbytes, storage.nbytes))
-            indices[-1].append(found[key])
-    return tuple(storages), indices
 
 
 def _of_phase(plan: Plan, *, backward: bool) -> list[int]:
@@ -129,22 +125,10 @@ def _of_phase(plan: Plan, *, backward: bool) -> list[int]:
     return [op for op in plan.schedule.order if plan.graph.ops[op].phase is phase]
 
 
-def _ops(parts: Sequence[JointPart], ran: Sequence[tuple[int, int]], starts: Sequence[int]) -> tuple[Op, ...]:
-    """Return the ops in the order in which they run, with the values of the joint graph."""
-    made: list[Op] = []
-    backward = False
-    for i, index in ran:
-        op, start = parts[i].plan.graph.ops[index], starts[i]
-        backward = backward or op.phase is Phase.BACKWARD
-        phase = Phase.BACKWARD if backward else Phase.FORWARD
-        moved = with_values(op, start.__add__)
-        made.append(replace(moved, name=f"{i}.{op.name}", phase=phase, checkpoint=0, within=()))
-    return tuple(made)
-
-
 def _eviction(
     parts: Sequence[JointPart],
     ran: Sequence[tuple[int, int]],
+    storage_of: Sequence[Sequence[int]],
     graph: Graph,
     schedule: Schedule,
     *,
@@ -153,7 +137,6 @@ def _eviction(
     budget: int | None,
 ) -> EvictionPlan | None:
     """Return how the graphs together keep their budgets; None if none of them has one."""
-    _, storage_of = _storages(parts)
     kept = [part.plan.eviction for part in parts]
     given = [one for one in kept if one is not None]
     if not given:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from memplan.core.collectives import is_collective
 from memplan.core.evictions import EvictionPlan
 from memplan.core.graph import Graph
+from memplan.core.graph_edit import in_order
 from memplan.core.plan import Plan
 from memplan.core.problem import Problem, Solution, Status
 from memplan.core.schedule import Schedule, make_schedule
 from memplan.evict.costs import CostModel, Link, simulate
-from memplan.evict.workload import in_order
 from memplan.planning.fit import plan_again
 from memplan.planning.make_plan import ScheduledGraph, solved
 from memplan.planning.moved_collectives import UNLIMITED, StepOrder, bytes_alive, with_late_waits

@@ -156,7 +156,6 @@ def budget_lines(report: Report) -> tuple[str, ...]:
     """Return which kernels were chosen, how ops are divided, how a budget is kept, and its predicted cost in time."""
     k, d = report.kept, report.division
     how_it_runs = [f"kernels: {report.kernels}"] if report.kernels else []
-    how_it_runs += [f"Inductor's code: {report.code}"] if report.code else []
     if d is not None and d.blocks == 1:
         how_it_runs.append("gradients that are added up are added in place: equal up to rounding")
     elif d is not None:

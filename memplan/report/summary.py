@@ -142,8 +142,8 @@ class Report:
 
     `kept` is how a budget is kept (None: there is none), whose recomputes and copies the order's figures include.
     `exchanged` are the collectives (None: there are no other ranks). `division` is how ops were divided by rows (None:
-    they were not), `kernels` which kernels were chosen and why ("": there was no choice), `code` how Inductor generated
-    them ("": as it does by itself). `peak` is None when nothing is planned.
+    they were not), `kernels` which kernels were chosen and why ("": there was no choice). `peak` is None when nothing
+    is planned.
     `advice` are ways to save memory, each with the most that it saves. `needed` is the total with an optimizer.
     """
 
@@ -174,7 +174,6 @@ class Report:
     exchanged: Exchanged | None
     division: Division | None
     kernels: str
-    code: str
     outside: Outside
     outside_total: int
     total: int
@@ -229,7 +228,6 @@ def make_report(plan: Plan, optimizer: str = OPTIMIZER) -> Report:
         kept=_kept(plan),
         exchanged=_exchanged(plan),
         kernels=plan.kernels,
-        code=str(plan.code or ""),
         outside=outside,
         outside_total=outside.total,
         needed=needed(plan, optimizer),

@@ -132,7 +132,7 @@ class RunOptions(PlanOptions):
         `transient`: as in `plan_step`.
         """
         if given is not None:
-            variant = retraced(traced, retracer, given.division, given.compress, given.code)
+            variant = retraced(traced, retracer, given.division, given.compress)
             variant = outside_as_in(variant, given, gradients=self.gradients == "arena")
             return variant, self.require_fit(variant, given)
         redzone = self.redzone(traced.device)

@@ -65,7 +65,7 @@ def captured_step(
     def capture(options: PlanOptions) -> tuple[TracedGraph, CapturedCall]:
         """Return the step, traced and captured."""
         captured = capture_call(model, example_inputs, example_kwargs, train=train, **options.tracing)
-        return captured.first(), captured
+        return captured.retrace(), captured
 
     options = with_kernels(options, model, (example_inputs, example_kwargs))
     options, (traced, captured) = made_by_default(options, type(model).__name__, capture)
@@ -109,7 +109,7 @@ def plan_step(
     limited = options.budget is not None or options.arena_budget is not None
     within = in_bytes(options, traced, alignment) if generator is not None and limited else options
     if generator is None:
-        traced = retraced(traced, retracer, traced.division, options.compression, traced.code)
+        traced = retraced(traced, retracer, traced.division, options.compression)
     variants, within = variants_to_plan(traced, retracer, within, alignment)
 
     def make(variant: TracedGraph) -> Plan:
@@ -121,7 +121,7 @@ def plan_step(
     for variant in variants:
         try:
             made = make(variant)
-            return variant, replace(made, division=variant.division, compress=variant.compress, code=variant.code)
+            return variant, replace(made, division=variant.division, compress=variant.compress)
         except BudgetInfeasible as error:
             failed = error
     assert failed is not None

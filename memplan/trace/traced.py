@@ -11,7 +11,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 
-from memplan.core.code_options import CodeOptions
 from memplan.core.division import Division
 from memplan.core.graph import Graph
 from memplan.trace.capture.python_values import Reading
@@ -226,7 +225,7 @@ class TracedGraph:
     if the step was traced under it. `readings`: the Python values that are constants of the step. `device`: where all
     planned storages are. `runs_on`: the names of the devices in plans where everything else is on the host and the plan
     copies it; empty otherwise. `division`: how chains of rows were divided, with `over` settled. `compress`: how saved
-    activations are compressed. `code`: how its kernels were generated, as in `Plan`.
+    activations are compressed.
     """
 
     model: str
@@ -244,7 +243,6 @@ class TracedGraph:
     runs_on: tuple[str, ...] = ()
     division: Division | None = None
     compress: str = ""
-    code: CodeOptions | None = None
 
     def without_data(self) -> TracedGraph:
         """Return the graph with tensors on the meta device in place of the example's."""

@@ -18,7 +18,6 @@ from torch import fx, nn
 
 from memplan.core.arguments import arguments_of
 from memplan.core.choices import Kernels
-from memplan.core.code_options import CodeOptions
 from memplan.core.division import Division, compression_of
 from memplan.core.in_place import with_inplace_candidates
 from memplan.core.timed import timed
@@ -78,7 +77,7 @@ class CapturedCall:
     A variant of a step computes the same by other ops. `captured`: the graph, which is never changed. `model`: the name
     of the model. `target`: the device where the step runs while its model stays on the host (None: where the model is).
     `update`: replaces the gradients that a graph returns by ops of an optimizer; None: they are returned. `generated`:
-    the code that Inductor has generated for variants of an update, by options and division.
+    the code that Inductor has generated for variants of an update, by division.
     """
 
     captured: Captured
@@ -93,28 +92,17 @@ class CapturedCall:
         for warning in self.captured.warnings:
             _log.warning("%s: %s", self.model, warning)
 
-    def first(self) -> TracedGraph:
-        """Return the variant of the step to begin with: undivided, with the code that is taken if none is asked for."""
-        if self.options.kernels != "inductor":
-            return self.retrace()
-        from memplan.trace.fused.environment import first_code
-
-        return self.retrace(code=first_code(self.captured.graph_module.graph))
-
-    def retrace(
-        self, *, division: Division | None = None, compress: str = "", code: CodeOptions | None = None
-    ) -> TracedGraph:
+    def retrace(self, *, division: Division | None = None, compress: str = "") -> TracedGraph:
         """Return one variant of the step, traced from a copy of its graph.
 
         Args:
             division: How chains of rows are divided into blocks; None: not at all.
             compress: How saved activations are compressed ("bits", "int8"); "": not at all.
-            code: How a compiler generates the kernels; None: as it does by itself.
         """
         if self.options.kernels == "inductor":
             from memplan.trace.fused.step import trace_generated
 
-            return trace_generated(self, division, compress, code)
+            return trace_generated(self, division, compress)
         copied = fx.GraphModule(self.captured.graph_module, copy_of(self.captured.graph_module.graph))
         traced = trace_captured(
             replace(self.captured, graph_module=copied),
@@ -137,7 +125,7 @@ def trace(
     model: nn.Module, example_inputs: Any = (), example_kwargs: dict[str, Any] | None = None, **options: Any
 ) -> TracedGraph:
     """Return one step of `model`, traced; the arguments and errors are those of `capture_call`."""
-    return capture_call(model, example_inputs, example_kwargs, **options).first()
+    return capture_call(model, example_inputs, example_kwargs, **options).retrace()
 
 
 def capture_call(
@@ -231,15 +219,14 @@ def retraced(
     retracer: CapturedCall | None,
     division: Division | None,
     compress: str,
-    code: CodeOptions | None = None,
 ) -> TracedGraph:
     """Return this variant of a step: `traced` itself if that is the one, else what `retracer` makes.
 
     Raises `UnsupportedProblem` if that needs a retracer and there is none.
     """
-    if (division, compress, code) == (traced.division, traced.compress, traced.code):
+    if (division, compress) == (traced.division, traced.compress):
         return traced
     if retracer is None:
-        where = "divide" if division != traced.division else "compress" if compress != traced.compress else "plan"
+        where = "divide" if division != traced.division else "compress"
         raise UnsupportedProblem("this step cannot be traced again", where=where, hint=f"leave out {where}=")
-    return retracer.retrace(division=division, compress=compress, code=code)
+    return retracer.retrace(division=division, compress=compress)

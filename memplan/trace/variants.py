@@ -46,7 +46,7 @@ def variants_to_plan(
     if options.divide is None and retracer is not None:
         return _with_divided_head(traced, retracer, options, alignment)
     if allowed is not None and allowed.blocks is not None:
-        return (retraced(traced, retracer, allowed, traced.compress, traced.code),), options
+        return (retraced(traced, retracer, allowed, traced.compress),), options
     if allowed is None or (options.budget is None and options.arena_budget is None):
         return (traced,), options
     variants = (traced, *_whole(traced, retracer, options), *_divisions(traced, retracer, allowed, alignment))
@@ -74,7 +74,7 @@ def _with_divided_head(
             return (traced,), options
     wanted = Division(blocks=_HEAD_BLOCKS, sums=True)
     try:
-        divided = retraced(traced, retracer, wanted, traced.compress, traced.code)
+        divided = retraced(traced, retracer, wanted, traced.compress)
     except UnsupportedGraph as refused:
         _log.info("the loss head is not divided: %s", refused.summary)
         return (traced,), options
@@ -88,7 +88,7 @@ def _with_divided_head(
 def _whole(traced: TracedGraph, retracer: CapturedCall | None, options: PlanOptions) -> Iterator[TracedGraph]:
     """Yield the undivided step with sums in place, where Inductor's kernels may run it."""
     if options.kernels == "inductor" and options.division is not None and options.division.sums:
-        yield retraced(traced, retracer, replace(options.division, blocks=1), traced.compress, traced.code)
+        yield retraced(traced, retracer, replace(options.division, blocks=1), traced.compress)
 
 
 def _divisions(
@@ -97,7 +97,7 @@ def _divisions(
     """Yield the step in more and more blocks, as long as its floor falls."""
     before = float(_floor(traced, alignment))
     for blocks in _BLOCKS:
-        step = retraced(traced, retracer, replace(allowed, blocks=blocks), traced.compress, traced.code)
+        step = retraced(traced, retracer, replace(allowed, blocks=blocks), traced.compress)
         floor = _floor(step, alignment)
         if floor > _WORTH * before:
             return

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from memplan.core import lifetimes
 from memplan.core.graph import Graph
+from memplan.core.graph_edit import in_order
 from memplan.core.in_place import placed
 from memplan.core.schedule import make_schedule
 from memplan.evict.apply import Applied, apply
 from memplan.evict.costs import DEVICES, CostModel
 from memplan.evict.equivalent import require_equivalent
 from memplan.evict.measure import MeasuredEvents, measure
-from memplan.evict.workload import Events, Workload, host_resident_storages, in_order
+from memplan.evict.workload import Events, Workload, host_resident_storages
 from memplan.schedule import order
 
 

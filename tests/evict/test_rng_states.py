@@ -11,6 +11,7 @@ import torch
 
 from memplan.core.evictions import RNG_STATE_BYTES, SAVE_RNG, EvictionPlan, check_record
 from memplan.core.graph import Graph, Op, Phase, StorageKind
+from memplan.core.graph_edit import in_order
 from memplan.core.problem import Solution
 from memplan.errors import BudgetInfeasible, InvalidEviction, InvalidPlan
 from memplan.evict.apply import Applied
@@ -19,7 +20,7 @@ from memplan.evict.equivalent import require_equivalent
 from memplan.evict.measure import measure
 from memplan.evict.rng_states import SavedStates, decide, only_used, with_saved_states
 from memplan.evict.select import POLICIES, fit_policy
-from memplan.evict.workload import Event, Events, Kind, Workload, in_order
+from memplan.evict.workload import Event, Events, Kind, Workload
 from memplan.planning.fit import fit, smallest
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder

@@ -152,8 +152,7 @@ def _double(twin: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "evaluates"),
-    [(_grown, False), slow(_double, False), slow(_grown, True), slow(_double, True)],
+    ("change", "evaluates"), [(_grown, False), slow(_double, False), slow(_grown, True), slow(_double, True)]
 )
 def test_a_copy_whose_model_changed_before_its_first_use_is_compiled_for_the_call(
     change: Callable[[Any], None], evaluates: bool

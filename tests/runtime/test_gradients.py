@@ -96,10 +96,7 @@ def _double(parameter: Tensor) -> None:
 
 def _hooked(net: nn.Module, call: Callable[[Tensor], Any], x: Tensor) -> None:
     parameter: Any = next(net.parameters())
-    handles = (
-        parameter.register_hook(lambda g: g * 3),
-        parameter.register_post_accumulate_grad_hook(_double),
-    )
+    handles = (parameter.register_hook(lambda g: g * 3), parameter.register_post_accumulate_grad_hook(_double))
     call(x).square().mean().backward()
     for handle in handles:
         handle.remove()

@@ -13,6 +13,7 @@ from torch import nn
 import memplan
 from memplan.errors import InputMismatch
 from memplan.runtime import CompiledModule, compile
+from tests.models import Made
 from tests.runtime.reference import same_gradients
 from tests.slow import slow
 
@@ -126,16 +127,8 @@ def test_beyond_the_limit_the_original_runs_with_one_warning(
 
 @pytest.mark.slow
 def test_a_model_that_keeps_changing_runs_eagerly_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.temperature = nn.Linear(4, 4), 0.0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.layer(x) * self.temperature
-            return out
-
-    model, x = Counts(), torch.randn(3, 4)
+    model: Any = Made(lambda m, x: m.layer(x) * m.temperature, layer=nn.Linear(4, 4), temperature=0.0)
+    x = torch.randn(3, 4)
     compiled = compile(model, x)
     with caplog.at_level(logging.INFO, logger="memplan"):
         for n in range(20):

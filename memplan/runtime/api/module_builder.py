@@ -106,7 +106,7 @@ class ModuleBuilder(ProgramBuilder[CompileOptions]):
         require_real(self.model, args, kwargs)
         how = {**self.options.tracing, "copy_gradients": self._added, "after": self.options.after if train else 0}
         captured = capture_call(self.model, args, kwargs, train=train, **how)
-        traced = captured.first()
+        traced = captured.retrace()
         if not self._warned:  # once, and not for every shape and mode
             self._warned = bool(captured.captured.warnings)
             captured.warn()

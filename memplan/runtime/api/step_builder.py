@@ -111,7 +111,7 @@ class StepBuilder(ProgramBuilder[StepOptions]):
                 )
                 for kind in ((Accumulate.ADD, Accumulate.UPDATE) if adding else (None,))
             ]
-            steps = [(step.first(), step) for step in captured]
+            steps = [(step.retrace(), step) for step in captured]
             if first:
                 captured[0].warn()
                 self.guards = StepGuards(self._loss, self._optimizer)

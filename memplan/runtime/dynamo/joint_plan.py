@@ -99,7 +99,7 @@ def part_of_step(
 
 def _nothing(model: str) -> Plan:
     """Return the plan of a model of which no graph is known yet."""
-    graph = Graph(ops=(), values=(), storages=(), outputs=(), gradients=())
+    graph = Graph()
     schedule = make_schedule(graph, (), "graphs in turn")
     buffers = problem(graph, schedule, alignment=1)
     return Plan(

@@ -21,7 +21,6 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import compile_fx, config
 from torch._inductor.virtualized import V
 
-from memplan.core.code_options import CodeOptions
 from memplan.devices.kinds import HOST, is_accelerator
 from memplan.errors import UnsupportedGraph
 from memplan.torch_inside.graphs import BufferAOTInput, ParamAOTInput
@@ -51,6 +50,7 @@ _SETTINGS: dict[str, Any] = {
     "fx_wrapper": False,
     "freezing": False,
     "graph_partition": False,
+    "layout_optimization": False,  # layouts of its choice take copies of weights
     "memory_planning": False,
     "profile_bandwidth": False,
     "comprehensive_padding": False,  # rows of a result and of what may lie over it have to stay alike
@@ -79,14 +79,6 @@ class Half:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _How:
-    """The way to generate the code of a graph. `in_blocks` is as in `generate`."""
-
-    code: CodeOptions
-    in_blocks: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Halves:
     """Both halves of a step; without a backward, `backward` is None.
 
@@ -106,7 +98,6 @@ def generate(
     *,
     returned: int,
     training: bool,
-    code: CodeOptions,
     in_blocks: bool,
 ) -> Halves:
     """Return the code of a joint graph, which is changed.
@@ -116,7 +107,6 @@ def generate(
         model: The name of the model, for errors.
         returned: The number of outputs of the forward.
         training: The graph contains a backward.
-        code: How to generate its kernels.
         in_blocks: It was divided by rows: no kernel may compute parts of two blocks.
 
     Raises:
@@ -124,16 +114,14 @@ def generate(
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
     given = _given(placeholders)
-    how = _How(code=code, in_blocks=in_blocks)
     on_device = is_accelerator(torch.device(_device_of([node.meta.get("val") for node in placeholders])))
     aligns = on_device and config.shape_padding
-    settings = _SETTINGS if code.layouts else {**_SETTINGS, "layout_optimization": False}
-    with _compiling(fake_mode_of(joint.graph), settings):
+    with _compiling(fake_mode_of(joint.graph), _SETTINGS):
         if not training:
-            forward = _forward(joint, model, given, returned, how, inference=True)
+            forward = _forward(joint, model, given, returned, in_blocks, inference=True)
             return Halves(forward=forward, backward=None, given=given, returned=returned)
         first, second = _partition(joint, model, returned, aligns=aligns)
-        return _both((first, second), model, given, returned, how)
+        return _both((first, second), model, given, returned, in_blocks=in_blocks)
 
 
 def generate_partition(joint: fx.Graph, forward: fx.GraphModule, backward: fx.GraphModule, returned: int) -> Halves:
@@ -141,25 +129,31 @@ def generate_partition(joint: fx.Graph, forward: fx.GraphModule, backward: fx.Gr
 
     `returned`: the number of outputs of the forward. Raises what `generate` raises.
     """
-    given, code = _given(joint.find_nodes(op="placeholder")), CodeOptions()
-    settings = {name: value for name, value in _SETTINGS.items() if not name.endswith("padding")}  # which it does
+    given = _given(joint.find_nodes(op="placeholder"))
+    does = ("comprehensive_padding", "shape_padding", "layout_optimization")
+    settings = {name: value for name, value in _SETTINGS.items() if name not in does}
     with _compiling(fake_mode_of(joint), settings):
-        return _both((forward, backward), "the graph", given, returned, _How(code=code, in_blocks=False))
+        return _both((forward, backward), "the graph", given, returned)
 
 
 def _both(
-    graphs: tuple[fx.GraphModule, fx.GraphModule], model: str, given: dict[str, BlockView], returned: int, how: _How
+    graphs: tuple[fx.GraphModule, fx.GraphModule],
+    model: str,
+    given: dict[str, BlockView],
+    returned: int,
+    *,
+    in_blocks: bool = False,
 ) -> Halves:
     """Generate a forward and its backward."""
     first, second = graphs
     saved = [getattr(node, "name", None) for node in _outputs_of(first)[returned:]]
-    forward = _forward(first, model, given, returned, how, inference=False)
+    forward = _forward(first, model, given, returned, in_blocks, inference=False)
     pairs = zip(saved, forward.outputs[returned:], strict=True)
     found = {name: view for name, view in pairs if name is not None and isinstance(view, (BlockView, RandomState))}
     for name, view in found.items():
         if isinstance(view, BlockView):
             view.block.node = name
-    backward = _backward(second, model, {**given, **found}, how)
+    backward = _backward(second, model, {**given, **found}, in_blocks)
     return Halves(forward=forward, backward=backward, given=given, returned=returned)
 
 
@@ -213,14 +207,14 @@ def _forward(
     model: str,
     given: Mapping[str, BlockView],
     returned: int,
-    how: _How,
+    in_blocks: bool,
     *,
     inference: bool,
 ) -> Half:
     """Generate the forward."""
     names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
     values = _values_of(graph)
-    with inductors_errors(model), _recorded(values, how) as (code, inner):
+    with inductors_errors(model), _recorded(values, in_blocks) as (code, inner):
         compile_fx.compile_fx_forward(
             graph,
             values,
@@ -237,7 +231,7 @@ def _backward(
     graph: fx.GraphModule,
     model: str,
     known: Mapping[str, BlockView | RandomState],
-    how: _How,
+    in_blocks: bool,
 ) -> Half:
     """Generate the backward for the strides that the saved tensors have in the generated forward."""
     names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
@@ -252,7 +246,7 @@ def _backward(
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         graph = copy.deepcopy(graph)
     placed = [v for name, v in zip(names, values, strict=True) if not isinstance(known.get(name), RandomState)]
-    with inductors_errors(model), _recorded(placed, how) as (code, inner):
+    with inductors_errors(model), _recorded(placed, in_blocks) as (code, inner):
         extra = compiler_config(graph)
         compile_fx.compile_fx_backward(graph, values, compiler_config_extra=extra, inner_compile=inner)
     return _half(code, [known.get(name) for name in names], label="backward_")
@@ -268,9 +262,9 @@ def _half(code: WrittenCode, inputs: Sequence[BlockView | RandomState | None], l
 
 
 @contextlib.contextmanager
-def _recorded(values: Sequence[Any], how: _How) -> Iterator[tuple[WrittenCode, Any]]:
+def _recorded(values: Sequence[Any], in_blocks: bool) -> Iterator[tuple[WrittenCode, Any]]:
     """Record the code of the one graph that is compiled inside by the second result, an `inner_compile`."""
-    with recording(_device_of(values), in_blocks=how.in_blocks) as code:
+    with recording(_device_of(values), in_blocks=in_blocks) as code:
 
         def inner(graph: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
             """Compile one graph, and keep the globals of its code. Inductor writes none for a graph without ops."""
@@ -278,7 +272,7 @@ def _recorded(values: Sequence[Any], how: _How) -> Iterator[tuple[WrittenCode, A
                 code.inputs = tuple(n.name for n in graph.graph.find_nodes(op="placeholder"))
                 code.outputs = tuple(map(str, _outputs_of(graph)))
                 return graph.forward
-            key = key_of(graph, inputs, settings, how.code, in_blocks=how.in_blocks)
+            key = key_of(graph, inputs, settings, in_blocks=in_blocks)
             known = known_code(key)
             if known is not None:
                 for field in fields(known):

@@ -1,22 +1,15 @@
-"""The Inductor that is here: whether it has a compiler, how it chooses layouts, and its errors in our
-words.
-"""
+"""The Inductor that is here: whether it has a compiler, and its errors in our words."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
-import torch
-from torch import fx
-from torch._inductor import config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
-from memplan.core.code_options import CodeOptions
 from memplan.errors import MemplanError, UnsupportedDevice, UnsupportedGraph
 from memplan.torch_inside.versions import warn_if_newer
-from memplan.trace.passes.rewrite import aten
 
 _ATEN = 'or pass kernels="aten", which needs none of it'
 
@@ -63,29 +56,3 @@ def _ours(error: BaseException | None) -> MemplanError | None:
     while error is not None and not isinstance(error, MemplanError):
         error = error.__cause__ or error.__context__
     return error
-
-
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def first_code(graph: fx.Graph) -> CodeOptions | None:
-    """Return how to generate the code of a joint graph where nothing else is asked for; None: as Inductor does.
-
-    Inductor runs convolutions with channels last, and keeps a copy in that layout of each weight that is not. Without
-    these copies a step needs less, so the layouts are the model's own where there would be any.
-    """
-    chooses_layouts = config.layout_optimization and not config.force_layout_optimization
-    if chooses_layouts and any(
-        map(_copies_its_weight, graph.find_nodes(op="call_function", target=aten.convolution.default))
-    ):
-        return CodeOptions(layouts=False)
-    return None
-
-
-def _copies_its_weight(convolution: fx.Node) -> bool:
-    """Return whether Inductor would reorder the weight of a convolution."""
-    node = convolution.args[1]
-    weight = node.meta.get("val") if isinstance(node, fx.Node) else None
-    if not isinstance(weight, torch.Tensor) or weight.dim() not in _CHANNELS_LAST:
-        return False
-    return not weight.is_contiguous(memory_format=_CHANNELS_LAST[weight.dim()])

@@ -17,7 +17,6 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._ops import OpOverload
 
-from memplan.core.code_options import CodeOptions
 from memplan.core.graph import GIVEN, Graph, Op, Origin, Phase, Storage, StorageKind, Value
 from memplan.core.in_place import with_candidates
 from memplan.devices.kinds import HOST
@@ -73,7 +72,6 @@ def fused_graph(
     model: str,
     needs: Mapping[Any, frozenset[int]],
     *,
-    code: CodeOptions | None,
     gradients_in_arena: bool = False,
     copy_gradients: bool = False,
     whole: bool = False,
@@ -85,15 +83,13 @@ def fused_graph(
         halves: The code that was generated for the copy.
         model: The name of the model.
         needs: As in `Results`, by descriptor.
-        code: How the code was generated; None: as Inductor does it by itself.
         gradients_in_arena: Parameters' gradients stay in the arena to the end of the step.
         copy_gradients: Each gradient of a parameter is copied out of the arena as soon as it is complete.
         whole: The step uses its gradients itself: they are planned, and not for the caller.
     """
-    made = _Builder(captured, halves, model, needs).build(
+    return _Builder(captured, halves, model, needs).build(
         gradients_in_arena=gradients_in_arena, copy_gradients=copy_gradients, whole=whole
     )
-    return replace(made, code=code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,6 @@ from torch._inductor.codecache import BypassFxGraphCache, PyCodeCache, compiled_
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._ops import OpOverload
 
-from memplan.core.code_options import CodeOptions
 from memplan.core.files import write_atomic
 from memplan.errors import UnreadableFile
 from memplan.torch_inside import versions
@@ -38,7 +37,6 @@ def key_of(
     graph: fx.GraphModule,
     inputs: Sequence[Any],
     settings: dict[str, Any],
-    options: CodeOptions,
     *,
     in_blocks: bool = False,
 ) -> str | None:
@@ -48,11 +46,10 @@ def key_of(
         graph: The graph that Inductor is given.
         inputs: Its example inputs.
         settings: The other arguments of `compile_fx_inner`.
-        options: How to generate the code.
         in_blocks: The graph was divided by rows.
 
     Example:
-        >>> keep(key_of(graph, inputs, settings, CodeOptions()), code)
+        >>> keep(key_of(graph, inputs, settings), code)
     """
     if not config.fx_graph_cache or config.force_disable_caches:
         return None

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 
-from memplan.core.code_options import CodeOptions
 from memplan.core.division import SUMS_HINT, WITHOUT_SUMS, Division
 from memplan.core.in_place import without_candidates
 from memplan.core.timed import timed
@@ -50,11 +49,11 @@ class GeneratedStep:
     division: Division | None
 
 
-def generated(captured: Captured, model: str, code: CodeOptions | None, division: Division | None) -> GeneratedStep:
+def generated(captured: Captured, model: str, division: Division | None) -> GeneratedStep:
     """Return a captured step with Inductor's code, whose kernels are compiled when a program needs them.
 
-    `code`: how to generate it; None: as Inductor does by itself. `division`: how to divide chains of rows. Raises
-    `UnsupportedGraph` if Inductor cannot compile the graph, or memplan cannot plan the code.
+    `division`: how to divide chains of rows. Raises `UnsupportedGraph` if Inductor cannot compile the graph, or memplan
+    cannot plan the code.
     """
     joint = _copy(captured.graph_module)
     needs = tangents_needed(joint.graph)
@@ -69,7 +68,6 @@ def generated(captured: Captured, model: str, code: CodeOptions | None, division
             model,
             returned=sum(d is not None and not isinstance(d, GradAOTOutput) for d in descs),
             training=captured.training,
-            code=code or CodeOptions(),
             in_blocks=settled is not None and settled.blocks != 1,
         )
     made = replace(captured, graph_module=joint)
@@ -85,9 +83,7 @@ def _erase_numbers(graph: fx.Graph) -> None:
         raise refused("a number among its inputs")
 
 
-def trace_generated(
-    step: CapturedCall, division: Division | None, compress: str, code: CodeOptions | None
-) -> TracedGraph:
+def trace_generated(step: CapturedCall, division: Division | None, compress: str) -> TracedGraph:
     """Return a variant of a step (see `CapturedCall.retrace`) with Inductor's kernels, and torch's for an update.
 
     Raises `UnsupportedProblem` for a variant that generated kernels cannot have.
@@ -98,17 +94,16 @@ def trace_generated(
         what = "what generated kernels save cannot be compressed"
         raise UnsupportedProblem(what, where="compress", hint='take kernels="aten"')
     kept = {} if step.update is None else step.generated  # variants of an update share the code of forward and backward
-    made = kept.get((code, division))
+    made = kept.get(division)
     if made is None:
         with timed(f"generating kernels of {step.model}"):
-            made = kept[code, division] = generated(step.captured, step.model, code, division)
+            made = kept[division] = generated(step.captured, step.model, division)
     captured = replace(made.captured, inputs=step.captured.inputs)
     traced = fused_graph(
         captured,
         made.halves,
         step.model,
         made.needs,
-        code=code,
         gradients_in_arena=step.options.gradients_in_arena,
         copy_gradients=step.options.copy_gradients,
         whole=step.update is not None,

@@ -7,7 +7,7 @@ each as soon as it may run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from memplan.core.graph import Graph, Op, Phase, Storage, Value
-from memplan.core.graph_edit import with_values
+from memplan.core.graph import Op, Phase, Storage, Value
+from memplan.core.graph_edit import GraphEdit, in_order, with_values
 from memplan.torch_inside.graphs import GradAOTOutput, ParamAOTInput, PlainAOTInput
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.graph.build import build
@@ -33,7 +33,7 @@ def with_updates(step: TracedGraph, captured: Captured, append: Callable[[fx.Gra
         captured: The joint graph that the step was made from.
         append: Replaces the gradients that a graph returns by updates, as `append_updates` does.
     """
-    return _without_dead(_Join(step, _update_alone(step, captured, append)).joined())
+    return _without_dead(_joined(step, _update_alone(step, captured, append)))
 
 
 def _without_dead(step: TracedGraph) -> TracedGraph:
@@ -41,13 +41,12 @@ def _without_dead(step: TracedGraph) -> TracedGraph:
     graph = step.graph
     needed = {graph.values[v].storage for v in graph.outputs}
     needed |= {i for i, storage in enumerate(graph.storages) if not storage.planned}
-    kept: list[_Call] = []
-    for op, kernel in reversed(list(zip(graph.ops, step.kernels, strict=True))):
+    kept: list[int] = []
+    for i, op in reversed(list(enumerate(graph.ops))):
         if op.phase is Phase.FORWARD or op.random or op.only_raises or needed & set(graph.written(op)):
             needed |= set(graph.touched(op))
-            kept.insert(0, (op, kernel))
-    ops, kernels = zip(*kept, strict=True)
-    return replace(step, graph=replace(graph, ops=ops), kernels=kernels)
+            kept.insert(0, i)
+    return replace(step, graph=in_order(graph, kept), kernels=tuple(step.kernels[i] for i in kept))
 
 
 def _update_alone(step: TracedGraph, captured: Captured, append: Callable[[fx.Graph], None]) -> TracedGraph:
@@ -96,98 +95,65 @@ def _like(value: Value, storage: Storage) -> torch.Tensor:
     return whole.as_strided(value.shape, value.strides, value.offset)
 
 
-class _Join:
-    """Joins a step and the graph of its update."""
+def _joined(step: TracedGraph, update: TracedGraph) -> TracedGraph:
+    """Return the step with its update, without gradients among its results."""
+    names = {s.name for s in step.graph.storages} | {v.name for v in step.graph.values}
+    op_names = {op.name for op in step.graph.ops}
+    given = _given(step, update)
+    homes = {update.graph.values[v].storage: step.graph.values[at].storage for v, at in given.items()}
+    edit = GraphEdit(step.graph)
+    value_of = edit.join(update.graph, lambda name: _unused(name, names), homes, given)
+    added: list[Op] = []
+    for op in update.graph.ops:
+        moved = with_values(op, value_of.__getitem__)
+        reads, writes = tuple(dict.fromkeys(moved.reads)), tuple(dict.fromkeys(moved.writes))
+        name = _unused(op.name, op_names)
+        op_names.add(name)
+        added.append(replace(moved, reads=reads, writes=writes, name=name, phase=Phase.BACKWARD))
+    for op, source in _interleaved(step.graph.ops, added, edit.values):
+        edit.add(op, source)
+    bindings = [
+        *step.bindings,
+        *(replace(b, value=value_of[b.value]) for b in update.bindings if b.value not in given),
+    ]
+    made = {edit.values[v].storage for op in edit.ops for v in op.writes}
+    return replace(
+        step,
+        graph=replace(edit.finish(), gradients=()),
+        kernels=tuple(
+            step.kernels[i] if i >= 0 else _moved(update.kernels[~i], value_of, step.opaque_count) for i in edit.sources
+        ),
+        bindings=tuple(replace(b, written=edit.values[b.value].storage in made) for b in bindings),
+        results=replace(step.results, gradients=(), gradient_of=(), needs=()),
+    )
 
-    def __init__(self, step: TracedGraph, update: TracedGraph) -> None:
-        self.step, self.update = step, update
-        self.storages = list(step.graph.storages)
-        self.values = list(step.graph.values)
-        self.bindings = list(step.bindings)
-        self.value_of: dict[int, int] = {}  # of the update's values: their number in the joined graph
-        self.storage_of: dict[int, int] = {}
-        self._names = {s.name for s in self.storages} | {v.name for v in self.values}
-        self._op_names = {op.name for op in step.graph.ops}
 
-    def joined(self) -> TracedGraph:
-        """Return the step with its update, without gradients among its results."""
-        step, update = self.step, self.update
-        self._bind()
-        self._add_values()
-        ops = [self._op(op) for op in update.graph.ops]
-        pairs = list(zip(step.graph.ops, step.kernels, strict=True))
-        added = list(zip(ops, map(self._kernel, update.kernels), strict=True))
-        found = _interleaved(pairs, added, self.values)
-        made = {self.values[v].storage for op, _ in found for v in op.writes}
-        return replace(
-            step,
-            graph=Graph(
-                ops=tuple(op for op, _ in found),
-                values=tuple(self.values),
-                storages=tuple(self.storages),
-                outputs=step.graph.outputs,
-                gradients=(),
-            ),
-            kernels=tuple(kernel for _, kernel in found),
-            bindings=tuple(replace(b, written=self.values[b.value].storage in made) for b in self.bindings),
-            results=replace(step.results, gradients=(), gradient_of=(), needs=()),
-        )
+def _given(step: TracedGraph, update: TracedGraph) -> dict[int, int]:
+    """Return what the update is given by the step, parameters and gradients: its values, and those of the step."""
+    parameters = {b.name: b.value for b in step.bound(Source.PARAMETER)}
+    return {
+        b.value: parameters[b.name] if b.source is Source.PARAMETER else step.results.gradients[b.index]
+        for b in (*update.bound(Source.PARAMETER), *update.bound(Source.INPUT))
+    }
 
-    def _bind(self) -> None:
-        """Find what the update is given in the step, and add the optimizer's state."""
-        values, parameters = self.update.graph.values, {b.name: b.value for b in self.step.bound(Source.PARAMETER)}
-        for binding in self.update.bindings:
-            given = -1
-            if binding.source is Source.PARAMETER:
-                given = parameters[binding.name]
-            elif binding.source is Source.INPUT:
-                given = self.step.results.gradients[binding.index]
-            if given >= 0:
-                self.value_of[binding.value] = given
-                self.storage_of[values[binding.value].storage] = self.values[given].storage
 
-    def _add_values(self) -> None:
-        """Add the storages and values of the update, and the bindings of state and constants."""
-        graph = self.update.graph
-        for i, storage in enumerate(graph.storages):
-            if i not in self.storage_of:
-                self.storage_of[i] = len(self.storages)
-                self.storages.append(replace(storage, name=_unused(storage.name, self._names)))
-        for i, value in enumerate(graph.values):
-            if i not in self.value_of:
-                self.value_of[i] = len(self.values)
-                held = self.storage_of[value.storage]
-                self.values.append(replace(value, name=_unused(value.name, self._names), storage=held))
-        for binding in self.update.bindings:
-            if binding.source not in (Source.PARAMETER, Source.INPUT):
-                self.bindings.append(replace(binding, value=self.value_of[binding.value]))
+def _moved(kernel: Kernel, value_of: Sequence[int], opaque: int) -> KernelCall:
+    """Return a kernel call of the update on the joined graph's values, whose opaque results begin with a number."""
+    assert isinstance(kernel, KernelCall)
 
-    def _op(self, op: Op) -> Op:
-        """Return an op of the update on the joined graph's values."""
-        moved = with_values(op, self.value_of.__getitem__)
-        moved = replace(moved, reads=tuple(dict.fromkeys(moved.reads)), writes=tuple(dict.fromkeys(moved.writes)))
-        name = _unused(op.name, self._op_names)
-        self._op_names.add(name)
-        return replace(moved, name=name, phase=Phase.BACKWARD)
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return Ref(value_of[leaf.value])
+        return OpaqueResult(leaf.number + opaque) if isinstance(leaf, OpaqueResult) else leaf
 
-    def _kernel(self, kernel: Kernel) -> KernelCall:
-        """Return a kernel call of the update on the joined graph's values."""
-        assert isinstance(kernel, KernelCall)
-        opaque = self.step.opaque_count
-
-        def moved(leaf: Any) -> Any:
-            if isinstance(leaf, Ref):
-                return Ref(self.value_of[leaf.value])
-            return OpaqueResult(leaf.number + opaque) if isinstance(leaf, OpaqueResult) else leaf
-
-        args, kwargs = pytree.tree_map(moved, (kernel.args, kernel.kwargs))
-        return replace(
-            kernel,
-            args=args,
-            kwargs=kwargs,
-            outs=tuple(None if out is None else self.value_of[out] for out in kernel.outs),
-            opaque_results=tuple((i, n + opaque) for i, n in kernel.opaque_results),
-        )
+    args, kwargs = pytree.tree_map(moved, (kernel.args, kernel.kwargs))
+    return replace(
+        kernel,
+        args=args,
+        kwargs=kwargs,
+        outs=tuple(None if out is None else value_of[out] for out in kernel.outs),
+        opaque_results=tuple((i, n + opaque) for i, n in kernel.opaque_results),
+    )
 
 
 def _unused(name: str, taken: set[str]) -> str:
@@ -199,27 +165,27 @@ def _unused(name: str, taken: set[str]) -> str:
     return found
 
 
-_Call = tuple[Op, Kernel]
+def _interleaved(step: Sequence[Op], update: Sequence[Op], values: Sequence[Value]) -> Iterator[tuple[Op, int]]:
+    """Yield the ops of both, each of the update behind the last op that it has to wait for.
 
-
-def _interleaved(step: Sequence[_Call], update: Sequence[_Call], values: Sequence[Value]) -> list[_Call]:
-    """Return the ops of both, each of the update behind the last op that it has to wait for."""
-    last = max((i for i, (op, _) in enumerate(step) if op.phase is Phase.FORWARD), default=-1)
+    With each comes its number among those of the step, or ~number among those of the update.
+    """
+    last = max((i for i, op in enumerate(step) if op.phase is Phase.FORWARD), default=-1)
     touched: dict[int, int] = {}  # storage -> the place of the last op that touches it
     written: dict[int, int] = {}
-    for i, (op, _) in enumerate(step):
+    for i, op in enumerate(step):
         _note(op, i, values, touched, written)
-    behind: dict[int, list[_Call]] = {}
-    for op, kernel in update:
+    behind: dict[int, list[tuple[Op, int]]] = {}
+    for i, op in enumerate(update):
         reads, writes = ({values[v].storage for v in some} for some in (op.reads, op.writes))
         place = max([last, *(written.get(s, last) for s in reads), *(touched.get(s, last) for s in writes)])
         place = len(step) - 1 if op.random or op.only_raises else place
         _note(op, place, values, touched, written)
-        behind.setdefault(place, []).append((op, kernel))
-    found = list(behind.get(-1, []))
-    for i, one in enumerate(step):
-        found += [one, *behind.get(i, [])]
-    return found
+        behind.setdefault(place, []).append((op, ~i))
+    yield from behind.get(-1, ())
+    for i, op in enumerate(step):
+        yield op, i
+        yield from behind.get(i, ())
 
 
 def _note(op: Op, place: int, values: Sequence[Value], touched: dict[int, int], written: dict[int, int]) -> None:
