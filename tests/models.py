@@ -21,10 +21,7 @@ def _captured_nano(name: str) -> CapturedCall:
 
 
 def traced_nano(name: str, *, in_place: bool = True) -> TracedGraph:
-    """The step of a nano model of the zoo, as `trace` returns it; captured once in a process, for capturing is slow.
-
-    For tests that read the graph. They must not change tensors of the model, which they share.
-    """
+    """The step of a nano model of the zoo, captured once in a process: tests must not change tensors of the model."""
     captured = _captured_nano(name)
     return replace(captured, options=replace(captured.options, in_place=in_place)).retrace()
 

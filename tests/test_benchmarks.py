@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fits, fused, solver_traces
+from benchmarks import fits, solver_traces
 from benchmarks.full_size import row as step_memory_row
 from benchmarks.instances import LIVES
 from benchmarks.runtime import main
@@ -44,23 +44,6 @@ def test_what_fits_predicts_is_what_training_takes() -> None:
     found = fits.measured_apart("mlp", "nano", "memplan")
     # `compile` may make an idle arena smaller for less than the 5 % from which `fits` counts on it
     assert 0 <= found["predicted"] - found["measured"] <= 0.05 * found["measured"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--starts", "0"], "at least 1"),
-        (["--contenders", "memplan's step"], "only with --whole"),
-        (["--whole", "--contenders", "inductor-knob"], "not of whole steps"),
-    ],
-)
-def test_the_benchmark_of_fused_kernels_refuses_what_it_cannot_measure(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        fused.main(arguments)
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
 
 
 # A graph in the contest's format: a node that lives for no step there is alive at one here.

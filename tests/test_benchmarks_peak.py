@@ -12,14 +12,7 @@ import pytest
 import torch
 
 from benchmarks.peak import main
-from benchmarks.peak_measure import (
-    CONTENDERS,
-    MODELS,
-    Step,
-    by_events,
-    live_bytes,
-    peak_growth,
-)
+from benchmarks.peak_measure import CONTENDERS, MODELS, Step, by_events, live_bytes, peak_growth
 
 MIB = 1 << 20
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 says so of any profile

@@ -9,6 +9,8 @@ import torch
 from memplan.devices.kinds import is_accelerator
 from memplan.torch_inside.versions import accelerators
 
+_CYCLES_PER_OP, _MOST_CYCLES = 150_000, 400_000_000  # of a GPU's clock, of about 2 GHz: 75 microseconds an op, 0.2 s
+
 
 def new_stream(device: torch.device) -> torch.Stream:
     """Return a stream of a device, beside its current one."""
@@ -28,6 +30,13 @@ def new_event(device: torch.device, *, timed: bool = False) -> torch.Event:
 def record(event: torch.Event, device: torch.device) -> None:
     """Record an event in the current stream of a device, which need not be the current device."""
     event.record(current_stream(device))
+
+
+def hold(device: torch.device, ops: int) -> None:
+    """Let the current stream of a GPU wait for as long as the host takes to queue so many ops."""
+    wait = getattr(torch.get_device_module(device), "_sleep", None) if is_accelerator(device) else None
+    if wait is not None:
+        wait(min(ops * _CYCLES_PER_OP, _MOST_CYCLES))
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -13,6 +13,7 @@ from memplan.core.plan import Plan
 from memplan.core.timed import timed
 from memplan.core.totals import known_transient
 from memplan.core.units import format_bytes
+from memplan.devices.kinds import is_accelerator
 from memplan.errors import BudgetInfeasible
 from memplan.evict.feedback import RecordingPolicy
 from memplan.planning.fit import plan_again
@@ -27,6 +28,7 @@ from memplan.runtime.kernels import BoundOp
 from memplan.runtime.memory.arena import Arena, arena_for
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
 from memplan.runtime.options import Measured, RunOptions
+from memplan.runtime.profiling.op_timer import measured_costs
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, safe_plan
 from memplan.trace import CapturedCall
 from memplan.trace.default_kernels import made_by_default
@@ -120,9 +122,12 @@ class ProgramBuilder(Generic[_Options]):
         self._made = []
         try:
             first: Sequence[Measured | None] = [None] * len(steps)
-            made, kept = plan_again(build, less, first, tries=1 if given is not None else _TRIES)
+            again = partial(plan_again, build, less, tries=1 if given is not None else _TRIES)
+            made, kept = again(first)
             if not kept:
                 raise infeasible(over[0])
+            if given is None and self._depends_on_costs(made):
+                made = self._by_measured_costs(made, planned, again, others, room)
             several = any(len(traced.runs_on) > 1 for traced, _ in steps)
             outgrown = not options.has_budget and any(one.plan.arena_size > room for one in made)
             alone = len(steps) == 1 or not options.has_budget
@@ -138,9 +143,8 @@ class ProgramBuilder(Generic[_Options]):
             for (_, _, policy), one in zip(planned, made, strict=True)
             if policy is not None and policy.events is not None
         ]
-        if not keep_example:
-            for one in made:
-                one.forget_example()
+        for one in () if keep_example else made:
+            one.forget_example()
         return list(made), guides
 
     def assemble(
@@ -194,6 +198,40 @@ class ProgramBuilder(Generic[_Options]):
             discard(found)  # the first one
             found = self._placed(before, others, room)
         return found
+
+    def _depends_on_costs(self, made: Sequence[Runner]) -> bool:
+        """Return whether costs that nobody gave decide what is evicted, on an accelerator, where ops can be timed in
+        some milliseconds: ranks have one plan, and cannot have each their own costs."""
+        plans = [one.plan for one in made]
+        one_device = is_accelerator(made[0].traced.device) and not any(p.devices or p.collectives for p in plans)
+        return one_device and self.options.costs is None and any(p.evictions for p in plans)
+
+    def _by_measured_costs(
+        self,
+        made: Sequence[Runner],
+        planned: list[_Planned],
+        again: Callable[[Sequence[Measured | None]], tuple[Sequence[Runner], bool]],
+        others: Sequence[Plan],
+        room: int,
+    ) -> Sequence[Runner]:
+        """Return the programs whose evictions are decided by what ops and copies are measured to take; those that were
+        decided by the costs of the kind of device, if none keeps the budget."""
+        options, before, known = self.options, list(planned), [measured(one, None) for one in made]
+        with timed(f"measuring the ops and copies of {made[0].plan.model}"):
+            self.options = replace(options, costs=measured_costs(made))
+        if not room:  # as between the tries of `programs`
+            discard(made)
+        del made
+        try:
+            found, kept = again(known)
+        except BudgetInfeasible:
+            kept = False
+        finally:
+            self.options = options
+        if kept:
+            return found
+        planned[:] = before
+        return self._placed(before, others, room)
 
     def _planned(
         self, step: tuple[TracedGraph, CapturedCall | None], given: Plan | None, known: Measured | None, room: int

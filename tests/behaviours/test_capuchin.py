@@ -101,10 +101,10 @@ def _plan(kind: str, model: str) -> Plan:
 @pytest.mark.parametrize(
     ("model", "kind"),
     [
-        ("mlp", "everything"), ("mlp", "copies"), ("mlp", "recompute"), ("gpt2", "copies"),
-        slow("gpt2", "everything"), slow("gpt2", "recompute"),
+        *(("mlp", kind) for kind in ("everything", "copies", "recompute")),
+        *(slow("gpt2", kind) for kind in ("everything", "copies", "recompute")),
     ],
-)  # fmt: skip
+)
 def test_P4_evicted_access_in_trigger_and_back_access_are_ops_of_the_plan(kind: str, model: str) -> None:  # noqa: N802
     plan = _plan(kind, model)
     graph, index = plan.graph, {s.name: i for i, s in enumerate(plan.graph.storages)}

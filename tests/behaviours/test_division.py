@@ -34,43 +34,35 @@ from tests.steps import outcome_of
 VOCABULARY, WIDTH, BATCH, TOKENS = 512, 16, 3, 20
 
 
-class Causal(nn.Module):
-    """The ends of a GPT-2: tied embedding and head, next tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = F.linear(self.norm(self.embedding(tokens)), self.embedding.weight)
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
-class Masked(nn.Module):
-    """The ends of a BERT: a head with a bias, masked tokens (some labels are -100)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        logits = self.head(F.gelu(self.norm(self.embedding(tokens))))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+def _ends() -> dict[str, nn.Module]:
+    return {"embedding": nn.Embedding(VOCABULARY, WIDTH), "norm": nn.LayerNorm(WIDTH)}
 
 
 def _causal() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The ends of a GPT-2: tied embedding and head, next tokens."""
     torch.manual_seed(0)
-    return Causal(), (torch.randint(0, VOCABULARY, (BATCH, TOKENS)),)
+    model = Made(
+        lambda m, tokens: F.cross_entropy(
+            F.linear(m.norm(m.embedding(tokens)), m.embedding.weight)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+        ),
+        **_ends(),
+    )
+    return model, (torch.randint(0, VOCABULARY, (BATCH, TOKENS)),)
 
 
 def _masked() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The ends of a BERT: a head with a bias, masked tokens (some labels are -100)."""
     torch.manual_seed(0)
     labels = torch.randint(0, VOCABULARY, (BATCH, TOKENS))
     labels[torch.rand(BATCH, TOKENS) < 0.5] = -100
-    return Masked(), (torch.randint(0, VOCABULARY, (BATCH, TOKENS)), labels)
+    model = Made(
+        lambda m, tokens, labels: F.cross_entropy(
+            m.head(F.gelu(m.norm(m.embedding(tokens)))).flatten(0, 1), labels.flatten()
+        ),
+        **_ends(),
+        head=nn.Linear(WIDTH, VOCABULARY),
+    )
+    return model, (torch.randint(0, VOCABULARY, (BATCH, TOKENS)), labels)
 
 
 MODELS = {"gpt2": _causal, "bert": _masked}
@@ -97,8 +89,7 @@ def _floor(traced: TracedGraph) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_T11_the_floor_falls_to_one_copy_of_the_logits(name: str) -> None:  # noqa: N802
-    """Whole, the loss head needs two copies at once (in place; three without); divided, what is left is the matrix
-    product that reads their gradient."""
+    """Whole, the loss head needs two copies at once; divided, the matrix product that reads their gradient is left."""
     logits = BATCH * TOKENS * VOCABULARY * 4
     rows = BATCH * (TOKENS - 1) * VOCABULARY * 4 if name == "gpt2" else logits
     whole, divided = _traced(name), _traced(name, Division(blocks=10))

@@ -14,7 +14,7 @@ import memplan
 from benchmarks.zoo import ZOO
 from memplan.errors import InputMismatch, MemplanError, StaleActivationsError
 from memplan.runtime.api.on_demand_offload import OnDemandOffload
-from tests.models import Layers
+from tests.models import Layers, Made
 from tests.runtime.budgets import FAST_LINK, QUICK
 from tests.steps import Outcome, outcome_after, outcome_of
 
@@ -69,19 +69,12 @@ def test_P3_without_a_budget_it_is_plain_eager(caplog: pytest.LogCaptureFixture)
 
 
 def test_P3_a_mode_whose_program_is_over_the_budget_runs_too() -> None:  # noqa: N802
-    class Uneven(nn.Module):
+    def uneven(m: Any, x: torch.Tensor) -> Any:
         """In eval mode it needs much more at once."""
+        y = m.linear(x).tanh().tanh().tanh()
+        return y.square().sum() if m.training else y.repeat(64, 1).exp().sum()
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.linear(x).tanh().tanh().tanh()
-            result: torch.Tensor = y.square().sum() if self.training else y.repeat(64, 1).exp().sum()
-            return result
-
-    model, x = Uneven(), torch.randn(64, 16)
+    model, x = Made(uneven, linear=nn.Linear(16, 16)), torch.randn(64, 16)
     for how in ("error", "passive"):
         compiled = memplan.compile(model, x, arena_budget=0.9, policy=QUICK, costs=FAST_LINK, on_mismatch=how)
         model.eval()

@@ -31,7 +31,7 @@ def _plan(name: str, devices: tuple[str, ...] = TWO) -> Plan:
     return memplan.plan(*ZOO[name]("nano"), device=devices, costs=FAST_LINK)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize("name", ["gpt2", slow("resnet")])
 def test_T4_each_device_has_an_arena_of_its_own_at_its_own_max_live(name: str) -> None:  # noqa: N802
     plan = _plan(name)
     check_consistency(plan)
@@ -119,7 +119,7 @@ def test_T4_whole_steps_with_a_budget_for_each_device() -> None:  # noqa: N802
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize("name", ["gpt2", slow("resnet")])
 def test_T4_the_budgets_that_a_plan_without_one_needs_are_enough(name: str) -> None:  # noqa: N802
     free = _plan(name)
     beside = [transient_on(free.graph, free.transient, device) for device in TWO]

@@ -144,7 +144,7 @@ def test_C4_sizes_are_those_of_a_trace_with_these_values(monkeypatch: pytest.Mon
     for name in ("tracing.simplify", "capture.front_ends.drop_constant_masks"):
         monkeypatch.setattr(f"memplan.trace.{name}", lambda *_: None)
     symbolic = _symbolic.__wrapped__()
-    for batch, seq in ((4, 24), (2, LONGEST), (32, 3)):
+    for batch, seq in ((2, LONGEST), (32, 3)):
         resolved = symbolic.resolve({"batch": batch, "seq": seq})
         anew = trace(ZOO["gpt2"]("nano")[0], (torch.zeros(batch, seq, dtype=torch.int64),))
         assert [s.nbytes for s in resolved.graph.storages] == [s.nbytes for s in anew.graph.storages]

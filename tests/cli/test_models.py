@@ -180,11 +180,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("target", ["a.py:f", "pkg.mod:f", "/x/y.py:make", "C:\\x.py:make"])
-def test_names_of_models(target: str) -> None:
-    assert names_model(target)
-
-
 @pytest.mark.parametrize("target", ["", "a.py", "plan.json", "a.py:", ":f", "a.py:f()", "a.py:1", "a.py:f g"])
 def test_what_names_no_model(target: str) -> None:
     assert not names_model(target)

@@ -20,15 +20,6 @@ def test_solve_prints_the_figures(run: Run, csv_file: Path) -> None:
     assert "48 B" in out
 
 
-def test_solve_writes_offsets(run: Run, csv_file: Path, tmp_path: Path) -> None:
-    out_file = tmp_path / "placed.csv"
-    assert run("solve", csv_file, "-o", out_file)[0] == 0
-    rows = [line.split(",") for line in out_file.read_text().splitlines()]
-    assert rows[0] == ["id", "lower", "upper", "size", "offset"]
-    assert [row[0] for row in rows[1:]] == ["a", "b", "c"]
-    assert run("solve", out_file)[0] == 0  # its own output is an input
-
-
 @pytest.mark.parametrize("solver", ["auto", "greedy", "naive", "partition"])
 def test_solve_as_json_with_every_solver(run: Run, csv_file: Path, solver: str) -> None:
     code, out, _ = run("solve", csv_file, "--solver", solver, "--json", "--seed", 3, "--time-limit", 5)

@@ -53,11 +53,6 @@ def test_a_template_makes_addresses(run: Run, plan_file: Path, tmp_path: Path, c
         assert links["model.py:12"] == "https://host/blob/main/net/model.py?name=model.py#L12"
 
 
-def test_a_template_with_the_name_alone_needs_no_file(run: Run, plan_file: Path, tmp_path: Path) -> None:
-    assert run("report", plan_file, "--html", "r.html", "--source-url", "https://host/search?q={file}")[0] == 0
-    assert _links(tmp_path)["model.py:12"] == "https://host/search?q=model.py"
-
-
 @pytest.mark.parametrize("command", ["report", "diff", "budget"])
 @pytest.mark.parametrize(
     ("template", "message"),

@@ -35,6 +35,7 @@ from memplan.runtime.memory import arena
 from memplan.trace import plan_traced, trace
 from memplan.trace.traced import TracedGraph
 from tests.device.late import NAME, LateDevice, Policy
+from tests.models import Made
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, plan_of_everything, runner_of
 from tests.runtime.late_copies import positions_of_copies
 
@@ -291,21 +292,14 @@ def dropped(device: LateDevice) -> dict[str, Any]:
     return found
 
 
-class _LeavesOnTheHost(nn.Module):
+def _leaves_on_the_host() -> Made:
     """A model that returns a result on the host beside one on the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = _layers()
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y = self.layers(x)
-        return y.square().mean(), y.detach().cpu()
+    return Made(lambda m, x: ((y := m.layers(x)).square().mean(), y.detach().cpu()), layers=_layers())
 
 
 def left_on_host(device: LateDevice) -> dict[str, Any]:
     """A forward that copies a result to the host by itself, within a budget that is kept by copies."""
-    model = _LeavesOnTheHost()
+    model = _leaves_on_the_host()
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).to(HERE)
 
     def step(call: Callable[..., Any]) -> Bits:
@@ -317,6 +311,22 @@ def left_on_host(device: LateDevice) -> dict[str, Any]:
     expected = step(model)
     compiled = memplan.compile(model, x, arena_budget=0.8, gradients="outside")
     return {"wrong": wrong_orders(device, lambda: step(compiled), expected), "evictions": len(compiled.plan.evictions)}
+
+
+def measured(device: LateDevice) -> dict[str, Any]:
+    """Budgets that are kept by the costs that the device shows, and by those that are given."""
+    found: dict[str, Any] = {"wrong": [], "costs": [], "seconds": []}
+    for costs in (None, "a100"):
+        model, args = example("gpt2")
+        expected = training(model, model, args)()
+        compiled = memplan.compile(model, args, arena_budget=0.7, gradients="outside", costs=costs)
+        found["wrong"] += wrong_orders(device, training(model, compiled, args), expected)
+        kept = compiled.plan.eviction
+        assert kept is not None
+        assert compiled.plan.evictions
+        found["costs"].append(kept.costs)
+        found["seconds"].append(kept.base_seconds)
+    return found
 
 
 def threads(device: LateDevice) -> dict[str, Any]:
@@ -385,7 +395,7 @@ def mutations_of_two(device: LateDevice) -> dict[str, Any]:
 
     def make() -> tuple[Runner, Step]:
         compiled = memplan.compile(model, x, device=[f"{NAME}:0", f"{NAME}:1"])
-        return compiled._calls.selector.main, training(
+        return compiled._calls.programs.main, training(
             model, lambda *args: compiled(*args).square().mean(), (x,), (other,)
         )
 
@@ -490,6 +500,7 @@ SCENARIOS: dict[str, Callable[[LateDevice], dict[str, Any]]] = {
     "streams": streams,
     "dropped": dropped,
     "left on the host": left_on_host,
+    "measured": measured,
     "threads": threads,
     "mutations": mutations,
     "mutations of two devices": mutations_of_two,

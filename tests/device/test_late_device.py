@@ -51,6 +51,11 @@ def test_every_order_of_queued_work_gives_the_bits_of_eager(
         assert found.pop("seen without settling"), "results must be there when the caller gets them"
         # Two inputs and the gradient of the loss, which the caller allocated, in each of two steps:
         assert {found[key] for key in found} == {6}, "results on the host are pinned"
+    if name == "measured":  # each task of the device takes a millisecond
+        (shown, given), (seconds, predicted) = found["costs"], found["seconds"]
+        assert shown.startswith("measured on"), "on an accelerator, evictions are decided by measured costs"
+        assert given == "a100", "costs that the user gives are taken"
+        assert seconds > 1e-2 > predicted
     if name == "left on the host":
         assert found["evictions"]
     if name == "streams":

@@ -280,10 +280,7 @@ def loaded_by_four(folder: str) -> dict[str, Any]:
     step = memplan.compile_step(models[0], optimizers[0], energy, vectors(rank(), 0))
     losses = [step(vectors(rank(), i)).item() for i in range(2)]
     different = differences(models[0], models[1], (optimizers[0], optimizers[1]))
-    return {
-        "loaded": loaded,
-        "different": [*different, *([] if losses == expected else ["losses"])],
-    }
+    return {"loaded": loaded, "different": [*different, *([] if losses == expected else ["losses"])]}
 
 
 def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:

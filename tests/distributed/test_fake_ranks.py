@@ -29,6 +29,7 @@ from memplan.report.lines import waiting_lines
 from memplan.report.picture import picture_of_plan
 from memplan.report.trace_events import trace_events
 from tests.distributed.models import SmallGpt, energy, tokens, vectors
+from tests.models import Made
 
 
 class _GptLoss(SmallGpt):
@@ -201,7 +202,7 @@ _VARYING: Any = {"ranks": 2, "dynamic_shapes": ({0: "batch"},)}
         (lambda: _planned(0), "is no number of ranks"),
         (lambda: _without_groups(lambda: _planned(2)), "this torch has no process groups"),
         (lambda: _within_two(lambda: _planned(3)), "this process is one of 2 ranks already"),
-        (lambda: memplan.plan(_Scaled(), vectors(0, 0), ranks=2), "support scalar parameters"),
+        (lambda: memplan.plan(_scaled(), vectors(0, 0), ranks=2), "support scalar parameters"),
         (lambda: memplan.plan(nn.Linear(10, 2), vectors(0, 0), **_VARYING), "a rank has one shape"),
     ],
 )
@@ -221,13 +222,8 @@ def _within_two(make: Callable[[], Any]) -> Any:
         return make()
 
 
-class _Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.scale).sum()
+def _scaled() -> Made:
+    return Made(lambda m, x: (x * m.scale).sum(), scale=nn.Parameter(torch.ones(())))
 
 
 @pytest.mark.parametrize(
@@ -456,7 +452,7 @@ def _without_reductions(model: nn.parallel.DistributedDataParallel) -> nn.Module
 
 def test_a_compiled_model_of_ranks_has_few_programs(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It never runs as torch alone would, for which the other ranks would have to do the same."""
-    monkeypatch.setattr("memplan.runtime.api.select.MAX_PROGRAMS", 2)
+    monkeypatch.setattr("memplan.runtime.programs.Programs.most", 2)
     compiled = memplan.compile(_sharded(), vectors(0, 0))
     with torch.no_grad():
         compiled(vectors(0, 0))

@@ -111,8 +111,7 @@ def test_a_first_run_finds_what_it_reads_even_if_a_result_does_not_depend_on_it(
 
 
 def _copied() -> tuple[Graph, Graph]:
-    """a is made of x and read twice; evicted, it goes to the host and comes back as another storage before it is
-    read."""
+    """a is made of x and read twice; evicted, it goes to the host and comes back as another storage."""
     b = GraphBuilder()
     x = b.storage(StorageKind.INPUT, 64, planned=False)
     a = b.storage(StorageKind.ACTIVATION, 64, planned=True)

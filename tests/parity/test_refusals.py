@@ -67,14 +67,6 @@ def test_a_renewal_changes_what_was_judged_alone() -> None:
     assert refusals.changes(before, after) == ["- a|y|gone", "+ b|x|new", "~ a|x|otherwise"]
 
 
-@pytest.mark.parametrize(("text", "complaint"), [("a|x\n", "is not entry"), ("a|x|1\na|x|2\n", "is there twice")])
-def test_a_line_that_says_nothing_is_an_error(text: str, complaint: str, tmp_path: Path) -> None:
-    file = tmp_path / "refusals.txt"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=complaint):
-        refusals.expected(file)
-
-
 def test_the_committed_file_is_as_it_would_be_written(tmp_path: Path) -> None:
     copy = tmp_path / "refusals.txt"
     refusals.write(refusals.expected(), copy)

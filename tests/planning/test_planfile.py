@@ -98,15 +98,6 @@ def test_a_missing_file_and_a_folder_are_unreadable(tmp_path: Path) -> None:
         assert caught.value.where == str(path)
 
 
-def test_an_unwritable_place_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableFile, match="cannot be written"):
-        sample_plan().save(tmp_path / "no folder" / "plan.json")
-    (tmp_path / "taken.json").mkdir()
-    with pytest.raises(UnreadableFile, match="cannot be written"):
-        sample_plan().save(tmp_path / "taken.json")
-    assert [p.name for p in tmp_path.iterdir()] == ["taken.json"]
-
-
 def _set(*steps: str | int, value: object) -> Callable[[Json], None]:
     def change(data: Json) -> None:
         at: Any = data

@@ -14,7 +14,7 @@ from memplan.report.forms import frontier_form
 from memplan.report.pages import frontier_data, frontier_html
 from memplan.report.picture import picture_of_plan
 from memplan.schedule import traced
-from tests.report.browser import CHROMIUM, DRIVER, MISSING, Page, open_html, shot
+from tests.report.browser import CHROMIUM, DRIVER, MISSING, Page, open_html
 from tests.samples import deep_graph
 
 WITH_BROWSER = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=MISSING)
@@ -29,7 +29,7 @@ def _frontier() -> Frontier:
 
 
 @cache
-def _html() -> str:
+def budgets_html() -> str:
     points = _frontier().points
     pictures = {id(p.plan): picture_of_plan(p.plan) for p in points if p.plan is not None}
     return frontier_html(frontier_form("deep", _frontier()), _frontier(), [pictures.get(id(p.plan)) for p in points])
@@ -37,7 +37,7 @@ def _html() -> str:
 
 @pytest.fixture
 def budgets(page: Page, tmp_path: Path) -> Page:
-    return open_html(page, tmp_path, _html())
+    return open_html(page, tmp_path, budgets_html())
 
 
 def test_points_have_plans_that_keep_their_budgets() -> None:
@@ -99,19 +99,3 @@ def test_a_point_opens_its_plan_and_another_one_replaces_it(budgets: Page) -> No
     budgets.run("document.getElementById('close').click()")
     assert budgets.run("return window.memplan.opened() === null")
     budgets.wait("return location.hash === ''")
-
-
-@WITH_BROWSER
-@pytest.mark.parametrize("width", [1400, 390])
-@pytest.mark.parametrize("dark", [False, True])
-def test_it_fits_wide_and_narrow_windows_light_and_dark(page: Page, tmp_path: Path, width: int, dark: bool) -> None:
-    page.emulate(width, dark=dark)
-    open_html(page, tmp_path, _html())
-    colours = shot(page, tmp_path / "page.png")
-    ours = (0x78, 0xA6, 0xFF) if dark else (0x25, 0x60, 0xC4)
-    assert colours[ours] > 200, "the curve"
-    assert colours[(0x11, 0x14, 0x18) if dark else (0xF6, 0xF7, 0xF9)] > 5_000, "the page"
-    assert page.run("return document.documentElement.scrollWidth <= innerWidth")
-    page.run("document.querySelector('#plot .ours').dispatchEvent(new MouseEvent('click'))")
-    page.wait("return window.memplan.opened()")
-    assert page.run("return document.documentElement.scrollWidth <= innerWidth")

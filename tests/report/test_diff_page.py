@@ -8,7 +8,7 @@ import pytest
 
 from memplan.analysis.diff import diff
 from memplan.report.pages import diff_html
-from tests.report.browser import CHROMIUM, DRIVER, MISSING, Page, open_html, shot
+from tests.report.browser import CHROMIUM, DRIVER, MISSING, Page, open_html
 from tests.samples import deep_plan, sample_plan
 
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=MISSING)
@@ -110,15 +110,3 @@ def test_a_module_filters_both_and_the_address_keeps_it(evicted: Page) -> None:
     evicted.run("location.hash = 'module=block_b'")
     evicted.wait("return window.memplan.looks[1].module")
     assert evicted.run(rows) == after
-
-
-@pytest.mark.parametrize("width", [1400, 390])
-@pytest.mark.parametrize("dark", [False, True])
-def test_it_fits_wide_and_narrow_windows_light_and_dark(page: Page, tmp_path: Path, width: int, dark: bool) -> None:
-    page.emulate(width, dark=dark, height=1900)
-    open_html(page, tmp_path, diff_html(deep_plan(), deep_plan("genoa")))
-    colours = shot(page, tmp_path / "page.png")
-    assert colours[(0x2F, 0x6F, 0xD8)] > 1000, "left the peak"
-    assert colours[(0x2A, 0x7D, 0x3F)] > 1000, "came"
-    assert colours[(0x11, 0x14, 0x18) if dark else (0xF6, 0xF7, 0xF9)] > 5_000, "the page"
-    assert page.run("return document.documentElement.scrollWidth <= innerWidth")

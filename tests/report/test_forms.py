@@ -64,22 +64,6 @@ def test_the_table_has_a_line_for_everything(width: int) -> None:
     assert "at step 3" in text or width < 60
 
 
-def test_brackets_in_module_names_are_no_markup() -> None:
-    assert "layers[1].norm" in _drawn(sample_plan(), 120)
-    assert r"layers\[1\].norm" in report_markdown(sample_plan().report())
-
-
-def test_the_table_can_be_written_in_ascii() -> None:
-    assert "arena" in _drawn(sample_plan(), 80, "ascii")
-
-
-def test_measured_temporaries_are_shown() -> None:
-    plan = sample_plan(temporaries=(0, 100, 0, 0, 7))
-    assert "not measured" not in _drawn(plan, 80)
-    assert "not measured" not in report_markdown(plan.report())
-    assert "not measured" in report_markdown(sample_plan().report())
-
-
 def test_on_an_accelerator_the_report_says_what_no_plan_knows() -> None:
     plan = sample_plan()
     storages = tuple(replace(s, device="cuda:0") for s in plan.graph.storages)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from memplan.core.problem import Buffer, Interval, Problem
-from memplan.report.pages import picture_html
+from memplan.report.pages import diff_html, picture_html
 from memplan.report.picture import picture_of, picture_of_plan
 from memplan.solvers import solve
 from tests.report.browser import CHROMIUM, DRIVER, MISSING, Page, open_html, shot
+from tests.report.test_budget_page import budgets_html
 from tests.samples import deep_plan, sample_plan
 
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=MISSING)
@@ -61,6 +63,7 @@ def test_hover_shows_origin_and_size_and_leaves_with_the_pointer(sample: Page) -
         "module h.0.attn",
         "source model.py:12",
         "op aten.mm",
+        "tensor uint8 [100]",
         "steps 0 to 4",
         "offset",
     ):
@@ -179,12 +182,6 @@ def _rows(page: Page) -> list[str]:
     return found
 
 
-def test_shapes_and_dtypes_are_in_the_tooltip_and_the_table(sample: Page) -> None:
-    sample.point(*_place(sample, "activation_2"))
-    assert "tensor uint8 [100]" in _tip(sample)
-    assert any("uint8 [60]" in row and "activation_3" in row for row in _rows(sample))
-
-
 def test_a_click_keeps_the_details_with_links_and_a_second_one_closes_them(page: Page, tmp_path: Path) -> None:
     open_html(page, tmp_path, picture_html(picture_of_plan(sample_plan()), links=LINKS))
     page.point(*_place(page, "activation_2"), press=True)
@@ -299,16 +296,32 @@ def test_paper_is_white_and_has_no_buttons(sample: Page) -> None:
     assert sample.run("return document.documentElement.dataset.theme") == "dark"
 
 
+BLUE, ORANGE, GREEN = (0x2F, 0x6F, 0xD8), (0xB8, 0x52, 0x0F), (0x2A, 0x7D, 0x3F)
+PAGES: dict[str, tuple[Callable[[], str], tuple[tuple[int, int, int], ...]]] = {
+    "activations and gradients": (lambda: picture_html(picture_of_plan(deep_plan("genoa"))), (BLUE, ORANGE)),
+    "what left the peak and what came": (lambda: diff_html(deep_plan(), deep_plan("genoa")), (BLUE, GREEN)),
+    "the curve": (budgets_html, ()),
+}
+
+
 @pytest.mark.parametrize("width", [1400, 390])
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_fits_wide_and_narrow_windows_light_and_dark(page: Page, tmp_path: Path, width: int, dark: bool) -> None:
-    page.emulate(width, dark=dark)
-    open_html(page, tmp_path, picture_html(picture_of_plan(deep_plan("genoa"))))
-    colours = shot(page, tmp_path / "page.png")
-    assert colours[(0x2F, 0x6F, 0xD8)] > 2000, "blocks of activations"
-    assert colours[(0xB8, 0x52, 0x0F)] > 2000, "blocks of gradients"
-    assert colours[(0x11, 0x14, 0x18) if dark else (0xF6, 0xF7, 0xF9)] > 10_000, "the page"
+@pytest.mark.parametrize("name", PAGES)
+def test_it_fits_wide_and_narrow_windows_light_and_dark(
+    page: Page, tmp_path: Path, name: str, width: int, dark: bool
+) -> None:
+    make, colours = PAGES[name]
+    page.emulate(width, dark=dark, height=1900)
+    open_html(page, tmp_path, make())
+    found = shot(page, tmp_path / "page.png")
+    assert all(found[colour] > 1000 for colour in colours)
+    assert found[(0x11, 0x14, 0x18) if dark else (0xF6, 0xF7, 0xF9)] > 5_000, "the page"
     assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+    if name == "the curve":
+        assert found[(0x78, 0xA6, 0xFF) if dark else (0x25, 0x60, 0xC4)] > 200
+        page.run("document.querySelector('#plot .ours').dispatchEvent(new MouseEvent('click'))")
+        page.wait("return window.memplan.opened()")
+        assert page.run("return document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_only_its_own_script_may_run(sample: Page) -> None:

@@ -15,10 +15,9 @@ from hypothesis import given
 
 from memplan.core.plan import Plan
 from memplan.core.problem import Buffer, Interval, Problem
-from memplan.errors import InvalidSolution
 from memplan.report.pages import picture_html
 from memplan.report.picture import Picture, picture_of, picture_of_plan
-from memplan.report.svg import picture_svg, ticks
+from memplan.report.svg import picture_svg
 from memplan.report.trace_events import snapshot, snapshot_bytes, trace_events
 from memplan.solvers import solve
 from tests.graph_strategies import plans
@@ -140,24 +139,6 @@ def test_trace_events_have_the_fields_of_their_format(policy: str | None) -> Non
             assert event["ts"] >= 0
             assert event["pid"] in named
             assert event.get("dur", 1) > 0
-
-
-def test_an_infeasible_problem_has_no_picture() -> None:
-    problem = Problem(buffers=(Buffer(id="a", size=9, live=Interval(0, 1)),), capacity=5)
-    solution = solve(problem)
-    if len(solution.offsets) == 1:  # a placement that exceeds the capacity can be drawn
-        return
-    with pytest.raises(InvalidSolution, match="nothing to draw"):
-        picture_of(problem, solution, "x")
-
-
-@pytest.mark.parametrize("most", [0, 1, 7, 100, 10**6, 2**40])
-def test_ticks_are_few_and_within(most: int) -> None:
-    for binary in (False, True):
-        found = ticks(most, 8, binary=binary)
-        assert found[0] == 0
-        assert found[-1] <= most
-        assert len(found) <= 9
 
 
 @given(plans())

@@ -87,10 +87,6 @@ def test_long_and_unprintable_ids_keep_the_columns() -> None:
     assert "\x1b" not in text
 
 
-def test_a_plan_prints_its_table() -> None:
-    assert "3 partitions" in sample_plan().to_text()
-
-
 @given(plans())
 def test_c6_every_buffer_stands_in_its_partition_at_every_step(plan: Plan) -> None:
     problem = plan.problem

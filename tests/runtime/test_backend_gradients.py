@@ -15,26 +15,20 @@ import memplan
 from benchmarks.zoo import ZOO
 from memplan import Backend
 from tests.models import Halves
+from tests.runtime.reference import same_gradients, same_parameters
 from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-class Block(nn.Module):
+def _block(size: int = 16) -> nn.Sequential:
     """A small model whose activations are larger than its gradients."""
-
-    def __init__(self, size: int = 16) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.two(self.one(x).relu()).tanh()
-        return y
+    return nn.Sequential(nn.Linear(size, 4 * size), nn.ReLU(), nn.Linear(4 * size, size), nn.Tanh())
 
 
-def _pair(seed: int = 0, size: int = 16) -> tuple[Block, Block]:
+def _pair(seed: int = 0, size: int = 16) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(seed)
-    model = Block(size)
+    model = _block(size)
     return model, copy.deepcopy(model)
 
 
@@ -44,10 +38,8 @@ def _compiled(model: nn.Module, backend: Backend) -> Callable[[Tensor], Tensor]:
 
 
 def _same(model: nn.Module, eager: nn.Module) -> None:
-    for (name, p), q in zip(model.named_parameters(), eager.parameters(), strict=True):
-        assert torch.equal(p, q), name
-        assert (p.grad is None) == (q.grad is None), name
-        assert p.grad is None or q.grad is None or torch.equal(p.grad, q.grad), name
+    assert same_parameters(model, eager)
+    assert same_gradients(model, eager)
 
 
 def _in_arena(model: nn.Module, backend: Backend) -> list[bool]:
@@ -121,7 +113,7 @@ def test_gradients_are_outside_within_a_budget_and_with_a_graph_break() -> None:
     limited, broken = Backend(budget="95%"), Backend()
     x = torch.randn(256, 16)
     runs = []
-    for backend, model in ((limited, Block()), (broken, Halves(Block(), Block()))):
+    for backend, model in ((limited, _block()), (broken, Halves(_block(), _block()))):
         runs.append(run := _compiled(model, backend))
         for _ in range(3):
             _step(model, run, x)

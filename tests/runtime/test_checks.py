@@ -22,6 +22,7 @@ from memplan.runtime.debug.hooks import StepEvent, When
 from memplan.runtime.debug.sanitizers import Sanitizers
 from memplan.runtime.execute.cuda_graphs import CudaGraphProgram
 from memplan.trace import trace
+from tests.models import Made
 from tests.slow import slow
 from tests.steps import Outcome, outcome_of
 
@@ -120,23 +121,16 @@ def test_a_recorded_step_takes_no_check() -> None:
         CudaGraphProgram(program, None, whole=False)  # type: ignore[arg-type]
 
 
-class Masking(nn.Module):
-    """Activations of numbers, and a mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.one(x)
-        out: torch.Tensor = self.two(torch.where(h > 0, h, h.sin()).tanh())
-        return out.square().mean()
-
-
 def _compiled(sanitize: Sanitize | None) -> tuple[CompiledModule, torch.Tensor]:
+    """A model with activations of numbers, and a mask."""
     torch.manual_seed(0)
     x = torch.randn(5, 6)
-    return memplan.compile(Masking(), x, gradients="outside", sanitize=sanitize), x
+    model = Made(
+        lambda m, x: m.two(torch.where((h := m.one(x)) > 0, h, h.sin()).tanh()).square().mean(),
+        one=nn.Linear(6, 8),
+        two=nn.Linear(8, 8),
+    )
+    return memplan.compile(model, x, gradients="outside", sanitize=sanitize), x
 
 
 def _bytes(compiled: CompiledModule, buffer: Buffer) -> torch.Tensor:
@@ -153,7 +147,7 @@ def _is_poisoned(memory: torch.Tensor) -> bool:
 
 def test_poison_leaves_what_is_alive_alone() -> None:
     compiled, _ = _compiled("poison")
-    guards, plan = compiled._calls.selector.main.program.sanitizers, compiled.plan
+    guards, plan = compiled._calls.programs.main.program.sanitizers, compiled.plan
     for buffer in plan.problem.buffers:
         memory = _bytes(compiled, buffer).zero_()
         for step in range(buffer.live.start, buffer.live.end):
@@ -187,7 +181,7 @@ def test_an_early_reader_sees_poison() -> None:
     befores = tuple((partial(look, step),) if step in births else () for step in steps)
     meter = Sanitizers(befores, tuple(() for _ in steps))
     compiled._calls.arena.memory.zero_()
-    compiled._calls.selector.main.time(meter)
+    compiled._calls.programs.main.time(meter)
     compiled(x).backward()
     assert found == dict.fromkeys(births, True)
 

@@ -22,6 +22,7 @@ from memplan.runtime import CompiledModule
 from memplan.runtime.api.calls_of_several import GraphCalls
 from memplan.runtime.api.compile_step import StepThenUpdate
 from memplan.runtime.dynamo.backend import Backend
+from tests.models import Made
 from tests.runtime.test_total_budget import _peak
 from tests.slow import slow
 from tests.steps import Training, same_tensors
@@ -85,18 +86,13 @@ class RunningMean(nn.Module):
         return hidden - self.running
 
 
-class Chosen(nn.Module):
+def _chosen() -> nn.Module:
     """Rows that `nonzero` chooses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = _layers(), _layers()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = torch.nonzero(x[:, 0] > 0).squeeze(1)
-        hidden = self.one(x)
-        found: torch.Tensor = self.two(hidden[rows]).mean() + hidden.mean()
-        return found
+    return Made(
+        lambda m, x: m.two((h := m.one(x))[torch.nonzero(x[:, 0] > 0).squeeze(1)]).mean() + h.mean(),
+        one=_layers(),
+        two=_layers(),
+    )
 
 
 class Masked(nn.Module):
@@ -134,28 +130,23 @@ class Featured(nn.Module):
         return found
 
 
-class Scaled(nn.Module):
+def _scaled() -> nn.Module:
     """Python's and numpy's random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = _layers()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        noise = torch.from_numpy(np.random.rand(WIDTH).astype("float32"))
-        found: torch.Tensor = self.inner(x) * noise * random.random()
-        return found
+    return Made(
+        lambda m, x: m.inner(x) * torch.from_numpy(np.random.rand(WIDTH).astype("float32")) * random.random(),
+        inner=_layers(),
+    )
 
 
 PROGRAMS: dict[str, Callable[[], nn.Module]] = {
     "label check": Checked,
     "mask cache": MaskCache,
     "assigned buffer": RunningMean,
-    "nonzero": Chosen,
+    "nonzero": _chosen,
     "mask writes a parameter": Masked,
     "pruning": _pruned,
     "feature hook": Featured,
-    "random numbers": Scaled,
+    "random numbers": _scaled,
 }
 
 
@@ -216,10 +207,7 @@ def _step(model: nn.Module, x: torch.Tensor) -> None:
 
 
 # other random numbers are another graph, which is traced and tried in the step
-@pytest.mark.parametrize(
-    "name",
-    ["label check", *map(slow, ("mask cache", "assigned buffer", "nonzero", "pruning"))],
-)
+@pytest.mark.parametrize("name", ["label check", *map(slow, ("mask cache", "assigned buffer", "nonzero", "pruning"))])
 def test_the_peak_is_not_above_eagers_nor_above_the_plans(name: str) -> None:
     x = _batch()
     eager, compiled = _made(name), memplan.compile(_made(name), x)

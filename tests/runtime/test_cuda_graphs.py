@@ -16,6 +16,8 @@ from benchmarks.zoo import ZOO
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime import compile, compile_step
 from memplan.runtime.execute.cuda_graphs import make_recorder
+from tests.models import Made
+from tests.runtime.reference import same_parameters
 from tests.slow import slow
 from tests.steps import loss_of, outcome_after
 
@@ -124,7 +126,7 @@ def test_a_recorded_step_follows_its_schedule(make: Any, accumulate: int, record
         if step.pending == 0:
             for schedule in schedules:
                 schedule.step()
-    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True))
+    assert same_parameters(net, other)
     assert recorder.recorded == accumulate
     for o in (ours, theirs):
         o.param_groups[0]["weight_decay"] = 0.25
@@ -132,7 +134,7 @@ def test_a_recorded_step_follows_its_schedule(make: Any, accumulate: int, record
         for seed in range(accumulate):
             torch.manual_seed(seed)
             one(*_batch(seed))
-    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True))
+    assert same_parameters(net, other)
     assert recorder.recorded > accumulate
 
 
@@ -144,14 +146,5 @@ def test_what_cannot_be_recorded_says_so() -> None:
 
 
 def test_inputs_that_are_changed_are_refused(recorder: Rerun) -> None:
-    class Changes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x.add_(1)
-            return x * self.w
-
     with pytest.raises(UnsupportedGraph, match="is changed"):
-        compile(Changes(), torch.ones(4), cuda_graph=True)
+        compile(Made(lambda m, x: x.add_(1) * m.w, w=nn.Parameter(torch.ones(4))), torch.ones(4), cuda_graph=True)

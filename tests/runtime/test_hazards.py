@@ -53,15 +53,7 @@ def test_outputs_are_never_overwritten(compiled: CompiledModule, x: torch.Tensor
 
 @pytest.mark.parametrize("what", ["input", "output", "parameter"])
 def test_changing_what_the_backward_needs_raises(x: torch.Tensor, what: str) -> None:
-    class Squares(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(8))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(x * self.w)  # its backward needs x, w, and its own result
-
-    squares = Squares()
+    squares: Any = Made(lambda m, x: torch.tanh(x * m.w), w=nn.Parameter(torch.ones(8)))  # needs x, w, its result
     x.requires_grad_()
     step = memplan_compile(squares, (x,))
     out = step(x)

@@ -13,13 +13,7 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.errors import (
-    BudgetInfeasible,
-    MemplanError,
-    PlanMismatch,
-    UnsupportedCall,
-    UnsupportedGraph,
-)
+from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, UnsupportedCall, UnsupportedGraph
 from memplan.runtime import CompiledModule
 from tests.models import Counted, Made
 from tests.slow import slow
@@ -268,11 +262,11 @@ def test_inductors_own_error_is_one_sentence_and_memplans_are_its_own(monkeypatc
     with monkeypatch.context() as patched, uncached:
         patched.setattr(compile_fx, "compile_fx_inner", fails)
         with pytest.raises(UnsupportedGraph, match=r"AssertionError: no lowering\n") as no:
-            memplan.plan(Added(), x, kernels="inductor")
+            memplan.plan(_added(), x, kernels="inductor")
     assert no.value.see == "inductor-refuses"
     monkeypatch.setattr(Replay, "outputs", fails)  # a fault of memplan's is no refusal of Inductor's
     with pytest.raises(AssertionError, match="no lowering"):
-        memplan.plan(Added(), x, kernels="inductor")
+        memplan.plan(_added(), x, kernels="inductor")
 
 
 def test_a_backward_has_what_was_computed_from_a_buffer_before_it_changed() -> None:
@@ -286,33 +280,25 @@ def test_a_backward_has_what_was_computed_from_a_buffer_before_it_changed() -> N
     assert float(model.count) == float(eager.count) == 2
 
 
-class Unchanged(nn.Module):
+def _unchanged() -> Made:
     """A model that computes nothing."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return x, x.flatten()[2:], x.t(), 3, None
+    return Made(lambda m, x: (x, x.flatten()[2:], x.t(), 3, None))
 
 
-class Added(nn.Module):
+def _added() -> Any:
     """A model whose backward computes nothing: the gradient is the one that comes in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.linspace(0, 1, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.bias
+    return Made(lambda m, x: x + m.bias, bias=nn.Parameter(torch.linspace(0, 1, 4)))
 
 
 def test_graphs_without_ops_run() -> None:
     x = torch.randn(4, 4)
-    found, expected = memplan.compile(Unchanged(), x, kernels="inductor", train=False)(x), Unchanged()(x)
+    found, expected = memplan.compile(_unchanged(), x, kernels="inductor", train=False)(x), _unchanged()(x)
     assert [o.data_ptr() for o in found[:3]] == [o.data_ptr() for o in expected[:3]]
     assert [o.stride() for o in found[:3]] == [o.stride() for o in expected[:3]]
     assert found[3:] == (3, None)
-    model = Added()
+    model = _added()
     memplan.compile(model, x[0], kernels="inductor")(x[0]).square().sum().backward()
-    assert torch.equal(model.bias.grad, 2 * (x[0] + model.bias).detach())  # type: ignore[arg-type]
+    assert torch.equal(model.bias.grad, 2 * (x[0] + model.bias).detach())
 
 
 @pytest.mark.parametrize("right", [False, True])

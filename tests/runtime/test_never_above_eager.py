@@ -16,25 +16,12 @@ from benchmarks.peak_measure import checkpoint_blocks
 from benchmarks.zoo import ZOO
 from memplan.core.graph import Phase
 from memplan.devices.measure import peak_bytes
-from tests.models import Saves
+from tests.models import Made, Saves
 from tests.runtime.budgets import QUICK
 from tests.runtime.reference import same_gradients, same_parameters
 from tests.slow import slow
 
 CPU = torch.device("cpu")
-
-
-class Peaks(nn.Module):
-    """A large result first; then a convolution that needs much for itself, when little else is alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Conv2d(64, 512, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = nn.functional.avg_pool2d(torch.tanh(x), 16)
-        result: torch.Tensor = self.last(x).mean((2, 3))
-        return result
 
 
 def _measured(call: Callable[[], Any], model: nn.Module | None = None) -> int:
@@ -61,8 +48,13 @@ def _training(model: nn.Module, inputs: tuple[Any, ...]) -> Callable[[], Any]:
 
 
 def _peaks() -> tuple[nn.Module, torch.Tensor]:
+    """A large result first; then a convolution that needs much for itself, when little else is alive."""
     torch.manual_seed(0)
-    return Peaks().eval(), torch.randn(2, 64, 64, 64)
+    model = Made(
+        lambda m, x: m.last(nn.functional.avg_pool2d(torch.tanh(x), 16)).mean((2, 3)),
+        last=nn.Conv2d(64, 512, 3, padding=1),
+    )
+    return model.eval(), torch.randn(2, 64, 64, 64)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +122,7 @@ def test_the_peak_of_a_whole_step_is_at_most_eagers(name: str) -> None:
 
 
 def test_the_device_of_a_step_on_the_host_holds_about_what_eager_would() -> None:
-    """Kernels of convolutions allocate much beside the arena, which has parameters, inputs and results here. Nothing is
-    evicted for that without a budget.
-    """
+    """Nothing is evicted without a budget for what kernels of convolutions allocate beside the arena."""
     torch.manual_seed(0)
     model, inputs = ZOO["resnet"]("nano")
     reference = copy.deepcopy(model)
@@ -161,7 +151,7 @@ def _saves(**options: Any) -> tuple[nn.Module, nn.Module, memplan.runtime.Compil
     model, x = Saves(), torch.randn(8, 1, 16, 16)
     reference = copy.deepcopy(model)
     compiled = memplan.compile(model, x, **options)
-    assert compiled._calls.selector.main.program.left, "no activation that the backward needs is outside the arena"
+    assert compiled._calls.programs.main.program.left, "no activation that the backward needs is outside the arena"
     return model, reference, compiled, x
 
 
@@ -220,7 +210,7 @@ def test_the_smallest_budget_leaves_outside_what_is_dead_when_kernels_need_most(
 
 def test_activations_outside_the_arena_die_with_the_graph_that_no_backward_runs_for() -> None:
     model, reference, compiled, x = _saves()
-    left = compiled._calls.selector.main.left_outside
+    left = compiled._calls.programs.main.left_outside
     kept = compiled(x)
     assert left
     del kept
@@ -234,28 +224,14 @@ def test_activations_outside_the_arena_die_with_the_graph_that_no_backward_runs_
         torch.autograd.backward(second)
         losses.append(second.detach())
     assert torch.equal(*losses)
-    for expected, found in zip(reference.parameters(), model.parameters(), strict=True):
-        assert expected.grad is not None
-        assert found.grad is not None
-        assert torch.equal(expected.grad, found.grad)
-
-
-class Recurs(nn.Module):
-    """A recurrent layer, whose workspace is most of what its step needs, and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(16, 32, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.rnn(x)[0][:, -1].square().mean()
-        return result
+    assert same_gradients(model, reference)
 
 
 def test_the_workspace_of_a_recurrent_layer_is_not_copied() -> None:
     """Its backward returns the gradients of both biases in memory of their own, which fakes say is the same."""
     torch.manual_seed(0)
-    model, x = Recurs(), torch.randn(8, 16, 16)
+    rnn, x = nn.LSTM(16, 32, batch_first=True), torch.randn(8, 16, 16)
+    model = Made(lambda m, x: m.rnn(x)[0][:, -1].square().mean(), rnn=rnn)
     reference = copy.deepcopy(model)
     eager = _measured(_training(reference, (x,)), reference)
     compiled = memplan.compile(model, (x,))
@@ -382,9 +358,8 @@ def test_an_optimizer_in_the_backward_has_eagers_bits(kind: str, how: str) -> No
 
     train(reference, reference)
     train(model, memplan.compile(model, x) if how == "compile" else torch.compile(model, backend="memplan"))
-    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
-    assert all(map(torch.equal, *zip(*pairs, strict=True)))
-    assert all((p.grad is q.grad is None) or torch.equal(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
+    assert same_parameters(model, reference)
+    assert same_gradients(model, reference)
 
 
 def test_a_parameter_that_a_hook_changes_is_read_no_more() -> None:

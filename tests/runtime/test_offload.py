@@ -39,15 +39,7 @@ from memplan.solvers import solve
 from memplan.trace import plan_traced, trace
 from memplan.trace.traced import TracedGraph
 from tests.models import Layers
-from tests.runtime.budgets import (
-    FAST_LINK,
-    QUICK,
-    QUICK_RECOMPUTE,
-    everything,
-    plan_of_everything,
-    runner_of,
-    step_of,
-)
+from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, everything, plan_of_everything, runner_of, step_of
 from tests.runtime.reference import same_parameters
 from tests.slow import slow
 from tests.steps import Outcome, outcome_of

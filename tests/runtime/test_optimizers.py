@@ -18,6 +18,7 @@ from benchmarks.peak_measure import live_bytes
 from memplan.errors import InputMismatch, UnsupportedGraph
 from memplan.planning.planfile import check_consistency
 from memplan.runtime import compile_step
+from tests.models import Made
 from tests.runtime.allocated import allocations
 from tests.runtime.reference import same_parameters
 from tests.slow import slow
@@ -266,16 +267,10 @@ def test_evaluation_mode_and_autocast_are_other_calls(mode: Any, name: str) -> N
 
 
 def test_complex_parameters_are_updated() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * self.weight).abs()
+    model = Made(lambda m, x: (x * m.weight).abs(), weight=nn.Parameter(torch.tensor([1 + 2j, 3 - 1j])))
 
     batch = torch.ones(3, 2), torch.zeros(3, 2)
-    training = Training(Scaled(), lambda m: torch.optim.Adam(m.parameters(), lr=0.1), F.mse_loss, *batch)
+    training = Training(model, lambda m: torch.optim.Adam(m.parameters(), lr=0.1), F.mse_loss, *batch)
     for _ in range(3):
         training.both(*batch)
 
@@ -294,16 +289,10 @@ def test_optimizers_with_a_closure_are_refused() -> None:
         assert "memplan.compile" in str(caught.value.hint)
 
 
-class _Wide(nn.Module):
+def _wide() -> Made:
     """Layers of which the parameters are as large as the activations, and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.GELU())))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.layers(x).square().mean()
-        return loss
+    layers = (layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.GELU()))
+    return Made(lambda m, x: m.layers(x).square().mean(), layers=nn.Sequential(*layers))
 
 
 def _peak(make: Make, x: torch.Tensor, accumulate: int, *, planned: bool) -> tuple[int, nn.Module, Any]:
@@ -311,7 +300,7 @@ def _peak(make: Make, x: torch.Tensor, accumulate: int, *, planned: bool) -> tup
     gc.collect()
     before = live_bytes()
     torch.manual_seed(0)
-    model = _Wide()
+    model = _wide()
     optimizer = make(model.parameters())
     compiled: Any = None
     if planned:
@@ -350,7 +339,7 @@ def test_peaks_are_planned_and_not_above_eagers(name: str, rows: int, accumulate
 def test_a_budget_covers_state_and_temporaries() -> None:
     x = torch.randn(1024, 128)
     make = partial(torch.optim.RMSprop, foreach=True)
-    model = _Wide()
+    model = _wide()
     plain = compile_step(model, make(model.parameters()), lambda loss: loss, x).plan
     nbytes = sum(p.nbytes for p in model.parameters())
     assert nbytes <= plain.outside["reserve"] <= 1.01 * nbytes

@@ -247,7 +247,7 @@ def _x(n: int, rows: int = 6) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, slow({"gradients": "outside"}), slow({"dynamic_shapes": {"x": {0: Dim("rows", min=2)}}})]
+    "options", [{}, slow({"gradients": "outside"}), slow({"dynamic_shapes": {"inputs": ({0: Dim("rows", min=2)},)}})]
 )
 def test_a_body_that_is_unfrozen_and_frozen_again(options: dict[str, Any]) -> None:
     """Its programs need arenas of several sizes, so that earlier ones are made again in the model of then."""
@@ -263,16 +263,8 @@ def test_a_body_that_is_unfrozen_and_frozen_again(options: dict[str, Any]) -> No
 def test_a_larger_table_is_never_run_by_programs_of_the_first() -> None:
     """The program of a table of other size lies in a larger arena, in which the first one is made again."""
 
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rows = nn.Parameter(torch.randn(8, 6))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x @ self.rows.t()).softmax(-1).exp().square()
-
     torch.manual_seed(0)
-    model = Table()
+    model: Any = Made(lambda m, x: (x @ m.rows.t()).softmax(-1).exp().square(), rows=nn.Parameter(torch.randn(8, 6)))
     eager = copy.deepcopy(model)
     compiled = memplan.compile(model, torch.randn(4, 6))
     for n, count in enumerate((8, 30, 30, 8, 30, 50)):

@@ -14,6 +14,7 @@ from memplan.errors import UnsupportedGraph
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import trace
 from memplan.trace.capture.joint_graph import capture
+from tests.models import Made
 from tests.runtime.budgets import QUICK_RECOMPUTE
 from tests.slow import slow
 from tests.steps import outcome_of, under_autocast
@@ -50,10 +51,7 @@ def _step(model: nn.Module, call: Any, x: torch.Tensor, seed: int) -> list[torch
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"num_layers": 2, "bidirectional": True, "batch_first": True, "dropout": 0.5},
-        {"num_layers": 2, "bias": False},
-    ],
+    [{"num_layers": 2, "bidirectional": True, "batch_first": True, "dropout": 0.5}, {"num_layers": 2, "bias": False}],
     ids=str,
 )
 @pytest.mark.parametrize("mode", ["training", "evaluation"])
@@ -97,16 +95,10 @@ def test_workspaces_are_planned_and_may_be_made_again() -> None:
         assert torch.equal(one, two)
 
 
-class Casts(nn.Module):
+def _casts(kind: Any, size: int, **options: Any) -> Made:
     """A recurrent layer between two others; what it makes is read in full precision."""
-
-    def __init__(self, kind: Any, size: int, **options: Any) -> None:
-        super().__init__()
-        self.into, self.rnn, self.out = nn.Linear(6, 6), kind(6, size, **options), nn.Linear(32, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.out(self.rnn(self.into(x))[0].float())
-        return y.float().square().mean()
+    parts = {"into": nn.Linear(6, 6), "rnn": kind(6, size, **options), "out": nn.Linear(32, 3)}
+    return Made(lambda m, x: m.out(m.rnn(m.into(x))[0].float()).float().square().mean(), **parts)
 
 
 @pytest.mark.parametrize("autocast", [True, slow(False)])
@@ -115,7 +107,7 @@ def test_lstms_under_autocast_are_eagers(autocast: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 7, 6)
     for under in (not autocast, autocast):
-        model = Casts(nn.LSTM, 32, num_layers=2, dropout=0.3, batch_first=True)
+        model = _casts(nn.LSTM, 32, num_layers=2, dropout=0.3, batch_first=True)
         eager = copy.deepcopy(model)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=under):
             compiled = memplan_compile(model, x)
@@ -134,7 +126,7 @@ def test_lstms_under_autocast_are_eagers(autocast: bool) -> None:
 )
 def test_what_onednn_does_not_run_is_what_eager_calls(kind: Any, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    model, x = Casts(kind, 64 if "proj_size" in options else 32, **options), torch.randn(2, 2, 6)
+    model, x = _casts(kind, 64 if "proj_size" in options else 32, **options), torch.randn(2, 2, 6)
     eager = copy.deepcopy(model)
     compiled = memplan_compile(model, x)
     assert not {op.target for op in compiled.plan.graph.ops} & {*_KERNELS}

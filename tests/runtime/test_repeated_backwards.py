@@ -13,6 +13,7 @@ from torch import nn
 import memplan
 from memplan.errors import StaleActivationsError
 from memplan.runtime import compile
+from tests.models import Made
 from tests.runtime.reference import same_gradients
 from tests.slow import slow
 
@@ -83,20 +84,9 @@ def test_as_eager(step: Callable[[Any, torch.Tensor], None], gradients: Any) -> 
         net.zero_grad()
 
 
-class Decays(nn.Module):
+def _decays() -> nn.Module:
     """Computes with a buffer that it changes."""
-
-    scale: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.scale.mul_(0.5)
-        out: torch.Tensor = self.layer(x) * self.scale
-        return out.tanh()
+    return Made(lambda m, x: (m.layer(x) * m.scale.mul_(0.5)).tanh(), layer=nn.Linear(4, 4), scale=torch.ones(()))
 
 
 def _changed_parameter(net: nn.Module, x: torch.Tensor) -> None:
@@ -120,7 +110,7 @@ def _replaced(net: nn.Module, x: torch.Tensor) -> None:
         (_net, _changed_parameter, "changed in place"),
         (_net, _changed_input, "changed in place"),
         (_net, _replaced, "a parameter or buffer was replaced"),
-        (Decays, lambda net, x: None, "depend on the values that a buffer had"),
+        (_decays, lambda net, x: None, "depend on the values that a buffer had"),
     ],
 )
 def test_what_cannot_run_again_says_why(net: Any, change: Callable[..., None], why: str) -> None:

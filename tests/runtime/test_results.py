@@ -296,15 +296,12 @@ def test_an_overlapping_example_beside_a_varying_one() -> None:
 
 
 def test_an_overlapping_input_that_forward_changes_is_refused() -> None:
-    class Changed(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x.add_(1)
-            return x * 2
+    changed = Made(lambda m, x: x.add_(1) * 2)
 
     with pytest.raises(UnsupportedGraph, match="elements share bytes"):
-        memplan.compile(Changed(), torch.randn(16).unfold(0, 3, 1), train=False, fullgraph=True)
+        memplan.compile(changed, torch.randn(16).unfold(0, 3, 1), train=False, fullgraph=True)
     with pytest.raises(UnsupportedGraph, match="refers to a single memory location") as refused:
-        memplan.compile(Changed(), torch.randn(1, 3).expand(4, 3), train=False, fullgraph=True)
+        memplan.compile(changed, torch.randn(1, 3).expand(4, 3), train=False, fullgraph=True)
     assert refused.value.see == "resized-input"
 
 

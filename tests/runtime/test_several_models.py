@@ -17,6 +17,7 @@ import memplan
 from benchmarks.peak_measure import live_bytes
 from memplan.runtime.memory import idle_arenas
 from tests.runtime.allocated import allocations
+from tests.runtime.reference import same_gradients
 
 WIDTH, NOISE, ROWS = 192, 48, 256
 Compile = Callable[[nn.Module, torch.Tensor], Any]
@@ -117,13 +118,8 @@ class Two:
             for result in results if grad else ():
                 result.square().mean().backward()
             found.append([bool(one._calls.arena.held) for one in self.called])
-        pairs = zip(*(_parameters(models) for models in (self.models, self.eager)), strict=True)
-        assert all(torch.equal(p.grad, q.grad) for p, q in pairs if p.grad is not None and q.grad is not None)
+        assert all(map(same_gradients, self.models, self.eager))
         return found
-
-
-def _parameters(models: Sequence[nn.Module]) -> list[nn.Parameter]:
-    return [p for model in models for p in model.parameters()]
 
 
 @pytest.mark.parametrize(("gradients", "sanitize"), [("arena", "poison"), ("outside", None)])
@@ -144,8 +140,7 @@ def test_an_arena_in_use_stays() -> None:
     two.called[1](two.x).sum().backward()
     waits.sum().backward()
     eager.sum().backward()
-    pairs = zip(two.models[0].parameters(), two.eager[0].parameters(), strict=True)
-    assert all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
+    assert same_gradients(two.models[0], two.eager[0])
     view = next(p.grad for p in two.models[0].parameters() if p.grad is not None).view(-1)
     expected = view.clone()
     two.models[0].zero_grad()

@@ -36,11 +36,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *(slow(name, "adamw") for name in ZOO if name != "mlp"),
-        ("mlp", "momentum"),
-    ],
+    ("name", "kind"), [*(slow(name, "adamw") for name in ZOO if name != "mlp"), ("mlp", "momentum")]
 )
 def test_bitwise_equal_to_eager(name: str, kind: str) -> None:
     model, batch = ZOO[name]("nano")
@@ -63,22 +59,6 @@ def _net() -> nn.Sequential:
 def _batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(5, 8, generator=generator), torch.randn(5, 4, generator=generator)
-
-
-@pytest.mark.parametrize(("kind", "option"), [("adamw", "weight_decay"), ("momentum", "momentum")])
-def test_parameter_groups_keep_their_hyperparameters(kind: str, option: str) -> None:
-    def make(net: Any) -> torch.optim.Optimizer:
-        groups: Any = [
-            {"params": net[0].parameters(), "lr": 0.1},
-            {"params": net[2].weight},
-        ]  # the last bias is no one's
-        return OPTIMIZERS[kind](groups)
-
-    training = Training(_net(), make, F.mse_loss, *_batch())
-    for seed in range(3):
-        for o in (training.ours, training.theirs):
-            o.param_groups[1][option] = 0.1 + 0.3 * seed
-        training.both(*_batch(seed))
 
 
 def test_gradients_die_on_the_spot() -> None:
@@ -382,9 +362,7 @@ def test_accumulated_gradients_are_counted() -> None:
 
 @pytest.mark.parametrize("kind", [slow(kind) if kind == "adamw" else kind for kind in OPTIMIZERS])
 def test_schedules_and_checkpoints_interchange_with_eager(kind: str) -> None:
-    """Groups with hyperparameters of their own; every four steps each side goes on from the other's checkpoint, and
-    at last another step goes on from it.
-    """
+    """Every four steps each side goes on from the other's checkpoint, and at last another step goes on from it."""
 
     def make(net: Any) -> torch.optim.Optimizer:
         groups: Any = [

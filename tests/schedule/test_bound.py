@@ -44,12 +44,6 @@ def test_the_cut_at_an_op_is_the_least_that_any_order_needs_there(graph: Graph) 
         assert cut_bound(graph, op) == least_at(graph, op)
 
 
-@given(graphs(max_ops=9))
-def test_the_bound_is_never_above_the_optimum(graph: Graph) -> None:
-    found = auto(graph)
-    assert working_set_bound(graph) <= found.bound <= optimum(graph) <= found.max_live
-
-
 def test_the_cut_alone_proves_a_ladder() -> None:
     """Where large results must outlive what follows, as in training and UNets, one cut is the optimum."""
     for depth in range(2, 5):

@@ -11,11 +11,11 @@ from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.in_place import with_inplace_candidates
 from memplan.core.legal_orders import require_legal
 from memplan.core.problem import Interval
-from memplan.core.schedule import Evidence, live_bytes
+from memplan.core.schedule import live_bytes
 from memplan.errors import MemplanError
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.planfile import check_consistency
-from memplan.schedule import POLICIES, cut_bound, order, traced
+from memplan.schedule import POLICIES, order, traced
 from memplan.schedule.auto import listed, repair
 from memplan.schedule.graph_arrays import CompiledKernel, make_graph_arrays
 from tests.graph_strategies import GraphBuilder, graphs
@@ -40,23 +40,6 @@ def test_auto_is_never_worse_than_the_traced_order(graph: Graph) -> None:
     assert best.max_live <= traced(graph).max_live
     if best.max_live == traced(graph).max_live:
         assert best.order == traced(graph).order, "no better than traced, then traced"
-
-
-@given(graphs(max_ops=9))
-def test_evidence_holds(graph: Graph) -> None:
-    schedule = order(graph)
-    names = [op.name for op in graph.ops]
-    if schedule.evidence is Evidence.CUT:
-        assert cut_bound(graph, names.index(schedule.proof)) == schedule.bound
-    elif schedule.evidence is Evidence.BETWEEN:
-        assert cut_bound(graph, None) == schedule.bound
-    elif names:
-        op = graph.ops[names.index(schedule.proof)]
-        touched = sum(graph.storages[s].nbytes for s in graph.touched(op) if graph.storages[s].planned)
-        in_place = max(
-            (graph.storages[graph.values[read].storage].nbytes for _, read in op.inplace_candidates), default=0
-        )
-        assert touched - in_place == schedule.bound
 
 
 @given(graphs())

@@ -13,14 +13,7 @@ from benchmarks.instances import network
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.core.validate import validate
 from memplan.solvers import SolverLimits, solve
-from memplan.solvers.arrays import (
-    Instance,
-    Ints,
-    PieceOutcome,
-    ProblemArrays,
-    instance_of,
-    make_problem_arrays,
-)
+from memplan.solvers.arrays import Instance, Ints, PieceOutcome, ProblemArrays, instance_of, make_problem_arrays
 from memplan.solvers.base import WorkBudget, finish
 from memplan.solvers.heuristics import first_fit, unplaced
 from memplan.solvers.solve_at_capacity import Piece, _bottom, _peel, _split, reduce

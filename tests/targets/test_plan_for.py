@@ -24,6 +24,7 @@ from memplan.core.gpus import find_gpu, gpu_called
 from memplan.core.units import parse_size
 from memplan.errors import InvalidShapes, LibraryNotInstalled, UnsupportedDevice
 from memplan.targets.attention import attention_kernel, why_single
+from tests.models import Made
 from tests.slow import slow
 
 MEASURED: dict[str, Any] = json.loads(Path(__file__).with_name("h200.json").read_text(encoding="utf-8"))
@@ -76,15 +77,12 @@ def test_the_backward_of_attention_adds_up_in_32_bits(
 
 
 def test_attention_in_single_ops_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    class Expanded(nn.Module):
-        """Attention with a mask whose last stride is 0."""
-
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            """Attend."""
-            return nn.functional.scaled_dot_product_attention(x, x, x, mask.expand(-1, -1, 16, 16))
+    def expanded(m: Any, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        """Attend with a mask whose last stride is 0."""
+        return nn.functional.scaled_dot_product_attention(x, x, x, mask.expand(-1, -1, 16, 16))
 
     x = torch.empty(2, 2, 16, 8, dtype=torch.bfloat16, requires_grad=True)
-    memplan.plan(Expanded(), (x, torch.ones(2, 1, 1, 1, dtype=torch.bool)), target="h100", kernels="aten")
+    memplan.plan(Made(expanded), (x, torch.ones(2, 1, 1, 1, dtype=torch.bool)), target="h100", kernels="aten")
     assert "attention runs in single ops" in caplog.text
     assert "last stride of its mask" in caplog.text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,22 +12,21 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import memplan
 from memplan.trace.tracing import capture_call
+from tests.models import Made
 from tests.steps import outcome_of
 
 Mask = Callable[[torch.Tensor], torch.Tensor | None]
 LENGTH = 12
 
 
-class Attention(nn.Module):
+def _attention(mask: Mask) -> Made:
     """One attention with a mask that is made while the model runs."""
 
-    def __init__(self, mask: Mask) -> None:
-        super().__init__()
-        self.project, self.mask = nn.Linear(8, 24), mask
+    def attend(m: Any, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in m.project(x).chunk(3, -1))
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask(x), dropout_p=0.0)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.project(x).chunk(3, -1))
-        return scaled_dot_product_attention(query, key, value, attn_mask=self.mask(x), dropout_p=0.0)
+    return Made(attend, project=nn.Linear(8, 24))
 
 
 def _all_true(x: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ def _random(x: torch.Tensor) -> torch.Tensor:
 
 def _masked(mask: Mask, x: torch.Tensor) -> bool:
     """Return whether the captured attention takes a mask."""
-    graph = capture_call(Attention(mask), (x,)).captured.graph_module.graph
+    graph = capture_call(_attention(mask), (x,)).captured.graph_module.graph
     (attention,) = [n for n in graph.nodes if "attention" in str(n.target) and "backward" not in str(n.target)]
     return any(
         len(n.meta["val"].shape) and n.meta["val"].shape[-2:] == (LENGTH, LENGTH) for n in attention.all_input_nodes
@@ -80,7 +80,7 @@ def test_a_mask_stays_unless_it_is_constant_and_hides_nothing_or_the_future(mask
 @pytest.mark.parametrize("mask", [_all_true, _triangle, _window, _of_numbers, _of_the_input])
 def test_attention_has_eagers_bits(mask: Mask, how: str) -> None:
     torch.manual_seed(0)
-    model, x = Attention(mask), torch.randn(2, LENGTH, 8)
+    model, x = _attention(mask), torch.randn(2, LENGTH, 8)
     compiled = memplan.compile(model, x) if how == "compile" else torch.compile(model, backend=memplan.Backend())
     eager, ours = (outcome_of(model, lambda x, call=call: call(x).square().sum(), x) for call in (model, compiled))
     assert torch.equal(compiled(x), model(x))
@@ -120,7 +120,7 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 def test_a_mask_that_is_written_to_stays(write: str, how: str) -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model, x = Attention(_written(WRITES[write])), torch.randn(2, LENGTH, 8)
+    model, x = _attention(_written(WRITES[write])), torch.randn(2, LENGTH, 8)
     eager = model(x)
     compiled = memplan.compile(model, x) if how == "compile" else torch.compile(model, backend=memplan.Backend())
     torch.testing.assert_close(compiled(x), eager, rtol=0, atol=0)

@@ -18,32 +18,25 @@ from memplan.runtime import compile as memplan_compile
 from memplan.runtime import compile_step
 from memplan.trace import plan
 from memplan.trace.dynamic.symbolic import trace_symbolic
+from tests.models import Made
 
 COUNTS = {"calls": 0}
 CALLS = 0
 
 
-class Applies(nn.Module):
+def _applies(function: Callable[..., Any], inner: nn.Module | None = None) -> Any:
     """`function(self, linear(x), *rest)`."""
-
-    def __init__(self, function: Callable[..., Any], inner: nn.Module | None = None) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4) if inner is None else inner
-        self.function = function
-        self.calls = 0
-        self.log: list[int] = []
-
-    def forward(self, x: torch.Tensor, *rest: Any) -> Any:
-        return self.function(self, self.linear(x), *rest)
+    linear = nn.Linear(4, 4) if inner is None else inner
+    return Made(lambda m, x, *rest: function(m, m.linear(x), *rest), linear=linear, calls=0, log=[])
 
 
-def _global(model: Applies, y: torch.Tensor) -> torch.Tensor:
+def _global(model: Any, y: torch.Tensor) -> torch.Tensor:
     global CALLS  # noqa: PLW0603
     CALLS += 1
     return y * CALLS
 
 
-def _entry(model: Applies, y: torch.Tensor) -> torch.Tensor:
+def _entry(model: Any, y: torch.Tensor) -> torch.Tensor:
     COUNTS["calls"] += 1
     return y * COUNTS["calls"]
 
@@ -51,7 +44,7 @@ def _entry(model: Applies, y: torch.Tensor) -> torch.Tensor:
 def _enclosed() -> Callable[..., torch.Tensor]:
     calls = 0
 
-    def function(model: Applies, y: torch.Tensor) -> torch.Tensor:
+    def function(model: Any, y: torch.Tensor) -> torch.Tensor:
         nonlocal calls
         calls += 1
         return y * calls
@@ -62,43 +55,43 @@ def _enclosed() -> Callable[..., torch.Tensor]:
 @pytest.mark.parametrize("function", [_global, _entry, _enclosed()])
 def test_python_state_that_forward_changes_is_refused_wherever_it_is(function: Callable[..., Any]) -> None:
     with pytest.raises(UnsupportedGraph, match="changes Python state"):
-        plan(Applies(function), torch.ones(2, 4))
+        plan(_applies(function), torch.ones(2, 4))
 
 
-def _by_python(model: Applies, y: torch.Tensor) -> torch.Tensor:
+def _by_python(model: Any, y: torch.Tensor) -> torch.Tensor:
     return y * random.random()
 
 
-def _by_integers(model: Applies, y: torch.Tensor) -> torch.Tensor:
+def _by_integers(model: Any, y: torch.Tensor) -> torch.Tensor:
     return y * random.randint(1, 5)
 
 
-def _by_numpy(model: Applies, y: torch.Tensor) -> torch.Tensor:
+def _by_numpy(model: Any, y: torch.Tensor) -> torch.Tensor:
     return y * float(np.random.rand())
 
 
-def _seeded(model: Applies, y: torch.Tensor) -> torch.Tensor:
+def _seeded(model: Any, y: torch.Tensor) -> torch.Tensor:
     torch.manual_seed(3)
     return F.dropout(y)
 
 
-def _forked(model: Applies, y: torch.Tensor) -> torch.Tensor:
+def _forked(model: Any, y: torch.Tensor) -> torch.Tensor:
     with torch.random.fork_rng(devices=[]):
         noise = torch.rand(4)
     return F.dropout(y) * noise
 
 
-def _of_a_generator(model: Applies, y: torch.Tensor) -> torch.Tensor:
+def _of_a_generator(model: Any, y: torch.Tensor) -> torch.Tensor:
     return y * torch.rand(4, generator=torch.Generator())
 
 
 @pytest.mark.parametrize("function", [_by_python, _by_integers, _by_numpy, _seeded, _forked, _of_a_generator])
 def test_random_numbers_that_no_kernel_draws_are_refused(function: Callable[..., Any]) -> None:
     with pytest.raises(UnsupportedGraph):
-        plan(Applies(function), torch.ones(2, 4))
+        plan(_applies(function), torch.ones(2, 4))
 
 
-def _itself(model: Applies, y: torch.Tensor) -> torch.Tensor:
+def _itself(model: Any, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
@@ -108,7 +101,7 @@ def test_scripts_are_refused_and_named(trace: bool) -> None:
     x = torch.ones(2, 4)
     inner = nn.Sequential(nn.Linear(4, 4), nn.GELU())
     script: Any = torch.jit.trace(inner, x) if trace else torch.jit.script(inner)  # type: ignore[no-untyped-call]
-    for model in (script, nn.Sequential(script), Applies(_itself, nn.Sequential(nn.Linear(4, 4), script))):
+    for model in (script, nn.Sequential(script), _applies(_itself, nn.Sequential(nn.Linear(4, 4), script))):
         for ask in (plan, partial(memplan_compile, fullgraph=True)):
             with pytest.raises(UnsupportedGraph, match="ScriptModule") as caught:
                 ask(model, x)

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 import memplan
 from memplan.errors import InvalidModel, InvalidSize, UnsupportedCall, UnsupportedDevice
 from memplan.trace.optimizer.update_bytes import update_bytes
+from tests.models import Made
 
 WIDTH = 256
 
@@ -165,16 +166,9 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], what: str)
 
 
 def test_parameters_without_a_gradient_have_no_state() -> None:
-    class Unused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(8, 8), nn.Linear(512, 512)
+    model = Made(lambda m, x: m.used(x), used=nn.Linear(8, 8), unused=nn.Linear(512, 512))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.used(x)
-            return out
-
-    need = memplan.fits(Unused(), torch.empty(4, 8), target="1GiB", search=False).need
+    need = memplan.fits(model, torch.empty(4, 8), target="1GiB", search=False).need
     assert need.state == 2 * (8 * 8 + 8) * 4
     assert need.temporaries < 4096
 
@@ -197,32 +191,19 @@ def test_what_is_no_number_of_ranks_is_refused(ranks: Any) -> None:
         memplan.fits(layers(1), torch.randn(4, WIDTH), target="6MiB", ranks=ranks)
 
 
-class Depthwise(nn.Module):
+def _depthwise() -> Made:
     """A depthwise convolution, whose backward takes more than its results (oneDNN), and norms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32)
-        self.deep = nn.Conv2d(32, 32, 7, padding=3, groups=32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.deep(self.norm(self.stem(x))).square().mean()
-        return loss
+    parts = {"stem": nn.Conv2d(3, 32, 3, padding=1), "norm": nn.BatchNorm2d(32)}
+    deep = nn.Conv2d(32, 32, 7, padding=3, groups=32)
+    return Made(lambda m, x: m.deep(m.norm(m.stem(x))).square().mean(), **parts, deep=deep)
 
 
-class Recurrent(nn.Module):
+def _recurrent() -> Made:
     """An LSTM, whose kernel saves a workspace that fake tensors do not show."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(16, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.lstm(x)[0].square().mean()
-        return loss
+    return Made(lambda m, x: m.lstm(x)[0].square().mean(), lstm=nn.LSTM(16, 32))
 
 
-@pytest.mark.parametrize(("make", "shape"), [(Depthwise, (1, 3, 4, 4)), (Recurrent, (8, 4, 16))])
+@pytest.mark.parametrize(("make", "shape"), [(_depthwise, (1, 3, 4, 4)), (_recurrent, (8, 4, 16))])
 def test_a_step_that_fits_needs_no_more_than_was_said(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     model, x = make(), torch.randn(shape)
     answer = memplan.fits(model, x, target="cpu", optimizer="SGD", search=False, allowance=0)

@@ -14,6 +14,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from memplan.runtime import compile as memplan_compile
 from memplan.trace.capture.as_eager import LAYOUTS
+from tests.models import Made
+from tests.runtime.reference import same_gradients
 from tests.steps import outcome_of, under_autocast
 
 aten = torch.ops.aten
@@ -131,17 +133,12 @@ def test_the_table_says_what_the_kernels_do(op: Any) -> None:
     assert held
 
 
-class Odd(nn.Module):
+def _odd(function: Callable[..., torch.Tensor]) -> Made:
     """Convolutions whose results are laid out one way, in a loss that sees them another way."""
-
-    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1)])
-        self.norm = nn.BatchNorm2d(8)
-        self.function = function
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return self.function(self, self.layers[1](F.silu(self.layers[0](x))), y)
+    layers = nn.ModuleList([nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1)])
+    return Made(
+        lambda m, x, y: function(m, m.layers[1](F.silu(m.layers[0](x))), y), layers=layers, norm=nn.BatchNorm2d(8)
+    )
 
 
 ODD: dict[str, Callable[..., torch.Tensor]] = {
@@ -181,7 +178,7 @@ ODD: dict[str, Callable[..., torch.Tensor]] = {
 @pytest.mark.parametrize("name", ODD)
 def test_layouts_that_fakes_get_wrong_are_eager_s(name: str, layout: torch.memory_format) -> None:
     torch.manual_seed(0)
-    model = Odd(ODD[name]).to(memory_format=layout)  # type: ignore[call-overload]
+    model = _odd(ODD[name]).to(memory_format=layout)  # type: ignore[call-overload]
     x, y = torch.randn(2, 3, 11, 11).contiguous(memory_format=layout), torch.randn(2, 8, 9, 9)
     eager = copy.deepcopy(model)
     compiled = memplan_compile(model, (torch.ones_like(x), torch.ones_like(y)))
@@ -190,36 +187,22 @@ def test_layouts_that_fakes_get_wrong_are_eager_s(name: str, layout: torch.memor
         ours.backward()
         theirs.backward()
         assert torch.equal(ours, theirs)
-        for one, two in zip(model.parameters(), eager.parameters(), strict=True):
-            assert one.grad is None or (two.grad is not None and torch.equal(one.grad, two.grad))
-
-
-class Drawn(nn.Module):
-    """Normal numbers with a deviation for each, which lies otherwise than they do."""
-
-    def forward(self, mean: torch.Tensor, deviation: torch.Tensor) -> torch.Tensor:
-        return torch.normal(mean, deviation).sum((0, 1)).sin()
+        assert same_gradients(model, eager)
 
 
 def test_numbers_are_drawn_in_the_order_of_eager_s_memory() -> None:
+    """Normal numbers with a deviation for each, which lies otherwise than they do."""
+    drawn = Made(lambda m, mean, deviation: torch.normal(mean, deviation).sum((0, 1)).sin())
     mean, deviation = torch.rand(4, 6, 8).transpose(1, 2), torch.rand(4, 6, 8).transpose(1, 2)
-    compiled = memplan_compile(Drawn(), (mean, deviation), train=False)
+    compiled = memplan_compile(drawn, (mean, deviation), train=False)
     torch.manual_seed(0)
     ours = compiled(mean, deviation)
     torch.manual_seed(0)
-    assert torch.equal(ours, Drawn()(mean, deviation))
+    assert torch.equal(ours, drawn(mean, deviation))
 
 
 def test_an_operand_that_is_broadcast_says_nothing_of_the_layout() -> None:
-    class Broadcast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.rand(3) + 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.xlogy(x, self.w)
-
-    model, x = Broadcast(), torch.rand(4, 3)
+    model, x = Made(lambda m, x: torch.xlogy(x, m.w), w=nn.Parameter(torch.rand(3) + 1)), torch.rand(4, 3)
     assert torch.equal(memplan_compile(model, x)(x), model(x))
 
 

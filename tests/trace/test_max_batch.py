@@ -12,21 +12,17 @@ from torch.nn import functional as F  # noqa: N812
 import memplan
 from memplan.core.units import parse_size
 from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, UnsupportedGraph
+from tests.models import Made
 
 
-class GeluLayers(nn.Module):
-    """Three layers with something to save, and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(self.layers(x), x)
+def _layers() -> Made:
+    """Two layers with something to save, and a loss."""
+    layers = (nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2))
+    return Made(lambda m, x: F.mse_loss(m.layers(x), x), layers=nn.Sequential(*layers))
 
 
 def make(batch: int) -> tuple[nn.Module, tuple[Any, ...]]:
-    return GeluLayers(), (torch.randn(batch, 64),)
+    return _layers(), (torch.randn(batch, 64),)
 
 
 def test_P7_the_largest_batch_that_fits() -> None:  # noqa: N802
@@ -68,7 +64,7 @@ def test_nothing_of_the_models_size_is_allocated() -> None:
 def test_a_factory_that_looks_at_numbers_is_told_so() -> None:
     def looking(batch: int) -> tuple[nn.Module, tuple[Any, ...]]:
         x = torch.randn(batch, 64)
-        return GeluLayers(), (x if x.sum().item() > 0 else -x,)
+        return _layers(), (x if x.sum().item() > 0 else -x,)
 
     with pytest.raises(UnsupportedGraph, match="fake tensors"):
         memplan.max_batch(looking, "1MiB")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import memplan
 from memplan.core.choices import Gradients
-from tests.models import Shared
+from tests.models import Made, Shared
 from tests.slow import slow
 
 OUTSIDE_AND_IN: tuple[Gradients, ...] = ("outside", "arena")
@@ -58,16 +59,10 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_small_sums(name: str, gradients: Gradients) -> None:
     """Sums of unusual terms have eager's bits, for parameters and inputs."""
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w, self.v = (nn.Parameter(torch.randn(5, 5)) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return CASES[name](self.w, x) + CASES[name](self.v, self.w)
-
     torch.manual_seed(0)
-    model, x = Model(), torch.randn(5, 5, requires_grad=True)
+    w, v = (nn.Parameter(torch.randn(5, 5)) for _ in range(2))
+    model: Any = Made(lambda m, x: CASES[name](m.w, x) + CASES[name](m.v, m.w), w=w, v=v)
+    x = torch.randn(5, 5, requires_grad=True)
     expected = [*_eager(model, x), x.grad.clone() if x.grad is not None else None]
     model.zero_grad()
     x.grad = None

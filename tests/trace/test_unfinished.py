@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memplan
 from memplan.errors import UnsupportedGraph
+from tests.models import Made
 
 collectives: Any = import_module("torch.distributed._functional_collectives")  # whose annotations say less
 
@@ -25,14 +26,8 @@ def _group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class _Talks(nn.Module):
-    def __init__(self, talk: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-        self.talk = talk
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.talk(x * self.weight) * self.weight
+def _talks(talk: Callable[[torch.Tensor], Any]) -> Made:
+    return Made(lambda m, x: talk(x * m.weight) * m.weight, weight=nn.Parameter(torch.randn(4, 4)))
 
 
 def _summed(y: torch.Tensor) -> Any:
@@ -70,14 +65,14 @@ def _compile_step(net: nn.Module, x: torch.Tensor) -> Any:
 def test_collectives_are_refused(talk: Any, run: Any) -> None:
     torch._dynamo.reset()
     with pytest.raises(UnsupportedGraph, match=r"a collective .*arrives later") as caught:
-        run(_Talks(talk), torch.randn(4, 4))
+        run(_talks(talk), torch.randn(4, 4))
     assert "torch.compiler.disable" in str(caught.value)
 
 
 @pytest.mark.parametrize("talk", [_summed, _gathered, _scattered, _in_place])
 def test_behind_torch_compile_collectives_run_as_eager(talk: Any) -> None:
     torch._dynamo.reset()
-    net, x = _Talks(talk), torch.randn(4, 4)
+    net, x = _talks(talk), torch.randn(4, 4)
     expected = torch.compile(net, backend="aot_eager")(x)
     torch._dynamo.reset()
     assert torch.equal(torch.compile(net, backend=memplan.Backend())(x), expected)

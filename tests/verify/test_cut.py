@@ -14,12 +14,6 @@ from tests.schedule import brute
 from tests.schedule.test_bound import ladder
 
 
-@given(graphs(max_ops=6))
-def test_a_cut_is_the_least_that_any_order_needs_there(graph: Graph) -> None:
-    for op in range(len(graph.ops)):
-        assert least_at(graph, op) == brute.least_at(graph, op)
-
-
 @given(graphs())
 def test_cuts_are_those_of_the_prover(graph: Graph) -> None:
     assert [least_at(graph, op) for op in range(len(graph.ops))] == [

@@ -88,8 +88,9 @@ def compile(
         pinned_budget: The same for page-locked memory, which holds those copies on CUDA.
         reserve: Bytes on the device that the step does not show, such as an optimizer's state; the total counts them.
         policy: The policy that decides what is evicted.
-        costs: The cost model of the policy. "measure" measures the first steps and plans again from the measured
-            times, until no better plan is found (`CompiledModule.measurements`).
+        costs: The cost model of the policy. None: on an accelerator, ops and copies are timed before the first step;
+            on the CPU, a roofline. "measure" measures the first steps and plans again from the measured times, until
+            no better plan is found (`CompiledModule.measurements`).
         kernels: None takes Inductor's kernels on accelerators, and eager's on the CPU and where Inductor's cannot be
             had, which the log then says. "inductor": the fused kernels that `torch.compile` generates, with its bits
             and the time of its compilation. "aten": the kernels of eager, with the bits of eager; on a GPU they take

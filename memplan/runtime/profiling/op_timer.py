@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from operator import sub
 from statistics import median
 from time import perf_counter
@@ -21,7 +22,7 @@ from memplan.core.arguments import arguments_of
 from memplan.core.evictions import OFFLOAD, RELOAD, SEND, TRANSFERS
 from memplan.core.plan import Plan
 from memplan.devices.kinds import forked, is_accelerator, name_of
-from memplan.devices.streams import new_event, record, unlock_unused
+from memplan.devices.streams import hold, new_event, record, unlock_unused
 from memplan.errors import InvalidCosts, UnknownName
 from memplan.evict.costs import DEVICES, CostModel, signature_of
 from memplan.evict.feedback import link_of
@@ -33,6 +34,7 @@ from memplan.runtime.execute.runner import Runner
 from memplan.runtime.execute.trial import Trial, without_autocast
 from memplan.runtime.guards.input_guards import require_real
 from memplan.runtime.guards.module_guards import ModuleGuards
+from memplan.runtime.kernels import CallForm
 from memplan.runtime.memory.arena import Arena, Memory, arena_for
 from memplan.trace import device_costs, plan_traced, trace
 from memplan.trace.traced import Source
@@ -383,24 +385,67 @@ def profile(
     )
 
 
+def measured_costs(made: Sequence[Runner]) -> CostModel:
+    """Return the costs that programs are measured to have, before any step runs: of each op, and of copies.
+
+    They keep their examples, run on one device, and nothing may run in their arena. The ops run twice, and count once.
+    Measured execution is Capuchin's (Peng et al., ASPLOS 2020), which measures the first training steps.
+    """
+    device, arena = made[0].traced.device, made[0].arena
+    base = DEVICES[device_costs(device)]
+    times: dict[str, list[float]] = {}
+    for runner in made:
+        graph = runner.plan.graph
+        for index, taken in _op_seconds(runner.program, 1).items():
+            if graph.ops[index].target not in TRANSFERS:
+                times.setdefault(signature_of(graph, graph.ops[index]), []).append(taken)
+    return replace(
+        base,
+        name=f"measured on {_device_name(device)}",
+        to_host=link_of(probe(arena, Direction.TO_HOST)) or base.to_host,
+        to_device=link_of(probe(arena, Direction.TO_DEVICE)) or base.to_device,
+        measured={signature: median(found) for signature, found in times.items()},
+    )
+
+
 def _op_seconds(program: Program, rounds: int) -> dict[int, float]:
-    """Return the median seconds by op index, for all ops that change no tensor of the user."""
-    traced, names = program.traced, program.namespace.names
+    """Return the median seconds by op index, for all ops that change no tensor of the user.
+
+    On an accelerator, the results of ops live as long as the step needs them, and ops are queued behind a wait, so that
+    what the host takes to launch them is not counted. On the host, all results have memory from the start: an op would
+    be the first to touch its pages otherwise.
+    """
+    traced, names, device = program.traced, program.namespace.names, program.traced.device
     inputs = [(i, b) for i, b in enumerate(traced.bindings) if b.source is Source.INPUT]
     tensors = {i: traced.example_inputs[b.index].detach() for i, b in inputs}
     static = {index: names[f"v{index}"] for index in program.layout.static if f"v{index}" in names}
     trial = Trial(traced, program.plan, program.layout, static, tensors)
-    for index in trial.order:
-        trial.memory.before(index)
+    in_stream = is_accelerator(device)
+    if not in_stream:
+        for index in trial.order:
+            trial.memory.before(index)
     found: dict[int, list[float]] = {i: [] for i in trial.order if i in trial.tried}
-    marks = Marks(2 * len(found), traced.device)
-    around = [(marks.mark(2 * k), marks.mark(2 * k + 1)) for k in range(len(found))]
-    with torch.no_grad(), forked(traced.device), without_autocast(traced.device):
+    marks = Marks(2 * len(found), device)
+    around = {index: (marks.mark(2 * k), marks.mark(2 * k + 1)) for k, index in enumerate(found)}
+    starts = [k for k, index in enumerate(trial.order) if program.bound[index].form is CallForm.START]
+    waits = {k: until - k for k, until in pairwise((0, *starts, len(trial.order)))}  # the host waits for each copy here
+    with torch.no_grad(), forked(device), without_autocast(device):
         for _ in range(rounds + 1):
-            for index, (begin, end) in zip(found, around, strict=True):
-                begin()
-                trial.run(index, program.bound[index])
-                end()
+            for k, index in enumerate(trial.order):
+                bound = program.bound[index]
+                if k in waits:
+                    hold(device, waits[k])
+                if in_stream:
+                    trial.memory.before(index, bound)
+                if index in found:
+                    begin, end = around[index]
+                    begin()
+                    trial.run(index, bound)
+                    end()
+                if in_stream:
+                    trial.memory.after(index)
+            if in_stream:
+                trial.memory.clear()
             at = marks.seconds() if found else []
             for times, begun, ended in zip(found.values(), at[::2], at[1::2], strict=True):
                 times.append(ended - begun)

@@ -15,29 +15,22 @@ from memplan.trace import capture_call
 from memplan.trace.fused import code_generation, step
 from memplan.trace.fused.deferred import DeferredKernel
 from memplan.trace.traced import GeneratedCall, TracedGraph
+from tests.models import Made
 from tests.slow import slow
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-class Loops(nn.Module):
+def _loops() -> Made:
     """Loops that have nothing to do with each other, which Inductor writes into one kernel."""
-
-    def forward(self, *given: torch.Tensor) -> Any:
-        return tuple(x.sin() + i for i, x in enumerate(given))
+    return Made(lambda m, *given: tuple(x.sin() + i for i, x in enumerate(given)))
 
 
-class Images(nn.Module):
+def _images() -> Any:
     """Convolutions whose weights need more than their images do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Conv2d(8, 32, 3, padding=1), nn.Conv2d(32, 8, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        seen: torch.Tensor = self.two(self.one(x).relu())
-        return seen.square().mean()
+    one, two = nn.Conv2d(8, 32, 3, padding=1), nn.Conv2d(32, 8, 3, padding=1)
+    return Made(lambda m, x: m.two(m.one(x).relu()).square().mean(), one=one, two=two)
 
 
 class Wide(nn.Module):
@@ -66,7 +59,7 @@ def _kernels(traced: TracedGraph) -> list[GeneratedCall]:
 
 
 def test_nothing_is_compiled_before_a_program_needs_it() -> None:
-    traced = capture_call(Loops(), (torch.ones(4),), kernels="inductor", train=False).retrace()
+    traced = capture_call(_loops(), (torch.ones(4),), kernels="inductor", train=False).retrace()
     (call,) = _kernels(traced)
     later = call.kernel.later
     assert isinstance(later, DeferredKernel)
@@ -86,15 +79,16 @@ def test_a_kernel_that_the_compiler_refuses_is_an_error_in_words() -> None:
 @pytest.mark.parametrize("layout", [slow(torch.contiguous_format), torch.channels_last])
 def test_convolutions_keep_the_layout_of_the_model(layout: torch.memory_format) -> None:
     torch.manual_seed(0)
-    model, x = Images().to(memory_format=layout), torch.randn(1, 8, 4, 4).to(memory_format=layout)
+    model, x = _images().to(memory_format=layout), torch.randn(1, 8, 4, 4).to(memory_format=layout)
     twin = copy.deepcopy(model)
     compiled = memplan.compile(model, x, kernels="inductor")
     torch._dynamo.reset()
     reference = torch.compile(twin, options={"layout_optimization": False})
-    for call, module in ((compiled, model), (reference, twin)):
+    pairs: tuple[Any, ...] = ((compiled, model), (reference, twin))
+    for call, module in pairs:
         call(x).backward()
         assert module.one.weight.grad is not None
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
     torch._dynamo.reset()
 
 

@@ -17,6 +17,7 @@ from torch._inductor.utils import fresh_cache
 
 import memplan
 from memplan.trace import capture_call
+from tests.models import Made
 
 pytestmark = pytest.mark.skipif(
     "require_shape_env" not in inspect.signature(FxGraphCache._check_can_cache).parameters,
@@ -24,16 +25,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Small(nn.Module):
+def _small() -> Made:
     """A product, elementwise ops, and an attention kernel that returns new tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.up(x).tanh()
-        return nn.functional.scaled_dot_product_attention(y, y, y).square().mean()
+    attend = nn.functional.scaled_dot_product_attention
+    return Made(lambda m, x: attend(y := m.up(x).tanh(), y, y).square().mean(), up=nn.Linear(8, 8))
 
 
 def _x() -> torch.Tensor:
@@ -61,7 +56,7 @@ def _files() -> list[Path]:
 
 def test_code_is_written_once_and_the_plan_is_the_same(written: list[Any]) -> None:
     torch.manual_seed(0)
-    model = Small()
+    model = _small()
     first = memplan.plan(model, _x(), kernels="inductor")
     assert len(written) == len(_files()) == 2
     again = memplan.plan(model, _x(), kernels="inductor")
@@ -80,7 +75,7 @@ def test_code_is_written_once_and_the_plan_is_the_same(written: list[Any]) -> No
 
 
 def test_other_options_settings_and_source_lines_have_code_of_their_own(written: list[Any]) -> None:
-    captured = capture_call(Small(), _x(), kernels="inductor", train=False)
+    captured = capture_call(_small(), _x(), kernels="inductor", train=False)
     captured.retrace()
     with config.patch({"cpp.simdlen": 0}):
         captured.retrace()
@@ -94,7 +89,7 @@ def test_other_options_settings_and_source_lines_have_code_of_their_own(written:
 
 
 def test_a_damaged_file_is_written_again(written: list[Any]) -> None:
-    captured = capture_call(Small(), _x(), kernels="inductor", train=False)
+    captured = capture_call(_small(), _x(), kernels="inductor", train=False)
     first = captured.retrace()
     (file,) = _files()
     for content in (b"", b"no pickle", file.read_bytes()[:-9]):

@@ -20,6 +20,8 @@ import memplan
 from memplan.core.graph import Op, Phase
 from memplan.trace.fused.masked_reads import reads_where_it_writes
 from memplan.trace.fused.wrapper import Overwriting
+from tests.models import Made
+from tests.slow import slow
 from tests.steps import outcome_of
 
 # torch's own compilation, which is the reference, imports modules of torch that warn
@@ -94,30 +96,22 @@ def test_what_inductor_never_reuses_or_changes_elsewhere_stays() -> None:
     assert _found(loop, fixed=("a",)) == _found(loop, fixed=("r",)) == _found(loop, changed=("a",)) == {}
 
 
-class Head(nn.Module):
+def _head(m: Any, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     """A loss head whose logits need more than everything else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project, self.head = nn.Linear(8, 8), nn.Linear(8, 512)
-
-    def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.project(x).tanh())
-        return nn.functional.cross_entropy(logits, classes)
+    return nn.functional.cross_entropy(m.head(m.project(x).tanh()), classes)
 
 
-class NextHead(Head):
+def _next_head(m: Any, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     """The head of a language model, whose logits of the last place have no class: their gradient is padded."""
-
-    def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.project(x.view(4, 64, 8)).tanh())[:, :-1]
-        return nn.functional.cross_entropy(logits.reshape(-1, 512), classes.view(4, 64)[:, 1:].reshape(-1))
+    logits = m.head(m.project(x.view(4, 64, 8)).tanh())[:, :-1]
+    return nn.functional.cross_entropy(logits.reshape(-1, 512), classes.view(4, 64)[:, 1:].reshape(-1))
 
 
-@pytest.mark.parametrize("kind", [Head, NextHead])
-def test_the_gradient_of_logits_takes_their_bytes_and_has_inductors_bits(kind: type[Head]) -> None:
+@pytest.mark.parametrize("kind", [slow(_head), _next_head])
+def test_the_gradient_of_logits_takes_their_bytes_and_has_inductors_bits(kind: Callable[..., Any]) -> None:
     torch.manual_seed(0)
-    model, data = kind(), (torch.randn(256, 8), torch.randint(512, (256,)))
+    model = Made(kind, project=nn.Linear(8, 8), head=nn.Linear(8, 512))
+    data = (torch.randn(256, 8), torch.randint(512, (256,)))
     twin = copy.deepcopy(model)
     compiled = memplan.compile(model, data, kernels="inductor")
     logits = 256 * 512 * 4
