@@ -135,7 +135,7 @@ def test_P2_later_steps_follow_the_plan_made_from_the_measurement(  # noqa: N802
     assert compiled.plan.eviction is not None
     assert compiled.plan.eviction.costs == measured[0].costs.name
     assert compiled.plan.arena_size <= compiled.plan.eviction.arena_budget == safe.eviction.arena_budget  # type: ignore[union-attr]
-    assert compiled._calls.selector.main.arena is arena
+    assert compiled._calls.programs.main.arena is arena
     (record,) = [r.getMessage() for r in caplog.records if "->" in r.getMessage()]
     for said in (safe.fingerprint[:12], compiled.plan.fingerprint[:12], "predicted", "measured"):
         assert said in record

@@ -74,7 +74,7 @@ def test_T5_copies_that_start_early_stall_less_at_run_time() -> None:  # noqa: N
 
         compiled.hooks.add(long_op)
         compiled(*args).backward()
-        stalled[policy] = compiled._calls.selector.main.program.stalled
+        stalled[policy] = compiled._calls.programs.main.program.stalled
     assert stalled[everything] < stalled[_late]
 
 

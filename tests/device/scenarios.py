@@ -395,7 +395,7 @@ def mutations_of_two(device: LateDevice) -> dict[str, Any]:
 
     def make() -> tuple[Runner, Step]:
         compiled = memplan.compile(model, x, device=[f"{NAME}:0", f"{NAME}:1"])
-        return compiled._calls.selector.main, training(
+        return compiled._calls.programs.main, training(
             model, lambda *args: compiled(*args).square().mean(), (x,), (other,)
         )
 

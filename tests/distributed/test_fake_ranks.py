@@ -452,7 +452,7 @@ def _without_reductions(model: nn.parallel.DistributedDataParallel) -> nn.Module
 
 def test_a_compiled_model_of_ranks_has_few_programs(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It never runs as torch alone would, for which the other ranks would have to do the same."""
-    monkeypatch.setattr("memplan.runtime.api.select.MAX_PROGRAMS", 2)
+    monkeypatch.setattr("memplan.runtime.programs.Programs.most", 2)
     compiled = memplan.compile(_sharded(), vectors(0, 0))
     with torch.no_grad():
         compiled(vectors(0, 0))

@@ -220,7 +220,7 @@ def _net() -> tuple[nn.Module, torch.Tensor]:
 
 def _arenas(compiled: CompiledModule) -> set[int]:
     """Identities of the arenas in which the module's programs run."""
-    return {id(runner.arena) for runner in (compiled._calls.selector.main, *compiled._calls.selector._runners.values())}
+    return {id(runner.arena) for runner in compiled._calls.programs}
 
 
 def test_other_modes_keep_the_budget_of_a_given_plan() -> None:

@@ -239,14 +239,14 @@ def test_a_loop_that_keeps_its_results_runs(caplog: pytest.LogCaptureFixture) ->
     assert [text.count("runs eagerly") for text in said] == [1], "said once"
     sum(y.sum() for y in kept).backward()
     with torch.no_grad():
-        assert compiled._calls.selector.select((batches[0],), {})[0] is compiled._calls.selector.main
+        assert compiled._calls.programs.select((batches[0],), {})[0] is compiled._calls.programs.main
 
 
 def test_nothing_is_recorded_that_eager_does_not_record() -> None:
     x = torch.randn(5, 6)
     frozen = memplan.compile(_with_dropout().requires_grad_(False), x)
     assert not frozen(x).requires_grad
-    assert not frozen._calls.selector._runners, "no program beside the planned one"
+    assert len(frozen._calls.programs) == 1, "no program beside the planned one"
     assert frozen(x.clone().requires_grad_()).requires_grad
     asked = memplan.compile(_with_dropout(), x, train=False)
     assert not asked(x).requires_grad, "train=False asks for that"

@@ -147,7 +147,7 @@ def _is_poisoned(memory: torch.Tensor) -> bool:
 
 def test_poison_leaves_what_is_alive_alone() -> None:
     compiled, _ = _compiled("poison")
-    guards, plan = compiled._calls.selector.main.program.sanitizers, compiled.plan
+    guards, plan = compiled._calls.programs.main.program.sanitizers, compiled.plan
     for buffer in plan.problem.buffers:
         memory = _bytes(compiled, buffer).zero_()
         for step in range(buffer.live.start, buffer.live.end):
@@ -181,7 +181,7 @@ def test_an_early_reader_sees_poison() -> None:
     befores = tuple((partial(look, step),) if step in births else () for step in steps)
     meter = Sanitizers(befores, tuple(() for _ in steps))
     compiled._calls.arena.memory.zero_()
-    compiled._calls.selector.main.time(meter)
+    compiled._calls.programs.main.time(meter)
     compiled(x).backward()
     assert found == dict.fromkeys(births, True)
 

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import memplan
 from memplan.errors import InputMismatch, MemplanError, StaleActivationsError, UnsupportedCall
 from memplan.runtime import CompiledModule, compile, compile_step
-from memplan.runtime.api.builder import Builder
+from memplan.runtime.api.module_builder import ModuleBuilder
 from tests.runtime.reference import same_gradients
 from tests.slow import slow
 from tests.steps import assert_same_step, same_tensors
@@ -175,14 +175,14 @@ def test_a_copy_whose_model_changed_before_its_first_use_is_compiled_for_the_cal
 def test_a_second_thread_is_refused_while_a_module_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = compile(_net(), _x())
     inside, over = threading.Event(), threading.Event()
-    build = Builder.build
+    build = ModuleBuilder.build
 
-    def waits(self: Builder, *args: Any, **kwargs: Any) -> Any:
+    def waits(self: ModuleBuilder, *args: Any, **kwargs: Any) -> Any:
         inside.set()
         assert over.wait(60)
         return build(self, *args, **kwargs)
 
-    monkeypatch.setattr(Builder, "build", waits)
+    monkeypatch.setattr(ModuleBuilder, "build", waits)
     first = threading.Thread(target=lambda: compiled(_x()[:4]).sum().backward())
     first.start()
     try:
@@ -227,13 +227,13 @@ def test_an_evaluation_of_other_sizes_runs_while_a_call_waits() -> None:
 
 def test_a_copy_that_one_graph_cannot_hold_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     twin = copy.deepcopy(compile(Chooses(breaks=True).eval(), torch.randn(8, 8)))
-    build, built = Builder.build, list[bool]()
+    build, built = ModuleBuilder.build, list[bool]()
 
-    def counted(self: Builder, args: Any, kwargs: Any, train: bool, *rest: Any) -> Any:
+    def counted(self: ModuleBuilder, args: Any, kwargs: Any, train: bool, *rest: Any) -> Any:
         built.append(train)
         return build(self, args, kwargs, train, *rest)
 
-    monkeypatch.setattr(Builder, "build", counted)
+    monkeypatch.setattr(ModuleBuilder, "build", counted)
     with torch.no_grad():
         twin(torch.randn(8, 8))
     for _ in range(3):

@@ -163,7 +163,7 @@ def test_a_budget_changes_no_bit(name: str, policy: Any) -> None:
     plain = compile(model, args)
     kept = _within_a_budget(other, args, policy)
     if policy is QUICK:
-        program = kept._calls.selector.main.program
+        program = kept._calls.programs.main.program
         assert program.host.nbytes == 0 or program.host.memory.is_pinned()
     for seed in range(3):
         assert torch.equal(loss_of(plain, *args, seed=seed), loss_of(kept, *args, seed=seed))
@@ -377,7 +377,7 @@ def test_measured_peak_is_the_predicted_one(name: str) -> None:
     assert step == pytest.approx(max(plan.outside_profile), rel=0.02, abs=512 * 8), (
         "what a step allocates beside the arena"
     )
-    assert compiled._calls.selector.main.program.arena.memory.nbytes == plan.arena_size
+    assert compiled._calls.programs.main.program.arena.memory.nbytes == plan.arena_size
     model.zero_grad()
     fixed = plan.arena_size + plan.outside["parameters"] + plan.outside["inputs"] + plan.outside["constants"]
     torch._C._cuda_clearCublasWorkspaces()

@@ -153,7 +153,7 @@ def test_gradients_lie_in_the_arena_and_the_plan_counts_them_there() -> None:
 def test_what_is_still_set_moves_out_once_and_plans_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """The tensors stay the same objects, and the model stays as it was compiled."""
     pair = Pair("arena")
-    plan, made = pair.compiled.plan, pair.compiled._calls.selector.main
+    plan, made = pair.compiled.plan, pair.compiled._calls.programs.main
     with caplog.at_level(logging.INFO, logger="memplan"):
         pair.both(_step)
         kept = [_grad(p) for p in pair.ours.parameters()]
@@ -163,7 +163,7 @@ def test_what_is_still_set_moves_out_once_and_plans_nothing(caplog: pytest.LogCa
                 assert torch.equal(pair.compiled(pair.x), pair.eager(pair.x))
     assert all(p.grad is g and not _within(pair.compiled, g) for p, g in zip(pair.ours.parameters(), kept, strict=True))
     assert pair.compiled.plan is plan
-    assert pair.compiled._calls.selector.main is made
+    assert pair.compiled._calls.programs.main is made
     assert not _said(caplog)
 
 
@@ -195,7 +195,7 @@ def test_what_else_has_a_gradient_keeps_it(name: str, sanitize: Any, caplog: pyt
             found.append([*(n.clone() for n in numbers), *(_grad(p).clone() for p in model.parameters())])
     assert all(map(torch.equal, *found))
     assert sum("still refers to the gradient of '0.weight'" in message for message in _said(caplog)) == 1
-    runner = compiled._calls.selector.main
+    runner = compiled._calls.programs.main
     assert runner.rebound == 1
 
 

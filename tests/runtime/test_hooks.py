@@ -73,7 +73,7 @@ def _check_events(events: list[StepEvent], plan: Plan) -> None:
 )
 def test_events_are_the_plans_and_bits_stay(kind: str, name: str) -> None:
     model, args, compiled = _made(kind, name)
-    runner = compiled._calls.selector.main
+    runner = compiled._calls.programs.main
     plain = runner.forward, runner.backward
     expected = outcome_of(model, compiled, *args, seed=0)
     events: list[StepEvent] = []
@@ -170,7 +170,7 @@ def test_whole_steps() -> None:
 
 def test_recorded_steps_have_no_hooks() -> None:
     _, _, compiled = _made("free")
-    compiled._calls.selector.main.cuda_graphs = object()  # type: ignore[assignment]
+    compiled._calls.programs.main.cuda_graphs = object()  # type: ignore[assignment]
     with pytest.raises(UnsupportedCall, match="cuda_graph=True"):
         compiled.hooks.add(lambda _: None)
     assert len(compiled.hooks) == 0

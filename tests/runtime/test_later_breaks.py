@@ -13,7 +13,7 @@ from torch import nn
 
 import memplan
 from memplan.errors import BudgetInfeasible, UnsupportedGraph
-from memplan.runtime.api.builder import Builder
+from memplan.runtime.api.module_builder import ModuleBuilder
 from tests.models import BreaksInEval
 from tests.runtime.reference import same_gradients
 from tests.steps import assert_same_step
@@ -138,7 +138,7 @@ def test_a_second_compilation_that_fails_leaves_the_first(monkeypatch: pytest.Mo
     def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(Builder, "build", fails)
+    monkeypatch.setattr(ModuleBuilder, "build", fails)
     with pytest.raises(RuntimeError, match="no memory"):
         compiled(_x(1))
     waiting.backward()

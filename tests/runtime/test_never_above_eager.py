@@ -151,7 +151,7 @@ def _saves(**options: Any) -> tuple[nn.Module, nn.Module, memplan.runtime.Compil
     model, x = Saves(), torch.randn(8, 1, 16, 16)
     reference = copy.deepcopy(model)
     compiled = memplan.compile(model, x, **options)
-    assert compiled._calls.selector.main.program.left, "no activation that the backward needs is outside the arena"
+    assert compiled._calls.programs.main.program.left, "no activation that the backward needs is outside the arena"
     return model, reference, compiled, x
 
 
@@ -210,7 +210,7 @@ def test_the_smallest_budget_leaves_outside_what_is_dead_when_kernels_need_most(
 
 def test_activations_outside_the_arena_die_with_the_graph_that_no_backward_runs_for() -> None:
     model, reference, compiled, x = _saves()
-    left = compiled._calls.selector.main.left_outside
+    left = compiled._calls.programs.main.left_outside
     kept = compiled(x)
     assert left
     del kept

@@ -88,7 +88,7 @@ def test_the_backward_gets_the_forwards_own_state(sanitize: Sanitize | None) -> 
     model, x = Attends(), torch.randn(4, 8)
     eager = copy.deepcopy(model)
     compiled = compile(model, x, sanitize=sanitize)
-    traced = compiled._calls.selector.main.traced
+    traced = compiled._calls.programs.main.traced
     assert traced.opaque_count == 2
     assert all("int64" not in v.dtype for v in traced.graph.values), "the states have no place in the arena"
     assert same_tensors(_train(model, compiled, x), _train(eager, eager, x))

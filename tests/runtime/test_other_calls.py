@@ -81,7 +81,7 @@ def test_epochs_with_a_last_batch_and_an_evaluation(caplog: pytest.LogCaptureFix
     assert "program 2 of 8, for another call: input 0: is torch.int64 (4, 7)" in messages[0]
     assert "keywords tokens" in messages[2]
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
-    arenas = {id(r.arena.memory) for r in compiled._calls.selector.programs_of_calls}
+    arenas = {id(r.arena.memory) for r in compiled._calls.programs}
     assert arenas == {id(compiled._calls.arena.memory)}
 
 
@@ -122,7 +122,7 @@ def test_beyond_the_limit_the_original_runs_with_one_warning(
     within = "" if budget is None else " within 976.6 KiB"
     assert f"a call runs eagerly{within}, without a plan: arguments: the call has" in warning
     assert "there are 8 programs for other calls; name the dimensions that vary in dynamic_shapes=" in warning
-    assert len(compiled._calls.selector.programs_of_calls) == 8
+    assert len(compiled._calls.programs) == 8
 
 
 @pytest.mark.slow
@@ -146,9 +146,9 @@ def test_a_given_plan_runs_its_own_shapes_and_its_budget_holds_for_others() -> N
         other = torch.randn(rows, 8)
         assert torch.equal(compiled(other), model(other))
     assert compiled.plan.solution.offsets == plan.solution.offsets
-    assert compiled._calls.selector.main.plan.arena_size == plan.arena_size
+    assert compiled._calls.programs.main.plan.arena_size == plan.arena_size
     assert plan.eviction is not None
-    (more,) = compiled._calls.selector.programs_of_calls[1:]
+    (more,) = tuple(compiled._calls.programs)[1:]
     assert more.plan.eviction is not None
     assert more.plan.eviction.arena_budget == plan.eviction.arena_budget
     with pytest.raises(InputMismatch):

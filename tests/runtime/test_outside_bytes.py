@@ -47,7 +47,7 @@ def test_allocated_bytes_equal_the_plan_under_a_budget(name: str, how: str) -> N
     (model, args), policy = ZOO[name]("nano"), QUICK if how == "offload" else QUICK_RECOMPUTE
     before = other_bytes(model, args)
     compiled = memplan_compile(model, args, arena_budget=0.7, policy=policy, costs=FAST_LINK, gradients="outside")
-    plan, program = compiled.plan, compiled._calls.selector.main.program
+    plan, program = compiled.plan, compiled._calls.programs.main.program
     assert plan.eviction is not None
     assert plan.evictions
     allocated = {"arena": program.arena.memory.untyped_storage().nbytes(), "host": program.host.memory.nbytes}

@@ -65,10 +65,10 @@ def _finish(model: nn.Module, compiled: CompiledModule, x: torch.Tensor) -> None
 def test_nothing_is_measured_afterwards_and_costs_are_saved(tmp_path: Path) -> None:
     model, x = _net()
     compiled = _compiled(model, x)
-    main = compiled._calls.selector.main
+    main = compiled._calls.programs.main
     assert main.forward is not main.program.forward
     _finish(model, compiled, x)
-    main = compiled._calls.selector.main
+    main = compiled._calls.programs.main
     assert (main.forward, main.backward) == (main.program.forward, main.program.backward)
     before = compiled.measurements
     assert outcome_of(model, compiled, x).same_as(outcome_of(model, compiled, x))
@@ -146,7 +146,7 @@ def test_a_switch_waits_for_the_step_in_flight() -> None:
     for _ in range(STEPS):
         expected = outcome_of(model, compiled, x)
     assert _is_ready(compiled)
-    main = compiled._calls.selector.main
+    main = compiled._calls.programs.main
     model.zero_grad()
     loss = main(main.input_guards.flatten((x,), {}), training=True)  # as if the guide had not been asked
     assert not _is_ready(compiled)

@@ -106,7 +106,7 @@ def test_buckets_share_offsets_and_spare_the_arena() -> None:
     for shape in ((3, 8), (4, 16), (2, 9), (4, 3)):
         _require_equal(reference, compiled, _inputs(*shape))
         assert arena.nbytes == nbytes
-    plans = {r.plan.arena_size: r.plan.solution.offsets for r in compiled._calls.selector.programs.values()}
+    plans = {r.plan.arena_size: r.plan.solution.offsets for r in compiled._calls.programs.of_shapes}
     biggest = plans[max(plans)]
     assert all(offset == biggest[name] for offsets in plans.values() for name, offset in offsets.items())
     _require_equal(reference, compiled, _inputs(5, 33))
@@ -244,4 +244,4 @@ def test_the_first_program_moves_into_the_arena_that_grew_while_a_step_waited() 
     with torch.no_grad():
         compiled(torch.randn(60_000, 64))
     waiting.sum().backward()
-    assert compiled._calls.selector.main.arena is compiled._calls.arena
+    assert compiled._calls.programs.main.arena is compiled._calls.arena

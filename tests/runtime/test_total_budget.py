@@ -77,7 +77,7 @@ def _measured(compiled: Any, x: torch.Tensor) -> int:
     step()
     kept.clear()
     compiled.zero_grad()
-    return _held(compiled._calls.selector.main) + _peak(step)
+    return _held(compiled._calls.programs.main) + _peak(step)
 
 
 def _assert_kept(plan: Plan, measured: int) -> None:
@@ -212,7 +212,7 @@ def test_programs_of_other_modes_keep_the_total() -> None:
     compiled = memplan.compile(model, x, budget=total, policy=QUICK_RECOMPUTE)
     with torch.no_grad():
         assert torch.equal(compiled(x), model(x))
-    (other,) = compiled._calls.selector._runners.values()
+    (_, other) = compiled._calls.programs
     assert other.arena.memory.data_ptr() == compiled._calls.arena.memory.data_ptr()
     kept = other.plan.eviction
     assert kept is not None

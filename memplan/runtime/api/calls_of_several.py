@@ -15,11 +15,11 @@ from memplan.distributed.parallelism import Parallelism
 from memplan.distributed.step_ranks import ParallelGuards, StepRanks, batch_lines, option_lines, require_call_options
 from memplan.errors import InputMismatch, UnsupportedCall
 from memplan.runtime.api.module_calls import Args, Kwargs, ModuleCalls
-from memplan.runtime.api.select import MAX_PROGRAMS, TooManyPrograms
 from memplan.runtime.dynamo.backend import SeveralGraphs
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.input_guards import CallKind, kind_of_call, require_like
 from memplan.runtime.options import CompileOptions
+from memplan.runtime.programs import TooManyPrograms
 
 
 class GraphCalls(ModuleCalls):
@@ -82,11 +82,11 @@ class RankCalls(ModuleCalls):
             require_call_options(asked)
             self._guards = ParallelGuards(self._model)
             super().compile(args, kwargs)
-            versions = self.selector.main.plan.versions
+            versions = self.programs.main.plan.versions
             lines = [f"{key} {version}" for key, version in sorted(versions.items())]
             lines += [*option_lines(asked), f"plan {'new' if self.given is None else 'given'}"]
             lines += batch_lines((args, kwargs)) if asked.has_budget else []
-            self._known = [self.selector.main.collectives]
+            self._known = [self.programs.main.collectives]
             name = ranks.compare([*lines, *self._parallelism.lines, *self._known[0]])
         self._ranks.begin(name, self._known)
 
@@ -105,14 +105,14 @@ class RankCalls(ModuleCalls):
     def _program(self, args: Args, kwargs: Kwargs) -> tuple[Runner, list[Any]]:
         """Return the program of a call, and the leaves that it takes."""
         try:
-            return self.selector.select(args, kwargs)
+            return self.programs.select(args, kwargs)
         except InputMismatch as differs:
             if self.options.on_mismatch != "replan":
                 raise
             try:
-                return self.selector.replan(args, kwargs, differs)
-            except TooManyPrograms:
-                what = f"{differs.what}, and {MAX_PROGRAMS} programs exist already"
+                return self.programs.replan(args, kwargs, differs)
+            except TooManyPrograms as full:
+                what = f"{differs.what}, and {full}"
                 hint = "pad or bucket inputs to a few shapes; a call of several ranks does not run eagerly"
                 raise UnsupportedCall(what, where=differs.where, hint=hint, see="ranks-refused") from differs
 

@@ -13,8 +13,8 @@ import torch
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, MemplanError, UnsupportedCall
 from memplan.runtime.api.compiled_module import in_short
+from memplan.runtime.api.module_programs import require_autocast
 from memplan.runtime.api.on_demand_offload import OnDemandOffload, offload_within, run_within
-from memplan.runtime.api.select import require_autocast
 from memplan.runtime.api.step_builder import StepBuilder, StepPlan
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.runner import Runner
@@ -22,9 +22,9 @@ from memplan.runtime.guards import refused_calls
 from memplan.runtime.guards.input_guards import TensorKind, kind_of_call
 from memplan.runtime.memory.arena import dtype_of
 from memplan.runtime.profiling.profile_guided import MeasuredStep
+from memplan.runtime.programs import TooManyPrograms
 from memplan.trace.capture.joint_graph import autocast_dtype
 
-MOST_PLANS = 8  # kinds of calls that get a plan
 _log = logging.getLogger("memplan")
 
 
@@ -68,7 +68,6 @@ class CompiledStep(MeasuredStep):
         self._builder, self._module_guards = builder, builder.guards
         self._on_mismatch = builder.options.on_mismatch
         self._main = self._last = main
-        self._refused: set[Any] = set()  # kinds of calls that cannot be planned
         self._warned = False
         self._measurements = next((g.measurements for g in builder.guides if g.runner is self._updating), [])
         self._tangents: dict[Any, torch.Tensor] = {}
@@ -166,44 +165,46 @@ class CompiledStep(MeasuredStep):
                 raise reason
             why = "its update is no longer one of torch's fused kernels; compile the step again"
             return self._run_eagerly(reason, batch, kwargs, why=why)
-        if (found := self._by_another_plan(batch, kwargs)) is not None:
-            return found
-        call = kind_of_call(batch, kwargs)
-        device = next((x.device.type for x in call[1] if isinstance(x, TensorKind)), "cpu")
-        kind = call, tuple(self._module_guards.modes()), autocast_dtype(device)
-        why = f"{len(builder.plans)} plans exist already"
-        if len(builder.plans) < MOST_PLANS and kind not in self._refused:
-            _log.info("%s: planned anew: %s", self.plan.model, reason.summary)
-            try:
-                plan = builder.build(batch, kwargs)
-            except UnsupportedCall:
+        kind = self._kind_of(batch, kwargs)
+        if (ready := self._by_another_plan(kind, batch, kwargs)) is not None:
+            return ready
+        try:
+            plan = builder.plans.of(kind, lambda: builder.build(batch, kwargs), reason, model=self.plan.model)
+        except UnsupportedCall:
+            raise
+        except TooManyPrograms as full:
+            why = str(full)
+        except MemplanError as error:
+            if several or error.see == "optimizer-state":  # eager would fail too, in the middle of its update
                 raise
-            except MemplanError as error:
-                if several or error.see == "optimizer-state":  # eager would fail too, in the middle of its update
-                    raise
-                self._refused.add(kind)
-                why = f"it cannot be planned ({error.what})"
-            else:
-                return self._ready(plan, batch, kwargs)
+            why = f"it cannot be planned ({error.what})"
+        else:
+            return self._ready(plan, batch, kwargs)
         if several:
             hint = "pad or bucket batches to a few shapes; a step of several ranks does not run eagerly"
             raise UnsupportedCall(f"{reason.what}, and {why}", where=reason.where, hint=hint, see="ranks-refused")
         return self._run_eagerly(reason, batch, kwargs, why=why)
 
-    def _by_another_plan(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ready | None:
-        """Return what runs a call by one of the plans; None if none is for it."""
-        guards = self._module_guards
+    def _by_another_plan(self, kind: tuple[Any, ...], batch: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ready | None:
+        """Return what runs a call by the plan of its kind, or by the example's; None if neither is for it."""
+        plans = self._builder.plans
+        for plan in (plans.find(kind), self._main):
+            if plan is not None and plan.update_key == kind[-1]:
+                with contextlib.suppress(InputMismatch):
+                    return self._ready(plan, batch, kwargs)
+        plans.drop(lambda known: known == kind)  # the model has changed
+        return None
+
+    def _kind_of(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the kind of a call with the model and the optimizer as they are now; last is what its update is."""
+        guards, call = self._module_guards, kind_of_call(batch, kwargs)
         try:
             guards.modes()
         except InputMismatch:
             guards.refresh()
         guards.require_known()
-        key = guards.update_key
-        for plan in self._builder.plans:
-            if plan.update_key == key:
-                with contextlib.suppress(InputMismatch):
-                    return self._ready(plan, batch, kwargs)
-        return None
+        device = next((x.device.type for x in call[1] if isinstance(x, TensorKind)), "cpu")
+        return call, tuple(guards.modes()), autocast_dtype(device), guards.update_key
 
     def _run_eagerly(
         self, reason: InputMismatch, batch: tuple[Any, ...], kwargs: dict[str, Any], *, why: str = ""

@@ -28,10 +28,10 @@ from memplan.errors import (
     StaleActivationsError,
     UnsupportedGraph,
 )
-from memplan.runtime.api.builder import Builder
+from memplan.runtime.api.module_builder import ModuleBuilder
+from memplan.runtime.api.module_programs import ModulePrograms, RunsEagerly
 from memplan.runtime.api.on_demand_offload import OnDemandOffload, offload_within, run_within
-from memplan.runtime.api.select import MAX_PROGRAMS, RunsEagerly, Selector, TooManyPrograms
-from memplan.runtime.api.shapes import ShapedSelector, varying_sizes
+from memplan.runtime.api.symbolic_programs import SymbolicPrograms, varying_sizes
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.backend import SeveralGraphs, can_be_several
 from memplan.runtime.execute.instances import PendingCalls, several_can_wait
@@ -43,6 +43,7 @@ from memplan.runtime.memory.idle_arenas import give_back
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.op_timer import Measurement
 from memplan.runtime.profiling.profile_guided import ProfileGuide
+from memplan.runtime.programs import Programs, TooManyPrograms
 from memplan.trace.capture.refusals import why_it_breaks
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class ModuleCalls:
         kind: CallKind | None = None,
         together: bool = False,
     ) -> None:
-        """Make those of a model that is compiled by `compile`, or at its first call. `together`: as in `Builder`."""
+        """Make those of a model that is compiled by `compile`, or at its first call. `together`: of `ModuleBuilder`."""
         self.options, self.train, self.given, self.kind = options, train, given, kind
         self.pending: PendingCalls | None = None
         self.several: SeveralGraphs | None = None
@@ -103,50 +104,50 @@ class ModuleCalls:
         self.calling = OneThread()
         self.hooks = Hooks()
         self._model, self._together = model, together
-        self._selector: Selector | None = None
+        self._programs: ModulePrograms | None = None
         self._plan: Plan | None = None
         self._evaluates = False  # without an example, and called for an evaluation alone so far
         self._rebuilt = 0  # times that all programs were made again
         self._sizes_refused = False
-        self._refused: dict[Any, UnsupportedGraph] = {}  # first calls that one graph cannot hold, so as to trace once
+        self._first: Programs[Runner] = Programs()  # knows the first calls that one graph cannot hold
         self._warned: set[str] = set()
 
     @property
-    def selector(self) -> Selector:
+    def programs(self) -> ModulePrograms:
         """Chooses the program of a call. Raises `InputMismatch` before the first call of a copy, or without example."""
-        if self._selector is None:
+        if self._programs is None:
             what = "a copy, or a module that was compiled without example inputs, is planned at its first call"
             raise InputMismatch(what, where=self._name, hint="call it once", see="other-model")
-        return self._selector
+        return self._programs
 
     @property
-    def builder(self) -> Builder:
+    def builder(self) -> ModuleBuilder:
         """Makes further programs."""
-        return self.selector.builder
+        return self.programs.builder
 
     @property
     def plan(self) -> Plan:
         """The plan of training calls (of every call if compiled with `train=False`)."""
-        running = None if self.pending is None else self.pending.plan_of(self.selector.main)
-        return running or self._plan or self.selector.main.plan
+        running = None if self.pending is None else self.pending.plan_of(self.programs.main)
+        return running or self._plan or self.programs.main.plan
 
     @property
     def arena(self) -> Arena:
         """The arena that its programs share."""
         shared = None if self.pending is None else self.pending.coordinator.shared
-        return self.builder.arena or shared or self.selector.main.arena
+        return self.builder.arena or shared or self.programs.main.arena
 
     @property
     def settings(self) -> dict[str, Any]:
         """The arguments with which the calls of a copy of the model are made, with the costs measured so far."""
-        measured = self._selector is not None and self.guide is None
+        measured = self._programs is not None and self.guide is None
         options = self.builder.options if measured else self.options
         return {"options": options, "train": self.train, "given": self.given, "kind": self.kind}
 
     @property
     def pool_bytes(self) -> int:
         """Bytes outside the arena that the CUDA graphs of all its programs keep in private pools."""
-        return 0 if self._selector is None else self._selector.pool_bytes
+        return 0 if self._programs is None else self._programs.pool_bytes
 
     @property
     def _name(self) -> str:
@@ -186,7 +187,7 @@ class ModuleCalls:
         pending: PendingCalls | None = None,
     ) -> None:
         """Build a first program by some options, for a call; the programs of before stay if that fails."""
-        builder = Builder(
+        builder = ModuleBuilder(
             self._model,
             options,
             self.hooks,
@@ -196,17 +197,17 @@ class ModuleCalls:
         if self.several is not None:
             builder.make_room = self.several.make_room
         on_demand, guide, symbolic = self.train is None and not self._together, None, None
-        selector: Selector
+        programs: ModulePrograms
         if options.dynamic_shapes is not None:
             if given is not None:
                 what, hint = "a plan is for one shape", "leave plan= out: the symbolic plan is made when compiling"
                 raise InvalidShapes(what, where="plan with dynamic_shapes", hint=hint, see="one-shape")
-            selector = shaped = ShapedSelector(builder, args, kwargs, train=train, backward_on_demand=on_demand)
+            programs = shaped = SymbolicPrograms(builder, args, kwargs, train=train, backward_on_demand=on_demand)
             symbolic = shaped.family.plan
         else:
             main, guide = builder.build(args, kwargs, train, given)
-            selector = Selector(builder, main, backward_on_demand=on_demand)
-        self.options, self._selector, self._plan, self.pending = options, selector, selector.main.plan, pending
+            programs = ModulePrograms(builder, main, backward_on_demand=on_demand)
+        self.options, self._programs, self._plan, self.pending = options, programs, programs.main.plan, pending
         self.guide, self.symbolic = guide, symbolic
         self.measurements = self.measurements if guide is None else guide.measurements
 
@@ -217,7 +218,7 @@ class ModuleCalls:
 
     def _let_calls_wait(self, args: Args, kwargs: Kwargs) -> None:
         """Make the programs again for several calls in flight, as one begins while another waits for its backward."""
-        options, before = replace(self.options, gradients="outside"), self.selector
+        options, before = replace(self.options, gradients="outside"), self.programs
         if options.measures:
             options = replace(options, costs=self.builder.options.costs)
         options.require_room(before.main.plan, before.main.arena.nbytes)
@@ -237,7 +238,7 @@ class ModuleCalls:
         Raises `TooManyPrograms` if the limit of programs, or of changes, is reached.
         """
         try:
-            runner, leaves = self.selector.replan(args, kwargs, reason)
+            runner, leaves = self.programs.replan(args, kwargs, reason)
         except InputMismatch as refused:
             if refused.see != "other-model":
                 raise
@@ -254,23 +255,23 @@ class ModuleCalls:
         what = "%s: the model has changed; all its programs are made again (change %d of %d): %s"
         _log.info(what, self._name, self._rebuilt, _MAX_REBUILDS, changed.summary)
         self.builder.free_arena()
-        self._make(self.options, args, kwargs, self.selector.main.traced.training, pending=self.pending)
-        runner, leaves = self.selector.select(args, kwargs)
+        self._make(self.options, args, kwargs, self.programs.main.traced.training, pending=self.pending)
+        runner, leaves = self.programs.select(args, kwargs)
         return runner, leaves, runner.current()
 
     def _plan_all_sizes(self, args: Args, kwargs: Kwargs) -> bool:
         """Compile for all sizes, if sizes are all in which this call and those with programs differ, and it can be."""
-        selector = self.selector
+        programs = self.programs
         if self._sizes_refused or self.symbolic is not None:
             return False
-        sizes = varying_sizes(self._model.forward, selector.programs_of_calls, args, kwargs)
+        sizes = varying_sizes(self._model.forward, tuple(programs), args, kwargs)
         if sizes is None:
             return False
         try:
             options = replace(self.options, dynamic_shapes=sizes)
             self.builder.free_arena()
-            with selector.in_main_modes():
-                self._make(options, args, kwargs, selector.main.traced.training, pending=self.pending)
+            with programs.in_main_modes():
+                self._make(options, args, kwargs, programs.main.traced.training, pending=self.pending)
         except ArenaInUse:
             raise
         except MemplanError as error:
@@ -285,11 +286,11 @@ class ModuleCalls:
         if not guide.ready:
             return runner
         try:
-            runner = self.selector.main = guide.next_runner()
+            runner = self.programs.main = guide.next_runner()
         finally:
             if guide.done:  # no other plan is tried
                 self.guide = None
-                self.selector.main.forget_example()
+                self.programs.main.forget_example()
         self._plan = runner.plan
         if guide.measurements:
             self.builder.options = replace(self.builder.options, costs=guide.measurements[-1].costs)
@@ -301,16 +302,15 @@ class ModuleCalls:
         """Run the model for the arguments of a call; programs are made, and made again, in here alone."""
         with self.calling:
             begins = self._evaluates and self.pending is None and self._model.training and self._records(args, kwargs)
-            key = (kind_of_call(args, kwargs), self._model.training) if begins or self._selector is None else None
+            key = (kind_of_call(args, kwargs), self._model.training) if begins or self._programs is None else None
             try:
                 if key is not None:
-                    if key in self._refused:
-                        raise self._refused[key]
+                    self._first.require(key)
                     if begins:
                         self.builder.free_arena()
                     self._compile_for(key[0], args, kwargs)
             except UnsupportedGraph as refused:
-                self._refused = {**self._refused, key: refused} if len(self._refused) < MAX_PROGRAMS else {key: refused}
+                self._first.refuse(key, refused)
                 return self._as_several(refused, refused, args, kwargs)
             except (BudgetInfeasible, StaleActivationsError) as refused:
                 if not isinstance(refused, ArenaInUse) or not several_can_wait(self.options):
@@ -334,7 +334,7 @@ class ModuleCalls:
     def _call(self, args: Args, kwargs: Kwargs) -> Any:
         """Run a step. Raises `ArenaInUse` while another one waits for its backward in the only arena."""
         try:
-            runner, leaves = self.selector.select(args, kwargs)
+            runner, leaves = self.programs.select(args, kwargs)
             current = runner.current()
         except (InputMismatch, BudgetInfeasible) as error:
             return self._call_that_differs(error, args, kwargs)
@@ -342,7 +342,7 @@ class ModuleCalls:
             return self._eagerly(str(why), args, kwargs)
         except UnsupportedGraph as refused:  # in this mode
             return self._as_several(refused, refused, args, kwargs)
-        if self.guide is not None and runner is self.selector.main:
+        if self.guide is not None and runner is self.programs.main:
             runner = self._measured(self.guide, runner)
             current = runner.current()
         return self._run(runner, leaves, current, args, kwargs)
@@ -352,7 +352,7 @@ class ModuleCalls:
         if self.several is not None:
             self.several.make_room(self.options, runner.plan)
         if self.pending is not None:
-            instance = self.pending.program(runner, self.selector.programs_of_calls)
+            instance = self.pending.program(runner, tuple(self.programs))
             if instance is None:
                 return self._model(*args, **kwargs)
             runner, current = instance, instance.current()
@@ -397,14 +397,14 @@ class ModuleCalls:
         if self.several is None:
             _log.warning(_APART, self._name, why_it_breaks(refused))
             self.several = SeveralGraphs(self._model, options, self.hooks)
-            if self._selector is not None:
+            if self._programs is not None:
                 self.builder.make_room = self.several.make_room
         with torch.no_grad() if self.train is False else contextlib.nullcontext():
             return self.several(*args, **kwargs)
 
     def _made_way(self) -> bool:
         """Free the arena for graphs that have another one, if nothing in it is in use; its programs are made anew."""
-        if self._selector is None:
+        if self._programs is None:
             return True
         if self.pending is not None:
             return self.pending.release()
@@ -421,13 +421,13 @@ class ModuleCalls:
         """
         how = self.options.on_mismatch
         refuses = isinstance(differs, BudgetInfeasible) or differs.see == "no-numbers"
-        unknown = self._selector is None and (how == "passive" or self.options.has_budget)  # the bytes of a plan
+        unknown = self._programs is None and (how == "passive" or self.options.has_budget)  # the bytes of a plan
         if how == "error" or unknown or (refuses and how != "passive"):
             raise differs
         offload = None
-        if self._selector is not None:
+        if self._programs is not None:
             self._give_back_arena()
-            device = self.selector.main.traced.device
+            device = self.programs.main.traced.device
             if how == "passive":
                 offload = self.passive = offload_within(self.plan, device, differs)
             elif how == "replan":
@@ -436,7 +436,7 @@ class ModuleCalls:
             self._warned.add("unplanned")
             within = "eagerly" if offload is None else f"eagerly within {format_bytes(offload.budget)}"
             other = "it is in another mode" if differs is refused else differs.summary
-            why = f"there are {MAX_PROGRAMS} programs for other calls" if refused is None else refused.summary
+            why = f"there are {Programs.most} programs for other calls" if refused is None else refused.summary
             _log.warning(_UNPLANNED, self._name, within, other, why)
         return run_within(offload, self._model, args, kwargs)
 

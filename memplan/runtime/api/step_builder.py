@@ -15,7 +15,7 @@ from memplan.core.plan import Plan
 from memplan.distributed.parallelism import parallelism_of
 from memplan.distributed.step_ranks import StepRanks, batch_lines, option_lines, require_options
 from memplan.errors import UnsupportedCall, UnsupportedGraph
-from memplan.runtime.api.builder import prepare_host
+from memplan.runtime.api.module_builder import prepare_host
 from memplan.runtime.builder import ProgramBuilder
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.optimizer_state import StepGuards
@@ -25,6 +25,7 @@ from memplan.runtime.guards.refused_calls import require_collective
 from memplan.runtime.memory.idle_arenas import give_back
 from memplan.runtime.options import StepOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide
+from memplan.runtime.programs import Programs
 from memplan.trace import capture_loss
 from memplan.trace.optimizer.optimizers import is_fused
 from memplan.trace.optimizer.updates import Accumulate
@@ -57,7 +58,7 @@ class StepPlan:
 class StepBuilder(ProgramBuilder[StepOptions]):
     """Builds the programs of a `CompiledStep`; `loss` is the model with its loss.
 
-    All programs share one arena, which grows if one needs more. `plans` are those that were built; `guides` measure
+    All programs share one arena, which grows if one needs more. `plans`: those of each kind of call; `guides` measure
     their programs, if steps are measured and something is evicted. `hooks` observe them.
     """
 
@@ -66,7 +67,7 @@ class StepBuilder(ProgramBuilder[StepOptions]):
     def __init__(self, loss: nn.Module, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
         super().__init__(options, type(loss).__name__, Hooks(), whole=True)
         self._loss, self._optimizer = loss, optimizer
-        self.plans: list[StepPlan] = []
+        self.plans: Programs[StepPlan] = Programs()
         self.guides: list[ProfileGuide] = []
         self.parallelism = parallelism_of(loss)
         self.ranks = StepRanks(None if self.parallelism is None else self.parallelism.group)
@@ -93,7 +94,7 @@ class StepBuilder(ProgramBuilder[StepOptions]):
         """Return the plan of calls like this one; the program that updates has the `given` plan or a new one."""
         _require_no_gradients((batch, kwargs))
         require_real(self._loss, batch, kwargs)
-        first = not self.plans
+        first = self.plans.main is None
         adding = self.options.accumulate > 1
 
         def make() -> tuple[list[Runner], list[ProfileGuide]]:
@@ -127,7 +128,7 @@ class StepBuilder(ProgramBuilder[StepOptions]):
             adding=runners[0] if adding else None,
             updating=runners[-1],
         )
-        self.plans.append(plan)
+        self.plans.main = self.plans.main or plan
         self.guides += guides
         return plan
 

@@ -40,6 +40,7 @@ from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.arena_ownership import clear_gradients
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, PrepareStep
 from memplan.runtime.options import RunOptions
+from memplan.runtime.programs import Programs
 from memplan.torch_inside.dynamo import compile_lock
 from memplan.trace import capture_call
 from memplan.trace.capture.origins import user_of
@@ -71,7 +72,6 @@ class ArenaCoordinators(threading.local):
         self.coordinator.gradients_in_arena = False
 
 
-_MAX_PLANS = 8  # of a graph, that are kept: one for each thread, and for each shape if sizes vary
 _NEW = 4  # calls of a graph, the first of which may be made twice
 Divide = Callable[[fx.GraphModule, Sequence[Any], Sequence[fx.Node], str, str], Callable[..., Any] | None]
 
@@ -152,7 +152,7 @@ class PlannedGraph:
         self._hooks = hooks
         self._coordinators = coordinators
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
-        self._instances: dict[Any, list[GraphInstance]] = {}
+        self._programs: Programs[list[GraphInstance]] = Programs()  # by thread, and by shape if sizes vary
         self._retained: list[GraphInstance] = []  # that run no new calls, and whose backward may run (again)
         self._calls = 0
         self._divide = divide
@@ -160,13 +160,13 @@ class PlannedGraph:
 
     @property
     def instances(self) -> tuple[GraphInstance, ...]:
-        """All instances, in the order in which they were made. Other threads may add some at the same time."""
-        return tuple(instance for instances in tuple(self._instances.values()) for instance in tuple(instances))
+        """All instances. Other threads may add some at the same time."""
+        return tuple(instance for instances in self._programs for instance in tuple(instances))
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plan of each shape so far, as if the graph had an arena of its own."""
-        return tuple(instances[0].plan for instances in tuple(self._instances.values()) if instances)
+        return tuple(instances[0].plan for instances in self._programs if instances)
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph at planned addresses; what no plan can hold runs as eager, with a warning.
@@ -194,19 +194,18 @@ class PlannedGraph:
             _drop_replaced(coordinator)
         self._calls += 1
         how = self._gradients_for(coordinator)
-        key = coordinator, tuple(map(kind_of, inputs)) if self._varies else (), how
-        if key not in self._instances:
-            self._drop([k for k in self._instances if k[0] is coordinator and k[-1] != how])
-            if len(self._instances) == _MAX_PLANS:
-                del self._instances[next(iter(self._instances))]
-            self._instances[key] = []
+        kind = coordinator, tuple(map(kind_of, inputs)) if self._varies else (), how
+        instances = self._programs.find(kind)
+        if instances is None:  # those of other gradients have run for the last time
+            self._retain(self._programs.drop(lambda k: k[0] is coordinator and k[-1] != how))
+            instances = self._programs.of(kind, list)
         try:
-            instance = self._instance(self._instances[key], coordinator, inputs, how)
+            instance = self._instance(instances, coordinator, inputs, how)
         except UnsupportedGraph as refused:
             if self._options.has_budget or not runs_as_eager(refused):
                 raise
             self._instead = self._without_plan(refused, inputs)
-            self._drop(list(self._instances))
+            self._retain(self._programs.drop(lambda _: True))
             return self._instead(*inputs)
         return self._graph(*inputs) if instance is None else instance(inputs)
 
@@ -218,10 +217,6 @@ class PlannedGraph:
         _log.warning("%s %s runs as eager: %s: %s", what, named_class(self._graph).__name__, refused.where, why)
         return apart or as_eager(self._graph)
 
-    def _drop(self, keys: Sequence[Any]) -> None:
-        """Drop the instances of other gradients, apart from those to which an autograd graph refers."""
-        self._retain([instance for key in keys for instance in self._instances.pop(key)])
-
     def known(self) -> tuple[GraphInstance, ...]:
         """Return all instances, and those that stay for a backward of theirs; others of that kind are dropped."""
         self._retain(())
@@ -229,14 +224,14 @@ class PlannedGraph:
 
     def drop(self, instance: GraphInstance) -> None:
         """Drop an instance, apart from a backward of its that may still run."""
-        for instances in tuple(self._instances.values()):
+        for instances in self._programs:
             if instance in instances:
                 instances.remove(instance)
-                self._retain([instance])
+                self._retain([[instance]])
 
-    def _retain(self, dropped: Sequence[GraphInstance]) -> None:
+    def _retain(self, dropped: Sequence[list[GraphInstance]]) -> None:
         """Keep those of the instances to which an autograd graph refers: their backward may run (again)."""
-        self._retained = [one for one in (*self._retained, *dropped) if one.ownership.has_graph]
+        self._retained = [one for of in (self._retained, *dropped) for one in of if one.ownership.has_graph]
 
     def _instance(
         self,

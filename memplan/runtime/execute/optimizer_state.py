@@ -56,11 +56,11 @@ class StepGuards(ModuleGuards):
         self.version += 1
 
     @property
-    def update_key(self) -> Any:
+    def update_key(self) -> str:
         """The facts that a fused update depends on: the parameters of each group, the options that decide, and whether
         `step` was replaced.
         """
-        return [[id(p) for p in group] for group in self._groups], self._options, self._own_step
+        return str(([[id(p) for p in group] for group in self._groups], self._options, self._own_step))
 
     def _store(self) -> None:
         """Store the current parameters of each group, and the current state of all parameters."""

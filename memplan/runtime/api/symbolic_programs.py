@@ -1,4 +1,4 @@
-"""Runs calls of many shapes in one arena: `memplan.compile(..., dynamic_shapes=...)`.
+"""The programs of a module for sizes that vary, in one arena: `memplan.compile(..., dynamic_shapes=...)`.
 
 For each state of the module (modes, gradients) the step is traced once, with symbols for sizes. The first call of a
 shape resolves the plan for that shape, inserts the sizes into the arguments of the kernels and generates code. It uses
@@ -13,8 +13,7 @@ its bucket). It grows if a shape needs more.
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,11 +22,12 @@ import torch.utils._pytree as pytree
 from torch.export import Dim
 
 from memplan.errors import InputMismatch, InvalidShapes, ShapeOutOfRange, UnsupportedGraph
-from memplan.runtime.api.builder import Builder
-from memplan.runtime.api.select import CallState, Selector, require_autocast
+from memplan.runtime.api.module_builder import ModuleBuilder
+from memplan.runtime.api.module_programs import CallState, ModulePrograms, require_autocast
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.input_guards import laid_out, same_constant
 from memplan.runtime.kernels import BoundOp, with_arguments
+from memplan.runtime.programs import Programs
 from memplan.symbolic import SymbolicPlan
 from memplan.trace.dynamic.dims import SymbolicTrace
 from memplan.trace.traced import KernelCall, Source, TracedGraph
@@ -68,12 +68,15 @@ class Family:
         return tuple(with_arguments(b, old, new) for b, old, new in rows)
 
 
-class ShapedSelector(Selector):
-    """A `Selector` with a program for every shape, made from a `Family` that covers it, or for this shape alone."""
+class SymbolicPrograms(ModulePrograms):
+    """Those with a program for every shape, made from a `Family` that covers it, or for this shape alone.
+
+    `of_shapes`: the programs for shapes in range, in each state; the others are those of calls that differ otherwise.
+    """
 
     def __init__(
         self,
-        builder: Builder,
+        builder: ModuleBuilder,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
@@ -87,10 +90,12 @@ class ShapedSelector(Selector):
         flat, self.spec = pytree.tree_flatten((args, kwargs))
         self._main_state = CallState(train, tuple(self._module_guards.modes()))
         self._families = {self._main_state: [self.family]}
-        self.programs: OrderedDict[Any, Runner] = OrderedDict()
-        main = self._new(self._main_state, flat, args, kwargs)
+        self.of_shapes = Programs[Runner]()
+        self.of_shapes.most = _KEPT
+        key = (self._main_state, _shapes(flat))
+        main = self.of_shapes.of(key, lambda: self._new(self._main_state, flat, args, kwargs))
         super().__init__(builder, main, backward_on_demand=backward_on_demand)
-        self._keep((self._main_state, _shapes(flat)), main)
+        self.of_shapes.passing = self.passing
 
     def select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
         """Return the program for the current state and the shapes of the call, and the leaves as it takes them.
@@ -102,29 +107,20 @@ class ShapedSelector(Selector):
         require_autocast(self.main)
         self._check_modes(modes)
         flat = self.main.input_guards.leaves_of(args, kwargs)
-        key = (CallState(grad, tuple(modes)), _shapes(flat))
-        runner = self.programs.get(key)
-        if runner is None:
+        state = CallState(grad, tuple(modes))
+
+        def make() -> Runner:
             self._require_free(self.builder.arena)
-            runner = self._made(key[0], flat, *pytree.tree_unflatten(flat, self.spec))
-            self._keep(key, runner)
-        self.programs.move_to_end(key)
+            made = self._made(state, flat, *pytree.tree_unflatten(flat, self.spec))
+            self.main = made if state == self._main_state else self.main
+            return made
+
+        runner = self._found(self.of_shapes, (state, _shapes(flat)), make, train=grad)
         self._require_free(runner.arena)
         return runner, runner.input_guards.flatten(args, kwargs, training=grad)
 
-    @property
-    def programs_of_calls(self) -> tuple[Runner, ...]:
-        return (*super().programs_of_calls, *self.programs.values())
-
-    # -- the programs that are kept ----------------------------------------------------------------------
-
-    def _keep(self, key: tuple[CallState, Any], runner: Runner) -> None:
-        """Keep a program, and drop the least recently used ones beyond the limit."""
-        self.programs[key] = runner
-        if key[0] == self._main_state:
-            self.main = runner
-        while len(self.programs) > _KEPT:
-            self.programs.popitem(last=False)
+    def __iter__(self) -> Iterator[Runner]:
+        return iter((*super().__iter__(), *self.of_shapes))
 
     # -- new programs ------------------------------------------------------------------------------------
 
@@ -150,7 +146,7 @@ class ShapedSelector(Selector):
                 family, values = found
                 families.append(family)
                 return self._program(family, values, flat)
-        return self._built((state, _shapes(flat)), args, kwargs, train=state.grad)
+        return self._built(args, kwargs, train=state.grad)
 
     def _covering(
         self,

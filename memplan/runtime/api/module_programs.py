@@ -1,11 +1,9 @@
-"""Selects the program that a call runs: one for each state (modes, gradients) in which the module is called."""
+"""The programs of a compiled module: which one runs a call, by its state (modes, gradients), shapes and values."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -14,17 +12,15 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from memplan.errors import InputMismatch, MemplanError, UnsupportedGraph
-from memplan.runtime.api.builder import Builder
+from memplan.errors import BudgetInfeasible, InputMismatch, MemplanError
+from memplan.runtime.api.module_builder import ModuleBuilder
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.input_guards import kind_of_call
 from memplan.runtime.memory.arena import Arena
+from memplan.runtime.programs import Programs
 from memplan.trace.capture.joint_graph import NoBackward, autocast_dtype
 
-MAX_PROGRAMS = 8  # of a module: the one of the example, and those of other calls
-_log = logging.getLogger("memplan")
 Example = tuple[tuple[Any, ...], dict[str, Any]]
-_MAX_REFUSED = 64  # calls of which it is known that they cannot be planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +31,28 @@ class CallState:
     modes: tuple[bool, ...]
 
 
-class TooManyPrograms(Exception):
-    """Raised for a call that differs from the example if there are programs for as many other calls as are kept."""
-
-
 class RunsEagerly(Exception):
     """Raised for a call that autograd records if no program with a backward is available: the original runs it."""
 
 
-class Selector:
-    """Finds the runner for a call; a state that is new gets a new runner.
+class ModulePrograms(Programs[Runner]):
+    """The programs of a module: finds that of a call; a state that is new gets a new program.
 
     `main` runs calls in the state in which the module was compiled. Calls under `no_grad` and in eval mode run other
-    runners in the same arena. `backward_on_demand`: if `main` has no backward, a call that eager would record gets a
+    programs in the same arena. `backward_on_demand`: if `main` has no backward, a call that eager would record gets a
     program that has one; if that cannot be planned, or its backward has not run yet, calls run eagerly (`RunsEagerly`).
     """
 
-    def __init__(self, builder: Builder, main: Runner, *, backward_on_demand: bool = False) -> None:
+    main: Runner
+
+    def __init__(self, builder: ModuleBuilder, main: Runner, *, backward_on_demand: bool = False) -> None:
+        super().__init__(main)
         self.builder, self._module_guards = builder, builder.guards
-        self.main = main
         self._backward_on_demand = backward_on_demand and not main.traced.training
-        self._refused: dict[Any, MemplanError] = {}  # why a call has no program, so that it is traced once
+        if not self._backward_on_demand:  # there may be room when no call of several graphs is in flight
+            self.passing = (*self.passing, BudgetInfeasible)
         self.main_modes = self._module_guards.modes()
         self._main_modules = self._module_guards.modules
-        self._runners: dict[Any, Runner] = {}
 
     @contextlib.contextmanager
     def in_main_modes(self) -> Iterator[None]:
@@ -88,7 +82,7 @@ class Selector:
     @property
     def pool_bytes(self) -> int:
         """Bytes that the CUDA graphs of all its programs keep in their private pools."""
-        return sum(runner.pool_bytes for runner in (self.main, *self._runners.values()))
+        return sum(runner.pool_bytes for runner in self)
 
     def select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
         """Return the runner for the current state, and the leaves of the call as that runner takes them.
@@ -102,8 +96,9 @@ class Selector:
         if modes != self.main_modes or grad is not main.traced.training:
             self._check_modes(modes)
             leaves = main.input_guards.flatten(args, kwargs)
-            example = pytree.tree_unflatten(leaves, main.input_guards.spec)
-            runner = self._cached(CallState(grad, tuple(modes)), *example, train=grad)
+            like = pytree.tree_unflatten(leaves, main.input_guards.spec)
+            state = CallState(grad, tuple(modes))
+            runner = self._found(self, state, lambda: self._built(*like, train=grad), train=grad)
             self._require_free(runner.arena)
             return runner, runner.input_guards.flatten(args, kwargs, training=grad)
         self._require_free(main.arena)
@@ -112,36 +107,33 @@ class Selector:
     def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: InputMismatch) -> tuple[Runner, list[Any]]:
         """Return the runner, kept for reuse, for a call that differs from the example; it has a plan of its own.
 
-        Raises `TooManyPrograms` for a new one if there are `MAX_PROGRAMS`. `reason`: how the call differs, for the log.
+        Raises `TooManyPrograms` for a new one if there are as many as are kept. `reason`: how the call differs.
         """
         grad = self._records(args, kwargs)
-        autocast = autocast_dtype(self.main.device_type)
         state = CallState(grad, tuple(self._module_guards.modes()))
-        key = (state, autocast, kind_of_call(args, kwargs))
-        if key not in self._runners:
-            if 1 + len(self._runners) >= MAX_PROGRAMS:
-                raise TooManyPrograms
-            _log.info(
-                "%s: makes program %d of %d, for another call: %s",
-                *(self.main.plan.model, 2 + len(self._runners), MAX_PROGRAMS, reason.summary),
-            )
-        runner = self._cached(key, args, kwargs, train=grad)
+        kind = (state, autocast_dtype(self.main.device_type), kind_of_call(args, kwargs))
+        runner = self._found(self, kind, lambda: self._built(args, kwargs, train=grad), train=grad, differs=reason)
         self._require_free(runner.arena)
         return runner, runner.input_guards.flatten(args, kwargs)
 
-    def _cached(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
-        made = self._runners.get(key)
-        if made is None:
-            made = self._built(key, args, kwargs, train=train)
-            if 1 + len(self._runners) >= MAX_PROGRAMS:
-                del self._runners[next(iter(self._runners))]
-            self._runners[key] = made
-        return made
-
-    @property
-    def programs_of_calls(self) -> tuple[Runner, ...]:
-        """Its programs, that of the example first."""
-        return (self.main, *self._runners.values())
+    def _found(
+        self,
+        programs: Programs[Runner],
+        kind: Any,
+        make: Callable[[], Runner],
+        *,
+        train: bool,
+        differs: InputMismatch | None = None,
+    ) -> Runner:
+        """Return the program of a kind of call. Raises `RunsEagerly` for one with a backward that cannot be planned."""
+        try:
+            return programs.of(kind, make, differs, model=self.main.plan.model)
+        except InputMismatch:
+            raise
+        except MemplanError as refused:
+            if self._backward_on_demand and train:
+                raise RunsEagerly(f"it cannot be planned with its backward ({refused})") from None
+            raise
 
     def _records(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a call goes through autograd."""
@@ -152,32 +144,15 @@ class Selector:
         given = chain(self.main.parameter_guards.tensors(), pytree.tree_leaves((args, kwargs)))
         return any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
 
-    def _built(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
-        """Return a new program; it has a backward if eager would record the call and something requires a gradient.
-
-        What cannot be planned is remembered by the `key` of the call.
-        """
+    def _built(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
+        """Return a new program; it has a backward if something requires a gradient."""
         self._require_free(self.builder.arena)  # the trial run overwrites its bytes
-        on_demand = self._backward_on_demand and train
-        if key not in self._refused:
-            try:
-                return self.builder.build(args, kwargs, train)[0]
-            except InputMismatch:
+        try:
+            return self.builder.build(args, kwargs, train)[0]
+        except NoBackward:
+            if not (self._backward_on_demand and train):
                 raise
-            except MemplanError as error:
-                if on_demand and isinstance(error, NoBackward):
-                    return self.builder.build(args, kwargs, train=False)[0]
-                if not on_demand and not isinstance(error, UnsupportedGraph):
-                    raise
-                if len(self._refused) >= _MAX_REFUSED:
-                    del self._refused[next(iter(self._refused))]
-                self._refused[key] = copy.copy(error)  # without the frames of its traceback
-                if not on_demand:
-                    raise
-        refused = copy.copy(self._refused[key])
-        if on_demand:
-            raise RunsEagerly(f"it cannot be planned with its backward ({refused})")
-        raise refused
+            return self.builder.build(args, kwargs, train=False)[0]
 
     def _require_free(self, arena: Arena | None) -> None:
         """Raise `RunsEagerly` if an evaluation would overwrite saved activations, whose backward may never run."""

@@ -1,4 +1,4 @@
-"""Builds the programs of a model: traces them for the builder of all programs."""
+"""Builds the programs of a compiled module: traces its calls for the builder of all programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from memplan.trace.dynamic.dims import SymbolicTrace
 
 
-class Builder(ProgramBuilder[CompileOptions]):
+class ModuleBuilder(ProgramBuilder[CompileOptions]):
     """Builds the programs of one model.
 
     `options` are those of the next program: the budget of a given plan and measured costs are written into them; only

@@ -1,0 +1,101 @@
+"""What happens when the batch size changes, or anything else of a call: `Programs` has a program for each kind of call.
+
+A compiled module, a compiled step and each graph of `torch.compile` keep their programs here. A call of a kind that has
+a program runs it. Another kind gets a program of its own; beyond the limit, the program that has not run for longest is
+given up, or (where calls differ from the example) the new kind gets none. A kind that cannot be planned is remembered,
+so that it is traced once. Who keeps the programs says what a call without one does: as `on_mismatch`, or eagerly.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Generic, TypeVar
+
+from memplan.errors import InputMismatch, MemplanError, StaleActivationsError, UnsupportedCall
+
+Program = TypeVar("Program")
+_MOST_REFUSED = 64  # kinds of which it is remembered that they cannot be planned
+_log = logging.getLogger("memplan")
+
+
+class TooManyPrograms(Exception):
+    """Raised for a call that differs from the example if there are programs for as many other calls as are kept."""
+
+
+class Programs(Generic[Program]):
+    """The programs of one compiled object, by the kind of call that each is for.
+
+    Attributes:
+        main: The program of the example, which is never given up; None where there is no example.
+        most: The number of programs that are kept.
+        passing: The errors that say nothing of the next call of that kind, and are not remembered.
+    """
+
+    most = 8
+    passing: tuple[type[MemplanError], ...] = (InputMismatch, StaleActivationsError, UnsupportedCall)
+
+    def __init__(self, main: Program | None = None) -> None:
+        self.main = main
+        self._others: OrderedDict[Hashable, Program] = OrderedDict()
+        self._refused: dict[Hashable, MemplanError] = {}
+
+    def __iter__(self) -> Iterator[Program]:
+        """Yield the programs, that of the example first. Other threads may add some at the same time."""
+        return iter((*(() if self.main is None else (self.main,)), *tuple(self._others.values())))
+
+    def __len__(self) -> int:
+        return len(self._others) + (self.main is not None)
+
+    def find(self, kind: Hashable) -> Program | None:
+        """Return the program of a kind of call, which has run last from now on; None if there is none."""
+        found = self._others.get(kind)
+        if found is not None:
+            self._others.move_to_end(kind)
+        return found
+
+    def of(
+        self, kind: Hashable, make: Callable[[], Program], differs: InputMismatch | None = None, *, model: str = ""
+    ) -> Program:
+        """Return the program of a kind of call, which `make` makes where there is none.
+
+        Raises again what `make` raised before. `differs`: how a call of `model` differs from the example. It gives up
+        no other program: the log says that it gets one, or `TooManyPrograms` is raised.
+        """
+        found = self.find(kind)
+        if found is not None:
+            return found
+        self.require(kind)
+        if differs is not None:
+            if len(self) >= self.most:
+                raise TooManyPrograms(f"{self.most} programs exist already")
+            what = "%s: makes program %d of %d, for another call: %s"
+            _log.info(what, model, len(self) + 1, self.most, differs.summary)
+        try:
+            made = make()
+        except self.passing:
+            raise
+        except MemplanError as refused:
+            self.refuse(kind, refused)
+            raise
+        if self._others and len(self) >= self.most:
+            self._others.popitem(last=False)
+        self._others[kind] = made
+        return made
+
+    def refuse(self, kind: Hashable, refused: MemplanError) -> None:
+        """Remember why a kind of call cannot be planned."""
+        if len(self._refused) >= _MOST_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        self._refused[kind] = copy.copy(refused)  # without the frames of its traceback
+
+    def require(self, kind: Hashable) -> None:
+        """Raise again why a kind of call cannot be planned, if that is known."""
+        if kind in self._refused:
+            raise copy.copy(self._refused[kind])
+
+    def drop(self, given_up: Callable[[Any], bool]) -> list[Program]:
+        """Give up the programs of some kinds, and return them."""
+        return [self._others.pop(kind) for kind in tuple(self._others) if given_up(kind)]
