@@ -65,6 +65,7 @@ JUDGES: Mapping[str, tuple[str, ...]] = {
     "memplan/runtime/guards/parameter_guards.py": (
         "tests/runtime/test_parameter_guards.py",
         "tests/runtime/test_hazards.py",
+        "tests/runtime/test_loops.py",
     ),
     "memplan/trace/fused/kernel_runs.py": ("tests/trace/fused/test_wrapper.py",),
     "memplan/trace/kernel_scratch.py": ("tests/trace/test_fits.py",),

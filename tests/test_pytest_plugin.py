@@ -34,8 +34,10 @@ def _run(pytester: pytest.Pytester, body: str) -> pytest.RunResult:
     return pytester.runpytest_subprocess(*LOAD, "-p", "no:cacheprovider", "-W", "error", "--strict-markers")
 
 
-def test_a_model_within_its_limits_passes(pytester: pytest.Pytester) -> None:
-    _run(
+def test_a_model_within_its_limits_passes_and_a_marker_that_checks_nothing_is_no_success(
+    pytester: pytest.Pytester,
+) -> None:
+    result = _run(
         pytester,
         """
 @pytest.mark.memplan(arena="320 B", fragmentation=0.0, outside=248)
@@ -48,8 +50,18 @@ def test_unmarked(memplan):
 @pytest.mark.memplan("peak:320B", arena=1)
 def test_a_limit_of_the_call_replaces_the_markers(memplan):
     memplan.check(sample_plan(), arena="1KiB")
+
+@pytest.mark.memplan(arena=1)
+def test_without_the_fixture():
+    pass
+
+@pytest.mark.memplan(arena=1)
+def test_without_a_check(memplan):
+    pass
 """,
-    ).assert_outcomes(passed=3)
+    )
+    result.assert_outcomes(passed=4, errors=2)
+    result.stdout.fnmatch_lines(["*needs the fixture*", "*checked nothing*"])
 
 
 def test_one_byte_too_many_fails_and_shows_the_buffers(pytester: pytest.Pytester) -> None:
@@ -72,23 +84,6 @@ def test_memory(memplan):
         ]
     )
     assert "pytest_plugin.py" not in result.stdout.str()
-
-
-def test_a_marker_that_checks_nothing_is_no_success(pytester: pytest.Pytester) -> None:
-    result = _run(
-        pytester,
-        """
-@pytest.mark.memplan(arena=1)
-def test_without_the_fixture():
-    pass
-
-@pytest.mark.memplan(arena=1)
-def test_without_a_check(memplan):
-    pass
-""",
-    )
-    result.assert_outcomes(passed=1, errors=2)
-    result.stdout.fnmatch_lines(["*needs the fixture*", "*checked nothing*"])
 
 
 def test_a_real_model_is_planned_and_a_failure_shows_no_log_of_torchs(pytester: pytest.Pytester) -> None:

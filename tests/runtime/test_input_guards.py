@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memplan.errors import InputMismatch
-from memplan.runtime.guards.input_guards import InputGuards, same_constant
+from memplan.runtime.guards.input_guards import Arrangement, InputGuards, kind_of_call, require_like, same_constant
 from memplan.trace import trace
 
 
@@ -115,3 +115,36 @@ def test_inputs_are_apart_from_what_the_step_changes() -> None:
     guards.check_apart([_A, _B.clone()], changed)
     with pytest.raises(InputMismatch, match=r"input 1: shares its memory with the buffer 'mean', which the step chang"):
         guards.check_apart([_A, _B], changed)
+
+
+def _forward(x: int, y: float = 2.0, *, scale: float = 1.0) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "found"),
+    [
+        ((), {"scale": 3.0, "x": 1}, ((1,), {"scale": 3.0})),
+        ((1, 2.0), {"scale": 3.0}, ((1,), {"scale": 3.0})),  # a default is left out
+        ((1, 5.0), {"scale": 3.0}, ((1,), {"scale": 3.0, "y": 5.0})),
+        ((1,), {}, ((1,), {})),  # the default is not what the example has
+        ((1,), {"scale": 3.0, "x": 1}, ((1,), {"scale": 3.0, "x": 1})),
+    ],
+)
+def test_arguments_are_given_as_those_of_the_example(args: Any, kwargs: dict[str, Any], found: Any) -> None:
+    assert Arrangement(_forward, (1,), {"scale": 3.0}).arranged(args, kwargs) == found
+    assert Arrangement(_forward, (1, 2.0), {"scale": 1.0}).arranged((1,), {}) == ((1, 2.0), {"scale": 1.0})
+
+
+def test_keywords_come_in_any_order_and_defaults_may_be_said() -> None:
+    guards = _guards(_Model(), _A, _B, scale=3.0, power=2)
+    assert guards.flatten((_A, _B), {"power": 2, "scale": 3.0})[2:] == [3.0, 2]
+    guards = _guards(_Model(), _A, _B, scale=3.0)
+    assert guards.flatten((_A, _B), {"power": 1, "scale": 3.0})[2:] == [3.0]
+
+
+def test_a_call_that_is_not_like_the_example_is_refused() -> None:
+    example = kind_of_call((_A,), {})
+    require_like(example, kind_of_call((_A.clone(),), {}))
+    for other, message in (((_B,), r"made for .*\(3, 4\).* called with .*\(4, 2\)"), ((_A, _B), "was made for others")):
+        with pytest.raises(InputMismatch, match=message):
+            require_like(example, kind_of_call(other, {}))
