@@ -78,7 +78,7 @@ JUDGES: Mapping[str, tuple[str, ...]] = {
     "memplan/solvers/tree_search.py": ("tests/solvers/test_thresholds.py", "tests/solvers/test_search_kernel.py"),
     "memplan/solvers/branch_kernel.py": ("tests/solvers/test_search_kernel.py",),
     "memplan/solvers/skyline_kernel.py": ("tests/solvers/test_fit_kernel.py",),
-    "memplan/targets/attention.py": ("tests/targets/test_plan_for.py",),
+    "memplan/targets/attention.py": ("tests/targets/test_attention.py",),
     "memplan/runtime/debug/sanitizers.py": ("tests/runtime/test_checks.py",),
     "memplan/cli/report.py": ("tests/cli/test_commands.py",),
     "memplan/cli/compare.py": ("tests/cli/test_commands.py",),

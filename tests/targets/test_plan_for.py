@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memplan
 from benchmarks import real_sizes
@@ -23,7 +22,6 @@ from benchmarks.zoo import ZOO
 from memplan.core.gpus import find_gpu, gpu_called
 from memplan.core.units import parse_size
 from memplan.errors import InvalidShapes, LibraryNotInstalled, UnsupportedDevice
-from memplan.targets.attention import attention_kernel, why_single
 from tests.models import Made
 from tests.slow import slow
 
@@ -264,68 +262,3 @@ def test_what_cannot_stand_in_is_traced_as_the_cpu_and_said(
     model, inputs = ZOO["mlp"]()
     assert memplan.fits(model, inputs, target="h100", search=False)
     assert "traced as the CPU's" in caplog.text
-
-
-HOPPER, AMPERE = (9, 0), (8, 0)
-
-
-def _tensors(
-    width: int = 64, heads: tuple[int, int] = (4, 4), dtype: torch.dtype = torch.bfloat16
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    query, key = (torch.empty(2, each, 16, width, dtype=dtype, device="meta") for each in heads)
-    return query, key, key.clone()
-
-
-def _mask(*, stride: int = 1) -> torch.Tensor:
-    return torch.empty_strided((2, 1, 16, 16), (256, 256, 16, stride), dtype=torch.bool, device="meta")
-
-
-@pytest.mark.parametrize(
-    ("tensors", "mask", "grouped", "hopper", "ampere"),
-    [
-        pytest.param({}, None, False, "cudnn", "flash", id="half"),
-        pytest.param({"dtype": torch.float32}, None, False, "efficient", "efficient", id="single"),
-        pytest.param({"dtype": torch.float64}, None, False, "math", "math", id="double"),
-        pytest.param({}, 1, False, "cudnn", "efficient", id="a mask"),
-        pytest.param({}, 0, False, "math", "math", id="a mask whose last stride is not 1"),
-        pytest.param({"width": 192}, None, False, "flash", "flash", id="wide heads"),
-        pytest.param({"width": 288}, None, False, "efficient", "efficient", id="too wide for flash"),
-        pytest.param({"width": 60}, None, False, "flash", "flash", id="no multiple of 8"),
-        pytest.param({"heads": (4, 2)}, None, True, "cudnn", "flash", id="grouped heads"),
-        pytest.param({"heads": (4, 2), "dtype": torch.float32}, None, True, "math", "math", id="grouped in single"),
-    ],
-)
-def test_the_kernel_follows_the_rules(
-    tensors: dict[str, Any], mask: int | None, grouped: bool, hopper: str, ampere: str
-) -> None:
-    given = _tensors(**tensors)
-    masked = None if mask is None else _mask(stride=mask)
-    for capability, expected in ((HOPPER, hopper), (AMPERE, ampere)):
-        assert attention_kernel(*given, masked, grouped, capability) == expected
-
-
-@pytest.mark.parametrize(
-    ("tensors", "mask", "grouped", "said"),
-    [
-        ({}, 0, False, "the last stride of its mask"),
-        ({"dtype": torch.float64}, None, False, "float64"),
-        ({"heads": (4, 2), "dtype": torch.float32}, None, True, "grouped heads"),
-    ],
-)
-def test_why_attention_is_not_fused(tensors: dict[str, Any], mask: int | None, grouped: bool, said: str) -> None:
-    masked = None if mask is None else _mask(stride=mask)
-    assert said in why_single(*_tensors(**tensors), masked, grouped)
-
-
-@pytest.mark.parametrize(
-    ("allowed", "expected"),
-    [
-        (SDPBackend.FLASH_ATTENTION, "flash"),
-        (SDPBackend.EFFICIENT_ATTENTION, "efficient"),
-        (SDPBackend.MATH, "math"),
-        (SDPBackend.CUDNN_ATTENTION, "cudnn"),
-    ],
-)
-def test_the_flags_of_torch_are_followed(allowed: SDPBackend, expected: str) -> None:
-    with sdpa_kernel(allowed):
-        assert attention_kernel(*_tensors(), None, False, HOPPER) == expected
