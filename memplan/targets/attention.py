@@ -3,8 +3,7 @@
 torch chooses in C++, by the release, cuDNN's version, the capability and the tensors. `RULES` has what each kernel
 asks, in the order of torch's checks. A source is a function of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
 or of sdp_utils_cpp.h beside it. The rules were read there, and in the constants and symbols of libtorch_cuda.so in
-the wheels of torch 2.11.0, 2.12.0, 2.13.0 and 2.14.1 for CUDA 13 (2026-11-28). Batch norm, convolutions, recurrent
-layers and dropout need no table: torch chooses for them itself, once it is told that cuDNN is there (`guard.cpp`).
+the wheels of torch 2.11.0, 2.12.0, 2.13.0 and 2.14.1 for CUDA 13 (2026-11-28).
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ def release_of(version: str) -> tuple[tuple[int, int], str]:
 
 def cudnn_version(release: tuple[int, int]) -> int:
     """Return the version of cuDNN that kernels are chosen by: of this build, or of a release's wheels."""
-    return (torch.version.cuda and torch.backends.cudnn.version()) or CUDNN_OF_WHEELS[release]
+    version: Any = torch.backends.cudnn.version
+    return (torch.version.cuda and version()) or CUDNN_OF_WHEELS[release]
 
 
 class Attention(NamedTuple):
@@ -252,8 +252,10 @@ def choose_attention(capability: tuple[int, int], notes: set[str]) -> torch.libr
         tensors, mask = (query, key, value), attn_mask
         if release >= (2, 14) and all(x.dim() == _DIMENSIONS - 1 for x in tensors):  # normalize_unbatched_input
             mask = mask if mask is None else mask[(None,) * (_DIMENSIONS - mask.dim())]
-            four = (x.unsqueeze(0) for x in tensors)
-            return attention(*four, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).squeeze(0)
+            query, key, value = (x.unsqueeze(0) for x in tensors)
+            return attention(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).squeeze(
+                0
+            )
         call = Attention(*tensors, mask, dropout_p, is_causal, enable_gqa, capability, release, cudnn)
         name, why = attention_kernel(call)
         notes.update({assumed} - {""})

@@ -1,6 +1,4 @@
-// What autograd's engine asks of a device of CUDA, answered without a driver: one device, whose streams do nothing. And
-// what torch asks of cuDNN before it chooses a kernel of a convolution, a batch norm or a recurrent layer.
-#include <ATen/detail/CUDAHooksInterface.h>
+// What autograd's engine asks of a device of CUDA, answered without a driver: one device, whose streams do nothing.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/FakeGuardImpl.h>
 
@@ -39,41 +37,17 @@ Guard guard;
 
 constexpr int kSlots = 60, kBefore = 2;  // of a virtual table: what is copied, and the words before its first function
 void* table[kBefore + kSlots];
-long version_of_cudnn;
 
-bool yes(void*) { return true; }
-long version(void*) { return version_of_cudnn; }
-double least_epsilon(void*) { return 1e-5; }  // CUDNN_BN_MIN_EPSILON, as torch's CUDAHooks answers
-
-// Has `answer` stand for a virtual function, whose pointer is one more than its offset in the table (Itanium's ABI).
-template <class Function, class Answer>
-void answer(Function function, Answer* with) {
-  size_t offset;
-  std::memcpy(&offset, &function, sizeof(offset));
-  table[kBefore + (offset - 1) / sizeof(void*)] = reinterpret_cast<void*>(with);
-}
+bool yes(void*, signed char) { return true; }
 
 }  // namespace
 
-// Registers the guard. `hooks` is at::detail::getCUDAHooks(), whose table is replaced by a copy in which the device is
-// there, of a capability of 8.0 or more; in a build without CUDA, so is cuDNN, of version `cudnn`.
-extern "C" void stand_in(void** hooks, int without_cuda, long cudnn) {
-  using Hooks = at::CUDAHooksInterface;
+// Registers the guard. `hooks` is at::detail::getCUDAHooks(), whose table is replaced by a copy in which the fifth function
+// (hasPrimaryContext) says yes; in a build without CUDA, so do the third and fourth (isBuilt, isAvailable).
+extern "C" void stand_in(void** hooks, int without_cuda) {
   std::memcpy(table, static_cast<void**>(*hooks) - kBefore, sizeof(table));
-  answer(&Hooks::hasPrimaryContext, &yes);
-  answer(&Hooks::supportsDilatedConvolutionWithCuDNN, &yes);
-  answer(&Hooks::supportsDepthwiseConvolutionWithCuDNN, &yes);
-  answer(&Hooks::supportsBFloat16ConvolutionWithCuDNNv8, &yes);
-  answer(&Hooks::supportsBFloat16RNNWithCuDNN, &yes);
-  if (without_cuda) {
-    version_of_cudnn = cudnn;
-    answer(&Hooks::isBuilt, &yes);
-    answer(&Hooks::isAvailable, &yes);
-    answer(&Hooks::compiledWithCuDNN, &yes);
-    answer(&Hooks::versionCuDNN, &version);
-    answer(&Hooks::versionRuntimeCuDNN, &version);
-    answer(&Hooks::batchnormMinEpsilonCuDNN, &least_epsilon);
-  }
+  table[kBefore + 4] = reinterpret_cast<void*>(&yes);
+  if (without_cuda) table[kBefore + 2] = table[kBefore + 3] = reinterpret_cast<void*>(&yes);
   *hooks = table + kBefore;
   c10::impl::DeviceGuardImplRegistrar(kCuda, &guard);
 }

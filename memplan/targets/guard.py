@@ -22,16 +22,15 @@ _COMPILERS = ("g++", "clang++", "c++")
 _HOOKS = "_ZN2at6detail12getCUDAHooksEv"  # at::detail::getCUDAHooks()
 
 
-def install_guard(cudnn: int) -> None:
+def install_guard() -> None:
     """Register the guard in this process; nothing that runs on a device can run in it from now on.
 
-    `cudnn`: the version of cuDNN that a build without CUDA is to believe in. Raises `LibraryNotInstalled` if it
-    is not built so far and there is no C++ compiler.
+    Raises `LibraryNotInstalled` if it is not built so far and there is no C++ compiler.
     """
     libraries = Path(torch.__file__).parent / "lib"
     hooks = ctypes.CDLL(str(libraries / "libtorch_cpu.so"))[_HOOKS]
     hooks.restype = ctypes.c_void_p
-    ctypes.CDLL(str(built_guard())).stand_in(ctypes.c_void_p(hooks()), torch.version.cuda is None, ctypes.c_long(cudnn))
+    ctypes.CDLL(str(built_guard())).stand_in(ctypes.c_void_p(hooks()), torch.version.cuda is None)
 
 
 def built_guard() -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from memplan.core.gpus import GpuTarget
-from memplan.targets.attention import choose_attention, cudnn_version, release_of
+from memplan.targets.attention import choose_attention
 from memplan.targets.guard import install_guard
 
 DEVICE = torch.device("cuda", 0)
@@ -29,7 +29,7 @@ def stand_in(target: GpuTarget) -> Set[str]:
     Raises `LibraryNotInstalled` if `guard.cpp` cannot be built.
     """
     notes = set[str]()
-    install_guard(cudnn_version(release_of(torch.__version__)[0]))
+    install_guard()
     _cuda(target)
     _forget()
     _fake_tensors()
