@@ -180,7 +180,7 @@ def whole_step(device: LateDevice) -> dict[str, Any]:
 
 
 def larger(device: LateDevice, name: str) -> dict[str, Any]:
-    """Whole steps of a model on the host that is larger than the budget, with AdamW: those of the undivided step."""
+    """Whole steps of a model on the host that is larger than the budget, with AdamW: those of the step without a budget."""
 
     def steps(**options: Any) -> tuple[Bits, Plan]:
         torch.manual_seed(0)
@@ -191,7 +191,7 @@ def larger(device: LateDevice, name: str) -> dict[str, Any]:
         states = (t for state in optimizer.state.values() for t in state.values())
         return [copied(t.detach()) for t in (*found, *model.parameters(), *states)], step.plan
 
-    expected, undivided = steps()
+    expected, undivided = steps(device=HERE)
     held = undivided.outside["parameters"] + undivided.outside["optimizer state"]
     found: dict[str, Any] = {"wrong": []}
     for budget in ("min", 3 * held // 4):
@@ -521,6 +521,7 @@ SCENARIOS: dict[str, Callable[[LateDevice], dict[str, Any]]] = {
     "resident": resident,
     "whole step": whole_step,
     "larger gpt2": partial(larger, name="gpt2"),
+    "larger llama": partial(larger, name="llama"),
     "streams": streams,
     "dropped": dropped,
     "left on the host": left_on_host,
