@@ -180,7 +180,7 @@ def whole_step(device: LateDevice) -> dict[str, Any]:
 
 
 def larger(device: LateDevice, name: str) -> dict[str, Any]:
-    """Whole steps of a model on the host that is larger than the budget, with AdamW: those of the step without a budget."""
+    """Whole steps of a model on the host that is larger than the budget, with AdamW: bits of that without one."""
 
     def steps(**options: Any) -> tuple[Bits, Plan]:
         torch.manual_seed(0)
