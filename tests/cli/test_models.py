@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from memplan.cli import main
-from memplan.cli.source import blame, load_model, names_model
+from memplan.cli.source import load_model, names_model
 from memplan.core.plan import Plan
 from memplan.errors import InvalidModel, UnsupportedGraph
 from memplan.planning import planfile
@@ -100,11 +100,6 @@ def test_a_graph_that_cannot_be_planned_is_bad_input_without_noise(run: Run, tra
     code, out, err = run("report", "model.py:make")
     assert (code, out) == (2, "")
     assert err.splitlines()[1:] == ["error: layer.3: depends on data", "  next step: use torch.where"]
-
-
-def test_traceback_shows_where_an_error_came_up(tracer: FakeTracer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--traceback", "report", "model.py:failing"]) == 2
-    assert "in forward" in capsys.readouterr().err
 
 
 def test_a_bug_of_ours_is_called_one(
@@ -263,18 +258,3 @@ def test_a_file_that_cannot_be_imported(folder: Path, source: str, message: str)
 def test_what_is_not_there_is_said(folder: Path, target: str, message: str) -> None:
     with pytest.raises(InvalidModel, match=message):
         load_model(target)
-
-
-def test_files_of_one_name_do_not_stand_in_for_each_other(folder: Path) -> None:
-    for name in ("one", "two"):
-        (folder / name).mkdir()
-        (folder / name / "torch.py").write_text(f"def make(): return (lambda: {name!r}), ()\n")
-    assert [load_model(f"{name}/torch.py:make").model() for name in ("one", "two")] == ["one", "two"]
-    assert load_model("one/torch.py:make").model() == "one"
-
-
-def test_our_own_errors_pass_unchanged_and_long_ones_are_cut() -> None:
-    ours = InvalidModel("what")
-    assert blame(ours, "planning failed", file="x.py") is ours
-    assert len(str(blame(ValueError("x" * 10**6), "planning failed", file="x.py"))) < 3000
-    assert str(blame(ValueError(), "planning failed", file="x.py")) == "x.py: planning failed: ValueError"

@@ -9,7 +9,6 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,15 +98,6 @@ def open_html(page: Page, folder: Path, html: str) -> Page:
     page.wait("return Boolean(window.memplan)")
     page.run("return new Promise(done => setTimeout(() => requestAnimationFrame(() => setTimeout(done))))")
     return page
-
-
-def shot(page: Page, file: Path) -> Counter[object]:
-    """Take a screenshot of the page; returns how many pixels have each colour."""
-    from PIL import Image
-
-    page.screenshot(file)
-    image = Image.open(file).convert("RGB")
-    return Counter({color: count for count, color in image.getcolors(1 << 24) or []})
 
 
 def _call(url: str, body: Any) -> Any:

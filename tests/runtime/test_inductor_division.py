@@ -14,11 +14,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils.checkpoint import CheckpointPolicy
 
 import memplan
-from memplan.core.division import NOTHING, Division
+from memplan.core.division import Division
 from memplan.core.graph import Phase
-from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedCall, UnsupportedProblem
+from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedCall
 from memplan.trace import capture_call, variants
-from memplan.trace.chunking import rows
 from memplan.trace.fused.row_division import divide_rows
 from memplan.trace.fused.row_parts import BLOCK
 from memplan.trace.passes.rewrite import copy_of
@@ -163,16 +162,6 @@ def test_one_block_is_none_and_sums_are_for_inductors_kernels() -> None:
             memplan.plan(_made(shifted=False), _tokens(), divide=Division(blocks=blocks, sums=True))
 
 
-def test_nothing_is_divided_without_sums() -> None:
-    model = _made(shifted=True)
-    for divide in (True, 4):
-        with pytest.raises(UnsupportedCall, match="only with these") as refused:
-            memplan.plan(model, _tokens(), kernels="inductor", divide=divide)
-        assert refused.value.see == "inductor-options"
-    with pytest.raises(UnsupportedProblem, match="only with these"):
-        capture_call(model, _tokens(), kernels="inductor").retrace(division=Division(blocks=2))
-
-
 def test_chains_end_at_products_and_wide_blocks_are_not_saved() -> None:
     graph = _joint(_made(shifted=False))
     settled = divide_rows(graph, Division(blocks=4, sums=True))
@@ -208,20 +197,6 @@ def test_a_divided_graph_computes_the_same() -> None:
         made = fx.Interpreter(fx.GraphModule(module, graph)).run(*given, enable_io_processing=False)
         found.append([one for one in made if one is not None])
     torch.testing.assert_close(*found)
-
-
-def test_a_chain_of_fewer_rows_has_a_block_for_each() -> None:
-    graph = _joint(_made(shifted=True))
-    divide_rows(graph, Division(blocks=9, sums=True))
-    assert {node.meta[BLOCK][1] for node in graph.nodes if BLOCK in node.meta} == set(range(8))  # of eight sequences
-
-
-def test_where_nothing_can_be_divided_the_division_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "_FEWEST", 9)  # more than there are sequences
-    graph = _joint(_made(shifted=True))
-    count = len(graph.nodes)
-    assert divide_rows(graph, Division(blocks=4, sums=True)).over == NOTHING
-    assert len(graph.nodes) == count
 
 
 @pytest.mark.parametrize(("shifted", "blocks"), [(True, 4), (False, 8)])
