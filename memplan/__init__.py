@@ -1,6 +1,7 @@
 """memplan: ahead-of-time static memory planning for PyTorch graphs.
 
     plan(model, example_inputs)      plans a step from fake tensors: the memory that it needs, to the byte
+    plan_step(model, optimizer, loss_fn, batch)      plans a whole training step, optimizer update included
     compile(model, example_inputs)   returns a module that runs the step in one preallocated arena
     compile_step(model, optimizer, loss_fn, batch)   compiles a whole training step, optimizer update included
     record(step_fn)                  records and places the allocations of a step that cannot be traced; after
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan, load_symbolic
     from memplan.trace.batches import max_batch
     from memplan.trace.fits import fits
+    from memplan.trace.whole_step import plan_step
 
 
 __all__ = [
@@ -101,6 +103,7 @@ __all__ = [
     "max_batch",
     "partitioner",
     "plan",
+    "plan_step",
     "profile",
     "record",
     "set_log_level",
@@ -128,6 +131,7 @@ _HOMES = {
     "load": "memplan.planning.planfile",
     "max_batch": "memplan.trace.batches",
     "partitioner": "memplan.integrations.partitioner",
+    "plan_step": "memplan.trace.whole_step",
     "profile": "memplan.runtime.profiling.op_timer",
     "set_log_level": "memplan.core.timed",
     "solve": "memplan.solvers",

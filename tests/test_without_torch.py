@@ -20,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 COMMAND = "pip install 'memplan[torch]'"
 NEED_TORCH = {
     *("Backend", "CompiledModule", "CompiledStep", "Recording", "Tracker"),
-    *("compile", "compile_step", "fits", "install_allocator", "max_batch", "partitioner", "profile", "record"),
+    *("compile", "compile_step", "fits", "install_allocator", "max_batch", "partitioner"),
+    *("plan_step", "profile", "record"),
 }
 NAMES = """
 import importlib.util, json, memplan

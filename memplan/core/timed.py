@@ -1,4 +1,4 @@
-"""Says what takes long: to the logger `memplan.time`, and in a terminal in a line that disappears."""
+"""Says what takes long: to the logger `memplan.time`, and in a terminal or notebook in a line that disappears."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from memplan.errors import UnknownName
@@ -25,11 +26,11 @@ _shown: ContextVar[bool] = ContextVar("shown", default=False)  # a line in the t
 def timed(doing: str) -> Iterator[None]:
     """Log at INFO, as "memplan.time", that work begins, and how long it took if that is over `LONG` seconds.
 
-    It is logged whether or not the work succeeds. A terminal shows it meanwhile, unless it shows that log.
+    It is logged whether or not the work succeeds. A terminal or notebook shows it meanwhile, unless it shows that log.
     """
     _log.info("%s ...", doing)
     began = time.perf_counter()
-    silent = _shown.get() or _log.isEnabledFor(logging.INFO) or not _is_terminal()
+    silent = _shown.get() or _log.isEnabledFor(logging.INFO) or not _is_live()
     try:
         with nullcontext() if silent else live_line(doing):
             yield
@@ -39,9 +40,11 @@ def timed(doing: str) -> Iterator[None]:
             _log.info("%s took %.1f s", doing, seconds)
 
 
-def _is_terminal() -> bool:
-    """Return whether the standard error is a terminal; what stands for it may not know."""
-    try:
+def _is_live() -> bool:
+    """Return whether a line can disappear again: in a terminal, or in a notebook that has widgets."""
+    if "ipykernel" in sys.modules and find_spec("ipywidgets") is not None:
+        return True
+    try:  # what stands for the standard error may not know
         return sys.stderr.isatty()
     except (AttributeError, ValueError):
         return False
@@ -49,7 +52,7 @@ def _is_terminal() -> bool:
 
 @contextmanager
 def live_line(doing: str, screen: Console | None = None) -> Iterator[Callable[[str], object]]:
-    """Show work in a line of a terminal, with its seconds, and yield a function that shows its stage.
+    """Show work in a line of a terminal or notebook, with its seconds, and yield a function that shows its stage.
 
     Args:
         doing: The work.

@@ -34,10 +34,11 @@ def is_available(kind: str) -> bool:
 
 
 def device_count(kind: str) -> int:
-    """Return the number of devices of a kind on this machine; 1 for the CPU."""
-    if kind == HOST:
-        return 1
-    return torch.accelerator.device_count() if is_available(kind) else 0
+    """Return the number of devices of a kind on this machine, or that stand in here; 1 for the CPU."""
+    try:
+        return 1 if kind == HOST else int(torch.get_device_module(kind).device_count())
+    except RuntimeError:  # torch knows the name alone
+        return 0
 
 
 def current_index(kind: str) -> int:

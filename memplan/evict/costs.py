@@ -401,3 +401,16 @@ def simulate(graph: Graph, costs: CostModel, *, one_link: bool = True) -> tuple[
     for op in graph.ops:
         clock.run(op)
     return clock.now, clock.stall
+
+
+def busy_seconds(graph: Graph, costs: CostModel) -> dict[str, float]:
+    """Return the predicted seconds of a step whose ops are in schedule order, and for how many each lane is busy."""
+    found = {"step": simulate(graph, costs)[0], "kernels": 0.0, "copies to the device": 0.0, "copies to the host": 0.0}
+    for op in graph.ops:
+        if op.target in (OFFLOAD, RELOAD):
+            lane, link = ("host", costs.to_host) if op.target == OFFLOAD else ("device", costs.to_device)
+            nbytes = graph.storages[graph.values[op.reads[0]].storage].nbytes
+            found[f"copies to the {lane}"] += link.seconds(nbytes)
+        elif op.target not in TRANSFERS:
+            found["kernels"] += costs.op_seconds(graph, op)
+    return found

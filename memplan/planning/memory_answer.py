@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from memplan.core.gpus import ALIASES, GpuTarget, find_gpu
@@ -94,7 +95,10 @@ class Fits:
         largest_batch: The largest batch that fits, slack kept; 0 if not even one sample fits (or the
             fewest that the model takes), None if unknown.
         seconds: The predicted seconds of forward and backward; None without the costs of the device.
-        within: Where the step does not fit: the cheapest plan that does (`memplan.compile` takes it, or its budget).
+        within: Where the step does not fit: the cheapest plan that does (`memplan.compile` takes it, or its budget);
+            where none does with the model on a named GPU, that of the whole step while the model stays on the CPU.
+        lanes: The predicted seconds of that whole "step", and for how many its "kernels", "copies to the device" and
+            "copies to the host" are busy; None for other plans.
         smallest: Where no plan fits either: the fewest bytes that one needs, as `total` counts them.
         unmeasured: Kernels of this machine whose own memory could not be measured, and is not counted.
         plan: The plan of the step without a budget.
@@ -114,6 +118,7 @@ class Fits:
     train: bool
     largest_batch: int | None
     seconds: float | None
+    lanes: Mapping[str, float] | None = None
     smallest: int | None = None
     unmeasured: int = 0
     plan: Plan = field(compare=False)

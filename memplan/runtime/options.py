@@ -26,6 +26,7 @@ from memplan.trace import CapturedCall, plan_step
 from memplan.trace.graph.remap_to_plan import outside_as_in, require_planned
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import retraced
+from memplan.trace.whole_step import require_update
 
 if TYPE_CHECKING:
     from memplan.planning.options import Device
@@ -255,13 +256,7 @@ class StepOptions(RunOptions):
 
     def __post_init__(self) -> None:
         RunOptions.__post_init__(self)
-        if type(self.accumulate) is not int or self.accumulate < 1:
-            hint = "pass the number of micro-batches per update, 1 or more"
-            raise MemplanError(f"accumulate={self.accumulate!r}", hint=hint)
-        norm = self.clip_grad_norm
-        if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float)) or not norm >= 0):
-            hint = "pass the maximal norm, a number of at least 0, or None"
-            raise MemplanError(f"clip_grad_norm={norm!r}", hint=hint)
+        require_update(self.accumulate, self.clip_grad_norm)
 
 
 def _require_buckets(bucketing: object, *, varies: bool) -> None:

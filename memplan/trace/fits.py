@@ -18,7 +18,7 @@ from memplan.core.timed import timed
 from memplan.core.totals import beside_results
 from memplan.distributed.fake_ranks import divided, fake_ranks
 from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, MemplanError
-from memplan.evict.costs import cost_model
+from memplan.evict.costs import busy_seconds, cost_model
 from memplan.planning.base_graph import eager_total
 from memplan.planning.measured import as_after_a_trial, with_temporaries
 from memplan.planning.memory_answer import Capacity, Fits, Need, capacity_of, need_of
@@ -28,11 +28,12 @@ from memplan.targets.stand_in import DEVICE
 from memplan.trace.batches import largest_within
 from memplan.trace.capture.effects import with_fake_tensors
 from memplan.trace.kernel_scratch import KernelScratch
-from memplan.trace.optimizer.update_bytes import NONE, MakeOptimizer, UpdateBytes, update_bytes
+from memplan.trace.optimizer.update_bytes import NONE, MakeOptimizer, UpdateBytes, made_optimizer, update_bytes
 from memplan.trace.planning import captured_step, plan_step
 from memplan.trace.step_example import StepExample, batch_of, floating_type
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import CapturedCall
+from memplan.trace.whole_step import plan_whole_step
 
 Make = Callable[[int], tuple[Any, ...]]
 _log = logging.getLogger("memplan")
@@ -203,6 +204,9 @@ class _StepPlans:
         if not search:
             return made
         within, smallest = (None, None) if made.fits else self._within(step, need)
+        if smallest is not None and made.train and (loaded := self._loaded(batch)) is not None:
+            within, smallest = loaded, None
+            made = replace(made, lanes=busy_seconds(loaded.graph, cost_model(self.options.costs or "a100")))
         return replace(made, within=within, smallest=smallest, largest_batch=self._largest(made))
 
     def _traced(self, batch: int | None, *, kernels: Kernels | None = None) -> _TracedStep:
@@ -269,6 +273,21 @@ class _StepPlans:
             except BudgetInfeasible as error:
                 least = error.smallest
         return None, least + self.capacity.allowance
+
+    def _loaded(self, batch: int | None) -> Plan | None:
+        """Return the plan of the whole step while model and state stay on the host; None where there is none.
+
+        There is one on a named GPU, where what the model returns is the loss.
+        """
+        if self.there is None or self.ranks is not None or self._known_update.name == NONE:
+            return None
+        model, args, kwargs = self.example.made(batch)
+        model, inputs = with_fake_tensors(model, (args, kwargs))
+        options = replace(self.options, budget=self.capacity.usable, kernels="aten", device=str(self.there))
+        with suppress(MemplanError), self._stage("planning with the model on the host"):
+            optimizer = made_optimizer(self.optimizer, [p for p in model.parameters() if p.requires_grad])
+            return plan_whole_step(model, optimizer, inputs, options)
+        return None
 
     def _over(self, batch: int) -> int:
         """Return the bytes by which a batch exceeds what may be used."""

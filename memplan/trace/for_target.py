@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -44,30 +45,43 @@ def plan_for(
         UnsupportedDevice: The target is unknown, or the model or an input is on a GPU.
         LibraryNotInstalled: What generates the code, or builds the stand-in, is missing.
     """
+    require_module(model)
+    args, kwargs = arguments_of(example_inputs, example_kwargs)
+
+    def made(options: PlanOptions, place: str | None) -> Plan:
+        """Return the plan, as if model and inputs were at a place."""
+        there, (there_args, there_kwargs) = with_fake_tensors(model, (args, kwargs), device=place)
+        return plan(there, there_args, there_kwargs, train=train, options=options, ranks=ranks)
+
+    return planned_there(name, model, (args, kwargs), options, made)
+
+
+def planned_there(
+    name: str, model: nn.Module, inputs: Any, options: PlanOptions, make: Callable[[PlanOptions, str | None], Plan]
+) -> Plan:
+    """Return the plan that `make` makes where the target of a name stands in for the GPU of the process.
+
+    `make` is given the options with the target's costs and workspaces, and the place of the model: the target, or None
+    for where it is (with `device="cuda"`, from where the step loads it). The errors are those of `plan_for`.
+    """
     target = find_gpu(name)
-    if options.device is not None:
-        what, hint = "a target is where the whole step is", "leave one of them out"
-        raise UnsupportedDevice(what, where="target with device", hint=hint, see="target")
+    if options.device is not None and str(options.device) not in ("cuda", str(DEVICE)):
+        what, hint = "the target is the device", "with device='cuda' the model stays on the CPU; else leave it out"
+        raise UnsupportedDevice(what, where=f"target with device={options.device!r}", hint=hint, see="target")
     if options.kernels == "inductor" and find_spec("triton") is None:
         what = "Inductor generates code for a GPU by Triton, which is not installed"
         hint = "pip install triton, in the version that belongs to this torch"
         raise LibraryNotInstalled(what, where="kernels='inductor'", hint=hint, see="target")
     options = replace(options, reserve=options.reserved + target.workspace, costs=options.costs or target.costs)
-
-    require_module(model)
-    args, kwargs = arguments_of(example_inputs, example_kwargs)
-    given = [(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves((args, kwargs)))]
+    given = [(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves(inputs))]
     for place, tensor in (*model.named_parameters(), *model.named_buffers(), *given):
         if isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", "meta"):
             hint = "plan without target, or move the model and its inputs to the CPU or the meta device"
             raise UnsupportedDevice(f"is on {tensor.device} already", where=place, hint=hint, see="target")
 
     def made() -> Plan:
-        """Return the plan, as if model and inputs were on the target."""
-        there, (there_args, there_kwargs) = with_fake_tensors(model, (args, kwargs), device=str(DEVICE))
-        return as_after_a_trial(
-            plan(there, there_args, there_kwargs, train=train, options=options, ranks=ranks), options
-        )
+        """Return the plan, as if a trial had run."""
+        return as_after_a_trial(make(options, None if options.device is not None else str(DEVICE)), options)
 
     why = (
         f"those of {target.full_name}, planned without one: kernels' temporaries are not measured, and "

@@ -6,24 +6,157 @@ copy of that graph.
 
 from __future__ import annotations
 
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from memplan.core.arguments import arguments_of, require_kind
 from memplan.core.choices import Kernels
 from memplan.distributed.parallelism import parallelism_of
-from memplan.errors import UnsupportedCall, UnsupportedGraph
+from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
+from memplan.planning.options import PlanKeywords, PlanOptions
+from memplan.trace import planning
+from memplan.trace.capture.effects import with_fake_tensors
 from memplan.trace.capture.joint_graph import Captured
+from memplan.trace.capture.refusals import require_module
+from memplan.trace.default_kernels import made_by_default, with_kernels
+from memplan.trace.optimizer.optimizers import is_fused
 from memplan.trace.optimizer.updates import Accumulate, append_updates, updated_parameters
 from memplan.trace.passes.rewrite import value
+from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import CapturedCall, capture_call
 
 if TYPE_CHECKING:
+    from memplan.core.plan import Plan
     from memplan.planning.options import Device
+
+
+def plan_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[..., torch.Tensor],
+    example_batch: Any = (),
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    target: str | None = None,
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
+    **options: Unpack[PlanKeywords],
+) -> Plan:
+    """Plan the memory of a whole training step, as `memplan.compile_step` runs it, without computing anything.
+
+    Args:
+        model: The module. Its parameters may be real, fake or meta tensors.
+        optimizer: SGD, Adam or AdamW of its parameters. It is not changed, and its state takes no memory.
+        loss_fn: As in `memplan.compile_step`.
+        example_batch: As in `memplan.compile_step`: real, fake or meta tensors.
+        example_kwargs: The keyword arguments of the model.
+        target: Plan for this GPU, which need not be there, as in `memplan.plan`. With `device="cuda"`, the model and
+            the optimizer's state stay on the CPU, and the budget has all that is loaded from there.
+        clip_grad_norm: As in `memplan.compile_step`.
+        accumulate: As in `memplan.compile_step`; the step that updates is planned.
+        options: Those of `memplan.plan`.
+
+    Returns:
+        The plan.
+
+    Raises:
+        UnsupportedGraph: The step cannot be traced as one graph, or the update of the optimizer is not planned.
+        UnsupportedDevice: The device is not there, or the model cannot run on it this way.
+        BudgetInfeasible: No plan keeps the budget; the error has the smallest budget that works.
+        InvalidSize: An option has no valid value.
+
+    Example:
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> plan = memplan.plan_step(model, optimizer, loss_fn, batch, device="cuda", target="rtx4090", budget="22GiB")
+    """
+    require_module(model)
+    require_step("plan_step", optimizer, loss_fn)
+    loss = LossModule(model, loss_fn)
+    args, kwargs = arguments_of(example_batch, example_kwargs)
+    inputs = (loss.parts_of(args), kwargs)
+
+    def made(options: PlanOptions, place: str | None = None) -> Plan:
+        """Return the plan, as if the model were at a place (None: where it is)."""
+        there, there_inputs = with_fake_tensors(loss, inputs, device=place)
+        of = _of(optimizer, loss, there)
+        return plan_whole_step(there, of, there_inputs, options, clip_grad_norm=clip_grad_norm, accumulate=accumulate)
+
+    asked = PlanOptions(**options)
+    require_update(accumulate, clip_grad_norm)
+    if target is None:
+        return made(asked)
+    from memplan.trace.for_target import planned_there
+
+    return planned_there(target, loss, inputs, asked, made)
+
+
+def require_step(call: str, optimizer: Any, loss_fn: Any) -> None:
+    """Raise `MemplanError` unless these arguments of a call are an optimizer and a function."""
+    order = f"in this order: {call}(model, optimizer, loss_fn, example_batch)"
+    if not hasattr(optimizer, "param_groups"):  # a wrapper around an optimizer is one too
+        raise MemplanError(f"is given a {type(optimizer).__name__}, not an optimizer", where="optimizer", hint=order)
+    require_kind(loss_fn, Callable, "loss_fn", f"pass a function that returns the loss, {order}")  # type: ignore[arg-type]
+
+
+def require_update(accumulate: int, clip_grad_norm: float | None) -> None:
+    """Raise `MemplanError` unless these are a number of batches per update, and a maximal norm or None."""
+    if type(accumulate) is not int or accumulate < 1:
+        hint = "pass the number of micro-batches per update, 1 or more"
+        raise MemplanError(f"accumulate={accumulate!r}", hint=hint)
+    norm = clip_grad_norm
+    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float)) or not norm >= 0):
+        hint = "pass the maximal norm, a number of at least 0, or None"
+        raise MemplanError(f"clip_grad_norm={norm!r}", hint=hint)
+
+
+def plan_whole_step(
+    loss: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    options: PlanOptions,
+    *,
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
+) -> Plan:
+    """Return the plan of a step of a model that returns its loss; `inputs` are arguments and keywords.
+
+    Raises `UnsupportedGraph` for an optimizer whose own `step()` updates.
+    """
+    if not is_fused(optimizer):
+        hint = "plan forward and backward by memplan.plan, with reserve= for its state"
+        what = "its own step() runs after the planned forward and backward"
+        raise UnsupportedGraph(type(optimizer).__name__, what, hint, see="fused-update")
+
+    def capture(options: PlanOptions) -> tuple[TracedGraph, CapturedCall]:
+        """Return the step, traced and captured."""
+        captured = capture_loss(loss, optimizer, *inputs, device=options.device, kernels=options.kernels)
+        kind = Accumulate.UPDATE if accumulate > 1 else None
+        step = captured.step(kind, clip_grad_norm=clip_grad_norm)
+        return step.retrace(), step
+
+    options = with_kernels(options, loss, inputs)
+    options, (traced, step) = made_by_default(options, type(loss).__name__, capture)
+    step.warn()
+    return planning.plan_step(traced, step, options)[1]
+
+
+def _of(optimizer: torch.optim.Optimizer, model: nn.Module, twin: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer without state, with the options of a model's, for the parameters of a copy of that model."""
+    of = dict(zip(map(id, model.parameters()), twin.parameters(), strict=True))
+    made = copy.copy(optimizer)
+    groups = optimizer.param_groups
+    made.param_groups = [{**g, "params": [of[id(p)] for p in g["params"] if id(p) in of]} for g in groups]
+    made.state = defaultdict(dict)
+    return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,3 +246,50 @@ def require_number(loss: object) -> None:
         what = f"a {type(loss).__name__}" if count == 1 else f"{count} values"
     what, hint = f"returns {what}, but a training step minimises one number", "return the mean or the sum alone"
     raise UnsupportedGraph("loss_fn", what, hint, see="loss-number")
+
+
+class LossModule(nn.Module):
+    """A model and its loss as one module: the loss is traced too, so that the only tangent is that of the loss."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.with_targets = _positional_arguments(loss_fn) > 1
+
+    def parts_of(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the parts of an example batch; a list of both parts, as a `DataLoader` yields, is taken apart.
+
+        Raises `UnsupportedGraph` if it does not have the parts that `loss_fn` takes.
+        """
+        if self.with_targets and len(batch) == 1 and isinstance(batch[0], list) and len(batch[0]) == 2:
+            batch = tuple(batch[0])
+        if self.with_targets and len(batch) != 2:
+            what = f"loss_fn takes several arguments, but the batch has {len(batch)} parts"
+            hint = "pass (inputs, targets), or a loss_fn of one argument"
+            if not batch:
+                what = f"{what}: a dict is the model's keywords"
+                hint = "pass a loss_fn of one argument, the model's result"
+            raise UnsupportedGraph("example_batch", what, hint, see="loss-arguments")
+        return batch
+
+    def forward(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
+        if not self.with_targets:
+            return self.loss_fn(self.model(*batch, **kwargs))
+        inputs, targets = batch
+        output = self.model(*inputs, **kwargs) if isinstance(inputs, tuple) else self.model(inputs, **kwargs)
+        return self.loss_fn(output, *targets) if isinstance(targets, tuple) else self.loss_fn(output, targets)
+
+
+def _positional_arguments(function: Callable[..., Any]) -> int:
+    """Return how many positional arguments without defaults a function (or a module's forward) takes.
+
+    Builtin functions such as `torch.sum` have no signature; they count as reductions of one argument.
+    """
+    target = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except ValueError:
+        return 1
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in kinds and p.default is p.empty for p in parameters)

@@ -59,3 +59,21 @@ def test_an_import_does_not_fail_for_a_level() -> None:
     run = [sys.executable, "-c", "import memplan"]
     found = subprocess.run(run, env={**os.environ, "MEMPLAN_LOG": "loud"}, capture_output=True, text=True, check=True)
     assert "MEMPLAN_LOG is ignored" in found.stderr
+
+
+@pytest.mark.parametrize(("kernel", "widgets"), [(True, True), (True, False), (False, True)])
+def test_a_notebook_with_widgets_shows_a_line_while_work_goes_on(
+    kernel: bool, widgets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+
+    def line(doing: str) -> contextlib.AbstractContextManager[None]:
+        shown.append(doing)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr("memplan.core.timed.live_line", line)
+    monkeypatch.setattr("memplan.core.timed.find_spec", lambda name: name if widgets else None)
+    monkeypatch.setattr("sys.modules", {**sys.modules, **({"ipykernel": sys} if kernel else {})})
+    with timed("tracing"):
+        pass
+    assert shown == (["tracing"] if kernel and widgets else [])

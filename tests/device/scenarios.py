@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 import memplan
 from benchmarks.zoo import ZOO
-from memplan.core.evictions import SEND
+from memplan.core.evictions import RELOAD, SEND
 from memplan.core.happens_before import follow, require_no_races
 from memplan.core.plan import Plan
 from memplan.devices.streams import new_event, record
@@ -177,6 +177,29 @@ def whole_step(device: LateDevice) -> dict[str, Any]:
     wrong = wrong_orders(device, lambda: steps(True, arena_budget=0.8), steps(False))
     on_host = partial(steps, True, "cpu", device=HERE, budget="min")
     return {"wrong": wrong + wrong_orders(device, on_host, steps(False, "cpu"), ORDERS[:6])}
+
+
+def larger(device: LateDevice, name: str) -> dict[str, Any]:
+    """Whole steps of a model on the host that is larger than the budget, with AdamW: bits of that without one."""
+
+    def steps(**options: Any) -> tuple[Bits, Plan]:
+        torch.manual_seed(0)
+        model, args = ZOO[name]("nano")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        step = memplan.compile_step(model, optimizer, lambda loss: loss, args, **options)
+        found = [step(*args) for _ in range(3)]
+        states = (t for state in optimizer.state.values() for t in state.values())
+        return [copied(t.detach()) for t in (*found, *model.parameters(), *states)], step.plan
+
+    expected, undivided = steps(device=HERE)
+    held = undivided.outside["parameters"] + undivided.outside["optimizer state"]
+    found: dict[str, Any] = {"wrong": []}
+    for budget in ("min", 3 * held // 4):
+        plan = steps(device=HERE, budget=budget)[1]
+        found[f"{budget}"] = [plan.on_device, held, sum(op.target == RELOAD for op in plan.graph.ops)]
+        wrong = wrong_orders(device, lambda plan=plan: steps(device=HERE, plan=plan)[0], expected)  # type: ignore[misc]
+        found["wrong"] += [f"{budget} {order}" for order in wrong]
+    return found
 
 
 def _layers() -> nn.Module:
@@ -497,6 +520,8 @@ SCENARIOS: dict[str, Callable[[LateDevice], dict[str, Any]]] = {
     "policies gpt2 vit": lambda device: policies(device, "gpt2", "vit"),
     "resident": resident,
     "whole step": whole_step,
+    "larger gpt2": partial(larger, name="gpt2"),
+    "larger llama": partial(larger, name="llama"),
     "streams": streams,
     "dropped": dropped,
     "left on the host": left_on_host,

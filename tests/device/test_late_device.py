@@ -34,7 +34,7 @@ def _run(library: Path, name: str, folder: Path, seeds: int = 1) -> tuple[int | 
     return process.exitcode, log.read_text(errors="replace")
 
 
-_LONG = ("vit", "resnet")  # scenarios of large models
+_LONG = ("vit", "resnet", "llama")  # scenarios of large models
 
 
 @pytest.mark.parametrize("seeds", [1, slow(4)])
@@ -56,6 +56,10 @@ def test_every_order_of_queued_work_gives_the_bits_of_eager(
         assert shown.startswith("measured on"), "on an accelerator, evictions are decided by measured costs"
         assert given == "a100", "costs that the user gives are taken"
         assert seconds > 1e-2 > predicted
+    if name.startswith("larger"):
+        for budget, (on_device, held, reloads) in found.items():
+            assert on_device < held, f"{budget}: parameters and optimizer state alone are larger"
+            assert reloads > 0
     if name == "left on the host":
         assert found["evictions"]
     if name == "streams":

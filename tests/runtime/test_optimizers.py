@@ -241,6 +241,38 @@ def test_batches_of_other_sizes(name: str, caplog: pytest.LogCaptureFixture) -> 
     assert not _warnings(caplog)
 
 
+class _SharesItsBias(nn.Module):
+    """A parameter that its owner lends to a layer, as heads of transformers do: the trace meets it last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(8))
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last.bias = self.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.last(self.first(x).tanh()).square().mean()
+        return loss
+
+
+def _of_two_groups(params: Any) -> Optimizer:
+    """Return AdamW of the last parameters before the others."""
+    given = list(params)
+    groups = [{"params": given[2:], "lr": 1e-2}, {"params": given[:2]}]
+    return O.AdamW(groups, fused=True)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("make", [lambda params: O.AdamW(params, fused=True), _of_two_groups])
+def test_state_and_clipping_are_in_the_optimizers_order(make: Make, clip: float | None) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    training = Training(_SharesItsBias(), lambda model: make(model.parameters()), itself, x, clip=clip)
+    for seed in range(2):
+        training.both(x, seed=seed)
+    training.assert_same_state()
+
+
 @pytest.mark.parametrize(
     ("mode", "name"), [("replan", "adamw"), ("eager", "rmsprop-foreach"), slow("passive", "adamw")]
 )

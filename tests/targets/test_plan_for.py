@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,20 @@ from torch import nn
 
 import memplan
 from benchmarks import real_sizes
-from benchmarks.zoo import ZOO
+from benchmarks.zoo import ZOO, llama_of
+from memplan.core.evictions import OFFLOAD, RELOAD, TRANSFERS
 from memplan.core.gpus import find_gpu, gpu_called
+from memplan.core.graph import StorageKind
 from memplan.core.units import parse_size
-from memplan.errors import InvalidShapes, LibraryNotInstalled, UnsupportedDevice
+from memplan.errors import (
+    BudgetInfeasible,
+    InvalidShapes,
+    LibraryNotInstalled,
+    MemplanError,
+    UnsupportedDevice,
+    UnsupportedGraph,
+)
+from memplan.evict.costs import cost_model, simulate
 from tests.models import Made
 from tests.slow import slow
 
@@ -132,6 +143,100 @@ def test_what_a_target_cannot_be_planned_with_is_refused(
     model, inputs = ZOO["mlp"]()
     with pytest.raises(error, match=said):
         memplan.plan(model, inputs, **how)
+
+
+def _llama_7b(layers: int) -> tuple[nn.Module, torch.Tensor]:
+    size = {"width": 4096, "mlp": 11008, "heads": 32, "kv": 32, "vocab": 32000}
+    model, (tokens,) = llama_of({**size, "layers": layers}, batch=8, length=2048)
+    return model.to(torch.bfloat16), tokens
+
+
+@pytest.mark.parametrize(("layers", "budget"), [(2, "12GiB"), slow(32, "24GiB")])
+def test_a_step_whose_model_is_larger_than_the_card_is_as_fast_as_its_kernels(layers: int, budget: str) -> None:
+    model, tokens = _llama_7b(layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = memplan.plan_step(
+        *(model, optimizer, lambda loss: loss, tokens), device="cuda", target="rtx4090", budget=budget
+    )
+    assert plan.on_device <= parse_size(budget)
+    assert not optimizer.state
+    held = plan.outside["parameters"] + plan.outside["optimizer state"]
+    assert held == pytest.approx(3 * sum(p.nbytes for p in model.parameters()), rel=1e-4)
+    copies: dict[str, Counter[str]] = {RELOAD: Counter(), OFFLOAD: Counter()}
+    for op in plan.graph.ops:
+        if op.target in copies:
+            ends = [plan.graph.storages[plan.graph.values[v].storage] for v in (*op.reads, *op.writes)]
+            for end in ends:
+                copies[op.target][end.name] += end.device == "cpu"
+    kept = (StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE)
+    names = [s.name for s in plan.graph.storages if s.kind in kept and s.device == "cpu"]
+    assert len(names) > 80
+    written = [n for n in names if copies[OFFLOAD][n] == 1 and copies[RELOAD][n]]
+    assert len(written) == len(names) - len(list(model.buffers()))
+    costs = cost_model("rtx4090")
+    kernels = sum(costs.op_seconds(plan.graph, op) for op in plan.graph.ops if op.target not in TRANSFERS)
+    assert held / costs.to_host.bytes_per_second < kernels
+    assert simulate(plan.graph, costs)[0] <= 1.25 * kernels
+
+
+class _Deep(nn.Module):
+    """A model that returns its loss, and whose layers are much smaller than the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        found: torch.Tensor = self.layers(x).square().mean()
+        return found
+
+
+@pytest.mark.parametrize(("memory", "loaded"), [("4MiB", True), ("64KiB", False)])
+def test_what_fits_a_card_while_the_model_stays_on_the_cpu(memory: str, loaded: bool) -> None:
+    answer = memplan.fits(_Deep(), torch.empty(8, 256), target=f"sm89:{memory}", kernels="aten", allowance=0, slack=0)
+    assert not answer
+    assert answer.need.fixed > parse_size(memory)
+    assert (answer.within is not None, answer.smallest is None) == (loaded, loaded)
+    assert ("bound by" in str(answer)) == loaded
+    if loaded:
+        assert answer.within is not None
+        assert answer.within.on_device <= parse_size(memory)
+        lanes = answer.lanes
+        assert lanes is not None
+        assert lanes["step"] >= max(lanes.values())
+        assert max(lanes, key=lambda lane: (lane != "step", lanes[lane])) in str(answer)
+
+
+def test_a_step_is_planned_as_it_is_compiled() -> None:
+    model, inputs = ZOO["mlp"]()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    plan = memplan.plan_step(model, optimizer, lambda loss: loss, inputs)
+    assert not optimizer.state
+    compiled = memplan.compile_step(model, optimizer, lambda loss: loss, inputs)
+    assert plan.graph == compiled.plan.graph
+    assert plan.arena_size == compiled.plan.arena_size
+    away = memplan.plan_step(model, torch.optim.SGD(model.parameters()), lambda loss: loss, inputs, target="h100")
+    assert away.versions["target"] == "h100"
+    assert {s.device for s in away.graph.storages if s.kind is StorageKind.PARAMETER} == {"cuda:0"}
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "error", "said"),
+    [
+        (torch.optim.Adagrad, {}, UnsupportedGraph, "its own step"),
+        (torch.optim.SGD, {"accumulate": 0}, MemplanError, "accumulate=0"),
+        (torch.optim.SGD, {"clip_grad_norm": -1}, MemplanError, "clip_grad_norm=-1"),
+        (torch.optim.SGD, {"target": "h100", "device": "cpu"}, UnsupportedDevice, "target with device"),
+        (torch.optim.SGD, {"device": "cpu", "budget": "4KiB"}, BudgetInfeasible, "needs at least"),
+    ],
+)
+def test_a_step_that_cannot_be_planned_is_refused(
+    make: Any, how: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    model, inputs = ZOO["mlp"]()
+    with pytest.raises(error, match=said):
+        memplan.plan_step(model, make(model.parameters()), lambda loss: loss, inputs, **how)
 
 
 def test_without_triton_generated_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.core.arguments import arguments_of, require_kind
+from memplan.core.arguments import arguments_of
 from memplan.core.choices import Checkpoint, Kernels, Layout, OnMismatch, Sanitize
 from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
@@ -25,7 +25,7 @@ from memplan.runtime.api.compile import compiled_by
 from memplan.runtime.api.compiled_module import CompiledModule
 from memplan.runtime.api.compiled_step import CompiledStep, gradients_apart
 from memplan.runtime.api.on_demand_offload import OnDemandOffload
-from memplan.runtime.api.step_builder import LossModule, StepBuilder
+from memplan.runtime.api.step_builder import StepBuilder
 from memplan.runtime.dynamo.backend import can_be_several
 from memplan.runtime.guards.input_guards import kind_of_call
 from memplan.runtime.guards.refused_calls import require_collective, require_no_reducer
@@ -37,7 +37,7 @@ from memplan.trace.capture.refusals import breaks, require_module, why_it_breaks
 from memplan.trace.default_kernels import with_kernels
 from memplan.trace.optimizer.optimizers import require_no_closure
 from memplan.trace.optimizer.update_bytes import bytes_of_updates
-from memplan.trace.whole_step import require_number
+from memplan.trace.whole_step import LossModule, require_number, require_step
 
 _log = logging.getLogger("memplan")
 
@@ -143,10 +143,7 @@ def compile_step(
     """
     keywords = dict(locals())
     require_module(model)
-    order = "in this order: compile_step(model, optimizer, loss_fn, example_batch)"
-    if not hasattr(optimizer, "param_groups"):  # a wrapper around an optimizer is one too
-        raise MemplanError(f"is given a {type(optimizer).__name__}, not an optimizer", where="optimizer", hint=order)
-    require_kind(loss_fn, Callable, "loss_fn", f"pass a function that returns the loss, {order}")  # type: ignore[arg-type]
+    require_step("compile_step", optimizer, loss_fn)
     parallelism = agreed_parallelism_of(model)
     with Agreement(None if parallelism is None else parallelism.group) as ranks:
         given = given_plan(keywords)

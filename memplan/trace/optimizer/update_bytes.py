@@ -62,7 +62,7 @@ def update_bytes(
     own = [_with_gradient(p) for p in parameters if p.requires_grad]
     if optimizer == NONE or not own:
         return UpdateBytes(name=NONE, state=0, temporaries=0)
-    made = _made(optimizer, own)
+    made = made_optimizer(optimizer, own)
     if foreach:
         for group in made.param_groups:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
@@ -195,8 +195,8 @@ def _with_gradient(x: torch.Tensor, device: torch.device | str = "meta") -> Any:
     return made
 
 
-def _made(optimizer: str | MakeOptimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer. Raises `InvalidModel`."""
+def made_optimizer(optimizer: str | MakeOptimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of a name, or that a function makes. Raises `InvalidModel`."""
     make: Any = optimizer
     if isinstance(optimizer, str):
         classes = _classes()

@@ -92,11 +92,11 @@ def append_updates(
         if clip_grad_norm is not None:
             gradients = factory.clip(gradients, clip_grad_norm, in_place=accumulate is not None)
         factory.keep_counters(gradients)
-        for name, gradient in gradients.items():
-            parameter = model.get_parameter(name)
-            group = group_of[id(parameter)]
-            state = ensure_state(optimizer, name, parameter, group)
-            factory.update(name, parameters[name], gradient, state, group)
+        updated = {id(model.get_parameter(name)): name for name in gradients}
+        for parameter, group in group_of.items():  # in the order in which the optimizer would create its state
+            if name := updated.get(parameter):
+                state = ensure_state(optimizer, name, model.get_parameter(name), group)
+                factory.update(name, parameters[name], gradients[name], state, group)
         factory.count_steps()
     if accumulate is Accumulate.UPDATE:
         factory.start_from_zero(gradients.values())
@@ -104,7 +104,8 @@ def append_updates(
 
 
 def updated_parameters(graph: fx.Graph, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, fx.Node]:
-    """Return the gradients that a captured graph returns for parameters of `optimizer`, by the parameter's name.
+    """Return the gradients that a captured graph returns for parameters of `optimizer`, by the parameter's name, in the
+    order of `model.parameters()`.
 
     Raises `UnsupportedGraph` if there are none.
     """
@@ -122,7 +123,8 @@ def updated_parameters(graph: fx.Graph, model: nn.Module, optimizer: torch.optim
             "give the optimizer the parameters of this model",
             see="loss-parameters",
         )
-    return gradients
+    order = {id(p): i for i, p in enumerate(model.parameters())}
+    return dict(sorted(gradients.items(), key=lambda item: order[id(model.get_parameter(item[0]))]))
 
 
 class _Updates:
