@@ -341,22 +341,6 @@ def _compare() -> None:
         agreement.compare(["the same"])
 
 
-def test_nobody_agrees_with_a_rank_that_was_interrupted(
-    take_turns: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(_: float) -> None:
-        raise KeyboardInterrupt
-
-    take_turns(0)
-    with monkeypatch.context() as patched:
-        patched.setattr("time.sleep", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            _compare()
-    take_turns(1)
-    with pytest.raises(RanksDiffer, match="did not compile within"):
-        _compare()
-
-
 @pytest.mark.parametrize("compiles", [_step, lambda model: memplan.compile(model, vectors(0, 0))])
 @pytest.mark.parametrize(
     ("make", "words"),

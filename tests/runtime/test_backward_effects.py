@@ -123,7 +123,7 @@ def _steps(model: nn.Module, call: Callable[..., Any], name: str, waiting: int) 
             outs.append(call(*given[-len(_inputs(name, 0)) :]))
             see(*outs)
         for out in outs:
-            out.sum().backward()  # type: ignore[no-untyped-call]
+            out.sum().backward()
             see(*outs)  # gradients are added up; a result may be what is written
     return found
 
@@ -151,7 +151,7 @@ def test_a_whole_step_leaves_eagers_values(name: str) -> None:
     for seed in range(3):
         one, two = _inputs(name, seed), _inputs(name, seed)
         step(*one)
-        eager(*two).sum().backward()  # type: ignore[no-untyped-call]
+        eager(*two).sum().backward()
         theirs.step()
         theirs.zero_grad()
         pairs = [(m.state_dict().values(), given) for m, given in ((model, one), (eager, two))]

@@ -258,7 +258,7 @@ class _SharesItsBias(nn.Module):
 def _of_two_groups(params: Any) -> Optimizer:
     """Return AdamW of the last parameters before the others."""
     given = list(params)
-    groups = [{"params": given[2:], "lr": 1e-2}, {"params": given[:2]}]
+    groups: Any = [{"params": given[2:], "lr": 1e-2}, {"params": given[:2]}]
     return O.AdamW(groups, fused=True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,25 +156,6 @@ def test_a_switch_waits_for_the_step_in_flight() -> None:
 
 
 # -- copies ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, slow(lambda m: pickle.loads(pickle.dumps(m)))])
-def test_copies_measure_anew_or_take_what_was_measured(how: Any) -> None:
-    model, x = _net()
-    compiled = _compiled(model, x)
-    outcome_of(model, compiled, x)
-    twin = how(compiled)
-    outcome_of(twin._original, twin, x)
-    assert twin._calls.guide is not None
-    assert twin._calls.guide._op_timer.samples == 1
-    assert twin.plan.fingerprint == compiled.plan.fingerprint
-    _finish(model, compiled, x)
-    twin = how(compiled)
-    assert outcome_of(twin._original, twin, x).same_as(outcome_of(model, compiled, x))
-    assert twin._calls.guide is None
-    assert compiled.measurement is not None
-    assert twin.plan.eviction.costs == compiled.measurement.costs.name
-    assert twin.plan.arena_size <= compiled.plan.eviction.arena_budget  # type: ignore[union-attr]
 
 
 # -- other options ---------------------------------------------------------------------------------------

@@ -157,34 +157,6 @@ def test_nonsense_is_refused_when_compiling() -> None:
             memplan.compile(model, x, **{"dynamic_shapes": {"input": {0: BATCH}}, **options})
 
 
-def test_keywords_and_dims_of_arguments_in_containers() -> None:
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, parts: dict[str, list[Tensor]], *, scale: Tensor) -> Tensor:
-            out: Tensor = self.layer(parts["all"][0]) * scale
-            return out + parts["all"][1]
-
-    n = Dim("n", min=2, max=100)
-    shapes = {"parts": {"all": [{0: n}, {0: n}]}, "scale": None}
-    model = Sum()
-    reference = copy.deepcopy(model)
-
-    def call(size: int) -> tuple[dict[str, list[Tensor]], Tensor]:
-        return {"all": [torch.randn(size, 4), torch.randn(size, 4)]}, torch.randn(4)
-
-    parts, scale = call(5)
-    compiled = memplan.compile(model, (parts,), {"scale": scale}, dynamic_shapes=shapes, on_mismatch="error")
-    for size in (5, 2, 99, 100):
-        parts, scale = call(size)
-        assert torch.equal(compiled(parts, scale=scale), reference(parts, scale=scale))
-    parts["all"][1] = torch.randn(99, 4)
-    with pytest.raises(ShapeOutOfRange, match="with n=100"):
-        compiled(parts, scale=scale)
-
-
 def _in_arena(compiled: Any) -> list[bool]:
     memory = compiled._calls.arena.memory
     low, high = memory.data_ptr(), memory.data_ptr() + memory.numel()
