@@ -217,10 +217,10 @@ class ProgramBuilder(Generic[_Options]):
         """Return the programs whose evictions are decided by what ops and copies are measured to take; those that were
         decided by the costs of the kind of device, if none keeps the budget."""
         options, before, known = self.options, list(planned), [measured(one, None) for one in made]
+        if not room:  # as between the tries of `programs`; ops are measured in memory of their own
+            discard(made)
         with timed(f"measuring the ops and copies of {made[0].plan.model}"):
             self.options = replace(options, costs=measured_costs(made))
-        if not room:  # as between the tries of `programs`
-            discard(made)
         del made
         try:
             found, kept = again(known)

@@ -370,40 +370,29 @@ def profile(
     traced = trace(model, args, kwargs, train=train)
     plan = plan_traced(traced, PlanOptions(schedule="traced"))
     runner = Runner(ModuleGuards(model), traced, plan, arena_for(plan, traced.device), sanitize=None)
-    seconds = _op_seconds(runner.program, rounds)
-    base, apart = DEVICES[device_costs(traced.device)], Arena(PROBES[-1], traced.device)
-    graph = traced.graph
-    times: dict[str, list[float]] = {}
-    for index, taken in seconds.items():
-        times.setdefault(signature_of(graph, graph.ops[index]), []).append(taken)
-    return replace(
-        base,
-        name=f"measured on {_device_name(traced.device)}",
-        to_host=link_of(probe(apart, Direction.TO_HOST)) or base.to_host,
-        to_device=link_of(probe(apart, Direction.TO_DEVICE)) or base.to_device,
-        measured={signature: median(found) for signature, found in times.items()},
-    )
+    return measured_costs((runner,), rounds)
 
 
-def measured_costs(made: Sequence[Runner]) -> CostModel:
+def measured_costs(made: Sequence[Runner], rounds: int = 1) -> CostModel:
     """Return the costs that programs are measured to have, before any step runs: of each op, and of copies.
 
-    They keep their examples, run on one device, and nothing may run in their arena. The ops run twice, and count once.
+    They keep their examples, and run on one device. The ops run once to warm up, and `rounds` times; copies are timed
+    apart from the arena, which is not used.
     Measured execution is Capuchin's (Peng et al., ASPLOS 2020), which measures the first training steps.
     """
-    device, arena = made[0].traced.device, made[0].arena
-    base = DEVICES[device_costs(device)]
+    device = made[0].traced.device
     times: dict[str, list[float]] = {}
     for runner in made:
         graph = runner.plan.graph
-        for index, taken in _op_seconds(runner.program, 1).items():
+        for index, taken in _op_seconds(runner.program, rounds).items():
             if graph.ops[index].target not in TRANSFERS:
                 times.setdefault(signature_of(graph, graph.ops[index]), []).append(taken)
+    base, apart = DEVICES[device_costs(device)], Arena(PROBES[-1], device)
     return replace(
         base,
         name=f"measured on {_device_name(device)}",
-        to_host=link_of(probe(arena, Direction.TO_HOST)) or base.to_host,
-        to_device=link_of(probe(arena, Direction.TO_DEVICE)) or base.to_device,
+        to_host=link_of(probe(apart, Direction.TO_HOST)) or base.to_host,
+        to_device=link_of(probe(apart, Direction.TO_DEVICE)) or base.to_device,
         measured={signature: median(found) for signature, found in times.items()},
     )
 
