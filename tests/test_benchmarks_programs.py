@@ -1,4 +1,4 @@
-"""Some programs of `benchmarks.programs` run no worse than the committed table says; how it judges."""
+"""Some programs of `benchmarks.programs` run no worse than the committed table says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scripts.gpu_checks`: goes on after a failure, keeps its time, and says what ran; with commands in place of tests."""
+"""`scripts.gpu_checks` names tests that exist, the most doubtful first."""
 
 from __future__ import annotations
 

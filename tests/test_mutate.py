@@ -1,4 +1,4 @@
-"""`scripts/mutate.py`, run on a checkout of one module: its score, and what it says when there can be none."""
+"""`scripts/mutate.py`, run on a checkout of one module: its score."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def checkout(tmp_path: Path) -> Path:
         ("memplan/__init__.py", ""),
         ("memplan/pytest_plugin.py", ""),  # which pytest loads where memplan is installed
         ("memplan/tiny.py", MODULE),
-        ("memplan/untested.py", MODULE),
         ("tests/test_tiny.py", TEST),
         ("pyproject.toml", "[tool.pytest.ini_options]\npythonpath = ['.']\n"),
     ):

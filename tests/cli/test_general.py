@@ -1,4 +1,4 @@
-"""Help, version, usage, startup without torch; `memplan demo`, `memplan doctor`, completion."""
+"""Help, usage, startup without torch; `memplan demo`, `memplan doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Colours, widths, encodings: what a terminal, a log and a pipe get."""
+"""Encodings and escapes: what a terminal and a pipe get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of two plans in a real browser: pairs, changes by module, linked zoom."""
+"""The page of two plans in a real browser: its counts, and changes by module."""
 
 from __future__ import annotations
 

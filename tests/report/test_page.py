@@ -1,4 +1,4 @@
-"""The HTML picture in a real browser: hover, zoom, pan, find, list, themes; silent and alone."""
+"""The HTML picture in a real browser: hover, find, list, modules; silent and alone."""
 
 from __future__ import annotations
 
@@ -70,24 +70,6 @@ def test_hover_shows_origin_and_size_and_leaves_with_the_pointer(sample: Page) -
         assert part in tip
     sample.point(3, 3)
     assert _tip(sample) == ""
-
-
-def test_a_click_on_a_step_lists_who_is_alive_there(sample: Page) -> None:
-    spot = sample.run(
-        "const r = document.getElementById('live').getBoundingClientRect(); return [r.left, r.top, r.width]"
-    )
-    step = 84 + (spot[2] - 98) * (3.5 / 5)
-    sample.run("document.getElementById('live').scrollIntoView()")
-    spot = sample.run(
-        "const r = document.getElementById('live').getBoundingClientRect(); return [r.left, r.top, r.width]"
-    )
-    sample.point(spot[0] + step, spot[1] + 60)
-    assert "320 B live" in _tip(sample)
-    assert "backward aten.expand" in _tip(sample)
-    sample.point(spot[0] + step, spot[1] + 60, press=True)
-    assert sample.run("return document.getElementById('listed').textContent").startswith(
-        "Alive at step 3: 3 buffers, 320 B"
-    )
 
 
 def test_find_narrows_the_list_and_a_row_shows_its_block(sample: Page) -> None:
@@ -168,30 +150,6 @@ def test_a_click_keeps_the_details_with_links_and_a_second_one_closes_them(page:
     assert "activation_2" in page.run("return document.getElementById('pins').innerText")
     page.point(*_place(page, "activation_2"), press=True)
     assert page.run("return document.getElementById('pins').children.length") == 0
-
-
-def test_the_address_keeps_zoom_pins_filter_and_colours(page: Page, tmp_path: Path) -> None:
-    html = picture_html(picture_of_plan(sample_plan()))
-    open_html(page, tmp_path, html)
-    page.run("document.getElementById('in').click(); window.memplan.report.pin(1)")
-    page.run("const f = document.getElementById('find'); f.value = 'h.0, &=%'; f.dispatchEvent(new Event('input'))")
-    page.run("const b = document.getElementById('by'); b.value = 'op'; b.dispatchEvent(new Event('change'))")
-    page.run("document.querySelector('#legend button').click()")
-    page.run("window.memplan.report.tree.choose('h')")
-    page.wait("return location.hash.includes('module=h')")
-    state = (
-        "const r = window.memplan.report; return [window.memplan.view(), r.arena.pins, r.look.wanted, r.look.by,"
-        " [...r.look.off], r.look.module, [...r.look.mask]]"
-    )
-    before, address = page.run(state), page.run("return location.hash")
-    open_html(page, tmp_path, html)
-    assert page.run(state) != before
-    page.run("location.hash = arguments[0]", address)
-    page.wait("return window.memplan.report.look.wanted")
-    after = page.run(state)
-    assert after[1:] == before[1:]
-    assert after[0] == pytest.approx(before[0], abs=0.01)
-    assert page.run("return document.getElementById('find').value") == "h.0, &=%"
 
 
 def test_the_tree_of_modules_filters_the_page(sample: Page) -> None:

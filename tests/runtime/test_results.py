@@ -1,4 +1,4 @@
-"""Results: views and pieces, one tensor twice, shared bytes, conjugates, those that no loss uses, objects."""
+"""Results: views and pieces, one tensor twice, shared bytes, a cache, objects."""
 
 from __future__ import annotations
 
