@@ -27,7 +27,7 @@ class MemplanCallback(ShowsPlans, Callback):  # type: ignore[misc]
 
     What `training_step` calls is compiled in place: the LightningModule itself (`self(x)`) and its direct submodules
     that have parameters to train (`self.net(x)`). `training_step` runs as it is, with its `self.log`. The figures
-    (bytes) go to the trainer's loggers, the plans to the log named "memplan".
+    go to the trainer's loggers every `log_every_n_steps`, the plans to the log named "memplan".
 
     Args:
         modules: The names of the submodules to compile instead ("" is the LightningModule itself).
@@ -36,7 +36,9 @@ class MemplanCallback(ShowsPlans, Callback):  # type: ignore[misc]
             graphs of a step together.
 
     Attributes:
-        figures: What was logged: bytes of the arenas, the largest total of a graph in bytes, the number of graphs.
+        figures: What was logged last: "memplan/planned_bytes" (the largest total of a graph), "memplan/arena_bytes",
+            "memplan/graphs" (their number); on a GPU, the peaks so far of torch's allocator, "memplan/allocated_bytes"
+            and "memplan/reserved_bytes".
 
     Raises:
         LibraryNotInstalled: lightning is not installed (when this module is imported).
@@ -82,7 +84,7 @@ class MemplanCallback(ShowsPlans, Callback):  # type: ignore[misc]
         self._training.compile(_modules_of(pl_module, self._modules))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Log the plans after the first batch.
+        """Log the plans after the first batch, and the figures where the trainer logs a step.
 
         Args:
             trainer: The trainer, whose loggers get the figures.
@@ -93,11 +95,10 @@ class MemplanCallback(ShowsPlans, Callback):  # type: ignore[misc]
             callback.on_train_batch_end(trainer, module, outputs, batch, 0)
             ```
         """
-        figures = self._training.report()
-        if figures is not None:
-            self.figures = figures
+        if not self.figures or trainer.global_step % trainer.log_every_n_steps == 0:
+            self.figures = self._training.report()
             for logger in trainer.loggers:
-                logger.log_metrics(figures, step=trainer.global_step)
+                logger.log_metrics(self.figures, step=max(0, trainer.global_step - 1))  # as Lightning counts
 
 
 def _modules_of(model: nn.Module, names: Sequence[str] | None) -> Iterator[nn.Module]:
@@ -112,6 +113,5 @@ def _modules_of(model: nn.Module, names: Sequence[str] | None) -> Iterator[nn.Mo
         try:
             yield model.get_submodule(name)
         except AttributeError:
-            known = ", ".join(child for child, _ in model.named_children())
-            hint = f"its direct submodules are: {known}"
+            hint = f"its direct submodules are: {', '.join(child for child, _ in model.named_children())}"
             raise UnknownName("is no submodule", where=f"modules: {name!r}", hint=hint, see="trainers") from None

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from memplan.runtime.options import RunKeywords
 
-PAGE = "largest.html"
 _log = logging.getLogger("memplan")
 
 
@@ -72,28 +71,37 @@ class PlannedTraining:
         """The plan of each graph that has run so far; those of one graph are for the shapes that it has seen."""
         return tuple(plan for graph in self.backend.graphs for plan in graph.plans)
 
-    def report(self) -> dict[str, float] | None:
-        """Log the plans, and write them, once something has run; return the figures the first time, and None later."""
-        if self._reported or not self.plans:
-            return None
-        self._reported = True
-        self.backend.place()
-        arena, plans = self.backend.arena_size, self.plans
+    def report(self) -> dict[str, float]:
+        """Return the figures of now, bytes and the number of graphs: none before something has run.
+
+        The first time, log the plans, and write them.
+        """
+        plans = self.plans
+        if not plans:
+            return {}
         largest = max(plans, key=lambda plan: plan.total)
-        figures = {  # bytes, but for the number of graphs
-            "memplan/arena_bytes": float(arena),
-            "memplan/largest_total_bytes": float(largest.total),
+        if not self._reported:
+            self._reported = True
+            self.backend.place()
+            _log.info("training runs in one arena of %s; graphs: %d", format_bytes(self.backend.arena_size), len(plans))
+            for i, plan in enumerate(plans):
+                sizes = map(format_bytes, (plan.total, plan.arena_size, plan.max_live))
+                _log.info("graph %d, %s: total %s, arena %s by itself, max live %s", i, plan.model, *sizes)
+                if self._folder is not None:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    plan.save(self._folder / f"graph-{i}.json")
+            if self._folder is not None:
+                write_atomic(self._folder / "largest.html", largest.to_html())
+        figures = {
+            "memplan/planned_bytes": float(largest.total),
+            "memplan/arena_bytes": float(self.backend.arena_size),
             "memplan/graphs": float(len(self.backend.graphs)),
         }
-        _log.info("training runs in one arena of %s; graphs: %d", format_bytes(arena), len(plans))
-        for i, plan in enumerate(plans):
-            sizes = map(format_bytes, (plan.total, plan.arena_size, plan.max_live))
-            _log.info("graph %d, %s: total %s, arena %s by itself, max live %s", i, plan.model, *sizes)
-            if self._folder is not None:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                plan.save(self._folder / f"graph-{i}.json")
-        if self._folder is not None:
-            write_atomic(self._folder / PAGE, largest.to_html())
+        device = next((p.device for module in self._compiled for p in module.parameters()), torch.device("cpu"))
+        for name in ("allocated", "reserved"):
+            peak = getattr(torch.get_device_module(device), f"max_memory_{name}", None)  # the CPU has none
+            if peak is not None:
+                figures[f"memplan/{name}_bytes"] = float(peak(device))
         return figures
 
 

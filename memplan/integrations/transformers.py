@@ -22,8 +22,8 @@ class MemplanCallback(ShowsPlans, TrainerCallback):  # type: ignore[misc]
     """A callback that compiles the model when training starts, and logs its plans after the first step.
 
     The model is compiled in place, as by `model.compile(backend="memplan")`: its class, its signature, checkpoints and
-    `save_pretrained` stay as they are. The figures (bytes) are added to `trainer.state.log_history` and to the first
-    logs after the first step; the plans go to the log named "memplan".
+    `save_pretrained` stay as they are. The figures are logged beside each loss, and are in `trainer.state.log_history`;
+    the plans go to the log named "memplan".
 
     Args:
         save_plans: A folder for the plans' files (`graph-0.json`, ...) and a page (`largest.html`); None: none.
@@ -31,7 +31,9 @@ class MemplanCallback(ShowsPlans, TrainerCallback):  # type: ignore[misc]
             graphs of a step together.
 
     Attributes:
-        figures: What was logged: bytes of the arenas, the largest total of a graph in bytes, the number of graphs.
+        figures: What was logged last: "memplan/planned_bytes" (the largest total of a graph), "memplan/arena_bytes",
+            "memplan/graphs" (their number); on a GPU, the peaks so far of torch's allocator, "memplan/allocated_bytes"
+            and "memplan/reserved_bytes".
 
     Raises:
         LibraryNotInstalled: transformers is not installed (when this module is imported).
@@ -49,7 +51,6 @@ class MemplanCallback(ShowsPlans, TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, *, save_plans: str | os.PathLike[str] | None = None, **options: Unpack[RunKeywords]) -> None:
         self._training = PlannedTraining(save_plans=save_plans, **options)
-        self._unlogged: dict[str, float] = {}
         self.figures: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -73,11 +74,11 @@ class MemplanCallback(ShowsPlans, TrainerCallback):  # type: ignore[misc]
         self._training.compile([model])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log the plans after the first step.
+        """Log the plans after the first step, and take the figures of a step whose loss is logged.
 
         Args:
             args: The arguments of the Trainer.
-            state: Its state, whose history gets the figures.
+            state: Its state.
             control: Its switches.
             kwargs: What the Trainer passes beside them.
 
@@ -86,17 +87,15 @@ class MemplanCallback(ShowsPlans, TrainerCallback):  # type: ignore[misc]
             callback.on_step_end(arguments, trainer.state, trainer.control)
             ```
         """
-        figures = self._training.report()
-        if figures is not None:
-            self.figures, self._unlogged = figures, figures
-            state.log_history.append({**figures, "step": state.global_step})
+        if not self.figures or control.should_log:
+            self.figures = self._training.report()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """Add the figures to the first logs after the first step, for the callbacks that come after this one.
+        """Add the figures to the loss in the history, and in the logs for the callbacks that come after this one.
 
         Args:
             args: The arguments of the Trainer.
-            state: Its state.
+            state: Its state, whose history gets the figures.
             control: Its switches.
             logs: What is logged.
             kwargs: What the Trainer passes beside them.
@@ -106,6 +105,6 @@ class MemplanCallback(ShowsPlans, TrainerCallback):  # type: ignore[misc]
             callback.on_log(arguments, trainer.state, trainer.control, logs={"loss": 0.5})
             ```
         """
-        if logs is not None:
-            logs.update(self._unlogged)
-            self._unlogged = {}
+        if logs is not None and "loss" in logs:
+            for entry in (logs, *state.log_history[-1:]):
+                entry.update(self.figures)

@@ -43,21 +43,35 @@ def test_plans_are_logged_and_saved_once(tmp_path: Path, caplog: pytest.LogCaptu
     training = PlannedTraining(save_plans=tmp_path / "plans", budget="1GiB")
     training.compile([model])
     training.compile([model])  # training goes on
-    assert training.report() is None
+    assert training.report() == {}
     model(X).sum().backward()
     with caplog.at_level(logging.INFO, logger="memplan"):
         figures = training.report()
-    assert figures == {
-        "memplan/arena_bytes": training.backend.arena_size,
-        "memplan/largest_total_bytes": training.plans[0].total,
-        "memplan/graphs": 1,
-    }
+        again = training.report()
+    assert (
+        figures
+        == again
+        == {
+            "memplan/planned_bytes": training.plans[0].total,
+            "memplan/arena_bytes": training.backend.arena_size,
+            "memplan/graphs": 1,
+        }
+    )
     assert memplan.load(tmp_path / "plans" / "graph-0.json").total == training.plans[0].total
     assert (tmp_path / "plans" / "largest.html").read_text().startswith("<!doctype html>")
     first, second = (record.message for record in caplog.records if record.name == "memplan")
     assert first.startswith("training runs in one arena of ")
     assert second.startswith("graph 0, Sequential in ")
-    assert training.report() is None
+
+
+def test_figures_on_a_gpu_have_the_peaks_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "max_memory_allocated", lambda device: 200, raising=False)
+    monkeypatch.setattr(torch.cpu, "max_memory_reserved", lambda device: 300, raising=False)
+    model, training = _model(), PlannedTraining(save_plans=None)
+    training.compile([model])
+    model(X).sum().backward()
+    figures = training.report()
+    assert (figures["memplan/allocated_bytes"], figures["memplan/reserved_bytes"]) == (200, 300)
 
 
 def test_a_budget_that_cannot_be_kept_is_refused_at_the_first_step() -> None:
