@@ -71,13 +71,6 @@ class TwoLayers(nn.Module):
         return out
 
 
-class TwoLayersLoss(TwoLayers):
-    """`TwoLayers` whose result is the mean of its squares."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).square().mean()
-
-
 class Shared(nn.Module):
     """Blocks that run several times, and an output layer that is the embedding. Returns a loss."""
 

@@ -80,14 +80,3 @@ def layered_problems(draw: st.DrawFn, *, most: int = 12, horizon: int = 12) -> P
             made.append(replace(pinned, pinned_offset=top))
             top += pinned.size
     return Problem(buffers=tuple(draw(st.permutations(made))))
-
-
-def knotted(seed: int) -> list[Buffer]:
-    """Buffers that meet in a ring, which gaps allow: they need more than max live, and it takes long to prove."""
-    chance = random.Random(seed)
-    lives = ((Interval(0, 5), (Interval(1, 4),)), (Interval(0, 3), ()), (Interval(2, 5), ()))
-    return [
-        Buffer(id=f"{i}.{k}", size=chance.randint(10, 99), live=live, gaps=gaps)
-        for i in range(8)
-        for k, (live, gaps) in enumerate(lives)
-    ]

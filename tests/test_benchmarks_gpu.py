@@ -9,35 +9,9 @@ import pytest
 import torch
 
 import memplan
-from benchmarks.gpu import _keyword, main, to_markdown
-from benchmarks.real_sizes import MODELS
+from benchmarks.gpu import main, to_markdown
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "gpu.json"
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_of_real_size_is_on_the_meta_device_and_a_tiny_one_trains(name: str) -> None:
-    model, inputs = MODELS[name]()
-    assert {x.device.type for x in (*model.parameters(), *inputs)} == {"meta"}
-    assert sum(p.numel() for p in model.parameters()) > 20_000_000
-    tiny, batch = MODELS[name]("cpu", tiny=True)
-    assert sum(p.numel() for p in tiny.parameters()) < 1_000_000
-    loss = tiny(*batch)
-    loss.backward()
-    assert torch.isfinite(loss)
-
-
-@pytest.mark.parametrize(
-    ("option", "keyword"),
-    [
-        ("aten", ("kernels", "aten")),
-        ("b0.7", ("budget", 0.7)),
-        ("G7.4", ("budget", "7.4GiB")),
-        ("costs=measure", ("costs", "measure")),
-    ],
-)
-def test_an_option_of_a_contender_is_a_keyword(option: str, keyword: tuple[str, object]) -> None:
-    assert _keyword(option, None) == keyword
 
 
 def test_the_tables_of_the_docs_are_those_of_the_results() -> None:

@@ -1,19 +1,14 @@
-"""Some programs of `benchmarks.programs` run no worse than the committed table says; how it judges."""
+"""Some programs of `benchmarks.programs` run no worse than the committed table says."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import memplan
-from benchmarks.program_run import Program, Run, outcome_of
 from benchmarks.program_zoo import PROGRAMS
-from benchmarks.programs import Result, judge, missing, run
+from benchmarks.programs import Result, missing, run
 from tests.slow import slow
 
 TABLE = Path(__file__).parent.parent / "benchmarks" / "results" / "programs.json"
@@ -55,38 +50,3 @@ def test_no_program_of_the_table_is_wrong() -> None:
     assert rows.keys() <= PROGRAMS.keys()
     cells = {(name, way): row[way] for name, row in rows.items() for way in PROGRAMS[name].ways[1:]}
     assert [key for key, cell in cells.items() if _result_of(cell) is Result.WRONG] == []
-
-
-def _outcome(loss: float, *, peak: int = 100, padding: int = 0) -> dict[str, Any]:
-    figures = {"peak": peak, "passes_peak": peak - 20, "padding": padding, "seconds": 0.0}
-    return {"losses": [torch.tensor(loss)], "results": {}, "compiled": True, **figures}
-
-
-def test_a_way_is_judged_by_eager_and_then_by_aot_eager() -> None:
-    other = 1.0 + 2**-20
-    outcomes = {
-        "eager": _outcome(1.0), "aot_eager": _outcome(other), "backend": _outcome(1.0, peak=90, padding=10),
-        "compile": _outcome(other), "compile_step": _outcome(1.5),
-    }  # fmt: skip
-    found = {v.way: v for v in judge("p", outcomes)}
-    assert [v.result for v in found.values()] == [
-        Result.AS_AOT_EAGER, Result.BITWISE, Result.AS_AOT_EAGER, Result.WRONG,
-    ]  # fmt: skip
-    assert found["backend"].peak == pytest.approx(0.8)
-    assert found["backend"].passes_peak == pytest.approx(0.75)
-    assert found["compile_step"].reason == "loss 0 differs by 0.5"
-
-
-def test_errors_of_memplan_are_refusals_and_others_are_not() -> None:
-    def sparse(run: Run) -> None:
-        memplan.plan(nn.LazyLinear(3), torch.randn(2, 3))
-
-    def broken(run: Run) -> None:
-        raise KeyError("weight")
-
-    refused = outcome_of(Program(run=sparse), "compile")
-    assert refused["refused"].endswith("has parameters whose shapes are not known yet")
-    assert refused["see"] == "lazy-parameters"
-    assert outcome_of(Program(run=broken), "compile") == {"failed": "KeyError: 'weight'"}
-    verdicts = judge("p", {"eager": _outcome(1.0), "aot_eager": {"failed": "no"}, "compile": {"failed": "no"}})
-    assert [v.result for v in verdicts] == [Result.FAILED, Result.AOT_FAILS]

@@ -1,4 +1,4 @@
-"""`scripts/mutate.py`, run on a checkout of one module: its score, and what it says when there can be none."""
+"""`scripts/mutate.py`, run on a checkout of one module: its score."""
 
 from __future__ import annotations
 
@@ -28,10 +28,6 @@ def test_larger():
 def test_half():
     assert half(0) == 0
 """
-_WITHOUT = (
-    "import runpy, sys; sys.modules['cosmic_ray'] = None; sys.argv = sys.argv[1:]; "
-    "runpy.run_path(sys.argv[0], run_name='__main__')"
-)
 
 needs_the_tool = pytest.mark.skipif(
     importlib.util.find_spec("cosmic_ray") is None, reason="cosmic-ray is in the extra `mutation`"
@@ -45,7 +41,6 @@ def checkout(tmp_path: Path) -> Path:
         ("memplan/__init__.py", ""),
         ("memplan/pytest_plugin.py", ""),  # which pytest loads where memplan is installed
         ("memplan/tiny.py", MODULE),
-        ("memplan/untested.py", MODULE),
         ("tests/test_tiny.py", TEST),
         ("pyproject.toml", "[tool.pytest.ini_options]\npythonpath = ['.']\n"),
     ):
@@ -68,27 +63,6 @@ def _run(checkout: Path, *args: str, before: tuple[str, ...] = ()) -> tuple[int,
         timeout=300,
     )
     return done.returncode, done.stdout, done.stderr
-
-
-def test_without_the_tool_it_says_how_to_get_it(checkout: Path) -> None:
-    found = _run(checkout, "memplan/tiny.py", before=("-c", _WITHOUT))
-    message = "error: cosmic-ray is not installed, which makes the mutants: pip install -e '.[mutation]'\n"
-    assert found == (2, "", message)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["memplan/none.py"], "error: memplan/none.py is no module of "),
-        (["tests/test_tiny.py"], "error: tests/test_tiny.py is no module of "),
-        (["../elsewhere.py"], "error: ../elsewhere.py is no module of "),
-        (["memplan/untested.py"], "error: no tests are known for memplan/untested.py: give --tests"),
-    ],
-)
-def test_what_cannot_be_scored_is_said(checkout: Path, args: list[str], message: str) -> None:
-    code, _, err = _run(checkout, *args)
-    assert code == 2
-    assert err.startswith(message)
 
 
 @needs_the_tool

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from memplan.cli import console as module
 from memplan.cli.console import stages
 from memplan.planning import planfile
 from memplan.report.picture import picture_of_plan
@@ -62,18 +59,6 @@ def test_the_command_line_writes_them_all(run: Run, plan_file: Path, tmp_path: P
     assert ET.parse(tmp_path / "r.svg").getroot().tag == f"{SVG}svg"
     assert json.loads((tmp_path / "r.json").read_text())["traceEvents"]
     assert pickle.loads((tmp_path / "r.pickle").read_bytes())["segments"]
-
-
-def test_solve_plots(run: Run, csv_file: Path, tmp_path: Path) -> None:
-    for name in ("p.svg", "p.html"):
-        assert run("solve", csv_file, "--plot", name)[0] == 0
-        assert "buffers.csv: 3 buffers" in (tmp_path / name).read_text()
-    code, out, err = run("solve", csv_file, "--plot", "p.gif")
-    assert (code, out) == (2, "")
-    assert "ends in none of .html, .svg" in err
-    code, _, err = run("solve", csv_file, "--plot", "q.svg", "--capacity", "40")
-    assert code == 1
-    assert "q.svg was not written" in err
 
 
 # -- `memplan check` ---------------------------------------------------------------------------------------------------
@@ -252,16 +237,6 @@ def test_a_log_has_a_line_for_each_stage_with_the_seconds_so_far(capsys: pytest.
     assert all(float(seconds) >= 0 for seconds, _ in lines)
 
 
-def test_a_terminal_has_one_changing_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = io.StringIO()
-    monkeypatch.setattr(module, "error_console", lambda: Console(file=shown, force_terminal=True, width=80))
-    monkeypatch.setattr(module, "is_live", lambda screen: True)
-    with stages("Planning [net]") as tell:
-        tell("tracing")
-    assert "Planning [net]: tracing" in shown.getvalue()
-    assert shown.getvalue().endswith("\x1b[2K"), "and is gone afterwards"
-
-
 def test_diff_shows_totals_and_buffers(run: Run, plan_file: Path, tmp_path: Path) -> None:
     sample_plan(alignment=512).save(tmp_path / "large.json")
     code, out, _ = run("diff", plan_file, "large.json")
@@ -294,13 +269,6 @@ def test_diff_draws_both_plans_on_one_page(run: Run, plan_file: Path, tmp_path: 
     data = embedded_data(page)
     assert [plan["arena"] for plan in data["plans"]] == [320, 1536]
     assert ["arena", "320 B", "1.50 KiB", "+1.19 KiB (+1,216 B, +380.00 %)"] in data["totals"]
-
-
-def test_a_recording_has_no_plan_to_draw(run: Run, plan_file: Path, tmp_path: Path) -> None:
-    code, out, err = run("diff", "snapshot.pickle", plan_file, "--html", "d.html")
-    assert (code, out) == (2, "")
-    assert "a recording has no plan that could be drawn" in err
-    assert not (tmp_path / "d.html").exists()
 
 
 def test_explain_shows_who_is_alive_and_why(run: Run, plan_file: Path) -> None:

@@ -139,34 +139,6 @@ def test_an_annotation_stands_at_the_file_and_line_of_the_repository(run: Run, r
     assert _annotated(run, "--max-arena", "1B") == "file=src/net/model.py,line=12,"
 
 
-def test_paths_are_from_the_root_wherever_the_check_runs(
-    run: Run, repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (repository / "ci").mkdir()
-    for name in ("plan.json", "base.json"):
-        (repository / name).rename(repository / "ci" / name)
-    monkeypatch.chdir(repository / "ci")
-    assert _annotated(run) == "file=src/net/model.py,line=15,"
-    (repository / ".git").rmdir()
-    assert _annotated(run) == ""
-    monkeypatch.setenv("GITHUB_WORKSPACE", str(repository))
-    assert _annotated(run) == "file=src/net/model.py,line=15,"
-    monkeypatch.setenv("GITHUB_WORKSPACE", str(repository / "src"))  # we are not in it
-    assert _annotated(run) == ""
-
-
-def test_an_annotation_claims_no_file_that_it_does_not_know(run: Run, repository: Path) -> None:
-    file = repository / "src/net/model.py"
-    file.write_text("x = 1\n" * 13 + "\n\n")  # line 12 is code, line 15 is empty: not the file that was traced
-    assert _annotated(run) == "file=src/net/model.py,line=12,"
-    file.write_text("x = 1\n" * 5)
-    assert _annotated(run) == ""
-    file.write_text("x = 1\n" * 20)
-    (repository / "other").mkdir()
-    (repository / "other" / "model.py").write_text("x = 1\n" * 20)
-    assert _annotated(run) == ""
-
-
 def test_a_traced_model_is_annotated_where_it_stands_and_its_plan_holds_no_path(run: Run, repository: Path) -> None:
     (repository / "src/net/tiny.py").write_text(
         "import torch\n\nclass Tiny(torch.nn.Module):\n    def forward(self, x):\n"

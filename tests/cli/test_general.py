@@ -1,8 +1,7 @@
-"""Help, version, usage, startup without torch; `memplan demo`, `memplan doctor`, completion."""
+"""Help, usage, startup without torch; `memplan demo`, `memplan doctor`."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import pkgutil
@@ -13,27 +12,11 @@ import pytest
 
 import memplan
 from memplan.cli.demo import BEFORE
-from memplan.core.plan import Plan
 from memplan.core.units import format_exact
-from memplan.errors import InvalidModel
 from memplan.planning import planfile
 from memplan.torch_inside.versions import KNOWN
 from tests.cli.helpers import Run, python
 from tests.samples import sample_plan
-
-
-def test_help_names_the_commands_and_the_exit_codes(run: Run) -> None:
-    for args in (["--help"], ["-h"]):
-        code, out, _ = run(*args)
-        assert code == 0
-        for word in ("report", "check", "solve", "FILE.py:FACTORY", "bad input"):
-            assert word in out
-
-
-def test_the_version(run: Run) -> None:
-    from memplan import __version__
-
-    assert run("--version") == (0, f"memplan {__version__}\n", "")
 
 
 @pytest.mark.parametrize("args", [["nonsense"], ["--nonsense"], ["solve"], ["solve", "a", "b"], ["report", "--infer"]])
@@ -123,20 +106,6 @@ def test_the_demo_overwrites_nothing_that_is_not_its_own(run: Run, tmp_path: Pat
     assert (tmp_path / "shown" / name).read_text() == content
 
 
-def test_the_demo_replaces_the_files_of_an_earlier_one(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def planned(target: str, **how: object) -> Plan:
-        raise InvalidModel("nothing was refused before", where=target)
-
-    monkeypatch.setattr("memplan.cli.source.obtain", planned)
-    (tmp_path / "shown").mkdir()
-    dataclasses.replace(sample_plan(), model=BEFORE).save(tmp_path / "shown" / "plan.json")
-    (tmp_path / "shown" / "report.html").write_text("<!doctype html>")
-    code, _, err = run("demo", "-o", "shown")
-    assert (code, f"error: {BEFORE}: nothing was refused before" in err) == (2, True)
-
-
 def test_doctor_says_what_there_is(run: Run) -> None:
     code, out, _ = run("doctor", "--json")
     assert code == 0
@@ -160,17 +129,6 @@ def test_doctor_misses_what_is_needed_and_forgives_the_rest(run: Run, monkeypatc
     lines = {line.split()[1]: line.split()[0] for line in out.splitlines()[2:] if len(line.split()) > 1}
     names = ("ortools", "torch", "diffusers", "numpy")
     assert [lines[name] for name in names] == ["MISSING", "-", "-", "ok"]
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [("memplan ex", "explain"), ("memplan check --fail", "--fail-over"), ("memplan report x --format ma", "markdown")],
-)
-def test_the_shell_completes_commands_options_and_values(words: str, expected: str) -> None:
-    code = "from memplan.cli import main; main()"
-    count = str(len(words.split()) - 1)
-    done = python(code, _MEMPLAN_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=count)
-    assert expected in done.stdout.split(), done.stderr
 
 
 @pytest.mark.parametrize("command", ["report", "check", "diff", "explain", "solve", "demo", "doctor"])

@@ -63,14 +63,6 @@ def test_what_would_be_overwritten_is_refused_before_anything_is_read(
     assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
-def test_a_module_that_is_named_with_dots_is_not_overwritten(run: Run, folder: Path) -> None:
-    (folder / "package").mkdir()
-    (folder / "package" / "net.py").write_text(MODEL)
-    code, _, err = run("report", "package.net:f", "--save", "package/net.py")
-    assert (code, (folder / "package" / "net.py").read_text()) == (2, MODEL)
-    assert "is Python source" in err
-
-
 def test_earlier_outputs_are_replaced_and_links_followed(run: Run, plan_file: Path, tmp_path: Path) -> None:
     (tmp_path / "old.html").write_text("old")
     (tmp_path / "link.html").symlink_to("old.html")
@@ -105,10 +97,3 @@ def test_errors_in_standard_input_name_the_line(run: Run, stdin: io.BytesIO) -> 
     code, out, err = run("solve", "-")
     assert (code, out) == (2, "")
     assert "error: standard input:2: size is -5\n" in err
-
-
-def test_solve_reads_a_byte_order_mark(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "bom.csv").write_bytes(b"\xef\xbb\xbf" + CSV.encode())
-    code, out, err = run("solve", "bom.csv")
-    assert (code, err) == (0, "")
-    assert "48 B" in out

@@ -61,22 +61,6 @@ def test_solve_goes_on_to_the_smallest_arena_when_asked(run: Run, hard_file: Pat
     assert (least["arena_size"], least["status"]) == (1024, "optimal")
 
 
-def test_progress_is_lines_in_a_log_that_asks_for_it(run: Run, hard_file: Path) -> None:
-    code, out, err = run("solve", hard_file, "--minimize", "--progress")
-    assert code == 0
-    assert "Placing" not in out
-    arenas = [int(re.search(r"arena .*?([\d,]+) B\W+bound .*1,024 B", line)[1].replace(",", ""))  # type: ignore[index]
-              for line in err.splitlines()]  # fmt: skip
-    assert arenas == sorted(arenas, reverse=True)
-    assert arenas[-1] == 1024
-    for quiet in ([], ["-q"], ["--quiet"], ["--json"]):
-        assert run("solve", hard_file, "--minimize", *quiet)[2] == ""
-
-
-def test_even_an_instant_answer_is_progress(run: Run, csv_file: Path) -> None:
-    assert "arena 48 B, bound 48 B" in run("solve", csv_file, "--progress")[2].splitlines()[-1]
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

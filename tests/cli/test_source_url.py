@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from memplan.cli.outputs import links_of
 from tests.cli.helpers import Run, embedded_data
 
 CODE = "\n".join(f"line = {i}" for i in range(20)) + "\n"
@@ -24,20 +23,6 @@ def test_lines_of_local_files_open_the_editor(run: Run, plan_file: Path, tmp_pat
     folder = str(tmp_path.resolve())
     wanted = {f"model.py:{line}": f"vscode://file{folder}/a%20b/model.py:{line}" for line in (12, 15)}
     assert _links(tmp_path) == wanted
-
-
-def test_a_file_that_is_not_certain_has_no_link(run: Run, plan_file: Path, tmp_path: Path) -> None:
-    assert run("report", plan_file, "--html", "r.html")[0] == 0
-    assert _links(tmp_path) == {}, "there is none"
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "model.py").write_text(CODE)
-    assert run("report", plan_file, "--html", "r.html")[0] == 0
-    assert _links(tmp_path) == {}, "there are two"
-    (tmp_path / "two" / "model.py").unlink()
-    (tmp_path / "one" / "model.py").write_text("line = 1\n" * 12)
-    assert run("report", plan_file, "--html", "r.html")[0] == 0
-    assert list(_links(tmp_path)) == ["model.py:12"], "the file has no line 15"
 
 
 @pytest.mark.parametrize("command", ["report", "diff"])
@@ -84,12 +69,3 @@ def test_a_template_without_a_page_is_bad_input(run: Run, plan_file: Path) -> No
     code, _, err = run("report", plan_file, "--source-url", "https://host/{path}")
     assert code == 2
     assert "give --html FILE too" in err
-
-
-def test_names_are_quoted_and_lines_are_numbers(tmp_path: Path) -> None:
-    (tmp_path / 'x"<b>').mkdir()
-    (tmp_path / 'x"<b>' / "a.py").write_text(CODE)
-    sources = ("", "a.py", "a.py:x", "a.py:", ":3", "a.py:3", "a.py:99")
-    assert links_of(sources, "https://host/{path}#L{line}") == {"a.py:3": "https://host/x%22%3Cb%3E/a.py#L3"}
-    assert links_of(sources, "https://host/?q={file}")["a.py:99"] == "https://host/?q=a.py"
-    assert links_of(sources, None) == {"a.py:3": f"vscode://file{tmp_path.resolve()}/x%22%3Cb%3E/a.py:3"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import subprocess
@@ -54,40 +53,6 @@ def test_the_level_of_the_log_is_set_and_taken_back(level: str, capsys: pytest.C
 def test_a_level_that_there_is_not_is_refused(level: Any) -> None:
     with pytest.raises(UnknownName, match="info"):
         memplan.set_log_level(level)
-
-
-def test_the_environment_sets_the_level() -> None:
-    code = "import logging, memplan; print(logging.getLogger('memplan').level)"
-    run = [sys.executable, "-c", code]
-    found = subprocess.run(run, env={**os.environ, "MEMPLAN_LOG": "info"}, capture_output=True, text=True, check=True)
-    assert found.stdout.split() == [str(logging.INFO)]
-
-
-@pytest.mark.parametrize(("terminal", "logged"), [(True, False), (False, False), (True, True)])
-def test_a_terminal_has_a_line_that_disappears_unless_the_log_is_there(
-    terminal: bool, logged: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO if logged else logging.WARNING, logger="memplan")
-    shown = io.StringIO()
-    monkeypatch.setattr(shown, "isatty", lambda: terminal, raising=False)
-    monkeypatch.setattr("sys.stderr", shown)
-    monkeypatch.setenv("TERM", "xterm")
-    with timed("tracing"), timed("its part"):  # one line at a time
-        pass
-    assert ("tracing ..." in shown.getvalue()) is (terminal and not logged)
-    assert "its part" not in shown.getvalue()
-    if terminal and not logged:
-        assert shown.getvalue().endswith("\x1b[2K")
-
-
-@pytest.mark.parametrize("stderr", [None, object(), "closed"])
-def test_what_stands_for_the_standard_error_need_be_no_terminal(stderr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if stderr == "closed":
-        stderr = io.StringIO()
-        stderr.close()
-    monkeypatch.setattr("sys.stderr", stderr)
-    with timed("tracing"):
-        pass
 
 
 def test_an_import_does_not_fail_for_a_level() -> None:

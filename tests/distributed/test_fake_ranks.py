@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -325,46 +325,6 @@ def test_what_a_step_cannot_do_as_torch_does_is_refused(ranks: None, make: Calla
     assert error.value.see == "ranks-refused"
 
 
-class _Experts(nn.Module):
-    """Each rank computes with its experts, and sends the rows of other ranks to theirs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(10, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.inner(x)
-        received = torch.empty_like(y)
-        distributed.all_to_all_single(received, y)
-        return received
-
-
-def _by_hooks() -> Any:
-    return FullyShardedDataParallel(nn.Linear(10, 2), device_id=torch.device("cpu"))
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # torch's own, of FSDP1
-@pytest.mark.parametrize(
-    ("make", "words", "see"),
-    [
-        (_by_hooks, r"is sharded \(FSDP\), whose parameters are gathered by hooks", "sharded"),
-        (_Experts, r"a collective \(_c10d_functional\.all_to_all_single\.default\)", "collectives"),
-        (
-            lambda: nn.parallel.DistributedDataParallel(_Experts()),
-            r"a collective \(_c10d_functional\.all_to_all_single\.default\)",
-            "collectives",
-        ),
-    ],
-)
-def test_fsdp_of_hooks_and_exchanges_between_experts_are_refused(
-    ranks: None, make: Callable[[], nn.Module], words: str, see: str
-) -> None:
-    for attempt in (_step, lambda model: memplan.compile(model, vectors(0, 0), fullgraph=True)):
-        with pytest.raises(UnsupportedGraph, match=words) as error:
-            attempt(make())
-        assert error.value.see == see
-
-
 @pytest.fixture
 def take_turns(ranks: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Let this process be one of two ranks after the other, which read what the other has left in a store."""
@@ -379,22 +339,6 @@ def take_turns(ranks: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], 
 def _compare() -> None:
     with Agreement(group_of_all()) as agreement:
         agreement.compare(["the same"])
-
-
-def test_nobody_agrees_with_a_rank_that_was_interrupted(
-    take_turns: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(_: float) -> None:
-        raise KeyboardInterrupt
-
-    take_turns(0)
-    with monkeypatch.context() as patched:
-        patched.setattr("time.sleep", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            _compare()
-    take_turns(1)
-    with pytest.raises(RanksDiffer, match="did not compile within"):
-        _compare()
 
 
 @pytest.mark.parametrize("compiles", [_step, lambda model: memplan.compile(model, vectors(0, 0))])
@@ -418,20 +362,6 @@ def test_other_ranks_read_why_a_rank_was_refused(
     take_turns(0)
     with pytest.raises(RanksDiffer, match=f"rank 1 could not compile: UnsupportedGraph: .*{words}"):
         _compare()
-
-
-class _Misspelt(nn.Linear):
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        return self.bufers  # of which there are none
-
-
-def test_an_error_of_a_model_is_not_one_of_torch(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(AttributeError, match="bufers"):
-        parallelism_of(_Misspelt(10, 2))
-    model = _sharded()
-    monkeypatch.delattr("torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather")
-    with pytest.raises(UnsupportedGraph, match="DefaultAllGather"):
-        parallelism_of(model)
 
 
 def test_a_step_that_shall_not_reduce_is_refused(ranks: None) -> None:

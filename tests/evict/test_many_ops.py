@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given, settings
 
@@ -11,10 +9,9 @@ from memplan.core.graph import Graph
 from memplan.errors import BudgetInfeasible
 from memplan.evict.measure import measure
 from memplan.evict.policies.auto import auto, recompute
-from memplan.evict.policies.dtr import Neighbourhoods, dtr
+from memplan.evict.policies.dtr import dtr
 from memplan.evict.search import DecisionSearch, descend, parts_of, storage_classes, trimmed
 from memplan.evict.search_kernel import UNDECIDED
-from memplan.evict.simulator import ByteCounter, EvictionKind, Location, SimulatedDevice
 from memplan.evict.workload import Workload, floor
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import graphs
@@ -102,47 +99,3 @@ def test_parts_have_every_move_of_a_class_once(llama: Graph, count: int) -> None
     members = [max(map(len, options)) for options in classes]
     assert len(parts) == sum(min(count, n) for n in members)
     assert all(part for options in parts for part in options)
-
-
-class _Compared:
-    """An evictor that holds each neighbourhood against a plain walk over the ops, and drops the first candidate."""
-
-    swaps = False
-
-    def __init__(self, workload: Workload) -> None:
-        self.around, self.compared = Neighbourhoods(workload), 0
-        self.pairs = [
-            (r, s) for i in range(len(workload.graph.ops)) for s in workload.writes[i] for r in workload.reads[i]
-        ]
-
-    def choose(self, device: SimulatedDevice, candidates: Sequence[int]) -> int:
-        for s, seconds in zip(candidates, self.around.seconds(device, candidates), strict=True):
-            below = self._reached(device, s, [(b, a) for a, b in self.pairs], (Location.GONE, Location.DEAD))
-            above = self._reached(device, s, self.pairs, (Location.GONE,))
-            used = {x for x in above if device.last[x] >= device.position}
-            expected = sum(device.seconds[s] for s in (*below, *used))
-            assert seconds == pytest.approx(expected, rel=1e-9)
-            self.compared += seconds > 0
-        return candidates[0]
-
-    def choose_kind(self, device: SimulatedDevice, storage: int) -> EvictionKind:
-        return EvictionKind.DROP
-
-    def changed(self, device: SimulatedDevice, storage: int) -> None:
-        self.around.changed(device, storage)
-
-    def _reached(
-        self, device: SimulatedDevice, storage: int, pairs: list[tuple[int, int]], through: tuple[Location, ...]
-    ) -> set[int]:
-        found, before = {storage}, 0
-        while len(found) > before:
-            before = len(found)
-            found |= {b for a, b in pairs if a in found and device.where[b] in through}
-        return found - {storage}
-
-
-def test_neighbourhoods_are_those_of_a_plain_walk(llama: Graph) -> None:
-    workload = _within(llama, 0.5)
-    evictor = _Compared(workload)
-    SimulatedDevice(workload, ByteCounter(workload.budget), evictor).simulate()
-    assert evictor.compared > 20

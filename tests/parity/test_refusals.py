@@ -53,20 +53,6 @@ def test_what_rounds_otherwise_must_be_listed_and_do_so() -> None:
     assert "no such case" in refusals.findings([], {}, listed, complete=True)[0]
 
 
-def test_a_renewal_changes_what_was_judged_alone() -> None:
-    before = {"a|x": "because", "a|y": "gone", "c|x": "not run"}
-    verdicts = [
-        _verdict(Result.REFUSED, "otherwise"),
-        _verdict(Result.PASSED, case="a|y"),
-        _verdict(Result.REFUSED, "new", case="b|x"),
-        _verdict(Result.WRONG, "bits", case="b|y"),
-    ]
-    after = refusals.renewed(verdicts, before)
-    assert after == {"a|x": "otherwise", "b|x": "new", "c|x": "not run"}
-    assert "c|x" not in refusals.renewed(verdicts, before, complete=True)
-    assert refusals.changes(before, after) == ["- a|y|gone", "+ b|x|new", "~ a|x|otherwise"]
-
-
 def test_the_committed_file_is_as_it_would_be_written(tmp_path: Path) -> None:
     copy = tmp_path / "refusals.txt"
     refusals.write(refusals.expected(), copy)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.parity import catalog, refusals
-from tests.parity.cases import Case, Selection, cases_of
+from tests.parity.cases import Selection, cases_of
 from tests.parity.sweep import sweep
 from tests.parity.verdicts import Result, Verdict
 from tests.slow import slow
@@ -60,20 +60,6 @@ def test_a_crash_costs_one_case(tmp_path: Path) -> None:
     assert "SIGABRT" in verdicts[1].reason
 
 
-def test_a_case_that_uses_too_much_cpu_time_is_ended(tmp_path: Path) -> None:
-    body = """
-    if name == "a|1":
-        say(begins=name)
-        import resource
-        resource.setrlimit(resource.RLIMIT_CPU, (task["seconds"], resource.RLIM_INFINITY))
-        while True:
-            pass
-    passes(name)
-"""
-    verdicts = list(_verdicts(body, tmp_path))
-    assert [v.result for v in verdicts] == [Result.TOO_SLOW, Result.PASSED, Result.PASSED]
-
-
 def _entry(name: str = "entry") -> catalog.Entry:
     import torch
 
@@ -88,14 +74,3 @@ def test_cases_of_an_entry() -> None:
     names = [c.variant for c in cases_of(_entry())]
     assert len(names) == 3 * 3 + 3  # no channels in two dimensions
     assert {"float32/largest/between/dense", "float32/small/raw/dense", "float32/largest/plain/window"} <= set(names)
-
-
-def test_a_selection_takes_each_case_in_one_part() -> None:
-    every = [
-        Case(entry=f"op{i}", dtype="float32", sample="last", form=f, layout="dense") for i in range(300) for f in "ab"
-    ]
-    parts = [[c for c in every if Selection(every=5, part=p, parts=3).takes(c)] for p in range(3)]
-    together = [c for part in parts for c in part]
-    assert len(together) == len(set(together))
-    assert set(together) == {c for c in every if Selection(every=5).takes(c)}
-    assert 60 < len(together) < 180

@@ -136,15 +136,6 @@ def test_where_the_arena_is_full_no_gather_starts_early() -> None:
     assert roomy.eviction.seconds < simulate(graph, COSTS)[0]
 
 
-@pytest.mark.parametrize("limit", [0, SIZE, 2 * SIZE])
-def test_no_more_is_in_flight_than_asked(limit: int) -> None:
-    plan = _early(_step(), room=8 * SIZE, in_flight=limit)
-    flying = [sum(SIZE for g in _gathers(plan) if g.step <= step < g.waited) for step in range(len(plan.graph.ops))]
-    assert max(flying) <= limit
-    assert any(g.early for g in _gathers(plan)) is (limit > 0)
-    assert max(flying) == limit
-
-
 def test_what_a_collective_takes_beside_the_arena_is_counted_until_its_wait() -> None:
     plan = _early(_step(), room=8 * SIZE)
     nothing = replace(plan, temporaries=(0,) * len(plan.graph.ops))
@@ -209,25 +200,6 @@ def test_without_its_wait_a_gather_races() -> None:
     order = make_schedule(gone, tuple(range(len(gone.ops))), "given")
     with pytest.raises(InvalidPlan, match="in any order"):
         require_no_races(_placed(plan, gone, order))
-
-
-def test_groups_share_a_link_unless_each_has_its_own() -> None:
-    """A gather that starts behind a reduction of another group waits for it, or has a link to itself."""
-    b = GraphBuilder()
-    gradient, shard = (b.storage(StorageKind.INPUT, SIZE, planned=False) for _ in range(2))
-    part, whole = (b.storage(StorageKind.OUTPUT, SIZE, planned=False) for _ in range(2))
-    b.op(Phase.FORWARD, (gradient,), (part,), target="memplan_distributed.reduce_scatter.default")
-    b.op(Phase.FORWARD, (shard,), (whole,), target="memplan_distributed.gather_parameter.default")
-    b.op(Phase.FORWARD, (shard, whole), (whole,), target=WAIT)
-    graph = b.graph((part, whole))
-    ops = [replace(op, starts=op.target != WAIT, group=g) for op, g in zip(graph.ops, "011", strict=True)]
-    graph = replace(graph, ops=tuple(ops))
-    took = COSTS.between_ranks.seconds(SIZE)
-    apart, _ = simulate(graph, COSTS, one_link=False)
-    shared, _ = simulate(graph, COSTS)
-    assert shared - apart == pytest.approx(took - COSTS.launch), "less what the second launch hides"
-    together = replace(graph, ops=tuple(replace(op, group="0") for op in graph.ops))
-    assert simulate(together, COSTS) == simulate(together, COSTS, one_link=False) == simulate(graph, COSTS)
 
 
 def _placed(plan: Plan, graph: Graph, schedule: Schedule) -> Plan:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,29 +65,10 @@ class Page:
             steps += [{"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}]
         self._post("actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": steps}]})
 
-    def drag(self, x: float, y: float, dx: float, dy: float) -> None:
-        """Press, move, release."""
-        steps = [
-            {"type": "pointerMove", "duration": 0, "x": round(x), "y": round(y)},
-            {"type": "pointerDown", "button": 0},
-            {"type": "pointerMove", "duration": 50, "x": round(x + dx), "y": round(y + dy)},
-            {"type": "pointerUp", "button": 0},
-        ]
-        self._post("actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": steps}]})
-
-    def wheel(self, x: float, y: float, amount: int) -> None:
-        """Turn the wheel; negative is up, which zooms in."""
-        scroll = {"type": "scroll", "x": round(x), "y": round(y), "deltaX": 0, "deltaY": amount, "duration": 0}
-        self._post("actions", {"actions": [{"type": "wheel", "id": "wheel", "actions": [scroll]}]})
-
     def log(self, kind: str) -> list[dict[str, Any]]:
         """Entries of the log "browser" (console) or "performance" (DevTools events) since the last call."""
         entries: list[dict[str, Any]] = self._post("se/log", {"type": kind})
         return entries
-
-    def screenshot(self, file: Path) -> None:
-        with urllib.request.urlopen(f"{self._session}/screenshot", timeout=30) as answer:
-            file.write_bytes(base64.b64decode(json.load(answer)["value"]))
 
 
 def open_html(page: Page, folder: Path, html: str) -> Page:
@@ -99,15 +78,6 @@ def open_html(page: Page, folder: Path, html: str) -> Page:
     page.wait("return Boolean(window.memplan)")
     page.run("return new Promise(done => setTimeout(() => requestAnimationFrame(() => setTimeout(done))))")
     return page
-
-
-def shot(page: Page, file: Path) -> Counter[object]:
-    """Take a screenshot of the page; returns how many pixels have each colour."""
-    from PIL import Image
-
-    page.screenshot(file)
-    image = Image.open(file).convert("RGB")
-    return Counter({color: count for count, color in image.getcolors(1 << 24) or []})
 
 
 def _call(url: str, body: Any) -> Any:

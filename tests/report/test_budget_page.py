@@ -71,16 +71,6 @@ def test_the_curve_has_every_point_and_axes_with_units(budgets: Page) -> None:
 
 
 @WITH_BROWSER
-def test_hover_tells_the_figures_of_a_point(budgets: Page) -> None:
-    spot = "const r = document.querySelectorAll(arguments[0])[0].getBoundingClientRect(); return [r.x + 6, r.y + 6]"
-    budgets.point(*budgets.run(spot, "#plot .ours"))
-    tip = "return document.getElementById('tip').innerText"
-    assert "of the eager total" in budgets.run(tip)
-    budgets.point(3, 3)
-    assert budgets.run("return document.getElementById('tip').style.display") == "none"
-
-
-@WITH_BROWSER
 def test_a_point_opens_its_plan_and_another_one_replaces_it(budgets: Page) -> None:
     points = budgets.run("return window.memplan.data.points.map(p => [p.row, p.plan, p.total])")
     budgets.run("document.querySelectorAll('#plot .ours')[0].dispatchEvent(new MouseEvent('click'))")

@@ -1,4 +1,4 @@
-"""The page of two plans in a real browser: pairs, changes by module, linked zoom."""
+"""The page of two plans in a real browser: its counts, and changes by module."""
 
 from __future__ import annotations
 
@@ -25,11 +25,6 @@ PAIRS = {
 @pytest.fixture
 def evicted(page: Page, tmp_path: Path) -> Page:
     return open_html(page, tmp_path, diff_html(deep_plan(), deep_plan("genoa")))
-
-
-def _place(page: Page, side: int, name: str) -> tuple[float, float]:
-    found = page.run("return window.memplan.place(arguments[0], window.memplan.index(...arguments))", side, name)
-    return found["x"], found["y"]
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -65,48 +60,3 @@ def test_bytes_at_the_peak_are_divided_among_the_modules(page: Page, tmp_path: P
         ["no module", "128 B", "512 B", "+384 B"],
     ]
     assert [row[4:] for row in rows] == [["", "", "1", "", "", ""]] * 3
-
-
-def test_zoom_is_linked_until_it_is_not(evicted: Page) -> None:
-    views = "return window.memplan.views()"
-    whole = evicted.run(views)
-    assert whole[0] == whole[1]
-    evicted.wheel(*_place(evicted, 1, "activation_2"), -240)
-    one, two = evicted.run(views)
-    assert one == two != whole[0]
-    evicted.run("document.getElementById('linked').click()")
-    evicted.wheel(*_place(evicted, 1, "activation_2"), -240)
-    one, two = evicted.run(views)
-    assert one != two
-    evicted.run("document.getElementById('reset').click()")
-    assert evicted.run(views) == whole
-
-
-def test_a_buffer_shows_its_counterpart_and_a_click_keeps_both(evicted: Page) -> None:
-    evicted.point(*_place(evicted, 0, "activation_2"))
-    tip = evicted.run("return document.getElementById('tip').innerText")
-    assert "left the peak; after: activation_2, steps 5 to 7" in tip
-    assert evicted.run("return window.memplan.arenas[1].mates.map(i => window.memplan.plans[1].ids[i])") == [
-        "activation_2"
-    ]
-    evicted.point(*_place(evicted, 0, "activation_2"), press=True)
-    assert evicted.run("return window.memplan.arenas.map(a => a.pins.length)") == [1, 1]
-    assert "before: activation_2, steps 1 to 10" in evicted.run("return document.getElementById('pins').innerText")
-    evicted.point(*_place(evicted, 1, "activation_2"), press=True)
-    assert evicted.run("return document.getElementById('pins').children.length") == 0
-
-
-def test_a_module_filters_both_and_the_address_keeps_it(evicted: Page) -> None:
-    rows = "return [...document.querySelectorAll('#rows tr')].map(r => r.innerText)"
-    before = evicted.run(rows)
-    evicted.run("[...document.querySelectorAll('#modules tr')].find(r => r.dataset.module === 'block_b').click()")
-    after = evicted.run(rows)
-    assert 0 < len(after) < len(before)
-    assert all("block_b" in row for row in after)
-    evicted.wait("return location.hash.includes('module=block_b')")
-    evicted.run("document.getElementById('clear').click()")
-    assert evicted.run(rows) == before
-    evicted.wait("return location.hash === ''")
-    evicted.run("location.hash = 'module=block_b'")
-    evicted.wait("return window.memplan.looks[1].module")
-    assert evicted.run(rows) == after

@@ -8,12 +8,10 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from memplan.core.plan import Plan
 from memplan.report.lines import report_form, report_markdown
-from memplan.report.sections import printable
 from memplan.report.summary import report_json
 from memplan.report.terminal import rendered
 from tests.graph_strategies import plans
@@ -26,11 +24,6 @@ def _drawn(plan: Plan, width: int, encoding: str = "utf-8") -> str:
     Console(file=file, width=width).print(rendered(report_form(plan.report()), width))
     file.flush()
     return raw.getvalue().decode(encoding)
-
-
-@pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 120, 200])
-def test_no_line_is_wider_than_the_terminal(width: int) -> None:
-    assert max(map(len, _drawn(sample_plan(), width).splitlines())) <= width
 
 
 @pytest.mark.parametrize(
@@ -89,13 +82,6 @@ def test_every_form_exists_for_every_plan(plan: Plan) -> None:
     assert data["arena_size"] == plan.arena_size
     assert data["outside"]["temporaries"] is None or plan.temporaries is not None
     assert len(data["largest"]) == len(report.largest)
-
-
-@given(st.text())
-def test_printable_text_stays_on_one_line(text: str) -> None:
-    shown = printable(text)
-    assert shown.isprintable()
-    assert printable(shown) == shown
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,12 @@ import json
 import zlib
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.core.plan import Plan
 from memplan.report.pages import pack, page_data
-from memplan.report.picture import COLOURS, GREY, OTHERS, picture_of_plan
+from memplan.report.picture import picture_of_plan
 from tests.graph_strategies import plans
 from tests.samples import deep_plan
 
@@ -72,21 +71,3 @@ def test_the_page_holds_every_arrow() -> None:
     assert [(a[0], a[2], a[4], ids[a[6]], ids[a[7]]) for a in arrows] == [
         (a.start, a.end, 1, a.leaves, a.returns) for a in picture.arrows
     ]
-
-
-def _linear(colour: str) -> list[float]:
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    return [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-
-
-def _luminance(colour: str) -> float:
-    r, g, b = _linear(colour)
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b
-
-
-@pytest.mark.parametrize("colour", sorted({*OTHERS, *COLOURS.values(), GREY}))
-def test_white_text_can_be_read_on_every_colour_and_every_colour_on_both_backgrounds(colour: str) -> None:
-    """WCAG 2: 4.5 for text (AA), 3 for shapes; on the card of the dark page too."""
-    here = _luminance(colour)
-    assert 1.05 / (here + 0.05) >= 4.5
-    assert (here + 0.05) / (_luminance("#191d23") + 0.05) >= 3

@@ -1,4 +1,4 @@
-"""The HTML picture in a real browser: hover, zoom, pan, find, list, themes; silent and alone."""
+"""The HTML picture in a real browser: hover, find, list, modules; silent and alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memplan.core.problem import Buffer, Interval, Problem
 from memplan.report.pages import diff_html, picture_html
 from memplan.report.picture import picture_of, picture_of_plan
 from memplan.solvers import solve
-from tests.report.browser import CHROMIUM, DRIVER, MISSING, Page, open_html, shot
+from tests.report.browser import CHROMIUM, DRIVER, MISSING, Page, open_html
 from tests.report.test_budget_page import budgets_html
 from tests.samples import deep_plan, sample_plan
 
@@ -70,50 +70,6 @@ def test_hover_shows_origin_and_size_and_leaves_with_the_pointer(sample: Page) -
         assert part in tip
     sample.point(3, 3)
     assert _tip(sample) == ""
-
-
-def test_wheel_zooms_around_the_pointer_and_a_double_click_shows_all(sample: Page) -> None:
-    x, y = _place(sample, "activation_3")
-    before = _view(sample)
-    sample.wheel(x, y, -240)
-    zoomed = _view(sample)
-    assert zoomed["x1"] - zoomed["x0"] < before["x1"] - before["x0"]
-    assert zoomed["y1"] - zoomed["y0"] < before["y1"] - before["y0"]
-    sample.point(*_place(sample, "activation_3"))
-    assert "activation_3" in _tip(sample)
-    sample.drag(x, y, 120, 0)
-    assert _view(sample)["x0"] < zoomed["x0"]
-    sample.run("document.getElementById('reset').click()")
-    assert _view(sample) == before
-
-
-def test_buttons_keys_and_theme(sample: Page) -> None:
-    before = _view(sample)
-    sample.run("document.getElementById('in').click()")
-    assert _view(sample)["x1"] - _view(sample)["x0"] < before["x1"] - before["x0"]
-    sample.press("0")
-    assert _view(sample) == before
-    was = sample.run("return document.documentElement.dataset.theme")
-    sample.run("document.getElementById('theme').click()")
-    assert {was, sample.run("return document.documentElement.dataset.theme")} == {"light", "dark"}
-
-
-def test_a_click_on_a_step_lists_who_is_alive_there(sample: Page) -> None:
-    spot = sample.run(
-        "const r = document.getElementById('live').getBoundingClientRect(); return [r.left, r.top, r.width]"
-    )
-    step = 84 + (spot[2] - 98) * (3.5 / 5)
-    sample.run("document.getElementById('live').scrollIntoView()")
-    spot = sample.run(
-        "const r = document.getElementById('live').getBoundingClientRect(); return [r.left, r.top, r.width]"
-    )
-    sample.point(spot[0] + step, spot[1] + 60)
-    assert "320 B live" in _tip(sample)
-    assert "backward aten.expand" in _tip(sample)
-    sample.point(spot[0] + step, spot[1] + 60, press=True)
-    assert sample.run("return document.getElementById('listed').textContent").startswith(
-        "Alive at step 3: 3 buffers, 320 B"
-    )
 
 
 def test_find_narrows_the_list_and_a_row_shows_its_block(sample: Page) -> None:
@@ -196,41 +152,6 @@ def test_a_click_keeps_the_details_with_links_and_a_second_one_closes_them(page:
     assert page.run("return document.getElementById('pins').children.length") == 0
 
 
-def test_the_address_keeps_zoom_pins_filter_and_colours(page: Page, tmp_path: Path) -> None:
-    html = picture_html(picture_of_plan(sample_plan()))
-    open_html(page, tmp_path, html)
-    page.run("document.getElementById('in').click(); window.memplan.report.pin(1)")
-    page.run("const f = document.getElementById('find'); f.value = 'h.0, &=%'; f.dispatchEvent(new Event('input'))")
-    page.run("const b = document.getElementById('by'); b.value = 'op'; b.dispatchEvent(new Event('change'))")
-    page.run("document.querySelector('#legend button').click()")
-    page.run("window.memplan.report.tree.choose('h')")
-    page.wait("return location.hash.includes('module=h')")
-    state = (
-        "const r = window.memplan.report; return [window.memplan.view(), r.arena.pins, r.look.wanted, r.look.by,"
-        " [...r.look.off], r.look.module, [...r.look.mask]]"
-    )
-    before, address = page.run(state), page.run("return location.hash")
-    open_html(page, tmp_path, html)
-    assert page.run(state) != before
-    page.run("location.hash = arguments[0]", address)
-    page.wait("return window.memplan.report.look.wanted")
-    after = page.run(state)
-    assert after[1:] == before[1:]
-    assert after[0] == pytest.approx(before[0], abs=0.01)
-    assert page.run("return document.getElementById('find').value") == "h.0, &=%"
-
-
-@pytest.mark.parametrize(
-    "address", ["#view=1,0,x,9&pins=none&at=99&by=magic&module=a.b", "#%&=&&find=%E0", "#view=,,,"]
-)
-def test_an_address_that_is_not_ours_changes_nothing(sample: Page, address: str) -> None:
-    before = _view(sample)
-    sample.run("location.hash = arguments[0]", address)
-    sample.run("window.dispatchEvent(new Event('hashchange'))")
-    assert _view(sample) == before
-    assert len(_rows(sample)) == 3
-
-
 def test_the_tree_of_modules_filters_the_page(sample: Page) -> None:
     names = "return [...document.querySelectorAll('#tree .name')].map(n => n.textContent)"
     assert sample.run(names) == ["h", "no module", "layers[1]"]
@@ -243,85 +164,12 @@ def test_the_tree_of_modules_filters_the_page(sample: Page) -> None:
     assert len(_rows(sample)) == 3
 
 
-def test_a_browser_that_cannot_draw_it_says_so(page: Page, tmp_path: Path) -> None:
-    html = picture_html(picture_of_plan(sample_plan()))
-    (tmp_path / "broken.html").write_text(html.replace('"packed":"', '"packed":"!'))
-    page.open(tmp_path / "broken.html")
-    page.wait("return document.getElementById('verdict').textContent.startsWith('Not drawn')")
-    assert len(page.log("browser")) == 1
-
-
-def test_a_question_mark_shows_the_keys(sample: Page) -> None:
-    assert not sample.run("return document.getElementById('keys').open")
-    sample.press("?")
-    text = sample.run("return document.getElementById('keys').open && document.getElementById('keys').innerText")
-    for part in ("zoom in", "show all", "the peak", "find"):
-        assert part in text
-    sample.press("\ue00c")  # escape
-    assert not sample.run("return document.getElementById('keys').open")
-    sample.press("p")
-    assert "Alive at step 3" in sample.run("return document.getElementById('listed').textContent")
-
-
-def test_the_list_is_walked_through_by_keys(sample: Page) -> None:
-    assert len(_rows(sample)) == 3
-    assert sample.run("return [...document.querySelectorAll('#rows tr')].map(r => r.tabIndex)") == [0, -1, -1]
-    sample.run("for (let i = 0; i < 4; i++) document.getElementById('in').click()")
-    sample.run("document.querySelector('#rows tr').focus()")
-    focused = "return document.activeElement.rowIndex"
-    sample.press(DOWN)
-    sample.press(DOWN)
-    assert sample.run(focused) == 3
-    sample.press(UP)
-    assert sample.run(focused) == 2
-    sample.press(SPACE)
-    name = sample.run("return document.activeElement.lastChild.textContent")
-    assert name in sample.run("return document.getElementById('pins').innerText")
-    before = _view(sample)
-    sample.press(ENTER)
-    assert _view(sample) != before
-
-
-def test_paper_is_white_and_has_no_buttons(sample: Page) -> None:
-    sample.emulate(1400, dark=True)
-    sample.wait("return document.documentElement.dataset.theme === 'dark'")
-    sample.emulate(1400, dark=True, media="print")
-    shown = "return getComputedStyle(document.getElementById(arguments[0])).display"
-    assert [sample.run(shown, name) for name in ("in", "find")] == ["none", "none"]
-    assert sample.run("return document.getElementById('theme').offsetParent") is None
-    sample.run("dispatchEvent(new Event('beforeprint'))")
-    assert sample.run("return document.documentElement.dataset.theme") == "light"
-    assert sample.run("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    sample.run("dispatchEvent(new Event('afterprint'))")
-    assert sample.run("return document.documentElement.dataset.theme") == "dark"
-
-
 BLUE, ORANGE, GREEN = (0x2F, 0x6F, 0xD8), (0xB8, 0x52, 0x0F), (0x2A, 0x7D, 0x3F)
 PAGES: dict[str, tuple[Callable[[], str], tuple[tuple[int, int, int], ...]]] = {
     "activations and gradients": (lambda: picture_html(picture_of_plan(deep_plan("genoa"))), (BLUE, ORANGE)),
     "what left the peak and what came": (lambda: diff_html(deep_plan(), deep_plan("genoa")), (BLUE, GREEN)),
     "the curve": (budgets_html, ()),
 }
-
-
-@pytest.mark.parametrize("width", [1400, 390])
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("name", PAGES)
-def test_it_fits_wide_and_narrow_windows_light_and_dark(
-    page: Page, tmp_path: Path, name: str, width: int, dark: bool
-) -> None:
-    make, colours = PAGES[name]
-    page.emulate(width, dark=dark, height=1900)
-    open_html(page, tmp_path, make())
-    found = shot(page, tmp_path / "page.png")
-    assert all(found[colour] > 1000 for colour in colours)
-    assert found[(0x11, 0x14, 0x18) if dark else (0xF6, 0xF7, 0xF9)] > 5_000, "the page"
-    assert page.run("return document.documentElement.scrollWidth <= innerWidth")
-    if name == "the curve":
-        assert found[(0x78, 0xA6, 0xFF) if dark else (0x25, 0x60, 0xC4)] > 200
-        page.run("document.querySelector('#plot .ours').dispatchEvent(new MouseEvent('click'))")
-        page.wait("return window.memplan.opened()")
-        assert page.run("return document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_only_its_own_script_may_run(sample: Page) -> None:

@@ -71,22 +71,6 @@ def test_c6_the_table_shows_who_sits_where_and_when() -> None:
     ]
 
 
-def test_steps_in_which_nothing_changes_share_a_row() -> None:
-    lines = partition_table(Problem(buffers=(_buffer("a", 10, 0, 1000),))).splitlines()
-    assert lines[1] == "0-999 | a"
-
-
-def test_an_empty_problem_has_an_empty_table() -> None:
-    assert "0 partitions, 0 bytes" in partition_table(Problem(buffers=()))
-
-
-def test_long_and_unprintable_ids_keep_the_columns() -> None:
-    text = partition_table(Problem(buffers=(_buffer("x" * 500, 1, 0, 1), _buffer("\x1b[31m\n", 1, 0, 1))))
-    assert len(text.splitlines()) == 4
-    assert max(map(len, text.splitlines())) < 80
-    assert "\x1b" not in text
-
-
 @given(plans())
 def test_c6_every_buffer_stands_in_its_partition_at_every_step(plan: Plan) -> None:
     problem = plan.problem

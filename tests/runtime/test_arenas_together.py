@@ -7,14 +7,11 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import memplan
 from memplan.devices.measure import quiet_kineto
-from memplan.errors import BudgetInfeasible
-from memplan.runtime import builder
 from memplan.runtime.dynamo.backend import Backend
 from tests.models import BreaksInEval, Halves
 from tests.steps import gradients_of
@@ -103,47 +100,6 @@ def test_graphs_whose_arena_was_freed_share_one_again() -> None:
     assert backend.arena_size == together
     (memory,) = {i.runner.arena.memory for graph in backend.graphs for i in graph.instances}
     assert memory.nbytes == together
-
-
-def test_a_step_that_is_refused_leaves_no_arena_and_tries_have_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, eager = _models()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (model, eager)]
-    loss = nn.MSELoss()
-    step = memplan.compile_step(
-        model, optimizers[0], lambda out: loss(out, torch.zeros_like(out)), _x(8), budget="8MiB"
-    )
-    step(_x(8))
-    tried: list[Any] = []
-
-    def excess(runner: Any) -> int:
-        tried.append(runner)  # something refers to it while others are tried
-        return 1
-
-    with monkeypatch.context() as patched:
-        patched.setattr(builder, "excess", excess)
-        caught: list[Any] = []
-
-        def refused() -> None:
-            with pytest.raises(BudgetInfeasible) as error:
-                step._builder.build((_x(),), {})
-            caught.append(error)
-
-        held = _held(refused)
-    arena = max(size for size, _ in held)
-    assert arena > 4 * SMALL
-    assert sum(size == arena for size, _ in held) > 1
-    assert _with(arena, held) < arena + SMALL
-    assert held[-1][1] < SMALL
-    assert len(tried) > 1
-    ours = [step(_x(8)), step(_x())]
-    theirs = []
-    for x in (_x(8), _x(8), _x()):
-        optimizers[1].zero_grad()
-        out = eager(x)
-        theirs.append(loss(out, torch.zeros_like(out)))
-        theirs[-1].backward()
-        optimizers[1].step()
-    assert all(map(torch.equal, ours, theirs[1:]))
 
 
 def test_a_copy_has_an_arena_from_its_first_call_on_and_for_evaluation_alone_if_it_is_only_evaluated() -> None:

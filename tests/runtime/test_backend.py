@@ -294,36 +294,6 @@ def test_the_first_batch_is_not_kept() -> None:
     assert max(len(graph.instances) for graph in backend.graphs) == 2
 
 
-@pytest.mark.slow
-def test_orders_that_alternate_come_to_rest() -> None:
-    """Every second step ends with a call that waits while the next step begins, as in pytorch/examples/dcgan."""
-    torch.manual_seed(0)
-    eager = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8)), nn.Sequential(nn.Linear(8, 16), nn.GELU())
-    models = copy.deepcopy(eager)
-    backend = memplan.Backend()
-    compiled: list[Any] = [torch.compile(model, backend=backend) for model in models]
-    waiting: list[Any] = [None, None]
-    seen: list[Any] = []
-    for step in range(24):
-        batches = torch.randn(6, 8), torch.randn(6, 4)
-        pairs: Any = (eager, compiled)
-        for i, (g, d) in enumerate(pairs):
-            d(batches[0]).sum().backward()
-            waiting[i] = fake = g(batches[1])
-            d(fake.detach()).square().sum().backward()
-            d(fake).sum().backward()
-            if step % 2:
-                waiting[i] = g(batches[1] + 1)
-            del fake
-        for one, two in zip(eager, models, strict=True):
-            torch.testing.assert_close(gradients_of(one), gradients_of(two), rtol=0, atol=0)
-        placed = [id(instance.runner) for graph in backend.graphs for instance in graph.instances]
-        seen.append((backend.arena_size, placed))
-    assert len(backend.graphs) == 3
-    assert len(seen[-1][1]) == 4, "each order makes instances of its own"
-    assert seen[-1] == seen[-2] == seen[-3] == seen[-4], "programs are moved in every step"
-
-
 class Masked(nn.Module):
     """A model that hides a part of a weight, by a mask that can be replaced."""
 
@@ -345,36 +315,6 @@ class Masked(nn.Module):
         hidden = self.first(x) * self.mask.t() * (1.0 + len(self.label))
         result: torch.Tensor = self.second(hidden.relu())
         return result
-
-
-def _steps(model: nn.Module, call: Any, count: int) -> list[torch.Tensor]:
-    return _train(model, call, [(torch.randn(8, 16),)] * count)
-
-
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_tensor_that_was_replaced_is_freed_once_nobody_else_has_it(kept: bool) -> None:
-    torch.manual_seed(0)
-    model, backend = Masked(), Backend()
-    eager = copy.deepcopy(model)
-    call = torch.compile(model, backend=backend)
-    _steps(model, call, 3)
-    (before,) = [one for graph in backend.graphs for one in graph.instances]
-    of_before = weakref.ref(before)
-    del before
-    before_mask = weakref.ref(model.mask)
-    holder = [model.mask] if kept else []
-    model.renew(3)
-    _steps(model, call, 3)
-    assert (before_mask() is None, of_before() is None) == (not kept, not kept)
-    assert len(backend.graphs) == 2
-    assert sum(len(graph.instances) for graph in backend.graphs) == 1 + kept
-    assert len(holder) == kept
-    model.renew(0)  # whose graph may have no program any more, and makes another one
-    _steps(model, call, 3)
-    torch.manual_seed(1)
-    eager.load_state_dict(model.state_dict())
-    x = torch.randn(8, 16)
-    assert torch.equal(call(x), eager(x))
 
 
 def test_a_backward_that_waits_keeps_the_tensors_of_its_call() -> None:

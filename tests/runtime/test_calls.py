@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -300,14 +299,6 @@ def test_no_program_of_a_module_keeps_the_call_that_it_was_made_for() -> None:
     compiled.zero_grad()
     del x
     assert not _alive(refs)
-
-
-def test_a_copy_has_the_plan_of_an_example_that_is_gone() -> None:
-    compiled, example = _compiled(_model(), _words)
-    assert not _alive([example])
-    copied = pickle.loads(pickle.dumps(compiled))
-    assert torch.equal(copied(_words()), compiled(_words()))
-    assert copied.plan.fingerprint == compiled.plan.fingerprint
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int) -> tuple[Any, list[Ref]]:

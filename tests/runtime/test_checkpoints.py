@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -15,7 +14,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import memplan
 from memplan.core.evictions import SAVE_RNG
-from memplan.devices.measure import peak_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.workload import Events, Workload
 from memplan.trace import plan
@@ -142,14 +140,6 @@ def test_random_numbers_are_drawn_again_with_eagers_bits(draws: str, tmp_path: A
     _compiled(model, plan=memplan.load(tmp_path / "plan.json"))
 
 
-def test_no_more_is_live_than_eager_allocates() -> None:
-    model = Net(dropout=0.3, blocks=2)
-    _step(model)
-    model.zero_grad()  # not in what is measured, where freed gradients would be taken off
-    (eager,) = peak_bytes([lambda: model(_x()).mean().backward()], torch.device("cpu"))
-    assert plan(model, _x()).max_live <= eager
-
-
 def test_a_region_runs_again_once_and_what_a_layer_outside_saves_is_kept() -> None:
     found = plan(Net(), _x())
     again = [op.name for op in found.graph.ops if "@" in op.name]
@@ -158,25 +148,6 @@ def test_a_region_runs_again_once_and_what_a_layer_outside_saves_is_kept() -> No
     assert targets.count("aten.gelu.default") == _BLOCKS
     assert targets.count("aten.addmm.default") == _BLOCKS  # the first of each block, whose result the backward reads
     assert "aten.tanh.default" not in targets
-
-
-@pytest.mark.slow
-def test_what_regions_compute_alike_runs_again_in_each() -> None:
-    """A small result that two regions compute alike is not shared: it would make one run again for the other."""
-
-    class Conditioned(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            condition = self.head(x[:4])  # as the embedding of a time step, small
-            for block in self.blocks:
-                h = self.call(lambda h, c, b=block: b(h + nn.functional.silu(c).sum()), x, condition)
-                x = x + torch.tanh(h)
-            return x.square()
-
-    ops = plan(Conditioned(), _x()).graph.ops
-    again = [(op.checkpoint, op.target) for op in ops if "@" in op.name]
-    assert [target for _, target in again].count("aten.silu.default") == _BLOCKS
-    regions = [region for region, _ in again]
-    assert [r for i, r in enumerate(regions) if r != (regions[i - 1] if i else 0)] == sorted(set(regions), reverse=True)
 
 
 def _llama() -> Any:
@@ -220,44 +191,6 @@ def test_where_checkpoints_are_not_followed_the_log_says_so(caplog: pytest.LogCa
     with caplog.at_level("WARNING", "memplan"):
         assert memplan.plan(Net(blocks=2), _x(), device=("cpu:0", "cpu:1"))
     assert re.search("activation checkpoints .*are not followed", caplog.text)
-
-
-@pytest.mark.slow
-def test_with_dynamic_shapes_no_more_is_kept(tmp_path: Path) -> None:
-    shapes = {"x": {0: torch.export.Dim("rows", min=2, max=256)}}
-    model = Net(dropout=0.3)
-    compiled = _compiled(model, dynamic_shapes=shapes)
-    for rows in (8, 96, 200):
-        x = torch.randn(rows, _WIDTH)
-        results = []
-        for one in (model, compiled):
-            one.zero_grad()
-            torch.manual_seed(0)
-            one(x).mean().backward()
-            results.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-        assert all(map(torch.equal, *results))
-    plain = memplan.plan(Net(_PLAIN, 0.3), _x(), dynamic_shapes=shapes)
-    kept = 0.8 * plain.arena_size({"rows": _ROWS})  # masks are kept
-    assert compiled.symbolic is not None
-    assert compiled.symbolic.arena_size({"rows": _ROWS}) < kept
-    compiled.symbolic.save(tmp_path / "symbolic.json")
-    assert memplan.load_symbolic(tmp_path / "symbolic.json") == compiled.symbolic
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradients": "outside"},
-        {"device": "cpu"},
-        {"divide": 4},
-        {"compress": "bits"},
-        {"schedule": "traced", "in_place": False},
-    ],
-    ids=str,
-)
-def test_other_options_beside_checkpoints(options: dict[str, Any]) -> None:
-    assert _compiled(Net(dropout=0.3), **options).plan.eviction is not None
 
 
 @pytest.mark.slow
@@ -342,47 +275,6 @@ class Nested(nn.Module):
         for index in range(first, first + 2):
             x = torch.sin(self.call(self.blocks[index], x))
         return x
-
-
-@pytest.mark.slow
-def test_a_checkpoint_within_another_keeps_no_more_than_eager_keeps() -> None:
-    model = Nested(dropout=0.3)
-    compiled = _compiled(model)
-    products = [op.name for op in compiled.plan.graph.ops if op.name.startswith("addmm@") and "_" not in op.name]
-    assert len(products) == 2, "the first product runs again with its stage, and with its block"
-
-    steps: list[Any] = [partial(_step, model), partial(_step, compiled)]
-    peaks = peak_bytes(steps, torch.device("cpu"))
-    state = 5056 + 1024  # of the generator, which eager's checkpoints hold as long as they like, and what holds it
-    assert peaks[1] + compiled.plan.arena_size <= peaks[0] + state
-    flat = memplan.plan(Nested(0.3, _PLAIN), _leaf())
-    assert compiled.plan.max_live < 0.8 * flat.max_live
-
-
-class Settles(nn.Module):
-    """Inside of a checkpoint, its first call sets an attribute to a value that all later calls find."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.window = nn.Linear(_WIDTH, _WIDTH), 100
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _CHECKPOINTED(self._region, x)
-        return result.square()
-
-    def _region(self, x: torch.Tensor) -> torch.Tensor:
-        self.window = min(self.window, x.shape[0])
-        return torch.tanh(self.layer(x)) / self.window
-
-
-def test_an_attribute_that_settles_inside_of_a_checkpoint_is_set_as_eager_sets_it() -> None:
-    model, reference = Settles(), Settles()
-    compiled = memplan.compile(model, _leaf(), fullgraph=True)
-    assert model.window == _ROWS
-    assert all(map(torch.equal, _step(compiled), _step(reference)))
-    assert any(op.checkpoint for op in compiled.plan.graph.ops)
-    memplan.plan(model, _leaf())  # it has settled
 
 
 class LeavesWithin(nn.Module):

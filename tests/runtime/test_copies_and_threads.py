@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-import logging
 import pickle
 import threading
 from collections.abc import Callable
@@ -20,7 +19,6 @@ import memplan
 from memplan.errors import InputMismatch, MemplanError, StaleActivationsError, UnsupportedCall
 from memplan.runtime import CompiledModule, compile, compile_step
 from memplan.runtime.api.module_builder import ModuleBuilder
-from tests.runtime.reference import same_gradients
 from tests.slow import slow
 from tests.steps import assert_same_step, same_tensors
 
@@ -197,59 +195,6 @@ def test_a_second_thread_is_refused_while_a_module_is_compiled_again(monkeypatch
     assert len(_gradients(compiled, _x())) == len(list(compiled.parameters()))
 
 
-class Chooses(nn.Module):
-    """Returns numbers in training and indices in evaluation; `breaks`: no graph holds a training call."""
-
-    def __init__(self, breaks: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner, self.breaks = nn.Linear(8, 8), breaks
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.inner(x)
-        if self.training and self.breaks and y.sum() > 1e9:
-            return y * 2
-        return y if self.training else y.argmax(-1)
-
-
-def test_an_evaluation_of_other_sizes_runs_while_a_call_waits() -> None:
-    model = Chooses()
-    eager, compiled = copy.deepcopy(model), compile(model, torch.randn(8, 8))
-    waiting, expected = compiled(torch.ones(8, 8)), eager(torch.ones(8, 8))
-    x = torch.randn(4, 8)
-    with torch.no_grad():
-        assert torch.equal(compiled.eval()(x), eager.eval()(x))
-    for out, net in ((waiting, compiled), (expected, eager)):
-        out.sum().backward()
-        net.train()(x).square().sum().backward()
-    assert same_gradients(model, eager)
-
-
-def test_a_copy_that_one_graph_cannot_hold_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    twin = copy.deepcopy(compile(Chooses(breaks=True).eval(), torch.randn(8, 8)))
-    build, built = ModuleBuilder.build, list[bool]()
-
-    def counted(self: ModuleBuilder, args: Any, kwargs: Any, train: bool, *rest: Any) -> Any:
-        built.append(train)
-        return build(self, args, kwargs, train, *rest)
-
-    monkeypatch.setattr(ModuleBuilder, "build", counted)
-    with torch.no_grad():
-        twin(torch.randn(8, 8))
-    for _ in range(3):
-        twin.train()(torch.randn(8, 8)).sum().backward()
-    assert built.count(True) == 1
-
-
-def test_a_copy_that_was_evaluated_trains_while_a_call_waits() -> None:
-    twin = copy.deepcopy(compile(_net(), _x()))
-    eager = copy.deepcopy(twin._original)
-    outs = [(net.eval()(_x()), net.train()(_x())) for net in (twin, eager)]
-    for one, two in outs:
-        (one.sum() + two.sum()).backward()
-    assert same_gradients(twin, eager)
-
-
 @pytest.mark.parametrize("how", [copy.deepcopy, slow(lambda m: pickle.loads(pickle.dumps(m)))])
 def test_a_copy_has_the_given_plan_and_what_calls_are_to_be_like(how: Any) -> None:
     model = _net()
@@ -301,20 +246,6 @@ def test_the_signature_and_the_class_name_are_the_originals() -> None:
     assert repr(compiled).startswith("CompiledModule(")
 
 
-def test_labels_and_columns_are_found_as_transformers_finds_them() -> None:
-    generic = pytest.importorskip("transformers.utils.generic")
-    model, _ = _models()
-    compiled = memplan.compile(model, (X, LABELS))
-    assert generic.find_labels(compiled.__class__) == ["labels"]
-    assert not generic.can_return_loss(compiled.__class__)
-
-    class MatchesPairs(Scaled):
-        def forward(self, x: torch.Tensor, return_loss: bool = True) -> torch.Tensor:  # type: ignore[override]
-            return super().forward(x)
-
-    assert generic.can_return_loss(memplan.compile(MatchesPairs(), X).__class__)
-
-
 def test_an_average_of_weights_trains_and_runs_as_in_eager() -> None:
     results = []
     for compiles in (True, False):
@@ -332,13 +263,6 @@ def test_an_average_of_weights_trains_and_runs_as_in_eager() -> None:
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
-def test_data_parallel_inside_and_outside_runs_as_eager() -> None:
-    model, eager = _models()
-    _require_same_step(nn.DataParallel(memplan.compile(model, X)), model, eager, X)
-    model, eager = _models()
-    _require_same_step(memplan.compile(nn.DataParallel(model), X), model, eager, X)
-
-
 @pytest.mark.parametrize("how", ["in place", "torch.compile"])
 def test_what_compiles_a_compiled_module_traces_the_original(how: str) -> None:
     model, eager = _models()
@@ -349,34 +273,6 @@ def test_what_compiles_a_compiled_module_traces_the_original(how: str) -> None:
         compiled = torch.compile(compiled, backend="aot_eager")
     _require_same_step(compiled, model, eager, X)
     assert "Planned" not in type(compiled(X).grad_fn).__name__
-
-
-@pytest.mark.parametrize("how", ["in place", "torch.compile", "memplan.compile"])
-def test_what_another_compiler_has_compiled_is_planned(how: str) -> None:
-    model, eager = _models()
-    given = model
-    if how == "in place":
-        model.compile(backend="aot_eager")
-    elif how == "torch.compile":
-        given = torch.compile(model, backend="aot_eager")  # type: ignore[assignment]
-    else:
-        given = memplan.compile(model, X)
-    compiled = memplan.compile(given, X)
-    _require_same_step(compiled, model, eager, X)
-    assert "Planned" in type(compiled(X).grad_fn).__name__
-
-
-def test_hooks_on_all_modules_are_called_for_the_whole_and_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    model, _ = _models()
-    compiled = memplan.compile(model, X)
-    seen: list[str] = []
-    handle = nn.modules.module.register_module_forward_hook(lambda m, args, out: seen.append(type(m).__name__))
-    with caplog.at_level(logging.WARNING, logger="memplan"):
-        compiled(X)
-        compiled(X)
-    handle.remove()
-    assert seen == ["Scaled", "Scaled"]
-    assert [r.message for r in caplog.records if "hooks on all modules" in r.message] == [caplog.records[-1].message]
 
 
 def test_a_result_that_is_bound_does_not_hold_the_arena_after_its_backward() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -197,22 +196,6 @@ def test_what_else_has_a_gradient_keeps_it(name: str, sanitize: Any, caplog: pyt
     assert sum("still refers to the gradient of '0.weight'" in message for message in _said(caplog)) == 1
     runner = compiled._calls.programs.main
     assert runner.rebound == 1
-
-
-def test_a_block_that_was_left_is_freed_with_what_has_it() -> None:
-    net, x = _net(), torch.randn(8, 16)
-    compiled = compile(net, x)
-    compiled(x).sum().backward()
-    kept = _grad(next(net.parameters())).view(-1)
-    block = weakref.ref(compiled._calls.arena.memory)
-    net.zero_grad()
-    compiled(x).sum().backward()
-    gc.collect()
-    assert block() is not None
-    assert block() is not compiled._calls.arena.memory
-    del kept
-    gc.collect()
-    assert block() is None
 
 
 def test_gradients_outlive_the_module() -> None:

@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.utils.checkpoint import CheckpointPolicy
 
 import memplan
-from memplan.core.division import NOTHING, Division
+from memplan.core.division import Division
 from memplan.core.graph import Phase
-from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedCall, UnsupportedProblem
+from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedCall
 from memplan.trace import capture_call, variants
-from memplan.trace.chunking import rows
 from memplan.trace.fused.row_division import divide_rows
 from memplan.trace.fused.row_parts import BLOCK
 from memplan.trace.passes.rewrite import copy_of
@@ -64,10 +62,6 @@ def _step(call: Any, model: nn.Module, seed: int) -> list[torch.Tensor]:
     loss = call(_tokens())
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-def _joint(model: nn.Module) -> fx.Graph:
-    return copy_of(capture_call(model, _tokens(), kernels="inductor").captured.graph_module.graph)
 
 
 def _widest(plan: memplan.Plan) -> int:
@@ -163,38 +157,6 @@ def test_one_block_is_none_and_sums_are_for_inductors_kernels() -> None:
             memplan.plan(_made(shifted=False), _tokens(), divide=Division(blocks=blocks, sums=True))
 
 
-def test_nothing_is_divided_without_sums() -> None:
-    model = _made(shifted=True)
-    for divide in (True, 4):
-        with pytest.raises(UnsupportedCall, match="only with these") as refused:
-            memplan.plan(model, _tokens(), kernels="inductor", divide=divide)
-        assert refused.value.see == "inductor-options"
-    with pytest.raises(UnsupportedProblem, match="only with these"):
-        capture_call(model, _tokens(), kernels="inductor").retrace(division=Division(blocks=2))
-
-
-def test_chains_end_at_products_and_wide_blocks_are_not_saved() -> None:
-    graph = _joint(_made(shifted=False))
-    settled = divide_rows(graph, Division(blocks=4, sums=True))
-    assert settled.over is not None
-    made = [node for node in graph.nodes if BLOCK in node.meta]
-    assert {node.meta[BLOCK] for node in made} == {(0, i) for i in range(4)}
-    assert all(node.meta["val"].numel() <= 24 * WIDE for node in made)
-    names = {str(node.target) for node in made}
-    assert {"aten.mm.default", "aten.exp.default", "aten.addmm.default"} <= names
-    assert "aten.native_layer_norm_backward.default" not in names
-    wide = [n for n in made if n.meta.get("partitioner_tag") == "is_forward" and n.meta["val"].numel() == 24 * WIDE]
-    assert wide
-    assert all(node.meta["recompute"] == CheckpointPolicy.MUST_RECOMPUTE for node in wide)
-    divided = _joint(_made(shifted=False))
-    divide_rows(divided, settled)
-    assert [node.name for node in divided.nodes] == [node.name for node in graph.nodes]
-    divide_rows(rest := _joint(_made(shifted=False)), Division(blocks=4, sums=True, over=1 << 40))
-    assert not any(BLOCK in node.meta for node in rest.nodes)
-    with pytest.raises(InvalidSize):
-        divide_rows(graph, Division(sums=True))
-
-
 def test_a_divided_graph_computes_the_same() -> None:
     model = _made(shifted=True)
     module = capture_call(model, _tokens(), kernels="inductor").captured.graph_module
@@ -208,20 +170,6 @@ def test_a_divided_graph_computes_the_same() -> None:
         made = fx.Interpreter(fx.GraphModule(module, graph)).run(*given, enable_io_processing=False)
         found.append([one for one in made if one is not None])
     torch.testing.assert_close(*found)
-
-
-def test_a_chain_of_fewer_rows_has_a_block_for_each() -> None:
-    graph = _joint(_made(shifted=True))
-    divide_rows(graph, Division(blocks=9, sums=True))
-    assert {node.meta[BLOCK][1] for node in graph.nodes if BLOCK in node.meta} == set(range(8))  # of eight sequences
-
-
-def test_where_nothing_can_be_divided_the_division_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "_FEWEST", 9)  # more than there are sequences
-    graph = _joint(_made(shifted=True))
-    count = len(graph.nodes)
-    assert divide_rows(graph, Division(blocks=4, sums=True)).over == NOTHING
-    assert len(graph.nodes) == count
 
 
 @pytest.mark.parametrize(("shifted", "blocks"), [(True, 4), (False, 8)])

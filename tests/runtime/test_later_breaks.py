@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -116,18 +115,6 @@ def test_promises_refuse_such_a_mode(options: dict[str, Any]) -> None:
         compiled(_x(0))
     compiled.train()
     _same_step(model, eager, compiled, _x(0))
-
-
-def test_options_that_need_one_graph_leave_such_calls_to_eager(caplog: pytest.LogCaptureFixture) -> None:
-    model, eager = _models(BreaksInEval)
-    compiled = memplan.compile(model, _x(0), compress="bits")
-    for part in (compiled, eager):
-        part.eval()
-    with caplog.at_level(logging.WARNING, logger="memplan"), torch.no_grad():
-        for n in range(3):
-            assert torch.equal(compiled(_x(n)), eager(_x(n)))
-    (said,) = [r.message for r in caplog.records if "runs eagerly" in r.message]
-    assert "it is in another mode" in said
 
 
 def test_a_second_compilation_that_fails_leaves_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

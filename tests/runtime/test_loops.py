@@ -126,6 +126,19 @@ def test_a_change_is_seen_by_the_program_of_another_shape(change: Callable[[Any]
         compiled(x[:5])
 
 
+@pytest.mark.parametrize("read", ["offset", "scale"])
+def test_what_the_class_holds_and_one_element_of_a_tuple_are_read(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = ReadsPython(), torch.randn(5, 4)
+    compiled = memplan.compile(model, x, on_mismatch="error")
+    compiled(x)
+    if read == "offset":
+        monkeypatch.setattr(ReadsPython, "offset", 2.0)
+    else:
+        model.config["scale"] = (1.0, 3.0)
+    with pytest.raises(InputMismatch, match=read):
+        compiled(x)
+
+
 def test_what_forward_does_not_read_may_change() -> None:
     model, x = ReadsPython(), torch.randn(5, 4)
     compiled = memplan.compile(model, x)

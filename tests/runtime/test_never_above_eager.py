@@ -14,7 +14,6 @@ from torch import nn
 import memplan
 from benchmarks.peak_measure import checkpoint_blocks
 from benchmarks.zoo import ZOO
-from memplan.core.graph import Phase
 from memplan.devices.measure import peak_bytes
 from tests.models import Made, Saves
 from tests.runtime.budgets import QUICK
@@ -192,22 +191,6 @@ def test_what_is_left_to_the_backward_outside_is_that_of_its_own_forward(option:
     assert _same(found, _gradients(reference, reference(x).square().sum() + 3 * reference(-x).sum()))
 
 
-def test_the_smallest_budget_leaves_outside_what_is_dead_when_kernels_need_most() -> None:
-    model, x = _peaks()
-    compiled = memplan.compile(model, (x,), train=False, budget="min", policy="recompute")
-    least = compiled.plan
-    assert least.eviction is not None
-    assert least.outside["intermediate"] > least.arena_size
-    beside = least.total - least.arena_size - max(least.outside_profile)
-    assert _measured(_inference(compiled, (x,))) + least.arena_size + beside <= least.total
-    assert least.total == least.eviction.budget
-    alone = memplan.compile(model, (x,), train=False, arena_budget="min", policy="recompute").plan
-    between = (least.total + alone.total) // 2  # too little for an arena with all results
-    kept = memplan.compile(model, (x,), train=False, budget=between, policy="recompute")
-    assert least.total <= kept.plan.total <= between < alone.total
-    assert torch.equal(_inference(kept, (x,))(), _inference(model, (x,))())
-
-
 def test_activations_outside_the_arena_die_with_the_graph_that_no_backward_runs_for() -> None:
     model, reference, compiled, x = _saves()
     left = compiled._calls.programs.main.left_outside
@@ -225,22 +208,6 @@ def test_activations_outside_the_arena_die_with_the_graph_that_no_backward_runs_
         losses.append(second.detach())
     assert torch.equal(*losses)
     assert same_gradients(model, reference)
-
-
-def test_the_workspace_of_a_recurrent_layer_is_not_copied() -> None:
-    """Its backward returns the gradients of both biases in memory of their own, which fakes say is the same."""
-    torch.manual_seed(0)
-    rnn, x = nn.LSTM(16, 32, batch_first=True), torch.randn(8, 16, 16)
-    model = Made(lambda m, x: m.rnn(x)[0][:, -1].square().mean(), rnn=rnn)
-    reference = copy.deepcopy(model)
-    eager = _measured(_training(reference, (x,)), reference)
-    compiled = memplan.compile(model, (x,))
-    measured = _measured(_training(compiled, (x,)), model) + compiled.plan.arena_size
-    assert measured <= 1.005 * eager + compiled.plan.padding  # a copy of a bias's gradient
-    assert not any(op.target == "aten.clone.default" and op.phase is Phase.BACKWARD for op in compiled.plan.graph.ops)
-    assert same_gradients(model, reference)
-    biases = [p.grad for name, p in model.named_parameters() if "bias" in name]
-    assert len({g.data_ptr() for g in biases if g is not None}) == 2
 
 
 def _mlp() -> tuple[nn.Sequential, nn.Sequential]:

@@ -253,12 +253,6 @@ def _position(graph: Graph, target: str) -> int:
     return next(i for i, op in enumerate(graph.ops) if op.target == target)
 
 
-def _with_op(graph: Graph, index: int, **changes: Any) -> Graph:
-    ops = list(graph.ops)
-    ops[index] = replace(ops[index], **changes)
-    return replace(graph, ops=tuple(ops))
-
-
 def _wait_too_late(graph: Graph, sources: tuple[int, ...]) -> Evicted:
     at = _position(graph, RELOAD_WAIT)
     order = [i for i in range(len(graph.ops)) if i != at]

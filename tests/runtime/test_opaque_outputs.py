@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-import memplan
 from memplan.core.choices import Sanitize
 from memplan.runtime import compile
-from memplan.trace.traced import KernelCall, OpaqueResult
-from tests.steps import Training, gradients_of, itself, loss_of, same_tensors, sgd
+from tests.steps import gradients_of, loss_of, same_tensors
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,28 +90,3 @@ def test_the_backward_gets_the_forwards_own_state(sanitize: Sanitize | None) -> 
     assert traced.opaque_count == 2
     assert all("int64" not in v.dtype for v in traced.graph.values), "the states have no place in the arena"
     assert same_tensors(_train(model, compiled, x), _train(eager, eager, x))
-
-
-def test_calls_in_flight_have_states_of_their_own() -> None:
-    torch.manual_seed(0)
-    model, x = Attends(), torch.randn(4, 8)
-    eager = copy.deepcopy(model)
-    ours = torch.compile(model, backend=memplan.Backend())
-    for call in (ours, eager):
-        torch.manual_seed(1)
-        (call(x) + call(x + 1)).backward()
-    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-6)  # added up in another order
-
-
-def test_a_whole_step_and_measured_costs_know_them() -> None:
-    torch.manual_seed(0)
-    model, x = Attends(), torch.randn(4, 8)
-    training = Training(model, sgd, itself, x)
-    for seed in range(3):
-        training.both(x, seed=seed)
-    assert memplan.profile(model, x, rounds=1).measured
-    kernels = [k for k in training.step._updating.traced.kernels if isinstance(k, KernelCall)]
-    assert sum(isinstance(a, OpaqueResult) for k in kernels for a in k.args) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.core.choices import Sanitize
-from memplan.core.graph import StorageKind
 from memplan.errors import InputMismatch, MemplanError, UnsupportedCall
 from memplan.evict.workload import Events, Workload
 from memplan.runtime import CompiledModule, CompiledStep
@@ -161,34 +158,7 @@ def test_a_switch_waits_for_the_step_in_flight() -> None:
 # -- copies ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, slow(lambda m: pickle.loads(pickle.dumps(m)))])
-def test_copies_measure_anew_or_take_what_was_measured(how: Any) -> None:
-    model, x = _net()
-    compiled = _compiled(model, x)
-    outcome_of(model, compiled, x)
-    twin = how(compiled)
-    outcome_of(twin._original, twin, x)
-    assert twin._calls.guide is not None
-    assert twin._calls.guide._op_timer.samples == 1
-    assert twin.plan.fingerprint == compiled.plan.fingerprint
-    _finish(model, compiled, x)
-    twin = how(compiled)
-    assert outcome_of(twin._original, twin, x).same_as(outcome_of(model, compiled, x))
-    assert twin._calls.guide is None
-    assert compiled.measurement is not None
-    assert twin.plan.eviction.costs == compiled.measurement.costs.name
-    assert twin.plan.arena_size <= compiled.plan.eviction.arena_budget  # type: ignore[union-attr]
-
-
 # -- other options ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sanitize", ["poison", slow("redzone")])
-def test_other_options(sanitize: Sanitize) -> None:
-    model, x = _net()
-    compiled = _compiled(model, x, sanitize=sanitize, gradients="outside")
-    _finish(model, compiled, x)
-    assert len(compiled.measurements) > 1
 
 
 @pytest.mark.parametrize("accumulate", [slow(1), 2])
@@ -215,18 +185,6 @@ def test_whole_steps(accumulate: int) -> None:
     assert len(step.measurements) > 1
     assert step.plan.fingerprint != safe.fingerprint
     assert tracker.steps
-
-
-@pytest.mark.parametrize("policy", [slow("flow"), QUICK])
-def test_parameters_that_are_streamed(policy: Any) -> None:
-    """`device="cpu"`: the model stays where it is, an arena of its own is filled by planned copies."""
-    model, x = _net()
-    free = memplan.compile(model, x, device="cpu").plan.arena_size
-    compiled = _compiled(model, x, device="cpu", arena_budget=free // 2, policy=policy)
-    _finish(model, compiled, x)
-    names = {c.name for c in compiled.measurements[0].copies}
-    kinds = {s.kind for s in compiled.plan.graph.storages if s.name in names}
-    assert StorageKind.PARAMETER in kinds
 
 
 # -- what cannot be --------------------------------------------------------------------------------------

@@ -133,15 +133,6 @@ def test_what_onednn_does_not_run_is_what_eager_calls(kind: Any, options: dict[s
     assert outcome_of(model, compiled, x, seed=1).same_as(outcome_of(eager, eager, x, seed=1))
 
 
-def test_lstms_of_other_types_are_eagers() -> None:
-    for dtype in (torch.bfloat16, torch.float64):
-        torch.manual_seed(0)
-        model, x = nn.LSTM(4, 32).to(dtype), torch.randn(2, 2, 4).to(dtype)
-        compiled = memplan_compile(model, x)
-        found, expected = (torch.autograd.grad(c(x)[0].sum(), [*model.parameters()]) for c in (compiled, model))
-        assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
-
-
 class ByFunction(nn.Module):
     """The function of `torch` on parameters of one's own, which dynamo reads."""
 
@@ -156,16 +147,6 @@ class ByFunction(nn.Module):
         run = getattr(torch, self.name)
         made: torch.Tensor = run(x, given, list(self.weights), True, 2, 0.5, self.training, False, False)[0].sum()
         return made
-
-
-@pytest.mark.parametrize(("name", "backend"), [("lstm", False), slow("gru", True), slow("lstm", True)])
-def test_the_functions_keep_their_dropout(name: str, backend: bool) -> None:
-    torch.manual_seed(0)
-    model, x = ByFunction(name), torch.randn(2, 3, 32)
-    eager = copy.deepcopy(model)
-    torch._dynamo.reset()
-    call: Any = torch.compile(model, backend=memplan.Backend()) if backend else memplan_compile(model, x)
-    assert outcome_of(model, call, x, seed=1).same_as(outcome_of(eager, eager, x, seed=1))
 
 
 def test_an_lstm_whose_shapes_vary_is_refused() -> None:
@@ -189,12 +170,3 @@ def test_the_users_settings_stay_as_they_are() -> None:
         finally:
             torch._C._set_mkldnn_enabled(before)
         assert bool(targets & set(_KERNELS)) == enabled
-
-
-@pytest.mark.parametrize(("bidirectional", "train"), [(True, True), (False, False)])
-def test_states_of_any_layout_are_read_as_eager_reads_them(bidirectional: bool, train: bool) -> None:
-    lstm, x = nn.LSTM(4, 6, num_layers=2, bidirectional=bidirectional).train(train), torch.randn(5, 3, 4)
-    state = [torch.randn(6, 3, 4 if bidirectional else 2).permute(2, 1, 0) for _ in range(2)]
-    ours, theirs = memplan_compile(lstm, (x, tuple(state)))(x, tuple(state)), lstm(x, tuple(state))
-    assert torch.equal(ours[0], theirs[0])
-    assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-import memplan
 from memplan.errors import StaleActivationsError
 from memplan.runtime import compile
 from tests.models import Made
@@ -130,28 +129,3 @@ def test_a_backward_that_keeps_nothing_is_the_last() -> None:
     loss.backward()
     with pytest.raises(StaleActivationsError, match="backward ran twice for forward 1"):
         loss.backward()
-
-
-@pytest.mark.parametrize("backend", [False, True])
-def test_a_program_that_has_moved_since_repeats_where_it_is_now(backend: bool) -> None:
-    """When the next step begins, instances move to the arena that they share, and those that they had are freed."""
-    net, x, other = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 4)), torch.randn(32, 8), torch.randn(32, 8)
-    eager = copy.deepcopy(net)
-    compiled: Any = torch.compile(net, backend=memplan.Backend()) if backend else compile(net, x)
-
-    def two(keep: bool) -> torch.Tensor:
-        loss, second = compiled(x).square().sum(), compiled(other).sum()
-        loss.backward(retain_graph=keep)
-        second.backward()
-        return loss  # type: ignore[no-any-return]
-
-    if not backend:
-        two(False)
-    kept = two(True)
-    compiled(other).sum().backward()
-    net.zero_grad()
-    others = [torch.full((5000,), 7.0) for _ in range(20)]  # take bytes that were freed
-    kept.backward()  # type: ignore[no-untyped-call]
-    eager(x).square().sum().backward()
-    assert same_gradients(net, eager)
-    assert all((t == 7).all() for t in others)

@@ -1,4 +1,4 @@
-"""Results: views and pieces, one tensor twice, shared bytes, conjugates, those that no loss uses, objects."""
+"""Results: views and pieces, one tensor twice, shared bytes, a cache, objects."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 import memplan
 from memplan.core.choices import OnMismatch
 from memplan.errors import InputMismatch, StaleActivationsError, UnsupportedCall, UnsupportedGraph
-from memplan.runtime import compile as memplan_compile
 from tests.models import Made
-from tests.slow import slow
 from tests.steps import Training, sgd
 
 _Forward = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -215,17 +212,6 @@ class Broken(Made):
         return None if inputs[0].detach().sum() > 1e9 else self.function(self, *inputs)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", SOME)
-def test_results_alias_as_in_eager_after_a_graph_break(name: str, mode: str) -> None:
-    torch.manual_seed(0)
-    model = Broken(CASES[name], **_parts()).train(mode == "train")
-    x = torch.randn(6, 16)
-    with torch.no_grad() if mode == "no_grad" else contextlib.nullcontext():
-        compiled = memplan.compile(copy.deepcopy(model), (x,))
-    _compare(name, model, compiled, x, mode=mode)
-
-
 @pytest.mark.parametrize("name", SOME)
 def test_results_alias_as_in_eager_in_a_whole_step(name: str) -> None:
     torch.manual_seed(0)
@@ -276,25 +262,6 @@ def test_an_overlapping_call_after_a_dense_example() -> None:
         assert torch.equal(compiled(x), model(x))
 
 
-def test_a_dense_batch_after_an_overlapping_one() -> None:
-    torch.manual_seed(0)
-    Training(_scaled(3), sgd, torch.sum, _WINDOWS["unfold"]()).both(torch.randn(14, 3))
-
-
-def test_an_overlapping_example_beside_a_varying_one() -> None:
-    class Shifted(nn.Module):
-        def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-            return x + shift
-
-    model, x, shift = Shifted(), torch.randn(5, 2, 3), torch.randn(3).expand(2, 3)
-    varying: Any = ({0: Dim("n", min=2, max=64)}, {})
-    compiled = memplan.compile(model, (x, shift), train=False, dynamic_shapes=varying, on_mismatch="error")
-    other = torch.randn(9, 2, 3)
-    assert torch.equal(compiled(other, shift), model(other, shift))
-    with pytest.raises(InputMismatch, match=r"input 1: .*elements share bytes"):
-        compiled(torch.randn(7, 2, 3), torch.randn(2, 3))
-
-
 def test_an_overlapping_input_that_forward_changes_is_refused() -> None:
     changed = Made(lambda m, x: x.add_(1) * 2)
 
@@ -335,98 +302,6 @@ def _backward(model: Callable[..., Any], x: torch.Tensor) -> None:
 
 
 ROWS, WIDTH = 4, 96
-
-
-class Turned(nn.Module):
-    """Its first result has a gradient whose layout is another than that of what it is multiplied with."""
-
-    def __init__(self, turn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.weight, self.turn = nn.Parameter(torch.rand(3, 4, 5, 6)), turn
-
-    def forward(self, x: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        turned, input_ = self.turn(self.weight), self.turn(x)
-        return (turned + input_) * factor, turned + input_ * 2
-
-
-_TURNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "plain": lambda t: t * 1,
-    "transposed": lambda t: t.transpose(1, 2),
-    "permuted": lambda t: t.permute(3, 0, 2, 1),
-    "channels last": lambda t: t.contiguous(memory_format=torch.channels_last),
-    "one column": lambda t: t[..., :1],
-}
-
-
-@pytest.mark.parametrize("way", ["compile", "backend"])
-@pytest.mark.parametrize("partner", ["contiguous", "channels last"])
-@pytest.mark.parametrize("turn", _TURNS)
-def test_a_result_that_no_loss_uses_may_have_any_layout(turn: str, partner: str, way: str) -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, x = Turned(_TURNS[turn]), torch.rand(3, 4, 5, 6)
-    shape = model.turn(x).shape
-    factor, weights = torch.rand(shape), torch.rand(shape)
-    if partner == "channels last":
-        factor = factor.contiguous(memory_format=torch.channels_last)
-    eager = copy.deepcopy(model)
-    compiled: Any = memplan.compile(model, (x.clone().requires_grad_(), factor)) if way == "compile" else None
-    compiled = compiled or torch.compile(model, backend=memplan.Backend())
-    for step in range(3):
-        given = [x.clone().requires_grad_() for _ in range(2)]
-        for one, own in zip((eager, compiled), given, strict=True):
-            one.zero_grad()
-            results = one(own, factor)
-            (results[step == 2] * weights).sum().backward()
-        expected, found = [
-            [t.grad for t in own if t.grad is not None] for own in ((eager.weight, given[0]), (model.weight, given[1]))
-        ]
-        assert len(found) == len(expected) == 2
-        assert all(map(torch.equal, found, expected))
-
-
-Op = Callable[[torch.Tensor, torch.Tensor], Any]
-_COMPLEX = torch.complex64
-
-OPS: dict[str, Op] = {
-    "product": lambda x, w: (x * w).exp() * w,
-    "matrices": lambda x, w: torch.tanh(x @ w) @ w.conj(),
-    "conjugate": lambda x, w: (x * w).conj() * w,
-    "adjoint": lambda x, w: (x * w).mH @ w,
-    "imaginary": lambda x, w: (x * w).conj().imag * 2,
-    "imaginary returned": lambda x, w: (x * w).conj().imag,
-    "slices": lambda x, w: (x * w)[::2].conj() * w[::2],
-    "expanded": lambda x, w: (x * w)[:1].conj().expand(4, 4) * w,
-    "eigenvalues": lambda x, w: torch.linalg.eig(x * w)[0].abs() * w,
-}
-FAST = ("conjugate", "adjoint", "imaginary returned", "expanded")
-
-
-def _step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """The result, and the gradients of the parameter and of the input, for an incoming gradient that is conjugated."""
-    model.zero_grad()
-    x = x.clone().requires_grad_()
-    y = model(x)
-    noise = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1))
-    y.backward(noise.conj())
-    (parameter,) = model.parameters()
-    assert parameter.grad is not None
-    assert x.grad is not None
-    return [y.detach(), parameter.grad, x.grad]
-
-
-@pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in OPS])
-def test_values_and_gradients_are_eagers(name: str) -> None:
-    torch.manual_seed(0)
-    weight = nn.Parameter(torch.randn(4, 4, dtype=_COMPLEX))
-    net = Made(lambda m, x: OPS[name](x, m.weight), weight=weight)
-    eager = copy.deepcopy(net)
-    compiled = memplan_compile(net, (torch.randn(4, 4, dtype=_COMPLEX, requires_grad=True),), sanitize="poison")
-    for _ in range(2):
-        x = torch.randn(4, 4, dtype=_COMPLEX)
-        for ours, theirs in zip(_step(compiled, x), _step(eager, x), strict=True):
-            assert ours.stride() == theirs.stride()
-            assert torch.equal(ours, theirs)
 
 
 LENGTH = 16

@@ -142,31 +142,6 @@ def test_calls_that_differ_otherwise_are_refused_by_name() -> None:
     assert compiled(x, mask, 0.5).shape == x.shape
 
 
-class Picky(nn.Module):
-    """Takes another way at one batch size, and at large ones, where it computes with the size; halves, if it may."""
-
-    def __init__(self, halves: bool) -> None:
-        super().__init__()
-        self.layer, self.halves = nn.Linear(6, 6), halves
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        if self.halves:
-            return y.reshape(x.shape[0] // 2, 2, -1).sum(1)
-        if x.shape[0] > 12:
-            return y * float(x.shape[0] ** 0.5)
-        return y * 3 if x.shape[0] == 6 else y.relu()
-
-
-@pytest.mark.parametrize(("halves", "sizes"), [(False, (4, 6, 14)), (True, (2, 16))])
-def test_sizes_at_which_the_model_is_another_one_run_too(halves: bool, sizes: tuple[int, ...]) -> None:
-    model = Picky(halves)
-    reference = copy.deepcopy(model)
-    compiled = memplan.compile(model, torch.randn(4, 6), dynamic_shapes={"x": {0: BATCH}})
-    for n in sizes:
-        _require_equal(reference, compiled, (torch.randn(n, 6),))
-
-
 def test_nonsense_is_refused_when_compiling() -> None:
     model, x = nn.Linear(2, 2), torch.zeros(2, 2)
     wrong: list[tuple[dict[str, Any], str]] = [
@@ -180,34 +155,6 @@ def test_nonsense_is_refused_when_compiling() -> None:
     for options, complaint in wrong:
         with pytest.raises(InvalidShapes, match=complaint):
             memplan.compile(model, x, **{"dynamic_shapes": {"input": {0: BATCH}}, **options})
-
-
-def test_keywords_and_dims_of_arguments_in_containers() -> None:
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, parts: dict[str, list[Tensor]], *, scale: Tensor) -> Tensor:
-            out: Tensor = self.layer(parts["all"][0]) * scale
-            return out + parts["all"][1]
-
-    n = Dim("n", min=2, max=100)
-    shapes = {"parts": {"all": [{0: n}, {0: n}]}, "scale": None}
-    model = Sum()
-    reference = copy.deepcopy(model)
-
-    def call(size: int) -> tuple[dict[str, list[Tensor]], Tensor]:
-        return {"all": [torch.randn(size, 4), torch.randn(size, 4)]}, torch.randn(4)
-
-    parts, scale = call(5)
-    compiled = memplan.compile(model, (parts,), {"scale": scale}, dynamic_shapes=shapes, on_mismatch="error")
-    for size in (5, 2, 99, 100):
-        parts, scale = call(size)
-        assert torch.equal(compiled(parts, scale=scale), reference(parts, scale=scale))
-    parts["all"][1] = torch.randn(99, 4)
-    with pytest.raises(ShapeOutOfRange, match="with n=100"):
-        compiled(parts, scale=scale)
 
 
 def _in_arena(compiled: Any) -> list[bool]:
@@ -234,14 +181,3 @@ def test_gradients_that_are_still_set_are_added_to(gradients: Any) -> None:
     assert all(map(torch.equal, views, values)), "a view of a gradient keeps its bytes while shapes change"
     _step(compiled, _inputs(3, 8))
     assert all(_in_arena(compiled)) is (gradients == "arena")
-
-
-def test_the_first_program_moves_into_the_arena_that_grew_while_a_step_waited() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
-    rows = Dim("rows", min=2, max=70_000)
-    compiled = memplan.compile(model, torch.randn(64, 64), dynamic_shapes=({0: rows},), train=None)
-    waiting = compiled(torch.randn(4096, 64))
-    with torch.no_grad():
-        compiled(torch.randn(60_000, 64))
-    waiting.sum().backward()
-    assert compiled._calls.programs.main.arena is compiled._calls.arena

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -267,28 +267,6 @@ def test_parameters_that_fused_kernels_cannot_update_are_refused() -> None:
     assert caught.value.hint
 
 
-def test_state_lies_as_its_parameter() -> None:
-    """The kernels walk all tensors alike: a state that is laid out otherwise would be mixed up."""
-    x, model = torch.randn(3, 4, 5), _takes(torch.ones(4, 5).t().contiguous().t())
-    optimizer: Any = OPTIMIZERS["adamw"](model.parameters())
-    model(x).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-    def make(m: nn.Module) -> Any:
-        made = OPTIMIZERS["adamw"](m.parameters())
-        made.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        return made
-
-    training = Training(model, make, itself, x)
-    for _ in range(2):
-        training.both(x)
-    state = optimizer.state[model.weight]
-    state["exp_avg"] = state["exp_avg"].contiguous()
-    with pytest.raises(UnsupportedGraph, match=r"strides \(1, 4\), the optimizer's 'exp_avg' of it \(5, 1\)"):
-        compile_step(model, optimizer, itself, x)
-
-
 def _hook(*_: object) -> None:
     """Of any kind."""
 
@@ -393,30 +371,6 @@ def test_schedules_and_checkpoints_interchange_with_eager(kind: str) -> None:
     again = Training(copy.deepcopy(training.model), resumed, F.mse_loss, *_batch())
     again.both(*_batch(9))
     again.assert_same_state()
-
-
-class _Scaled(nn.Module):
-    """Reads two tensors that are neither parameters nor buffers, and have the same bits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.inner, self.outer = torch.ones(2), torch.ones(2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = ((self.linear(x) * self.inner).tanh() * self.outer).sum()
-        return made
-
-
-def test_tensors_of_the_model_are_read_anew_in_every_program() -> None:
-    """Programs of a step share constants that are computed, and not those that the user may change."""
-    x = torch.randn(4, 3)
-    training = _training("sgd", _Scaled(), itself, x, accumulate=2)
-    for scale in (1.0, 0.5):
-        for model in (training.model, training.eager):
-            cast(_Scaled, model).inner.fill_(scale)
-        for _ in range(2):
-            training.both(x)
 
 
 def test_modules_and_steps_show_their_plan() -> None:

@@ -35,11 +35,6 @@ def small_problem(seed: int, *, most: int = 9, aligned: bool = True, gaps: bool 
     return Problem(buffers=tuple(made))
 
 
-def arrays_of(*rows: tuple[int, int, int], alignment: int = 1) -> ProblemArrays:
-    """The arrays of buffers (size, start, end), named by their place."""
-    return make_problem_arrays(problem_of(*rows, alignment=alignment))
-
-
 def problem_of(*rows: tuple[int, int, int], alignment: int = 1) -> Problem:
     """Buffers (size, start, end), named by their place."""
     made = (Buffer(id=str(i), size=n, live=Interval(a, b), alignment=alignment) for i, (n, a, b) in enumerate(rows))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from memplan.solvers import fit_kernel, skyline_kernel
+from memplan.solvers import fit_kernel
 from memplan.solvers.arrays import Ints, ProblemArrays, instance_of
 from memplan.solvers.heuristics import on_skyline, online, unplaced
 from tests.solvers.small import alive_together, sections_of_buffer, small_cores
@@ -57,15 +57,6 @@ def test_each_buffer_takes_the_first_free_offset() -> None:
         start = unplaced(lifted)
         order = np.random.default_rng(seed).permutation(np.flatnonzero(~arrays.pinned))
         assert _fitted(lifted, order, start) == _placed(lifted, order, start), seed
-
-
-def test_placed_buffers_are_met_in_any_order_of_their_offsets() -> None:
-    """Some buffers are placed before the call, with overlaps: nothing says that they form a valid placement."""
-    for seed, arrays in small_cores(100, most=12):
-        chance = random.Random(seed)
-        start = np.array([chance.choice((-1, chance.randrange(20))) for _ in range(arrays.n)], np.int64)
-        order = np.flatnonzero(start < 0)
-        assert _fitted(arrays, order, start) == _placed(arrays, order, start), seed
 
 
 def test_neighbours_and_members_are_who_is_alive_together() -> None:
@@ -124,26 +115,6 @@ def test_each_buffer_goes_on_top_of_all_that_it_meets_or_is_refused() -> None:
         assert offsets.tolist() == expected, seed
         refusals += expected.count(-1)
     assert refusals > 100
-
-
-def test_wide_and_narrow_intervals_share_one_skyline() -> None:
-    """A segment tree of up to 32 leaves, with intervals of every length in it."""
-    for seed in range(25):
-        chance = random.Random(seed)
-        sections, n = chance.randint(2, 32), 40
-        lo = [chance.randrange(sections) for _ in range(n)]
-        hi = [chance.randint(a + 1, sections) for a in lo]
-        size = [chance.randint(1, 9) for _ in range(n)]
-        floor, expected = [0] * sections, []
-        for a, b, height in zip(lo, hi, size, strict=True):
-            expected.append(max(floor[a:b]))
-            floor[a:b] = [expected[-1] + height] * (b - a)
-        offsets = np.full(n, -1, np.int64)
-        skyline_kernel.on_skyline(
-            np.arange(n), np.array(size), np.ones(n, np.int64), np.zeros(n, np.int64), np.full(n, 10**6),
-            np.arange(n + 1), np.array(lo), np.array(hi), sections, offsets,
-        )  # fmt: skip
-        assert offsets.tolist() == expected
 
 
 def _allocated(arrays: ProblemArrays, *, best: bool) -> list[int]:

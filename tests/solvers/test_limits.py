@@ -36,32 +36,6 @@ def test_time_is_counted_from_the_start(clock: list[float]) -> None:
     assert budget.share(0.5).is_over
 
 
-def test_an_inner_budget_ends_with_the_outer_one(clock: list[float]) -> None:
-    outer = WorkBudget(SolverLimits(work=100))
-    inner = outer.share(1.0)
-    outer.spend(100, 1)
-    assert inner.spent == 0
-    assert inner.is_over
-    timed = WorkBudget(SolverLimits(seconds=2.0, work=1_000))
-    part = timed.slice(10)
-    assert not part.is_over
-    clock[0] = 102.0
-    assert part.is_over
-
-
-def test_shares_and_slices_are_of_the_rest() -> None:
-    outer = WorkBudget(SolverLimits(work=1_001))
-    outer.spend(100, 1)
-    assert [outer.share(part).remaining_work() for part in (0.0, 0.5, 1.0)] == [0, 450, 900]
-    assert [outer.slice(work).remaining_work() for work in (0, 899, 900, 901)] == [0, 899, 900, 900]
-    inner = outer.share(0.5).slice(100)
-    inner.spend(9, 1)
-    assert (inner.spent, outer.spent, outer.remaining_work()) == (10, 111, 890)
-    outer.spend(2_000, 1)
-    assert outer.share(0.5).remaining_work() == 0
-    assert WorkBudget(SolverLimits(seconds=9.0)).slice(5).remaining_work() == 5
-
-
 def test_nodes_stay_within_every_budget_and_are_at_least_one() -> None:
     outer = WorkBudget(SolverLimits(work=100))
     assert [outer.nodes(wanted, 1) for wanted in (0, 1, 99, 100, 101, 102, 1_000)] == [1, 1, 99, 100, 101, 101, 101]

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.core.problem import Buffer, Interval, Problem, Status
+from memplan.core.problem import Problem, Status
 from memplan.core.validate import validate
-from memplan.solvers import baselines as sequence
-from memplan.solvers import fit_kernel, heuristics, solve, solve_at_capacity, thresholds
-from memplan.solvers.arrays import Ints, PieceOutcome, ProblemArrays, make_problem_arrays, subset
+from memplan.solvers import solve, solve_at_capacity, thresholds
+from memplan.solvers.arrays import Ints, PieceOutcome, make_problem_arrays
 from memplan.solvers.base import SolverLimits, WorkBudget, finish
-from memplan.solvers.solve_at_capacity import reduce
 from tests.solvers.small import decide
-from tests.strategies import knotted, layered_problems
+from tests.strategies import layered_problems
 
 # Values under which a dozen buffers are many.
 LOWERED = {
@@ -75,87 +69,6 @@ def test_solutions_and_their_proofs_hold_under_lowered_thresholds(
         fits = solution.status in (Status.OPTIMAL, Status.FEASIBLE)
         assert fits == (solution.arena_size <= capacity)
         assert not (solution.status is Status.INFEASIBLE and greedy.arena_size <= capacity)
-
-
-@given(problem=layered_problems(most=8), lowered=_any_of_them, base=st.integers(1, 99), unpinned=st.booleans())
-def test_every_heuristic_stays_above_what_lies_below(
-    problem: Problem, lowered: frozenset[str], base: int, unpinned: bool
-) -> None:
-    """A piece is placed at `base` or above, with its alignments, gaps and pins."""
-    whole = make_problem_arrays(problem)
-    ids = np.flatnonzero(~whole.pinned) if unpinned or whole.pinned.any() else np.arange(whole.n)
-    if not len(ids):
-        return
-    arrays = subset(whole, ids, base)
-    with pytest.MonkeyPatch.context() as patch:
-        _lower(patch, *lowered)
-        for offsets in heuristics.first_answers(arrays):
-            assert (offsets >= base).all()
-            _check(problem, whole.source[ids], offsets, arrays.unit)
-
-
-def test_room_below_a_piece_does_not_count_when_it_is_peeled() -> None:
-    whole = make_problem_arrays(Problem(buffers=tuple(Buffer(id=name, size=4, live=Interval(0, 2)) for name in "ab")))
-    assert whole.unit == 4
-    assert len(reduce(whole, whole.max_offset(40)).fill) == 2  # ten places for each, whatever the other takes
-    raised = subset(whole, np.arange(2), base=8)
-    assert not len(reduce(raised, raised.max_offset(36)).fill)  # one place, above 32 bytes that are not theirs
-    assert len(reduce(raised, raised.max_offset(40)).fill) == 2
-
-
-def _calls(patch: pytest.MonkeyPatch, module: Any, name: str, counts: Callable[..., bool]) -> list[str]:
-    """Wrap a function so that calls whose arguments count are noted."""
-    real, noted = getattr(module, name), []
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if counts(*args):
-            noted.append(name)
-        return real(*args, **kwargs)
-
-    patch.setattr(module, name, wrapped)
-    return noted
-
-
-def _is_raised(arrays: ProblemArrays, *_: object) -> bool:
-    return bool((arrays.low > 0)[~arrays.pinned].any())
-
-
-def _always(*_: object) -> bool:
-    return True
-
-
-@pytest.mark.parametrize(
-    ("lowered", "module", "name", "counts"),
-    [
-        (("MANY",), heuristics, "online", _is_raised),
-        ((), fit_kernel, "fit", lambda *args: bool((args[4] > 0).any())),
-        (("COMPILED",), sequence, "_compiled", _always),
-    ],
-)
-def test_small_problems_go_down_every_path(
-    monkeypatch: pytest.MonkeyPatch, lowered: tuple[str, ...], module: Any, name: str, counts: Callable[..., bool]
-) -> None:
-    """With a base above 0 where the path has one; each solution is validated."""
-    _lower(monkeypatch, *lowered)
-    noted = _calls(monkeypatch, module, name, counts)
-    for seed in range(20):
-        whole = Buffer(id="whole", size=7, live=Interval(0, 5))  # goes to the bottom
-        solve((*knotted(seed), whole), work_limit=5_000, solver="greedy" if name == "_compiled" else "auto")
-        if noted:
-            return
-    pytest.fail(f"{name} was never called")
-
-
-def test_a_piece_of_a_piece_lies_as_high_as_the_piece() -> None:
-    made = [Buffer(id="whole", size=4, live=Interval(0, 9)), Buffer(id="part", size=2, live=Interval(3, 5))]
-    arrays = subset(make_problem_arrays(Problem(buffers=tuple(made))), np.arange(2), base=7)
-    outcome, offsets = solve_at_capacity.attempt(arrays, arrays.max_offset(20), WorkBudget(SolverLimits(work=1_000)), 0)
-    assert outcome is PieceOutcome.SOLVED
-    assert offsets.min() == 7
-    assert (
-        solve_at_capacity.attempt(arrays, arrays.max_offset(18), WorkBudget(SolverLimits(work=1_000)), 0)[0]
-        is not PieceOutcome.SOLVED
-    )
 
 
 def _check(problem: Problem, places: Ints, offsets: Ints, unit: int) -> None:

@@ -13,7 +13,6 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import cross_entropy
 
-from memplan.trace.fused import aligned_products
 from memplan.trace.fused.aligned_products import align_products
 from memplan.trace.passes.rewrite import aten
 
@@ -95,16 +94,6 @@ def test_a_result_that_leaves_the_step_keeps_its_layout() -> None:
     assert _shapes(graph)[-1] == (256, WORDS)
 
 
-@pytest.mark.parametrize(("least", "found"), [(aligned_products._LEAST, 0), (16, 1)])
-def test_small_products_are_left_alone(monkeypatch: pytest.MonkeyPatch, least: int, found: int) -> None:
-    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return (left @ right).float()
-
-    monkeypatch.setattr(aligned_products, "_LEAST", least)
-    graph = _graph(product, torch.empty(64, 32, dtype=torch.half), torch.empty(32, 33, dtype=torch.half))
-    assert align_products(graph.graph) == found
-
-
 @pytest.mark.parametrize("of", ["product", "operand"])
 def test_what_is_seen_by_strides_is_left_alone(of: str) -> None:
     def product(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,16 +109,3 @@ def test_what_is_seen_by_strides_is_left_alone(of: str) -> None:
     graph.recompile()
     for one, other in zip(before, graph(*inputs), strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (WORDS,), (256, 1), (256, WORDS)])
-def test_whatever_a_product_is_added_to_is_padded_where_it_has_rows(shape: tuple[int, ...]) -> None:
-    def product(added: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(added, left, right).float()
-
-    inputs = [torch.randn(size).to(torch.bfloat16) for size in (shape, (256, WIDTH), (WIDTH, WORDS))]
-    graph = _graph(product, *inputs)
-    before = graph(*inputs)
-    assert align_products(graph.graph) == 1
-    graph.recompile()
-    torch.testing.assert_close(before, graph(*inputs), rtol=2e-2, atol=1e-2)

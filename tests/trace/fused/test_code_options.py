@@ -92,25 +92,6 @@ def test_convolutions_keep_the_layout_of_the_model(layout: torch.memory_format) 
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
-def test_a_budget_is_kept_and_a_saved_plan_runs_again(tmp_path: Any) -> None:
-    torch.manual_seed(0)
-    model, x = Wide(), torch.randn(256, 16)
-    free = memplan.plan(model, x, kernels="inductor")
-    budget = int(free.total - 0.3 * free.arena_size)
-    plan = memplan.plan(model, x, kernels="inductor", budget=budget, policy="recompute")
-    assert plan.on_device <= budget
-    plan.save(tmp_path / "plan.json")
-    compiled = memplan.compile(model, x, kernels="inductor", plan=tmp_path / "plan.json")
-    twin = copy.deepcopy(model)
-    reference = memplan.compile(twin, x, kernels="inductor")
-    for call in (compiled, reference):
-        torch.manual_seed(3)
-        call(x).backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)  # the same masks of dropout
-
-
 def test_a_partition_that_would_draw_twice_is_refused() -> None:
     from torch._functorch import config
 

@@ -17,10 +17,8 @@ from torch._inductor.codegen import wrapper as lines
 
 from memplan.errors import UnsupportedGraph
 from memplan.trace.fused import wrapper
-from memplan.trace.fused.code_generation import _device_of
 from memplan.trace.fused.deferred import AligningKernel, DeferredTritonKernel, DeferringCompile, TunedKernel
 from memplan.trace.fused.kernel_runs import (
-    Allocation,
     Block,
     BlockView,
     KernelLine,
@@ -82,35 +80,9 @@ def test_parameters_that_are_not_known_are_refused(
         read_line(call, "")
 
 
-def _code(line: str, **namespace: Any) -> WrittenCode:
-    spec = TensorSpec(dtype=FLOAT, device=CUDA, shape=(8,), strides=(1,), offset=0, nbytes=32)
-    kernel = KernelLine(text=line, kernel="triton_0", written=frozenset({1}))
-    return WrittenCode(
-        lines=[Allocation(name="buf0"), kernel],
-        inputs=("primals_1",),
-        outputs=("buf0",),
-        specs={"buf0": spec},
-        sources={"triton_0": "source"},
-        namespace=namespace,
-    )
-
-
 def _given(name: str, device: torch.device = CUDA) -> BlockView:
     block = Block(name=name, device=device, nbytes=32, given=True)
     return BlockView(block=block, dtype=FLOAT, shape=(8,), strides=(1,), offset=0)
-
-
-def test_a_call_of_a_triton_kernel_is_replayed() -> None:
-    kernel: Any = DeferredTritonKernel("triton_0", "source", "cuda")
-    x = _given("primals_1")
-    replay = Replay(_code("triton_0.run(primals_1, buf0, 8)", triton_0=kernel), {"primals_1": x})
-    (run,) = replay.run()
-    (made,) = replay.outputs()
-    assert run.function is kernel
-    assert (run.args, run.kwargs) == ((x, made, 8), {})
-    assert (run.reads, run.writes) == ((x,), (made,))
-    assert made.block.device == CUDA
-    assert run.overwritable == ()
 
 
 def test_the_random_state_of_attention_goes_from_one_kernel_to_the_other() -> None:
@@ -219,11 +191,3 @@ def test_a_kernel_that_writes_over_what_it_reads_is_right_while_it_is_tuned(
         run(x, x)
         assert torch.equal(x, torch.full((8,), float(number)))
     assert made.calls == 1 + calls
-
-
-def test_tensors_of_two_devices_are_refused() -> None:
-    assert _device_of([torch.empty(2), 3]) == "cpu"
-    assert _device_of([torch.empty(2, device="meta")]) == "meta"
-    assert _device_of([]) == "cpu"
-    with pytest.raises(UnsupportedGraph, match="tensors on cpu, meta"):
-        _device_of([torch.empty(2, device="meta"), torch.empty(())])
