@@ -520,6 +520,7 @@ SCENARIOS: dict[str, Callable[[LateDevice], dict[str, Any]]] = {
     "policies gpt2 vit": lambda device: policies(device, "gpt2", "vit"),
     "resident": resident,
     "whole step": whole_step,
+    "larger mlp": partial(larger, name="mlp"),
     "larger gpt2": partial(larger, name="gpt2"),
     "larger llama": partial(larger, name="llama"),
     "streams": streams,

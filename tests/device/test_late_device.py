@@ -34,7 +34,7 @@ def _run(library: Path, name: str, folder: Path, seeds: int = 1) -> tuple[int | 
     return process.exitcode, log.read_text(errors="replace")
 
 
-_LONG = ("vit", "resnet", "llama")  # scenarios of large models
+_LONG = ("vit", "resnet", "llama", "larger gpt2")  # scenarios of large models
 
 
 @pytest.mark.parametrize("seeds", [1, slow(4)])
