@@ -39,7 +39,7 @@ from memplan.torch_inside.graphs import one_of_each
 from memplan.torch_inside.versions import warn_if_newer
 from memplan.trace.capture.front_ends import quiet
 from memplan.trace.fused.code_generation import generate_partition
-from memplan.trace.fused.fused_graph import PartitionKernels, partition_kernels
+from memplan.trace.fused.fused_graph import PartitionKernels, PartitionReader
 from memplan.trace.kernel_scratch import KernelScratch
 from memplan.trace.passes.partitions import require_new_values, save_old_values, tag_saved
 from memplan.trace.planning import device_costs
@@ -259,8 +259,8 @@ class _Joint:
             forward, backward = min_cut_rematerialization_partition(copied, self.inputs, **self.options)
         require_new_values(self.module.graph, forward.graph, backward.graph)
         with quiet():
-            given = copy.deepcopy(forward), copy.deepcopy(backward)
-            self.kernels = partition_kernels(generate_partition(self.module.graph, *given, self.results), self.tangents)
+            code = generate_partition(self.module.graph, copy.deepcopy(forward), copy.deepcopy(backward), self.results)
+            self.kernels = PartitionReader(code).build(self.tangents)
         taken = {node.name for node in backward.graph.find_nodes(op="placeholder")}
         (output,) = forward.graph.find_nodes(op="output")
         kept = tuple(x.name for x in output.args[0][self.results :] if isinstance(x, fx.Node) and x.name in taken)

@@ -114,14 +114,10 @@ def note_checkpoints(module: nn.Module) -> None:
         visit(module, ())
 
 
-_BATCH_NORMS = ("_native_batch_norm_legit", "native_batch_norm", "_batch_norm_with_update", "cudnn_batch_norm")
-
-
 def updates_run_once(graph: fx.Graph) -> tuple[str, ...]:
     """Return a warning for each place in a joint graph that changes a buffer or an input inside of a checkpoint.
 
-    Eager runs it once more in the backward. The graph returns the new value; an op that computes it belongs to a batch
-    norm also where that was decomposed.
+    Eager runs it once more in the backward, as that of a batch norm's running statistics.
     """
     (output,) = graph.find_nodes(op="output")
     pairs = zip(output.args[0], output.meta.get("desc") or (), strict=False)
@@ -132,16 +128,9 @@ def updates_run_once(graph: fx.Graph) -> tuple[str, ...]:
             continue
         place = origin_of(made)
         where = " in ".join(part for part in (place.module, place.source) if part) or made.name
-        op = getattr(made.meta.get("original_aten") or made.target, "_opname", "")
-        if op.startswith(_BATCH_NORMS):
-            found[place.module or where] = (
-                f"{where}: batch norm inside of a checkpoint. Eager updates its running statistics twice in each step, "
-                "this step once"
-            )
-        else:
-            found.setdefault(
-                place.module or where,
-                f"{where}: changed in place inside of a checkpoint. Eager changes it twice in each step, and computes "
-                "gradients by what it is then; this step changes it once",
-            )
+        found.setdefault(
+            place.module or where,
+            f"{where}: changed in place inside of a checkpoint. Eager changes it twice in each step, and computes "
+            "gradients that read it by what it is then; this step changes it once",
+        )
     return tuple(found.values())

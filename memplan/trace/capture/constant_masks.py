@@ -63,8 +63,6 @@ def drop_constant_masks(graph: fx.Graph) -> int:
             options |= {"attn_mask": None, "is_causal": kind == "causal"}
             node.args, node.kwargs = node.args[:_MASK], options
             found += 1
-    for mask in known:
-        _erase_unused(mask)
     return found
 
 
@@ -151,14 +149,3 @@ def _computed(mask: fx.Node, needed: set[fx.Node]) -> torch.Tensor:
             )
     found: torch.Tensor = made[mask]
     return found
-
-
-def _erase_unused(mask: fx.Node) -> None:
-    """Erase a mask that nothing takes any more, and what only it needed: functions that are known to change nothing."""
-    todo = [mask]
-    while todo:
-        node = todo.pop()
-        if not node.users and _name(node) in _VIEWS | _NEW and _is_pure(node):
-            sources = node.all_input_nodes
-            node.graph.erase_node(node)
-            todo += sources

@@ -66,32 +66,6 @@ class _Step:
         return self.run.writes if self.run is not None else (self.target,) if self.target is not None else ()
 
 
-def fused_graph(
-    captured: Captured,
-    halves: Halves,
-    model: str,
-    needs: Mapping[Any, frozenset[int]],
-    *,
-    gradients_in_arena: bool = False,
-    copy_gradients: bool = False,
-    whole: bool = False,
-) -> TracedGraph:
-    """Return the step.
-
-    Args:
-        captured: The joint graph that was captured, with write-backs, before Inductor changed a copy of it.
-        halves: The code that was generated for the copy.
-        model: The name of the model.
-        needs: As in `Results`, by descriptor.
-        gradients_in_arena: Parameters' gradients stay in the arena to the end of the step.
-        copy_gradients: Each gradient of a parameter is copied out of the arena as soon as it is complete.
-        whole: The step uses its gradients itself: they are planned, and not for the caller.
-    """
-    return _Builder(captured, halves, model, needs).build(
-        gradients_in_arena=gradients_in_arena, copy_gradients=copy_gradients, whole=whole
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionKernels:
     """The kernels of a partition that Inductor runs by itself: a graph with the call of each op.
@@ -103,14 +77,6 @@ class PartitionKernels:
     graph: Graph
     kernels: tuple[KernelCall | GeneratedCall, ...]
     nodes: Mapping[int, str]
-
-
-def partition_kernels(halves: Halves, tangents: Collection[str]) -> PartitionKernels:
-    """Return the kernels of a partition; `tangents` are the inputs, by name, that only come when the backward begins.
-
-    Raises `UnsupportedGraph` for code that cannot be read.
-    """
-    return _Partition(halves).build(tangents)
 
 
 class _Kernels:
@@ -291,11 +257,14 @@ class _Kernels:
                 yield self.storage_of[made.block], self.storage_of[read.block]
 
 
-class _Partition(_Kernels):
+class PartitionReader(_Kernels):
     """Reads a partition that Inductor runs by itself."""
 
     def build(self, tangents: Collection[str]) -> PartitionKernels:
-        """Return its kernels."""
+        """Return its kernels; `tangents` are the inputs, by name, that only come when the backward begins.
+
+        Raises `UnsupportedGraph` for code that cannot be read.
+        """
         for name, piece in self.halves.given.items():
             if piece.block not in self.storage_of:
                 kind = StorageKind.TANGENT if name in tangents else StorageKind.PARAMETER
@@ -320,8 +289,11 @@ class _Partition(_Kernels):
         )
 
 
-class _Builder(_Kernels):
-    """Builds one graph."""
+class StepReader(_Kernels):
+    """Reads a step: the joint graph that was captured, with write-backs, and the code that was generated for a copy.
+
+    `needs`: as in `Results`, by descriptor.
+    """
 
     def __init__(self, captured: Captured, halves: Halves, model: str, needs: Mapping[Any, frozenset[int]]) -> None:
         super().__init__(halves)
@@ -330,7 +302,13 @@ class _Builder(_Kernels):
         self.bindings: list[Binding] = []
 
     def build(self, *, gradients_in_arena: bool, copy_gradients: bool, whole: bool) -> TracedGraph:
-        """Return the traced graph."""
+        """Return the traced graph.
+
+        Args:
+            gradients_in_arena: Parameters' gradients stay in the arena to the end of the step.
+            copy_gradients: Each gradient of a parameter is copied out of the arena as soon as it is complete.
+            whole: The step uses its gradients itself: they are planned, and not for the caller.
+        """
         pieces = self._returned_pieces()
         pieces = self._with_own_bytes(pieces, copy_gradients=copy_gradients, whole=whole)
         self._bind()

@@ -18,7 +18,7 @@ from memplan.trace.capture.front_ends import quiet
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.fused.code_generation import Halves, generate
 from memplan.trace.fused.environment import refused, require_inductor
-from memplan.trace.fused.fused_graph import fused_graph
+from memplan.trace.fused.fused_graph import StepReader
 from memplan.trace.fused.row_division import divide_rows
 from memplan.trace.fused.updates import with_updates
 from memplan.trace.passes.own_outputs import returned_by, tangents_needed, write_back_mutations
@@ -99,11 +99,7 @@ def trace_generated(step: CapturedCall, division: Division | None, compress: str
         with timed(f"generating kernels of {step.model}"):
             made = kept[division] = generated(step.captured, step.model, division)
     captured = replace(made.captured, inputs=step.captured.inputs)
-    traced = fused_graph(
-        captured,
-        made.halves,
-        step.model,
-        made.needs,
+    traced = StepReader(captured, made.halves, step.model, made.needs).build(
         gradients_in_arena=step.options.gradients_in_arena,
         copy_gradients=step.options.copy_gradients,
         whole=step.update is not None,
