@@ -6,7 +6,8 @@ A `Measurement` has the medians.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -20,6 +21,7 @@ from torch import nn
 
 from memplan.core.arguments import arguments_of
 from memplan.core.evictions import OFFLOAD, RELOAD, SEND, TRANSFERS
+from memplan.core.graph import Graph
 from memplan.core.plan import Plan
 from memplan.devices.kinds import forked, is_accelerator, name_of
 from memplan.devices.streams import hold, new_event, record, unlock_unused
@@ -204,33 +206,14 @@ class OpTimer:
             )
             for k, (planned, copy) in enumerate(self._copies)
         )
+        ops = [(self.plan.graph, i, taken) for i, taken in zip(self.plan.schedule.order, seconds, strict=True)]
         return Measurement(
             plan=self.plan,
             samples=len(samples),
             begun=tuple(map(median, begun)),
             op_seconds=tuple(seconds),
             copies=copies,
-            costs=self._costs(base, seconds, copies, arena),
-        )
-
-    def _costs(self, base: CostModel, seconds: Sequence[float], copies: Sequence[CopyTime], arena: Arena) -> CostModel:
-        graph = self.plan.graph
-        times: dict[str, list[float]] = {}
-        for taken, index in zip(seconds, self.plan.schedule.order, strict=True):
-            if graph.ops[index].target not in TRANSFERS:
-                times.setdefault(signature_of(graph, graph.ops[index]), []).append(taken)
-        links = {}
-        for direction, old in ((Direction.TO_HOST, base.to_host), (Direction.TO_DEVICE, base.to_device)):
-            known = [(c.nbytes, c.seconds) for c in copies if c.direction is direction]
-            if len({nbytes for nbytes, _ in known if nbytes}) < 2:
-                known += probe(arena, direction)
-            links[direction] = link_of(known) or old
-        return replace(
-            base,
-            name=f"measured in training on {self._device.type}",
-            measured={**base.measured, **{signature: max(median(found), 0.0) for signature, found in times.items()}},
-            to_host=links[Direction.TO_HOST],
-            to_device=links[Direction.TO_DEVICE],
+            costs=_with_measured(base, f"measured in training on {self._device.type}", ops, copies, arena),
         )
 
     def _begin(self) -> None:
@@ -381,19 +364,34 @@ def measured_costs(made: Sequence[Runner], rounds: int = 1) -> CostModel:
     Measured execution is Capuchin's (Peng et al., ASPLOS 2020), which measures the first training steps.
     """
     device = made[0].traced.device
-    times: dict[str, list[float]] = {}
-    for runner in made:
-        graph = runner.plan.graph
-        for index, taken in _op_seconds(runner.program, rounds).items():
-            if graph.ops[index].target not in TRANSFERS:
-                times.setdefault(signature_of(graph, graph.ops[index]), []).append(taken)
-    base, apart = DEVICES[device_costs(device)], Arena(PROBES[-1], device)
+    found = [(one.plan.graph, i, taken) for one in made for i, taken in _op_seconds(one.program, rounds).items()]
+    base, name = DEVICES[device_costs(device)], name_of(device) or f"{device.type}, torch {torch.__version__}"
+    return _with_measured(base, f"measured on {name}", found, (), Arena(PROBES[-1], device))
+
+
+def _with_measured(
+    base: CostModel, name: str, ops: Iterable[tuple[Graph, int, float]], copies: Sequence[CopyTime], arena: Arena
+) -> CostModel:
+    """Return costs with the measured ones of ops (graph, index, seconds), and of copies.
+
+    Where `copies` have fewer than two sizes in a direction, some are timed in the arena, which must be free.
+    """
+    times = defaultdict[str, list[float]](list)
+    for graph, index, taken in ops:
+        if graph.ops[index].target not in TRANSFERS:
+            times[signature_of(graph, graph.ops[index])].append(taken)
+    links = {}
+    for direction, old in ((Direction.TO_HOST, base.to_host), (Direction.TO_DEVICE, base.to_device)):
+        known = [(c.nbytes, c.seconds) for c in copies if c.direction is direction]
+        if len({nbytes for nbytes, _ in known if nbytes}) < 2:
+            known += probe(arena, direction)
+        links[direction] = link_of(known) or old
     return replace(
         base,
-        name=f"measured on {_device_name(device)}",
-        to_host=link_of(probe(apart, Direction.TO_HOST)) or base.to_host,
-        to_device=link_of(probe(apart, Direction.TO_DEVICE)) or base.to_device,
-        measured={signature: median(found) for signature, found in times.items()},
+        name=name,
+        measured={**base.measured, **{signature: max(median(taken), 0.0) for signature, taken in times.items()}},
+        to_host=links[Direction.TO_HOST],
+        to_device=links[Direction.TO_DEVICE],
     )
 
 
@@ -439,7 +437,3 @@ def _op_seconds(program: Program, rounds: int) -> dict[int, float]:
             for times, begun, ended in zip(found.values(), at[::2], at[1::2], strict=True):
                 times.append(ended - begun)
     return {index: median(times[1:]) for index, times in found.items()}
-
-
-def _device_name(device: torch.device) -> str:
-    return name_of(device) or f"{device.type}, torch {torch.__version__}"
