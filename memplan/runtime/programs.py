@@ -1,4 +1,4 @@
-"""What happens when the batch size changes, or anything else of a call: `Programs` has a program for each kind of call.
+"""Keeps a program for each kind of call, and says what happens when the batch size, or anything else of it, changes.
 
 A compiled module, a compiled step and each graph of `torch.compile` keep their programs here. A call of a kind that has
 a program runs it. Another kind gets a program of its own; beyond the limit, the program that has not run for longest is

@@ -113,8 +113,8 @@ class Attention(NamedTuple):
         return not mask.requires_grad and mask.dim() in (2, _DIMENSIONS) and all(n in (1, of) for n, of in sizes)
 
 
-class Rule(NamedTuple):
-    """What kernels ask of an attention, in the releases of torch from one up to another; `otherwise` is why not."""
+class KernelRule(NamedTuple):
+    """A condition of kernels of attention, in the releases of torch from one up to another; `otherwise` is why not."""
 
     kernels: str
     releases: tuple[tuple[int, int], tuple[int, int]]
@@ -133,8 +133,8 @@ def _widths_of_cudnn(a: Attention) -> bool:
 _BEFORE, _SINCE = ((2, 11), (2, 14)), ((2, 14), (3, 0))
 _UNITS, _STRIDES = "the last stride of a tensor is not 1", "check_last_dim_stride_equals_1_dense"
 # (kernels, releases, source, why not, what has to hold)
-RULES: tuple[Rule, ...] = tuple(
-    Rule(*row)
+RULES: tuple[KernelRule, ...] = tuple(
+    KernelRule(*row)
     for row in (
         ("cudnn flash efficient", _ALWAYS, "check_tensor_shapes", "its tensors do not have four dimensions",
          lambda a: all(x.dim() == _DIMENSIONS for x in a.tensors)),

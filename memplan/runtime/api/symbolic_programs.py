@@ -69,7 +69,7 @@ class Family:
 
 
 class SymbolicPrograms(ModulePrograms):
-    """Those with a program for every shape, made from a `Family` that covers it, or for this shape alone.
+    """Programs for every shape of a module's calls, made from a `Family` that covers it, or for this shape alone.
 
     `of_shapes`: the programs for shapes in range, in each state; the others are those of calls that differ otherwise.
     """
