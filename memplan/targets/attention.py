@@ -73,7 +73,7 @@ class Attention(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """How many queries there are, and how many keys."""
+        """The numbers of queries and of keys."""
         return self.query.shape[-2], self.key.shape[-2]
 
     @property
