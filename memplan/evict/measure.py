@@ -21,7 +21,6 @@ from memplan.evict.workload import Event, Events, Kind, Workload
 
 Ints = npt.NDArray[np.int64]
 _NO_LIMIT = 2**63 - 1  # bytes
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +53,8 @@ class WorkloadArrays:
         self.to_host = np.array(w.to_host, np.float64)
         self.to_device = np.array(w.to_device, np.float64)
         self.pair_ptr, self.pair = flat([[x for pair in op for x in pair] for op in w.pairs])
-        self.host_resident = np.zeros(len(w.size), np.bool_)
-        self.host_resident[list(w.host_resident - w.fresh)] = True
+        self.host_resident = np.zeros(len(w.size), np.int64)
+        self.host_resident[list(w.host_resident - w.fresh)] = 1
         self.begun = np.array(w.begun, np.int64)
         self.copy_size = self.size.copy()  # of a copy on the host that the step makes
         self.copy_size[list(w.host_resident)] = 0
@@ -137,8 +136,8 @@ def overlapped(workload: Workload, events: Sequence[Event], leads: Leads = _NONE
         if kind is Kind.RELOADED:
             ahead[position] = leads.get((s, earlier[s]), 0.0)
             earlier[s] += 1
-    bound = np.zeros(len(workload.size), np.bool_)
-    bound[list(workload.late | workload.due)] = True
+    bound = np.zeros(len(workload.size), np.int64)
+    bound[list(workload.late | workload.due)] = 1
     moved = prefetch(*to_arrays(bare), workload.budget, arrays.tables, ahead, bound, border)
     after = arrays.measure(*moved)
     if after is None or max(after.peak - workload.budget, after.area - before.area, after.seconds - before.seconds) > 0:

@@ -15,7 +15,16 @@ THERE, DROPPED, RELEASED = range(3)  # on the device or not yet made; dropped; r
 NEVER, HERE, GONE, LEAVING, ARRIVING, AWAY = range(6)
 
 
-@njit(cache=True)
+@njit("int64[::1](int64, int64)", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def filled(count, value):
+    """Return an array of so many integers, all equal: numba compiles each function of numpy anew for each dtype."""
+    found = np.empty(count, np.int64)
+    for i in range(count):
+        found[i] = value
+    return found
+
+
+@njit(cache=True, no_cfunc_wrapper=True)
 def measure(
     kinds, indices, budget,
     read_ptr, read, write_ptr, write, writer_ptr, writer, size,
@@ -30,11 +39,11 @@ def measure(
     begins at its first run and that stay to the end.
     """
     n, m, count = read_ptr.shape[0] - 1, size.shape[0], kinds.shape[0]
-    state = np.zeros(m, np.int8)
-    written = np.zeros(m, np.int64)  # how many of its writers have run in the current life
+    state = filled(m, NEVER)
+    written = filled(m, 0)  # how many of its writers have run in the current life
     on_host = host_resident.copy()
-    current, wrote = np.full(m, -1, np.int64), np.full(m, -1, np.int64)
-    ran = np.zeros(n, np.int64)
+    current, wrote = filled(m, -1), filled(m, -1)
+    ran = filled(n, 0)
     lives, most = m, 0
     for e in range(count):
         if kinds[e] == RUN:
@@ -42,29 +51,34 @@ def measure(
             most += pair_ptr[indices[e] + 1] - pair_ptr[indices[e]]
         elif kinds[e] == RELOAD:
             lives += 1
-    first, last, bytes_of = np.zeros(lives, np.int64), np.zeros(lives, np.int64), np.zeros(lives, np.int64)
+    first, last, bytes_of = filled(lives, 0), filled(lives, 0), filled(lives, 0)
     made = 0
-    merge_step, merge_out, merge_in = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
+    merge_step, merge_out, merge_in = filled(most, 0), filled(most, 0), filled(most, 0)
     merges = 0
     clock, stall, out_free, in_free = 0.0, 0.0, 0.0, 0.0
     ends = np.zeros(m, np.float64)
-    added = np.zeros(count + 1, np.int64)
-    hosted, kept = np.full(m, -1, np.int64), np.full(m, -1, np.int64)  # the first and last step of each copy
-    step = 0
+    added = filled(count + 1, 0)
+    hosted, kept = filled(m, -1), filled(m, -1)  # the first and last step of each copy
+    step, impossible = 0, -1
     for e in range(count):
         kind, i = kinds[e], indices[e]
+        needed = LEAVING if kind == OFFLOADED else ARRIVING if kind == RELOADED else HERE
         if kind == RUN:
             for k in range(read_ptr[i], read_ptr[i + 1]):
                 s = read[k]
                 if state[s] != HERE and state[s] != LEAVING:
-                    return e, 0, 0.0, 0.0, 0.0, first
+                    impossible = e
+                    break
                 last[current[s]] = step
+            if impossible >= 0:
+                break
             born = made
             for k in range(write_ptr[i], write_ptr[i + 1]):
                 s = write[k]
                 moving = state[s] == LEAVING or state[s] == ARRIVING
                 if moving and ran[i] == 0:
-                    return e, 0, 0.0, 0.0, 0.0, first
+                    impossible = e
+                    break
                 place = 0
                 while writer[writer_ptr[s] + place] != i:
                     place += 1
@@ -86,7 +100,10 @@ def measure(
                     bytes_of[made] = size[s]
                     made += 1
                 else:
-                    return e, 0, 0.0, 0.0, 0.0, first
+                    impossible = e
+                    break
+            if impossible >= 0:
+                break
             for k in range(pair_ptr[i], pair_ptr[i + 1], 2):
                 out, source = pair[k], pair[k + 1]
                 if wrote[out] >= born:
@@ -96,14 +113,13 @@ def measure(
                 added[step] = begun[i]
             ran[i] += 1
             clock += seconds[i]
+        elif kind != RELOAD and state[i] != needed:
+            impossible = e
+            break
         elif kind == DROP:
-            if state[i] != HERE:
-                return e, 0, 0.0, 0.0, 0.0, first
             state[i] = GONE
             continue
         elif kind == OFFLOAD:
-            if state[i] != HERE:
-                return e, 0, 0.0, 0.0, 0.0, first
             state[i] = LEAVING
             last[current[i]] = step
             if hosted[i] < 0:
@@ -112,17 +128,16 @@ def measure(
             out_free = max(clock, out_free) + to_host[i]
             ends[i] = out_free
         elif kind == OFFLOADED:
-            if state[i] != LEAVING:
-                return e, 0, 0.0, 0.0, 0.0, first
             state[i] = AWAY
-            on_host[i] = True
+            on_host[i] = 1
             kept[i] = step
             last[current[i]] = step
             stall += max(0.0, ends[i] - clock)
             clock = max(clock, ends[i])
         elif kind == RELOAD:
             if not on_host[i] or state[i] == HERE or state[i] == LEAVING or state[i] == ARRIVING:
-                return e, 0, 0.0, 0.0, 0.0, first
+                impossible = e
+                break
             state[i] = ARRIVING
             current[i] = made
             first[made] = last[made] = step
@@ -131,13 +146,13 @@ def measure(
             in_free = max(clock, in_free) + to_device[i]
             ends[i] = in_free
         else:
-            if state[i] != ARRIVING:
-                return e, 0, 0.0, 0.0, 0.0, first
             state[i] = HERE
             last[current[i]] = kept[i] = step
             stall += max(0.0, ends[i] - clock)
             clock = max(clock, ends[i])
         step += 1
+    if impossible >= 0:
+        return impossible, 0, 0.0, 0.0, 0.0, first
     live = added[: step + 1]
     for k in range(made):
         live[first[k]] += bytes_of[k]
@@ -154,7 +169,7 @@ def measure(
         peak = max(peak, live[t])
         if live[t] > budget:
             area += live[t] - budget
-    on_host_now = np.zeros(step + 1, np.int64)
+    on_host_now = filled(step + 1, 0)
     for i in range(m):
         if hosted[i] >= 0:
             on_host_now[hosted[i]] += copy_size[i]
@@ -167,7 +182,7 @@ def measure(
     return -1, peak, clock, stall, area, live[:step]
 
 
-@njit(cache=True)
+@njit(cache=True, no_cfunc_wrapper=True)
 def prefetch(kinds, indices, budget, tables, leads=None, bound=None, border=0):
     """Return the events with an OFFLOADED for each OFFLOAD and a RELOAD for each RELOADED, placed by copy times.
 
@@ -186,10 +201,10 @@ def prefetch(kinds, indices, budget, tables, leads=None, bound=None, border=0):
         swaps += kinds[e] == OFFLOAD or kinds[e] == RELOADED
     if swaps == 0:
         return kinds, indices
-    back = np.full(count, count, np.int64)  # of an OFFLOAD: its RELOADED; of a RELOADED: its OFFLOAD (or -1)
-    latest = np.full(size.shape[0], -1, np.int64)
-    gone = np.zeros(size.shape[0], np.int64)  # of each storage: the event after that which last freed its bytes
-    lowest = np.zeros(count, np.int64)  # of a RELOADED: the first event before which its RELOAD may stand
+    back = filled(count, count)  # of an OFFLOAD: its RELOADED; of a RELOADED: its OFFLOAD (or -1)
+    latest = filled(size.shape[0], -1)
+    gone = filled(size.shape[0], 0)  # of each storage: the event after that which last freed its bytes
+    lowest = filled(count, 0)  # of a RELOADED: the first event before which its RELOAD may stand
     for e in range(count):
         if kinds[e] == OFFLOAD:
             latest[indices[e]] = e
@@ -202,16 +217,18 @@ def prefetch(kinds, indices, budget, tables, leads=None, bound=None, border=0):
             latest[indices[e]] = -1
             if bound is not None and bound[indices[e]] and e >= border:
                 lowest[e] = max(lowest[e], border)
-    out_at = np.full(count, -1, np.int64)  # OFFLOADED stands before this event
+    out_at = filled(count, -1)  # OFFLOADED stands before this event
     free = 0.0
     for e in range(count):
         if kinds[e] == OFFLOAD:
             free = max(clock[e], free) + to_host[indices[e]]
-            at = np.searchsorted(clock, free)
-            out_at[e] = min(max(at, e + 1), back[e])
+            at = e + 1
+            while at < back[e] and clock[at] < free:
+                at += 1
+            out_at[e] = at
             if bound is not None and bound[indices[e]] and e < border:
                 out_at[e] = min(out_at[e], border)
-    in_at = np.full(count, -1, np.int64)  # RELOAD stands before this event
+    in_at = filled(count, -1)  # RELOAD stands before this event
     for e in range(count):
         if kinds[e] == RELOADED:
             in_at[e] = e
@@ -253,13 +270,13 @@ def prefetch(kinds, indices, budget, tables, leads=None, bound=None, border=0):
     return kinds, indices
 
 
-@njit(cache=True)
+@njit(cache=True, no_cfunc_wrapper=True)
 def _assemble(kinds, indices, out_at, in_at):
     """Return the events with OFFLOADED and RELOAD inserted, and the step of each old event."""
     count = kinds.shape[0]
     extra = 0
-    outs, ins = np.full(count + 1, -1, np.int64), np.full(count + 1, -1, np.int64)  # lists by position
-    following = np.full(count, -1, np.int64)
+    outs, ins = filled(count + 1, -1), filled(count + 1, -1)  # lists by position
+    following = filled(count, -1)
     for e in range(count - 1, -1, -1):
         if kinds[e] == OFFLOAD:
             following[e] = outs[out_at[e]]
@@ -269,8 +286,8 @@ def _assemble(kinds, indices, out_at, in_at):
             following[e] = ins[in_at[e]]
             ins[in_at[e]] = e
             extra += 1
-    new_kinds, new_indices = np.empty(count + extra, np.int64), np.empty(count + extra, np.int64)
-    step_of = np.zeros(count, np.int64)
+    new_kinds, new_indices = filled(count + extra, 0), filled(count + extra, 0)
+    step_of = filled(count, 0)
     made, step = 0, 0
     for e in range(count + 1):
         k = outs[e]
@@ -294,7 +311,7 @@ def _assemble(kinds, indices, out_at, in_at):
     return new_kinds, new_indices, step_of
 
 
-@njit(cache=True)
+@njit(cache=True, no_cfunc_wrapper=True)
 def seconds_around(storages, lost, below_ptr, below, above_ptr, above, seconds, last, position):
     """Return, for each of `storages`, the seconds of the lost storages around it, without its own.
 
@@ -302,8 +319,8 @@ def seconds_around(storages, lost, below_ptr, below, above_ptr, above, seconds, 
     dropped and with a use (`last`) at or after `position`, directly or through such storages.
     """
     found = np.zeros(storages.shape[0], np.float64)
-    seen = np.full(lost.shape[0], -1, np.int64)
-    stack = np.empty(lost.shape[0], np.int64)
+    seen = filled(lost.shape[0], -1)
+    stack = filled(lost.shape[0], 0)
     for k in range(storages.shape[0]):
         total = 0.0
         for upwards in range(2):

@@ -27,7 +27,6 @@ from memplan.evict.search_kernel import (
     TO_HOST,
     UNDECIDED,
     expand,
-    judge,
 )
 from memplan.evict.workload import Events, Kind, Workload
 
@@ -71,11 +70,6 @@ class DecisionSearch:
         self.kinds, self.indices = np.empty(room, np.int64), np.empty(room, np.int64)
         self.moves = self._moves(swaps=swaps, least=least)
 
-    @property
-    def tables(self) -> tuple[Any, ...]:
-        """The arrays that the kernels take."""
-        return self.arrays.tables
-
     def nothing(self) -> tuple[Ints, Ints]:
         """Return the decisions and gaps of a step in which everything is kept."""
         return np.full_like(self.arrays.size, UNDECIDED), np.full_like(self.arrays.size, -1)
@@ -86,9 +80,11 @@ class DecisionSearch:
 
     def judged(self, decision: Ints, gap: Ints) -> Decisions:
         """Return decisions with their cost; `area` is infinite when they are impossible."""
-        budget, room = self.workload.budget, (self.kinds, self.indices)
-        area, seconds, peak = judge(decision, gap, budget, *room, self.extra, self.tables)
-        return Decisions(decision, gap, float(area), float(seconds), int(peak))
+        events = self._placed(decision, gap)
+        found = None if events is None else self.arrays.measure(*events)
+        if found is None:
+            return Decisions(decision, gap, float("inf"), float("inf"), 0)
+        return Decisions(decision, gap, found.area, found.seconds, found.peak)
 
     def after(self, state: Decisions, *moves: Move) -> Decisions:
         """Return the state after further moves."""
@@ -99,12 +95,20 @@ class DecisionSearch:
 
     def events(self, state: Decisions) -> Events:
         """Return the events of the step under these decisions. Raises `InvalidEviction` if they are impossible."""
-        run: Any = expand
-        count = run(state.decision, state.gap, self.kinds, self.indices, *self.tables[:6], *self.extra)
-        if count < 0:
+        events = self._placed(state.decision, state.gap)
+        if events is None:
             raise InvalidEviction("an op's operands are not available under these decisions", where="decisions")
-        kinds, indices = self.kinds[:count].copy(), self.indices[:count].copy()
-        return to_events(*prefetch(kinds, indices, self.workload.budget, self.tables))
+        return to_events(*events)
+
+    def _placed(self, decision: Ints, gap: Ints) -> tuple[Ints, Ints] | None:
+        """Return the kinds and indices of the events of decisions, with their copies placed; None if impossible."""
+        run: Any = expand
+        count = run(decision, gap, self.kinds, self.indices, *self.arrays.tables[:6], *self.extra)
+        if count < 0:
+            return None
+        events = self.kinds[:count], self.indices[:count]
+        placed: tuple[Ints, Ints] = prefetch(*events, self.workload.budget, self.arrays.tables)
+        return placed
 
     def _moves(self, *, swaps: bool, least: float) -> tuple[tuple[Move, ...], ...]:
         """Return the possible moves of each storage with an idle interval, at its longest one."""

@@ -1,22 +1,17 @@
-"""Compiled judgement of decisions, one per storage.
-
-`expand` makes the events of the step, in which absent operands come back on use; `judge` places their copies and
-measures them.
-"""
+"""Compiled expansion of decisions, one per storage, into the events of the step: absent operands come back on use."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
-import numpy as np
 from numba import njit
 
-from memplan.evict.measure_kernel import AWAY, DROP, GONE, HERE, NEVER, OFFLOAD, RELOADED, RUN, measure, prefetch
+from memplan.evict.measure_kernel import AWAY, DROP, GONE, HERE, NEVER, OFFLOAD, RELOADED, RUN, filled
 
 UNDECIDED, RECOMPUTE_ONCE, RECOMPUTE_EACH_TIME, TO_HOST, PIN = range(5)
 SOON = 6  # ops: a storage whose next use is at most so far away is not evicted before it
 
 
-@njit(cache=True)
+@njit(cache=True, no_cfunc_wrapper=True)
 def _stale(s, i, decision, near, remade, last_use, redo_until):
     """Return whether `s` had its last use some time ago, so that it is recomputed now instead of kept until now."""
     if last_use[s] >= i or decision[s] == PIN or redo_until[s] < i or i - near[s] <= SOON:
@@ -24,7 +19,7 @@ def _stale(s, i, decision, near, remade, last_use, redo_until):
     return decision[s] == RECOMPUTE_EACH_TIME or not remade[s]
 
 
-@njit(cache=True)
+@njit(cache=True, no_cfunc_wrapper=True)
 def expand(
     decision, gap, kinds, indices,
     read_ptr, read, write_ptr, write, writer_ptr, writer, use_ptr, use, redo_until, last_use,
@@ -39,12 +34,12 @@ def expand(
     soon. TO_HOST: offloaded after `gap[s]`. PIN: never evicted.
     """
     n, m = read_ptr.shape[0] - 1, decision.shape[0]
-    state = np.zeros(m, np.int8)
-    near = np.zeros(m, np.int64)  # the position of the last touch
-    remade = np.zeros(m, np.bool_)
-    ran = np.zeros(n, np.bool_)
-    stack = np.empty(m + n + 1, np.int64)
-    pointer = use_ptr[:-1].copy()  # the next use, by storage
+    state = filled(m, NEVER)
+    near = filled(m, 0)  # the position of the last touch
+    remade = filled(m, 0)
+    ran = filled(n, 0)
+    stack = filled(m + n + 1, 0)
+    pointer = use_ptr.copy()  # the next use, by storage
     count, limit = 0, kinds.shape[0]
     for i in range(n):
         again = True
@@ -105,7 +100,7 @@ def expand(
                                 if redo_until[write[r]] < i:  # it would get other bytes than it had
                                     return -1
                                 state[write[r]] = HERE
-                                remade[write[r]] = True
+                                remade[write[r]] = 1
                                 near[write[r]] = i
                     for j in range(writer_ptr[top], writer_ptr[top + 1]):
                         w = writer[j]
@@ -124,7 +119,7 @@ def expand(
             return -1
         kinds[count], indices[count] = RUN, i
         count += 1
-        ran[i] = True
+        ran[i] = 1
         for k in range(write_ptr[i], write_ptr[i + 1]):
             if state[write[k]] == NEVER:
                 state[write[k]] = HERE
@@ -151,19 +146,3 @@ def expand(
                     count += 1
                     state[s] = AWAY
     return count
-
-
-@njit(cache=True)
-def judge(decision, gap, budget, kinds, indices, extra, tables):
-    """Return (area above `budget`, seconds, peak) of these decisions; the area is infinite if they are impossible.
-
-    `kinds` and `indices` are buffers for events; `extra` holds `use_ptr, use, redo_until, last_use` (see `expand`).
-    """
-    count = expand(decision, gap, kinds, indices, *tables[:6], *extra)
-    if count < 0:
-        return np.inf, np.inf, 0
-    new_kinds, new_indices = prefetch(kinds[:count], indices[:count], budget, tables)
-    code, peak, seconds, _, area, _ = measure(new_kinds, new_indices, budget, *tables)
-    if code >= 0:
-        return np.inf, np.inf, 0
-    return area, seconds, peak

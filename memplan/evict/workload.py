@@ -229,18 +229,13 @@ class Workload:
         host-resident ones, but not gradients that stay in the arena.
         """
         planned = frozenset(i for i, s in enumerate(self.graph.storages) if s.planned)
-        return (planned - self.gradients) | self.host_resident
-
-    @property
-    def gradients(self) -> frozenset[int]:
-        """The planned storages of gradients that are returned: they stay in the arena to the end of the step."""
-        return self.graph.gradients_in_arena
+        return (planned - self.graph.gradients_in_arena) | self.host_resident
 
     @cached_property
     def begins(self) -> tuple[tuple[int, ...], ...]:
-        """The storages of `gradients` whose first write is each op."""
+        """The storages of gradients that stay in the arena whose first write is each op."""
         found: list[list[int]] = [[] for _ in self.graph.ops]
-        for s in sorted(self.gradients):
+        for s in sorted(self.graph.gradients_in_arena):
             if self.writers[s]:
                 found[self.writers[s][0]].append(s)
         return tuple(map(tuple, found))
@@ -261,7 +256,7 @@ class Workload:
         nothing else.
         """
         writers = self.writers[storage]
-        if not self.graph.storages[storage].planned or not writers or storage in self.gradients:
+        if not self.graph.storages[storage].planned or not writers or storage in self.graph.gradients_in_arena:
             return False
         for i in writers:
             op = self.graph.ops[i]
@@ -270,7 +265,7 @@ class Workload:
                 return False
             if is_collective(op.target) and not may_run_again(op.target):
                 return False
-            if any(not self.graph.storages[s].planned or s in self.gradients for s in written):
+            if any(not self.graph.storages[s].planned or s in self.graph.gradients_in_arena for s in written):
                 return False
             if any(len(self.writers[s]) > 1 and written != (storage,) for s in written):
                 return False

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memplan.evict.measure import overlapped
-from memplan.evict.policies.dtr import Candidate, Dropper, h_dtr
+from memplan.evict.policies.dtr import Dropper, Heuristic, h_dtr
 from memplan.evict.simulator import ByteCounter, EvictionKind, Location, SimulatedDevice
 from memplan.evict.workload import Events, Workload
 
@@ -29,13 +29,7 @@ class Released:
     gap: float
 
 
-Filter = Callable[[Candidate], float]  # the storage with the smallest value is released
 Director = Callable[[Released], EvictionKind]
-
-
-def cheapest(candidate: Candidate) -> float:
-    """Return DTR's h for a candidate: the default filter."""
-    return h_dtr(candidate)
 
 
 def direct(released: Released) -> EvictionKind:
@@ -47,7 +41,7 @@ def direct(released: Released) -> EvictionKind:
     return EvictionKind.SWAP if visible < released.recompute else EvictionKind.DROP
 
 
-def delta(workload: Workload, *, filter: Filter = cheapest, director: Director = direct) -> Events:
+def delta(workload: Workload, *, filter: Heuristic = h_dtr, director: Director = direct) -> Events:
     """Return events that keep the budget. Raises `BudgetInfeasible` when an op's operands do not fit."""
     simulator = SimulatedDevice(workload, ByteCounter(workload.budget), _Delta(workload, filter, director))
     return overlapped(workload, simulator.simulate())
@@ -58,7 +52,7 @@ class _Delta(Dropper):
 
     swaps = True
 
-    def __init__(self, workload: Workload, choose: Filter, director: Director) -> None:
+    def __init__(self, workload: Workload, choose: Heuristic, director: Director) -> None:
         super().__init__(workload, choose)
         self._director = director
         self._away: set[int] = set()

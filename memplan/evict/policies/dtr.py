@@ -128,7 +128,7 @@ class Neighbourhoods:
                     if r != s:
                         made_from[s][r] = makes[r][s] = None
         self._edges = (*flat(list(map(tuple, made_from))), *flat(list(map(tuple, makes))))
-        self._lost = np.full(count, THERE, np.int8)
+        self._lost = np.full(count, THERE, np.int64)
         self._costs: tuple[npt.NDArray[np.float64], Ints] | None = None  # seconds and last use of each storage
 
     def seconds(self, device: SimulatedDevice, storages: Sequence[int]) -> list[float]:
