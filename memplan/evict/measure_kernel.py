@@ -15,7 +15,7 @@ THERE, DROPPED, RELEASED = range(3)  # on the device or not yet made; dropped; r
 NEVER, HERE, GONE, LEAVING, ARRIVING, AWAY = range(6)
 
 
-@njit("int64[::1](int64, int64)", cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+@njit("int64[::1](int64, int64)", cache=True)
 def filled(count, value):
     """Return an array of so many integers, all equal: numba compiles each function of numpy anew for each dtype."""
     found = np.empty(count, np.int64)
@@ -24,7 +24,7 @@ def filled(count, value):
     return found
 
 
-@njit(cache=True, no_cfunc_wrapper=True)
+@njit(cache=True)
 def measure(
     kinds, indices, budget,
     read_ptr, read, write_ptr, write, writer_ptr, writer, size,
@@ -182,7 +182,7 @@ def measure(
     return -1, peak, clock, stall, area, live[:step]
 
 
-@njit(cache=True, no_cfunc_wrapper=True)
+@njit(cache=True)
 def prefetch(kinds, indices, budget, tables, leads=None, bound=None, border=0):
     """Return the events with an OFFLOADED for each OFFLOAD and a RELOAD for each RELOADED, placed by copy times.
 
@@ -270,7 +270,7 @@ def prefetch(kinds, indices, budget, tables, leads=None, bound=None, border=0):
     return kinds, indices
 
 
-@njit(cache=True, no_cfunc_wrapper=True)
+@njit(cache=True)
 def _assemble(kinds, indices, out_at, in_at):
     """Return the events with OFFLOADED and RELOAD inserted, and the step of each old event."""
     count = kinds.shape[0]
@@ -311,7 +311,7 @@ def _assemble(kinds, indices, out_at, in_at):
     return new_kinds, new_indices, step_of
 
 
-@njit(cache=True, no_cfunc_wrapper=True)
+@njit(cache=True)
 def seconds_around(storages, lost, below_ptr, below, above_ptr, above, seconds, last, position):
     """Return, for each of `storages`, the seconds of the lost storages around it, without its own.
 

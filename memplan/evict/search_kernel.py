@@ -11,7 +11,7 @@ UNDECIDED, RECOMPUTE_ONCE, RECOMPUTE_EACH_TIME, TO_HOST, PIN = range(5)
 SOON = 6  # ops: a storage whose next use is at most so far away is not evicted before it
 
 
-@njit(cache=True, no_cfunc_wrapper=True)
+@njit(cache=True)
 def _stale(s, i, decision, near, remade, last_use, redo_until):
     """Return whether `s` had its last use some time ago, so that it is recomputed now instead of kept until now."""
     if last_use[s] >= i or decision[s] == PIN or redo_until[s] < i or i - near[s] <= SOON:
@@ -19,7 +19,7 @@ def _stale(s, i, decision, near, remade, last_use, redo_until):
     return decision[s] == RECOMPUTE_EACH_TIME or not remade[s]
 
 
-@njit(cache=True, no_cfunc_wrapper=True)
+@njit(cache=True)
 def expand(
     decision, gap, kinds, indices,
     read_ptr, read, write_ptr, write, writer_ptr, writer, use_ptr, use, redo_until, last_use,

@@ -12,7 +12,7 @@ from memplan.solvers.heuristics import first_answers
 from memplan.solvers.solve_at_capacity import attempt
 
 _FIT_SHARE, _FIRST_SHARE = 0.95, 0.1  # shares of the budget: for a capacity that is enough, and for the bound
-_STEPS = (0.85, 0.7, 0.5, 0.25, 0.0)  # the next capacity, between the bound (0) and the best arena (1)
+_STEPS = (85, 70, 50, 25, 0)  # percent: the next capacity is below this point between the bound and the best arena
 
 
 class CapacitySearch:
@@ -56,7 +56,8 @@ class CapacitySearch:
         effort, step = thresholds.EFFORT, 0
         while not self._is_done() and not budget.is_over:
             assert self.arena is not None
-            goal = self.bound + int((self.arena - 1 - self.bound) * _STEPS[step])
+            # A share that is rounded up, less one byte: of scaled sizes, the goal is the same in units.
+            goal = self.bound + max(-((self.bound - self.arena) * _STEPS[step] // 100) - 1, 0)
             seed += 1
             outcome = self._try(goal, budget.slice(effort), seed)
             if outcome is PieceOutcome.LARGE:  # the heuristics give the same again
