@@ -3,16 +3,12 @@
 // Every kernel and copy is queued to the current stream with its operands' addresses, and runs when somebody waits for
 // it. Shapes come from meta kernels, numbers from CPU kernels. Memory is given away again as soon as it is freed, to the
 // stream that it was allocated on, as CUDA's caching allocator does; the host cannot read it: it is protected except
-// while tasks run. A stream can be captured: its work is then recorded, and what CUDA forbids meanwhile is refused.
+// while tasks run.
 // Registered as torch's PrivateUse1 device; plain C functions at the end are called by ctypes.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/CachingHostAllocator.h>
-#if __has_include(<ATen/core/GraphImplInterface.h>)
-#include <ATen/core/GraphImplInterface.h>  // torch 2.12 and newer
-#define LATE_GRAPHS
-#endif
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_local_scalar_dense.h>
@@ -29,7 +25,6 @@
 #include <map>
 #include <mutex>
 #include <set>
-#include <thread>
 
 namespace late {
 
@@ -41,7 +36,6 @@ constexpr int kDevices = 2, kStreams = 33;  // stream 0 of a device is its defau
 struct Event {
   int queue = -1;        // complete once this queue
   uint64_t count = 0;    // has run so many tasks
-  bool captured = false; // recorded in a stream that was captured: it orders nothing outside
 };
 struct Task {
   std::function<void()> run;  // empty: only waits
@@ -120,33 +114,8 @@ void run_all() {
     }
   for (int i = 0; i < kDevices * kStreams; i++) run_until(i, UINT64_MAX);
 }
-// The work of one stream at a time can be captured, by one thread of the process.
-struct Capture {
-  int queue = -1;
-  c10::MempoolId_t pool{0, 0};
-  bool any_thread = true;  // what is forbidden meanwhile is forbidden in every thread
-  std::thread::id thread;
-  std::vector<std::function<void()>> tasks;
-};
-Capture* capture = nullptr;
-int64_t captured_tasks = 0;
-bool is_captured(int queue) { return capture && capture->queue == queue; }
-void refuse_for(int queue, const char* what) {
-  TORCH_CHECK(!is_captured(queue), "the late device cannot ", what, " a stream that is captured");
-}
-void refuse_while_capturing(const char* what) {
-  TORCH_CHECK(!capture || !(capture->any_thread || capture->thread == std::this_thread::get_id()),
-              "the late device cannot ", what, " while a stream is captured");
-}
-
 uint64_t push(int index, Task task) {
   Locked locked(lock);
-  if (is_captured(index)) {
-    TORCH_CHECK(task.after.queue < 0, "a stream that is captured cannot wait for work outside of the capture");
-    capture->tasks.push_back(std::move(task.run));
-    captured_tasks++;
-    return 0;
-  }
   Queue& queue = queues[index];
   queue.tasks.push_back(std::move(task));
   queue.queued++;
@@ -166,17 +135,11 @@ struct Block {
   char* at;
   size_t nbytes;
   int queue, device;
-  c10::MempoolId_t pool;     // of the recordings that it is kept for; {0, 0} if of none
   std::vector<Event> users;  // other streams that were recorded; once freed, with what they had queued by then
 };
 std::map<std::pair<int, size_t>, std::vector<Block*>> spare;
 std::vector<Block*> waiting;  // freed, but used by other streams
 std::map<const void*, Block*> blocks;
-struct Pool {  // memory that is only given to what is captured into it, while a recording of it is alive
-  int recordings = 0;
-  std::map<std::pair<int, size_t>, std::vector<Block*>> spare;
-};
-std::map<c10::MempoolId_t, Pool> pools;
 char* top = nullptr;
 int64_t allocated[kDevices] = {0, 0}, peak[kDevices] = {0, 0}, reserved[kDevices] = {0, 0};
 
@@ -190,12 +153,6 @@ void release(void* context) {
   Locked locked(lock);
   auto* b = static_cast<Block*>(context);
   count(b, -1);
-  auto pool = pools.find(b->pool);
-  if (pool != pools.end()) {
-    b->users.clear();  // recordings of one pool run one after another
-    pool->second.spare[{b->queue, b->nbytes}].push_back(b);
-    return;
-  }
   for (auto& user : b->users) user.count = queues[user.queue].queued;
   if (b->users.empty())
     spare[{b->queue, b->nbytes}].push_back(b);
@@ -214,15 +171,6 @@ void reclaim() {
   }
   waiting.swap(still);
 }
-void release_pool(const c10::MempoolId_t& id, const std::vector<Event>& replays) {
-  for (auto& [at, b] : blocks) {
-    if (b->pool != id) continue;
-    b->pool = {0, 0};
-    b->users = replays;
-  }
-  for (auto& [key, free] : pools[id].spare) waiting.insert(waiting.end(), free.begin(), free.end());
-  pools.erase(id);
-}
 struct DeviceMemory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t n) override {
     Locked locked(lock);
@@ -230,13 +178,11 @@ struct DeviceMemory final : c10::DeviceAllocator {
     const size_t nbytes = (n + kRound - 1) / kRound * kRound;
     if (!nbytes) return {nullptr, nullptr, nullptr, device};
     reclaim();
-    const bool recorded = is_captured(current_queue());
-    const c10::MempoolId_t pool = recorded ? capture->pool : c10::MempoolId_t{0, 0};
-    auto& free = (recorded ? pools[pool].spare : spare)[{current_queue(), nbytes}];
+    auto& free = spare[{current_queue(), nbytes}];
     Block* b;
     if (free.empty()) {
       TORCH_CHECK(top + nbytes <= region + kRegion, "the late device has ", kRegion, " bytes");
-      b = new Block{top, nbytes, current_queue(), current_device, pool, {}};
+      b = new Block{top, nbytes, current_queue(), current_device, {}};
       top += nbytes;
       reserved[current_device] += nbytes;
       blocks[b->at] = b;
@@ -255,7 +201,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     memcpy(to, from, n);
   }
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override { refuse_while_capturing("give memory back"); }
+  void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr& data, c10::Stream s) override;
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     Locked locked(lock);
@@ -305,7 +251,6 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t n) const override {
     Locked locked(lock);
-    refuse_for(current_queue(), "resize memory in");
     if (n) run_all();  // as CUDA, which only lets go of the bytes when nothing is left of them
     c10::DataPtr made = device_memory.allocate(n);
     if (n && storage.nbytes()) device_memory.copy_data(made.get(), storage.data(), std::min(n, storage.nbytes()));
@@ -344,39 +289,29 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** e, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag) const override {
     Locked locked(lock);
     if (!*e) *e = new Event;
-    *static_cast<Event*>(*e) = {queue_of(s), queues[queue_of(s)].queued, is_captured(queue_of(s))};
+    *static_cast<Event*>(*e) = {queue_of(s), queues[queue_of(s)].queued};
   }
   void block(void* e, const c10::Stream& s) const override {
     if (!e || static_cast<Event*>(e)->queue == queue_of(s)) return;
-    refuse_captured(e);
     push(queue_of(s), {nullptr, *static_cast<Event*>(e)});
   }
   bool queryEvent(void* e) const override {
-    refuse_captured(e);
     return !e || complete(*static_cast<Event*>(e));
-  }
-  static void refuse_captured(const void* e) {
-    TORCH_CHECK(!e || !static_cast<const Event*>(e)->captured, "the late device captures one stream: nothing else waits"
-                " for an event that was recorded in a capture");
   }
   void synchronizeEvent(void* e) const override {
     Locked locked(lock);
-    refuse_captured(e);
     if (e) run_until(static_cast<Event*>(e)->queue, static_cast<Event*>(e)->count);
   }
   void destroyEvent(void* e, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(e); }
   bool queryStream(const c10::Stream& s) const override {
-    refuse_for(queue_of(s), "query");
     return queues[queue_of(s)].tasks.empty();
   }
   void synchronizeStream(const c10::Stream& s) const override {
     Locked locked(lock);
-    refuse_for(queue_of(s), "wait for");
     run_until(queue_of(s), UINT64_MAX);
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
     Locked locked(lock);
-    refuse_while_capturing("synchronize");
     run_all();
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override {
@@ -393,61 +328,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 void DeviceMemory::recordStream(const c10::DataPtr& data, c10::Stream s) { Guard().recordDataPtrOnStream(data, s); }
-
-// ---- recordings --------------------------------------------------------------------------------------------------
-
-#ifdef LATE_GRAPHS
-// The work of one stream. A replay queues it to the current stream, behind the replay before, as CUDA's launches do.
-struct Graph final : at::GraphImplInterface {
-  explicit Graph(const at::GraphImplArgs&) {}
-  ~Graph() override { reset(); }
-  void capture_begin(c10::MempoolId_t pool, at::GraphCaptureMode mode) override {
-    Locked locked(lock);
-    TORCH_CHECK(!capture, "the late device captures one stream at a time");
-    TORCH_CHECK(current_stream[current_device] != 0, "the default stream cannot be captured");
-    TORCH_CHECK(capture_.tasks.empty() && !holds_, "this recording is made already");
-    static uint64_t made = 0;
-    const bool any = mode == at::GraphCaptureMode::Default || mode == at::GraphCaptureMode::Global;
-    capture_ = {current_queue(), pool.first || pool.second ? pool : c10::MempoolId_t{++made, 0}, any};
-    capture_.thread = std::this_thread::get_id();
-    pools[capture_.pool].recordings++;
-    holds_ = true;
-    capture = &capture_;
-  }
-  void capture_end() override {
-    Locked locked(lock);
-    TORCH_CHECK(capture == &capture_, "nothing is captured");
-    capture = nullptr;
-  }
-  void instantiate() override {}
-  void replay() override {
-    Locked locked(lock);
-    TORCH_CHECK(holds_ && capture != &capture_, "nothing is recorded");
-    const int index = current_queue();
-    refuse_for(index, "replay in");
-    if (last_.queue >= 0 && last_.queue != index) push(index, {nullptr, last_});
-    for (auto& task : capture_.tasks) push(index, {task, {}});
-    last_ = {index, queues[index].queued};
-  }
-  void reset() override {
-    Locked locked(lock);
-    if (capture == &capture_) capture = nullptr;
-    if (holds_ && --pools[capture_.pool].recordings == 0)
-      release_pool(capture_.pool, last_.queue < 0 ? std::vector<Event>{} : std::vector<Event>{last_});
-    capture_ = {};
-    last_ = {};
-    holds_ = false;
-  }
-  c10::MempoolId_t pool() const override { return capture_.pool; }
-  void enable_debug_mode() override {}
-  void debug_dump(const std::string&) override {}
-
- private:
-  Capture capture_;
-  Event last_;
-  bool holds_ = false;
-};
-#endif
 
 // ---- kernels ----------------------------------------------------------------------------------------------------
 
@@ -505,7 +385,6 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   auto target = is_late(to) ? on_cpu(to) : to.detach();
   auto source = is_late(from) ? on_cpu(from) : from.detach();
   if (both && other != index) push(index, {nullptr, {other, queues[other].queued}});
-  if (waits) refuse_for(index, "copy to or from memory that is not pinned, or wait for a copy, in");
   if ((!both || from.device() != to.device()) && target.is_contiguous())
     push(index, {[target] { memset(target.data_ptr(), 0xFF, target.nbytes()); }, {}});
   const uint64_t done = push(index, {[target, source]() mutable { target.copy_(source); }, {}, true});
@@ -519,7 +398,6 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
 }
 at::Scalar item(const at::Tensor& s) {
   Locked locked(lock);
-  refuse_for(queue_of(s.device().index(), current_stream[s.device().index()]), "read a number from");
   run_until(queue_of(s.device().index(), current_stream[s.device().index()]), UINT64_MAX);
   Open open;
   return at::_local_scalar_dense(on_cpu(s));
@@ -572,7 +450,6 @@ struct Quiet final : c10::WarningHandler {  // meta kernels warn of what the ker
 void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack, torch::jit::Stack args, c10::Device where) {
   ran_at_once++;
   Locked locked(lock);
-  refuse_for(queue_of(where.index(), current_stream[where.index()]), "run an op without a meta kernel in");
   run_until(queue_of(where.index(), current_stream[where.index()]), UINT64_MAX);
   {
     Open open;
@@ -621,7 +498,7 @@ void queue_op(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t k = 0; k < n; k++) {
     metas.push_back(with_device(mapped(args[k], on_meta), at::kMeta));
     cpus.push_back(with_device(mapped(args[k], on_cpu), at::kCPU));
-    // A number in host memory is passed to a kernel when it is launched, also to one that is recorded.
+    // A number in host memory is passed to a kernel when it is launched.
     if (cpus[k].isTensor() && cpus[k].toTensor().is_same(args[k].toTensor()) && cpus[k].toTensor().defined() &&
         cpus[k].toTensor().dim() == 0 && !writes(schema.arguments()[k]))
       cpus[k] = cpus[k].toTensor().clone();
@@ -725,12 +602,6 @@ void late_register() {
       mmap(nullptr, kRegion, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   c10::SetAllocator(kType, &device_memory);
   at::setHostAllocator(kType, &pinned_memory);
-#ifdef LATE_GRAPHS
-  at::GraphImplRegistry()->Register(
-      "LATE", [](const at::GraphImplArgs& args) -> std::unique_ptr<at::GraphImplInterface> {
-        return std::make_unique<Graph>(args);
-      });
-#endif
   at::RegisterPrivateUse1HooksInterface(new Hooks);
 }
 void late_set_policy(int policy, uint64_t seed) {
@@ -744,8 +615,6 @@ void late_synchronize() {
   late::run_all();
 }
 void late_sleep() { late::push(late::current_queue(), {[] {}, {}}); }
-int late_is_capturing() { return late::is_captured(late::current_queue()); }
-int64_t late_captured() { return late::captured_tasks; }
 int late_device() { return late::current_device; }
 void late_set_device(int device) { late::current_device = device; }
 int64_t late_tasks_run() { return late::tasks_run; }
