@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -34,9 +35,10 @@ def record(event: torch.Event, device: torch.device) -> None:
 
 def hold(device: torch.device, ops: int) -> None:
     """Let the current stream of a GPU wait for as long as the host takes to queue so many ops."""
-    wait = getattr(torch.get_device_module(device), "_sleep", None) if is_accelerator(device) else None
-    if wait is not None:
-        wait(min(ops * _CYCLES_PER_OP, _MOST_CYCLES))
+    module: Any = torch.get_device_module(device)
+    if is_accelerator(device) and hasattr(module, "_sleep"):
+        with module.device(device):
+            module._sleep(min(ops * _CYCLES_PER_OP, _MOST_CYCLES))
 
 
 def is_capturing(device: torch.device) -> bool:

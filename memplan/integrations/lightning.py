@@ -64,6 +64,7 @@ class MemplanCallback(ShowsPlans, Callback):  # type: ignore[misc]
         self._modules = modules
         self._training = PlannedTraining(save_plans=save_plans, **options)
         self.figures: dict[str, float] = {}
+        self._logged = -1
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Compile the modules in place.
@@ -95,10 +96,12 @@ class MemplanCallback(ShowsPlans, Callback):  # type: ignore[misc]
             callback.on_train_batch_end(trainer, module, outputs, batch, 0)
             ```
         """
-        if not self.figures or trainer.global_step % trainer.log_every_n_steps == 0:
-            self.figures = self._training.report()
-            for logger in trainer.loggers:
-                logger.log_metrics(self.figures, step=max(0, trainer.global_step - 1))  # as Lightning counts
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        logged = every and step % every == 0 and step != self._logged  # once for all batches of an update
+        if not self.figures or logged:
+            self._logged, self.figures = step, self._training.report()
+            for logger in trainer.loggers if self.figures else ():
+                logger.log_metrics(self.figures, step=max(0, step - 1))  # as Lightning counts
 
 
 def _modules_of(model: nn.Module, names: Sequence[str] | None) -> Iterator[nn.Module]:

@@ -74,7 +74,7 @@ class MemplanCallback(ShowsPlans, TrainerCallback):  # type: ignore[misc]
         self._training.compile([model])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log the plans after the first step, and take the figures of a step whose loss is logged.
+        """Log the plans after the first step.
 
         Args:
             args: The arguments of the Trainer.
@@ -87,7 +87,7 @@ class MemplanCallback(ShowsPlans, TrainerCallback):  # type: ignore[misc]
             callback.on_step_end(arguments, trainer.state, trainer.control)
             ```
         """
-        if not self.figures or control.should_log:
+        if not self.figures:
             self.figures = self._training.report()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
@@ -106,5 +106,6 @@ class MemplanCallback(ShowsPlans, TrainerCallback):  # type: ignore[misc]
             ```
         """
         if logs is not None and "loss" in logs:
+            self.figures = self._training.report()
             for entry in (logs, *state.log_history[-1:]):
                 entry.update(self.figures)

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
-from memplan.errors import InputMismatch, MemplanError, StaleActivationsError, UnsupportedCall
+from memplan.errors import CollectiveFailed, InputMismatch, MemplanError, StaleActivationsError, UnsupportedCall
 
 Program = TypeVar("Program")
 _MOST_REFUSED = 64  # kinds of which it is remembered that they cannot be planned
@@ -35,15 +34,23 @@ class Programs(Generic[Program]):
     """
 
     most = 8
-    passing: tuple[type[MemplanError], ...] = (InputMismatch, StaleActivationsError, UnsupportedCall)
+    passing: tuple[type[MemplanError], ...] = (
+        InputMismatch,
+        StaleActivationsError,
+        UnsupportedCall,
+        CollectiveFailed,
+    )
 
     def __init__(self, main: Program | None = None) -> None:
         self.main = main
-        self._others: OrderedDict[Hashable, Program] = OrderedDict()
+        self._others: dict[Hashable, Program] = {}  # that which ran last is last
         self._refused: dict[Hashable, MemplanError] = {}
 
     def __iter__(self) -> Iterator[Program]:
-        """Yield the programs, that of the example first. Other threads may add some at the same time."""
+        """Yield the programs, that of the example first. Other threads may add some at the same time.
+
+        A dict is copied in one piece, unlike an `OrderedDict`, whose kinds are compared meanwhile.
+        """
         return iter((*(() if self.main is None else (self.main,)), *tuple(self._others.values())))
 
     def __len__(self) -> int:
@@ -51,9 +58,9 @@ class Programs(Generic[Program]):
 
     def find(self, kind: Hashable) -> Program | None:
         """Return the program of a kind of call, which has run last from now on; None if there is none."""
-        found = self._others.get(kind)
+        found = self._others.pop(kind, None)
         if found is not None:
-            self._others.move_to_end(kind)
+            self._others[kind] = found
         return found
 
     def of(
@@ -78,16 +85,18 @@ class Programs(Generic[Program]):
         except self.passing:
             raise
         except MemplanError as refused:
-            self.refuse(kind, refused)
+            if refused.see != "optimizer-state":  # that can be mended, and the call made again
+                self.refuse(kind, refused)
             raise
         if self._others and len(self) >= self.most:
-            self._others.popitem(last=False)
+            oldest, *_ = tuple(self._others)
+            self._others.pop(oldest, None)
         self._others[kind] = made
         return made
 
     def refuse(self, kind: Hashable, refused: MemplanError) -> None:
         """Remember why a kind of call cannot be planned."""
-        if len(self._refused) >= _MOST_REFUSED:
+        if kind not in self._refused and len(self._refused) >= _MOST_REFUSED:
             del self._refused[next(iter(self._refused))]
         self._refused[kind] = copy.copy(refused)  # without the frames of its traceback
 
@@ -98,4 +107,5 @@ class Programs(Generic[Program]):
 
     def drop(self, given_up: Callable[[Any], bool]) -> list[Program]:
         """Give up the programs of some kinds, and return them."""
-        return [self._others.pop(kind) for kind in tuple(self._others) if given_up(kind)]
+        dropped = (self._others.pop(kind, None) for kind in tuple(self._others) if given_up(kind))
+        return [program for program in dropped if program is not None]

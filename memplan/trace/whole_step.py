@@ -92,6 +92,7 @@ def plan_step(
 
     asked = PlanOptions(**options)
     require_update(accumulate, clip_grad_norm)
+    _require_planned_update(optimizer)
     if target is None:
         return made(asked)
     from memplan.trace.for_target import planned_there
@@ -118,6 +119,14 @@ def require_update(accumulate: int, clip_grad_norm: float | None) -> None:
         raise MemplanError(f"clip_grad_norm={norm!r}", hint=hint)
 
 
+def _require_planned_update(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UnsupportedGraph` for an optimizer whose own `step()` updates."""
+    if not is_fused(optimizer):
+        hint = "plan forward and backward by memplan.plan, with reserve= for its state"
+        what = "its own step() runs after the planned forward and backward"
+        raise UnsupportedGraph(type(optimizer).__name__, what, hint, see="fused-update")
+
+
 def plan_whole_step(
     loss: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -131,10 +140,7 @@ def plan_whole_step(
 
     Raises `UnsupportedGraph` for an optimizer whose own `step()` updates.
     """
-    if not is_fused(optimizer):
-        hint = "plan forward and backward by memplan.plan, with reserve= for its state"
-        what = "its own step() runs after the planned forward and backward"
-        raise UnsupportedGraph(type(optimizer).__name__, what, hint, see="fused-update")
+    _require_planned_update(optimizer)
 
     def capture(options: PlanOptions) -> tuple[TracedGraph, CapturedCall]:
         """Return the step, traced and captured."""

@@ -186,9 +186,12 @@ class CompiledStep(MeasuredStep):
         return self._run_eagerly(reason, batch, kwargs, why=why)
 
     def _by_another_plan(self, kind: tuple[Any, ...], batch: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ready | None:
-        """Return what runs a call by the plan of its kind, or by the example's; None if neither is for it."""
+        """Return what runs a call by the plan of its kind, or by another one that takes it; None if none does.
+
+        Calls of several kinds have one plan where they differ in strides, or in how their arguments are passed alone.
+        """
         plans = self._builder.plans
-        for plan in (plans.find(kind), self._main):
+        for plan in (plans.find(kind), *plans):
             if plan is not None and plan.update_key == kind[-1]:
                 with contextlib.suppress(InputMismatch):
                     return self._ready(plan, batch, kwargs)
