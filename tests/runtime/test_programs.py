@@ -119,11 +119,12 @@ def test_one_plan_runs_calls_that_differ_in_strides_or_in_how_arguments_are_pass
 
     model = Two()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    step = memplan.compile_step(model, optimizer, lambda loss: loss, (torch.ones(4, 8), torch.ones(4, 8)))
+    example = torch.ones(4, 8), torch.ones(4, 8)
+    step = memplan.compile_step(model, optimizer, lambda loss: loss, example)
     x, y = torch.ones(2, 8), torch.ones(2, 8)
     step(x, y)
     made = len(step._builder.plans)
-    step(torch.ones(8, 2).t(), y)
-    step(x=x, y=y)
-    step(y=y, x=x)
+    for call in (lambda: step(torch.ones(8, 2).t(), y), lambda: step(x=x, y=y), lambda: step(y=y, x=x)):
+        step(*example)
+        call()
     assert len(step._builder.plans) == made == 2
