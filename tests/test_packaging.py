@@ -115,7 +115,7 @@ budget = int(0.8 * memplan.plan(model, batch).total)
 
 @pytest.mark.slow
 def test_a_newcomer_trains_a_gpt2_under_a_budget_with_the_wheel_alone(tmp_path: Path) -> None:
-    """By the loop of the quickstart, away from the checkout; the topics of errors come with the wheel."""
+    """The quickstart's loop runs away from the checkout, and the topics of errors come with the wheel."""
     pytest.importorskip("transformers")
     wheel, _ = _built("wheel", tmp_path)
     shutil.unpack_archive(wheel, tmp_path / "site", "zip")

@@ -222,9 +222,13 @@ def prefetch(kinds, indices, budget, tables, leads=None, bound=None, border=0):
     for e in range(count):
         if kinds[e] == OFFLOAD:
             free = max(clock[e], free) + to_host[indices[e]]
-            at = e + 1
-            while at < back[e] and clock[at] < free:
-                at += 1
+            at, end = e + 1, back[e]
+            while at < end:  # bisect: the clock never goes back
+                middle = (at + end) // 2
+                if clock[middle] < free:
+                    at = middle + 1
+                else:
+                    end = middle
             out_at[e] = at
             if bound is not None and bound[indices[e]] and e < border:
                 out_at[e] = min(out_at[e], border)

@@ -253,9 +253,8 @@ def choose_attention(capability: tuple[int, int], notes: set[str]) -> torch.libr
         if release >= (2, 14) and all(x.dim() == _DIMENSIONS - 1 for x in tensors):  # normalize_unbatched_input
             mask = mask if mask is None else mask[(None,) * (_DIMENSIONS - mask.dim())]
             query, key, value = (x.unsqueeze(0) for x in tensors)
-            return attention(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).squeeze(
-                0
-            )
+            found = attention(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return found.squeeze(0)
         call = Attention(*tensors, mask, dropout_p, is_causal, enable_gqa, capability, release, cudnn)
         name, why = attention_kernel(call)
         notes.update({assumed} - {""})

@@ -33,7 +33,7 @@ from memplan.trace.planning import captured_step, plan_step
 from memplan.trace.step_example import StepExample, batch_of, floating_type
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import CapturedCall
-from memplan.trace.whole_step import plan_whole_step
+from memplan.trace.whole_step import plan_whole_step, require_planned_update
 
 Make = Callable[[int], tuple[Any, ...]]
 _log = logging.getLogger("memplan")
@@ -179,7 +179,8 @@ class _StepPlans:
 
     def answer(self, batch: int | None, *, search: bool) -> Fits:
         """Return the answer for a batch (None: the example's own)."""
-        step = self._traced(batch)
+        assert self.options.costs is not None  # `fits` has chosen some
+        costs, step = cost_model(self.options.costs), self._traced(batch)
         plan, own = self._planned(step), step.shown if batch is None else batch
         need, update = self._need(plan), self._known_update
         if own is not None:
@@ -197,7 +198,7 @@ class _StepPlans:
             dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in step.model.parameters()})),
             train=step.traced.graph.forward_ops < len(step.traced.graph.ops),
             largest_batch=None,
-            seconds=sum(cost_model(self.options.costs or "a100").seconds(plan.graph)),
+            seconds=sum(costs.seconds(plan.graph)),
             unmeasured=len(self._scratch.unknown),
             plan=plan,
         )
@@ -206,7 +207,7 @@ class _StepPlans:
         within, smallest = (None, None) if made.fits else self._within(step, need)
         if smallest is not None and made.train and (loaded := self._loaded(batch)) is not None:
             within, smallest = loaded, None
-            made = replace(made, lanes=busy_seconds(loaded.graph, cost_model(self.options.costs or "a100")))
+            made = replace(made, lanes=busy_seconds(loaded.graph, costs))
         return replace(made, within=within, smallest=smallest, largest_batch=self._largest(made))
 
     def _traced(self, batch: int | None, *, kernels: Kernels | None = None) -> _TracedStep:
@@ -286,6 +287,7 @@ class _StepPlans:
         options = replace(self.options, budget=self.capacity.usable, kernels="aten", device=str(self.there))
         with suppress(MemplanError), self._stage("planning with the model on the host"):
             optimizer = made_optimizer(self.optimizer, [p for p in model.parameters() if p.requires_grad])
+            require_planned_update(optimizer)
             return plan_whole_step(model, optimizer, inputs, options)
         return None
 

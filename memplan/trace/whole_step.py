@@ -92,7 +92,7 @@ def plan_step(
 
     asked = PlanOptions(**options)
     require_update(accumulate, clip_grad_norm)
-    _require_planned_update(optimizer)
+    require_planned_update(optimizer)
     if target is None:
         return made(asked)
     from memplan.trace.for_target import planned_there
@@ -119,7 +119,7 @@ def require_update(accumulate: int, clip_grad_norm: float | None) -> None:
         raise MemplanError(f"clip_grad_norm={norm!r}", hint=hint)
 
 
-def _require_planned_update(optimizer: torch.optim.Optimizer) -> None:
+def require_planned_update(optimizer: torch.optim.Optimizer) -> None:
     """Raise `UnsupportedGraph` for an optimizer whose own `step()` updates."""
     if not is_fused(optimizer):
         hint = "plan forward and backward by memplan.plan, with reserve= for its state"
@@ -138,9 +138,8 @@ def plan_whole_step(
 ) -> Plan:
     """Return the plan of a step of a model that returns its loss; `inputs` are arguments and keywords.
 
-    Raises `UnsupportedGraph` for an optimizer whose own `step()` updates.
+    The update of the optimizer is one that is planned (`require_planned_update`).
     """
-    _require_planned_update(optimizer)
 
     def capture(options: PlanOptions) -> tuple[TracedGraph, CapturedCall]:
         """Return the step, traced and captured."""

@@ -1,4 +1,4 @@
-"""What numba compiles for the first plan under a budget, on a machine where nothing was compiled before."""
+"""Tests of what numba compiles for the first plan under a budget, where nothing was compiled before."""
 
 from __future__ import annotations
 
