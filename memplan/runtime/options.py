@@ -104,7 +104,10 @@ class RunOptions(PlanOptions):
             PlanOptions._require_known_costs(self)
 
     def _require_measurable(self) -> None:
-        """Raise `UnsupportedCall` for CUDA graphs, in which no op can be timed, and for shapes that vary."""
+        """Raise `UnsupportedCall` for CUDA graphs, in which no op can be timed, for shapes and several devices."""
+        if isinstance(self.device, Sequence) and not isinstance(self.device, str) and len(self.device) > 1:
+            hint = "pass costs of your own, or one device"
+            raise UnsupportedCall("steps of one device are measured", where="costs='measure'", hint=hint, see="measure")
         if self.cuda_graph:
             hint = "measure without, save compiled.measurement.costs, and compile with costs='costs.json'"
             raise UnsupportedCall(
