@@ -30,7 +30,6 @@ from memplan.runtime.kernels import BoundOp
 from memplan.runtime.memory.arena import Arena, Memory
 from memplan.runtime.memory.idle_arenas import begin_step, end_step
 from memplan.trace.graph.remap_to_plan import remap_to_plan
-from memplan.trace.optimizer.updates import COUNTERS
 from memplan.trace.traced import Source, TracedGraph
 
 
@@ -141,11 +140,6 @@ class Runner:
     def collectives(self) -> tuple[str, ...]:
         """The collectives of its plan, a line each."""
         return tuple(c.line for c in self.plan.collectives)
-
-    @cached_property
-    def counted(self) -> tuple[str, ...]:
-        """The parameters whose step counters a whole step has in one tensor."""
-        return next((b.names for b in self.traced.bound(Source.STATE) if b.key == COUNTERS), ())
 
     @property
     def has_parameters(self) -> bool:
