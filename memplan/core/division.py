@@ -73,7 +73,7 @@ def division_of(divide: Divide) -> Division | None:
     return Division(blocks=divide)
 
 
-Compression = Literal["bits", "int8"]  # "bits": masks as bits; "int8": also real numbers as 8-bit codes
+Compression = Literal["int8"]  # real numbers as 8-bit codes
 COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 
 

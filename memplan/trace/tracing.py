@@ -31,7 +31,7 @@ from memplan.trace.collectives.parallel_graph import capture_parallel
 from memplan.trace.graph.build import build
 from memplan.trace.graph.offload_target import Target, require_on_cpu, target_of, with_host_residents
 from memplan.trace.graph.values import AliasClasses
-from memplan.trace.passes.compression import pack_masks, quantize
+from memplan.trace.passes.compression import quantize
 from memplan.trace.passes.lowering import lower
 from memplan.trace.passes.nodes import allocate_at_end
 from memplan.trace.passes.own_outputs import own_outputs, tangents_needed, write_back_mutations
@@ -95,7 +95,7 @@ class CapturedCall:
 
         Args:
             division: How chains of rows are divided into blocks; None: not at all.
-            compress: How saved activations are compressed ("bits", "int8"); "": not at all.
+            compress: How saved activations are compressed ("int8"); "": not at all.
         """
         if self.options.kernels == "inductor":
             from memplan.trace.fused.step import trace_generated
@@ -199,8 +199,6 @@ def trace_captured(
         simplify(graph)
     made = None if division is None else divide(graph, division)
     if compression_of(compress):
-        pack_masks(graph)
-    if compress == "int8":
         quantize(graph)
     lower(graph)
     write_in_place(graph)
