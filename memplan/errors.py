@@ -108,10 +108,6 @@ class InvalidSize(MemplanError, ValueError):
     """A size, share, step or option has no valid value, such as "3GiB", "2%" or a number of blocks."""
 
 
-class InvalidTemplate(MemplanError, ValueError):
-    """A template of addresses has no placeholder for the file, has an unknown one, or is no address."""
-
-
 class InvalidShapes(MemplanError, ValueError):
     """`dynamic_shapes` do not match the model and its example, or the model does not allow them."""
 
