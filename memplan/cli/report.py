@@ -46,12 +46,11 @@ def report(
     """
     asked = dict(locals())
     from memplan.cli.outputs import links_of, require_outputs, require_source_url
-    from memplan.cli.source import obtain, require_model, seconds_option
+    from memplan.cli.source import obtain, require_model
     from memplan.core.files import write_atomic
     from memplan.planning.options import PlanOptions
     from memplan.report.lines import answer_lines, report_form, title
 
-    seconds_option("--time-limit", time_limit)
     drawn = {"--html": html, "--svg": svg, "--trace": trace, "--snapshot": snapshot}
     require_outputs({"--save": save, **drawn}, target, costs)
     require_source_url(source_url, html)
