@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from memplan.analysis.diff import diff
     from memplan.analysis.explain import explain
     from memplan.core import csvio
-    from memplan.core.choices import Checkpoint, Gradients, Kernels, Layout
-    from memplan.core.division import Compression, Divide, Division
+    from memplan.core.choices import Checkpoint, Compression, Gradients, Kernels, Layout
+    from memplan.core.division import Divide, Division
     from memplan.core.plan import Plan
     from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
     from memplan.core.timed import set_log_level

@@ -7,9 +7,8 @@ trace in several variants. `trace` does both at once.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from torch import fx, nn
 
 from memplan.core.arguments import arguments_of
-from memplan.core.choices import Kernels
-from memplan.core.division import Division, compression_of
+from memplan.core.choices import Kernels, require_choices
+from memplan.core.division import Division
 from memplan.core.in_place import with_inplace_candidates
 from memplan.core.timed import timed
 from memplan.distributed.parallelism import parallelism_of
-from memplan.errors import UnsupportedGraph, UnsupportedProblem
+from memplan.errors import UnsupportedProblem
 from memplan.trace.capture.checkpoints import mark_checkpoints
 from memplan.trace.capture.front_ends import quiet
 from memplan.trace.capture.joint_graph import Captured, capture
@@ -143,10 +142,11 @@ def capture_call(
             kernels here.
     """
     asked = CaptureOptions(**options)
+    require_choices(asked)
     args, kwargs = arguments_of(example_inputs, example_kwargs)
     train = bool(getattr(model, "training", True)) if asked.train is None else asked.train
     name, target = type(model).__name__, None
-    with timed(f"tracing {name}"), _one_list(args):
+    with timed(f"tracing {name}"):
         if asked.kernels == "inductor":
             with quiet():
                 from memplan.trace.fused.step import decompositions  # imports Inductor
@@ -162,17 +162,6 @@ def capture_call(
         else:
             captured = capture(model, args, kwargs, train=train, by_dynamo=asked.by_dynamo)
     return CapturedCall(captured=captured, model=name, options=asked, target=target)
-
-
-@contextlib.contextmanager
-def _one_list(args: tuple[Any, ...]) -> Iterator[None]:
-    """Say in the error of a model that is called with one list that a list is one argument."""
-    try:
-        yield
-    except UnsupportedGraph as error:
-        if len(args) == 1 and isinstance(args[0], list):
-            error.hint = "a list is one argument, the only one: pass several arguments as a tuple, (first, second)"
-        raise
 
 
 def trace_captured(
@@ -198,7 +187,7 @@ def trace_captured(
     if alias_classes is None:
         simplify(graph)
     made = None if division is None else divide(graph, division)
-    if compression_of(compress):
+    if compress:
         quantize(graph)
     lower(graph)
     write_in_place(graph)

@@ -132,13 +132,7 @@ def generate_partition(joint: fx.Graph, forward: fx.GraphModule, backward: fx.Gr
     `returned`: the number of outputs of the forward. Raises what `generate` raises.
     """
     given = _given(joint.find_nodes(op="placeholder"))
-<<<<<<< HEAD
-    does = ("allow_buffer_reuse", "comprehensive_padding", "shape_padding", "layout_optimization")
-||||||| 4ff01963
-    does = ("comprehensive_padding", "shape_padding", "layout_optimization")
-=======
-    does = ("comprehensive_padding", "inplace_buffers", "shape_padding", "layout_optimization")
->>>>>>> frontier2
+    does = ("allow_buffer_reuse", "comprehensive_padding", "inplace_buffers", "shape_padding", "layout_optimization")
     settings = {name: value for name, value in _SETTINGS.items() if name not in does}
     with _compiling(fake_mode_of(joint), settings):
         return _both((forward, backward), "the graph", given, returned)
