@@ -108,10 +108,6 @@ class InvalidSize(MemplanError, ValueError):
     """A size, share, step or option has no valid value, such as "3GiB", "2%" or a number of blocks."""
 
 
-class InvalidTemplate(MemplanError, ValueError):
-    """A template of addresses has no placeholder for the file, has an unknown one, or is no address."""
-
-
 class InvalidShapes(MemplanError, ValueError):
     """`dynamic_shapes` do not match the model and its example, or the model does not allow them."""
 
@@ -179,10 +175,6 @@ class UnsupportedCall(MemplanError, RuntimeError):
 
 class ArenaCorruption(MemplanError, RuntimeError):
     """A sanitizer found changed bytes in a red zone: a kernel wrote outside its buffer."""
-
-
-class LimitExceeded(MemplanError, ValueError):
-    """A plan exceeds a limit that the user gave (raised by the pytest plugin; the command line exits 1)."""
 
 
 class InvalidCosts(MemplanError, ValueError):

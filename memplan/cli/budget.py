@@ -30,7 +30,6 @@ def budget(
     ranks: c.Ranks = None,
     form: c.Shown = Format.TABLE,
     html: c.Html = None,
-    source_url: c.SourceUrl = None,
 ) -> None:
     """Show what each memory budget would cost in time.
 
@@ -40,7 +39,7 @@ def budget(
     On the page of --html, a point of the curve opens its plan.
     """
     from memplan.analysis.needs import named_optimizer, state_beside
-    from memplan.cli.outputs import require_outputs, require_source_url
+    from memplan.cli.outputs import require_outputs
     from memplan.cli.source import obtain, size_option
     from memplan.core.files import write_atomic
     from memplan.core.gpus import find_gpu
@@ -51,7 +50,6 @@ def budget(
     from memplan.report.forms import frontier_form
 
     require_outputs({"--html": html}, target, costs)
-    require_source_url(source_url, html)
     plan = obtain(target, infer=infer, ranks=ranks, gpu=gpu)
     try:
         step = without_evictions(plan)
@@ -67,7 +65,7 @@ def budget(
     options = PlanOptions(policy=policy, reserve=nbytes, host_budget=host_budget, pinned_budget=pinned_budget)
     found = frontier(replace(step, reserve=nbytes), options, costs=costs)
     shown = frontier_form(plan.model, found, name if state and asked is None else "")
-    page = None if html is None else _page(shown, found, target, source_url)
+    page = None if html is None else _page(shown, found)
     c.stop_if_interrupted()
     if html is not None and page is not None:
         write_atomic(html, page)
@@ -89,12 +87,10 @@ def _own_costs(graph: Graph) -> str:
     return device_costs(away[0])
 
 
-def _page(form: Form, found: Frontier, target: str, template: str | None) -> str:
-    """Return the page of a frontier with the plan of each point; `template` is that of links to source lines."""
-    from memplan.cli.outputs import links_of
+def _page(form: Form, found: Frontier) -> str:
+    """Return the page of a frontier with the plan of each point."""
     from memplan.report.pages import frontier_html
     from memplan.report.picture import picture_of_plan
 
     plans = {id(p.plan): picture_of_plan(p.plan) for p in found.points if p.plan is not None}
-    links = links_of((b.holder.source for picture in plans.values() for b in picture.blocks), template, target)
-    return frontier_html(form, found, [plans.get(id(p.plan)) for p in found.points], links=links)
+    return frontier_html(form, found, [plans.get(id(p.plan)) for p in found.points])

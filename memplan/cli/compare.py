@@ -19,7 +19,6 @@ def diff(
     *,
     gpu: c.Gpu = None,
     html: c.Html = None,
-    source_url: c.SourceUrl = None,
     form: c.Shown = Format.TABLE,
 ) -> None:
     """Show what changed between two plans.
@@ -32,12 +31,11 @@ def diff(
 
     A snapshot.pickle of torch.cuda.memory._dump_snapshot in place of BEFORE shows what was really allocated.
     """
-    from memplan.cli.outputs import links_of, require_outputs, require_source_url
+    from memplan.cli.outputs import require_outputs
     from memplan.cli.source import is_model, obtain, require_model
     from memplan.report.forms import allocated_form, diff_form
 
     require_outputs({"--html": html}, before, after)
-    require_source_url(source_url, html)
     require_model(after, gpu is not None and not is_model(before))
     of_before, of_after = (gpu if is_model(target) else None for target in (before, after))
     if before.endswith((".pickle", ".pkl")):
@@ -48,7 +46,6 @@ def diff(
             raise InvalidOutput(what, where="--html", hint="compare two plans, or give --format markdown")
         c.show(allocated_form(read_snapshot(before), obtain(after, gpu=of_after)), form)
         return
-    from memplan.analysis.buffers import largest
     from memplan.analysis.diff import diff as compare
 
     plans = obtain(before, gpu=of_before), obtain(after, gpu=of_after)
@@ -57,8 +54,7 @@ def diff(
         from memplan.core.files import write_atomic
         from memplan.report.pages import diff_html
 
-        links = links_of((holder.source for plan in plans for holder in largest(plan)), source_url)
-        text = diff_html(*plans, links=links)
+        text = diff_html(*plans)
         c.stop_if_interrupted()
         write_atomic(html, text)
         c.wrote(html)

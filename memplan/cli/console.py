@@ -51,7 +51,6 @@ def opt(spec: str, text: str, **more: Any) -> Any:
 
 
 TARGET = "plan.json, FILE.py:FACTORY or package.module:FACTORY."
-_LINKS = "With --html: links of source lines, such as https://.../{path}#L{line}; without it they open VS Code."
 
 Infer = Annotated[bool, opt("--infer,--no-train", "Plan the forward alone, without gradients (train=False).")]
 Ranks = Annotated[int | None, opt("--ranks N", "Plan one of N ranks that share the parameters.")]
@@ -68,7 +67,6 @@ Optimizer = Annotated[str, opt("--optimizer NAME", "Whose state a training step'
 Solver = Annotated[str | None, opt("--solver NAME", "Which solver places the buffers: auto or its name.")]
 TimeLimit = Annotated[float | None, opt("--time-limit SECONDS", "How long a solver, or a layout's proof, may take.")]
 Html = Annotated[Path | None, opt("--html FILE", "Draw it as one page, to zoom and hover.")]
-SourceUrl = Annotated[str | None, opt("--source-url TEMPLATE", _LINKS)]
 Shown = Annotated[Format, opt("--format", "What to print; github: a table, annotations and a job summary.")]
 
 

@@ -1,23 +1,19 @@
 """Checks what a command writes before it computes anything, and finds the repository files of source lines.
 
 Plans name files without folders ("model.py:12"), so that they contain nothing of the machine that made them. The path
-in the repository is looked up when an annotation or a page is written.
+in the repository is looked up when an annotation is written.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from urllib.parse import quote
 
 from memplan.core.files import require_place
-from memplan.errors import InvalidOutput, InvalidTemplate
+from memplan.errors import InvalidOutput
 
 _OTHERS = frozenset({"node_modules", "site-packages", "__pycache__"})
-_RUNS_CODE = frozenset({"javascript", "data", "vbscript", "blob"})
 
 
 def require_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | None) -> None:
@@ -53,54 +49,6 @@ def _same(one: str | Path, two: str | Path) -> bool:
 def refused(path: Path, option: str, what: str, hint: str = "name another file") -> InvalidOutput:
     """Return the error for an output that would overwrite `path`; `what` ("is Python source") says why it must not."""
     return InvalidOutput(f"{path} {what}, and would be overwritten", where=option, hint=hint)
-
-
-# -- links of source lines -----------------------------------------------------------------------------------
-
-
-def require_source_url(template: str | None, page: Path | None) -> None:
-    """Raise `InvalidTemplate` unless `template` is None, or an address with {path} or {file} for a page."""
-    if template is None:
-        return
-    hint = "write one such as 'https://github.com/me/project/blob/main/{path}#L{line}'"
-    wrong = partial(InvalidTemplate, where="--source-url", hint=hint)
-    rest = re.sub(r"\{(path|file|line)\}", "", template)
-    if "{" in rest or "}" in rest:
-        raise wrong(f"{template!r} has a brace that is not of {{path}}, {{file}} or {{line}}")
-    if "{path}" not in template and "{file}" not in template:
-        raise wrong(f"{template!r} has neither {{path}} nor {{file}}")
-    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):", template)
-    if scheme is None or scheme[1].lower() in _RUNS_CODE or not template.isprintable():
-        raise wrong(f"{template!r} is no address of a file")
-    if page is None:
-        raise InvalidTemplate(
-            "there is no page whose links it makes", where="--source-url", hint="give --html FILE too"
-        )
-
-
-def links_of(sources: Iterable[str], template: str | None, target: str = "") -> dict[str, str]:
-    """Return addresses by source line ("model.py:12"), of those of `sources` whose file is known for certain.
-
-    That is one with this name where there is no second one in the repository around the working directory, or the file
-    of `target` (FILE.py:FACTORY). Without a `template`, addresses open VS Code. With one, {path} is the path from the
-    repository's root, and {file} the name of the file, which is known for every line.
-    """
-    lines = sorted(set(sources) - {""})
-    files, file = Sources(lines), target.rpartition(":")[0]
-    found = {line: _link(files, line, template, file if file.endswith(".py") else "") for line in lines}
-    return {line: link for line, link in found.items() if link is not None}
-
-
-def _link(files: Sources, source: str, template: str | None, file: str) -> str | None:
-    (name, _, line), found = source.rpartition(":"), files.find(source, file)
-    if not name or not (line.isascii() and line.isdecimal()):
-        return None
-    if template is None:
-        path = (files.root / found[0]).resolve().as_posix() if found else ""
-        return f"vscode://file/{quote(path.lstrip('/'), safe='/:')}:{line}" if found else None
-    if found is None and "{path}" in template:
-        return None
-    return template.format(path=quote(found[0]) if found else "", file=quote(name), line=line)
 
 
 class Sources:

@@ -21,7 +21,6 @@ def report(
     form: c.Shown = Format.TABLE,
     save: Annotated[Path | None, opt("--save FILE", "Write the plan itself to FILE, for check.")] = None,
     html: c.Html = None,
-    source_url: c.SourceUrl = None,
     svg: Annotated[Path | None, opt("--svg FILE", "Draw the arena as an SVG picture.")] = None,
     trace: Annotated[Path | None, opt("--trace FILE", "Write trace events, for ui.perfetto.dev.")] = None,
     snapshot: Annotated[Path | None, opt("--snapshot FILE", "Write a pickle for PyTorch's memory_viz.")] = None,
@@ -45,7 +44,7 @@ def report(
     Nothing is computed and no weight is touched: the model may be larger than this machine.
     """
     asked = dict(locals())
-    from memplan.cli.outputs import links_of, require_outputs, require_source_url
+    from memplan.cli.outputs import require_outputs
     from memplan.cli.source import obtain, require_model
     from memplan.core.files import write_atomic
     from memplan.planning.options import PlanOptions
@@ -53,7 +52,6 @@ def report(
 
     drawn = {"--html": html, "--svg": svg, "--trace": trace, "--snapshot": snapshot}
     require_outputs({"--save": save, **drawn}, target, costs)
-    require_source_url(source_url, html)
     known = {field.name for field in fields(PlanOptions)}
     given = {name: value for name, value in asked.items() if name in known and value is not None}
     require_model(target, bool(given or infer or gpu or ranks is not None))  # before their values are checked
@@ -72,8 +70,7 @@ def report(
 
         picture = picture_of_plan(plan, figures)
         if html is not None:
-            links = links_of((b.holder.source for b in picture.blocks), source_url, target)
-            write_atomic(html, picture_html(picture, links=links))
+            write_atomic(html, picture_html(picture))
         for path, draw in ((svg, picture_svg), (trace, trace_json), (snapshot, snapshot_bytes)):
             if path is not None:
                 write_atomic(path, draw(picture))

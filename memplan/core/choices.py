@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from memplan.errors import MemplanError
 
 Checkpoint = Literal["follow", "plan"]
-Compression = Literal["bits", "int8"]  # masks as bits; also real numbers as 8-bit codes
+Compression = Literal["int8"]  # real numbers as 8-bit codes
 Gradients = Literal["arena", "outside"]
 Kernels = Literal["aten", "inductor"]
 Layout = Literal["auto", "tstack"]

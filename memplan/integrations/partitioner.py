@@ -8,41 +8,26 @@ too, until one keeps the budget. Inductor's kernels, allocations and caches stay
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch import fx
 from torch._dynamo.exc import ShortenTraceback
-from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from memplan.core.graph import StorageKind
-from memplan.core.totals import beside_results
 from memplan.core.units import format_bytes
-from memplan.devices.kinds import HOST, alignment_of, is_accelerator
 from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError, UnsupportedGraph
 from memplan.evict.costs import cost_model
 from memplan.evict.measure import measure
 from memplan.evict.policies.partition import kept_for_backward, partition
 from memplan.evict.workload import Workload
-from memplan.planning.fit import make_workload
 from memplan.planning.options import Budget, Costs, read_budget, read_size
-from memplan.torch_inside.graphs import one_of_each
 from memplan.torch_inside.versions import warn_if_newer
-from memplan.trace.capture.front_ends import quiet
-from memplan.trace.fused.code_generation import generate_partition
-from memplan.trace.fused.fused_graph import PartitionKernels, PartitionReader
-from memplan.trace.kernel_scratch import KernelScratch
-from memplan.trace.passes.partitions import require_new_values, save_old_values, tag_saved
-from memplan.trace.planning import device_costs
+from memplan.trace.fused.fused_graph import PartitionKernels
+from memplan.trace.fused.partition import Graphs, Joint, TriedPartition
 from memplan.version import __version__
 
 _log = logging.getLogger("memplan")
@@ -50,32 +35,7 @@ COMPILATIONS = 4  # how many partitions are generated at most
 _OF_PLANS = ("inductor-code", "inductor-refuses")  # errors whose hints are those of plans
 _CLOSE = 0.97  # a partition that needs at least this share of the budget is not improved any more
 
-Graphs = tuple[fx.GraphModule, fx.GraphModule]
 Decision = tuple[tuple[str, ...], float]  # the nodes to save, and the seconds of the step by the cost model
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBytes:
-    """The bytes of a step on the device.
-
-    `standing` were there before it: parameters, buffers and inputs. `peak` is the peak of the step, everything counted.
-    """
-
-    standing: int
-    peak: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TriedPartition:
-    """One partition of a joint graph, and the bytes that the step needs with it.
-
-    `saved` are the names of the nodes that the forward saves for the backward. `seconds` is the time of the step by
-    the cost model, None for the partition that torch chooses.
-    """
-
-    saved: tuple[str, ...]
-    bytes: StepBytes
-    seconds: float | None = None
 
 
 class BudgetPartitioner(CustomPartitionerFn):
@@ -128,7 +88,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         """
         warn_if_newer()
         try:
-            tried = self._tries(_Joint(gm, joint_inputs, kwargs))
+            tried = self._tries(Joint(gm, joint_inputs, kwargs))
         except MemplanError as error:
             raise _through_dynamo(error) from None
         self.tried = tuple(one for one, _ in tried)
@@ -146,7 +106,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         )
         return graphs
 
-    def _tries(self, joint: _Joint) -> list[tuple[TriedPartition, Graphs]]:
+    def _tries(self, joint: Joint) -> list[tuple[TriedPartition, Graphs]]:
         """Return the partitions that were tried, and their graphs."""
         found = [joint.partition(None)]
         first = found[0][0]
@@ -228,68 +188,6 @@ def _decide(workload: Workload, step: PartitionKernels, budget: int) -> Decision
         return None
     nodes = {step.nodes[s] for s in kept_for_backward(within, events) if s in step.nodes}
     return tuple(sorted(nodes)), measure(within, events).seconds
-
-
-class _Joint:
-    """A joint graph, which is partitioned in copies whose code is generated."""
-
-    def __init__(self, module: fx.GraphModule, inputs: Sequence[object], options: dict[str, Any]) -> None:
-        self.module, self.inputs = module, inputs
-        self.options = {key: value for key, value in options.items() if key != "compiler"}
-        self.results = int(options["num_fwd_outputs"])
-        values = {node.name: node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")}
-        _require_numbers(values)
-        devices = [value.device for value in values.values() if isinstance(value, torch.Tensor)]
-        self.device = next(filter(is_accelerator, devices), torch.device(HOST))
-        self.alignment = alignment_of(self.device) if is_accelerator(self.device) else 1
-        self.tangents = frozenset(name for name in values if name.startswith("tangents"))
-        self.scratch = KernelScratch(device=self.device)
-        self.kernels: PartitionKernels
-
-    def partition(self, saved: Sequence[str] | None, seconds: float | None = None) -> tuple[TriedPartition, Graphs]:
-        """Return the partition that saves these nodes (None: the one that torch chooses), with its kernels read."""
-        with quiet():
-            copied = fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
-        one_of_each(copied)
-        if saved is None:
-            save_old_values(copied.graph)
-        else:
-            tag_saved(copied.graph, frozenset(saved))
-        with functorch_config.patch(activation_memory_budget=1.0):
-            forward, backward = min_cut_rematerialization_partition(copied, self.inputs, **self.options)
-        require_new_values(self.module.graph, forward.graph, backward.graph)
-        with quiet():
-            code = generate_partition(self.module.graph, copy.deepcopy(forward), copy.deepcopy(backward), self.results)
-            self.kernels = PartitionReader(code).build(self.tangents)
-        taken = {node.name for node in backward.graph.find_nodes(op="placeholder")}
-        (output,) = forward.graph.find_nodes(op="output")
-        kept = tuple(x.name for x in output.args[0][self.results :] if isinstance(x, fx.Node) and x.name in taken)
-        return TriedPartition(saved=kept, bytes=self._bytes(), seconds=seconds), (forward, backward)
-
-    def workload(self, costs: Costs | None) -> Workload:
-        """Return the kernels of the last partition as a workload without a budget."""
-        graph = self.kernels.graph
-        model = cost_model(costs or device_costs(self.device))
-        return make_workload(graph, tuple(range(len(graph.ops))), model, self.alignment)
-
-    def _bytes(self) -> StepBytes:
-        """Return the bytes of the step of the last partition."""
-        graph, workload = self.kernels.graph, self.workload(None)
-        scratch = beside_results(graph, self.scratch.of_graph(graph, self.kernels.kernels))
-        live = measure(workload, workload.plain).live + np.array(scratch, np.int64)
-        live[graph.forward_ops :] += graph.bytes_of(StorageKind.TANGENT)
-        standing = graph.bytes_of(StorageKind.PARAMETER, StorageKind.CONSTANT)
-        return StepBytes(standing=standing, peak=standing + int(live.max(initial=0)))
-
-
-def _require_numbers(values: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedGraph` for inputs whose sizes vary from call to call."""
-    for name, value in values.items():
-        sizes = tuple(value.shape) if isinstance(value, torch.Tensor) else (value,)
-        if any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in sizes):
-            what = "its size varies from call to call, so the bytes of a step are not known"
-            hint = "compile with torch.compile(model, dynamic=False): each shape is then partitioned for itself"
-            raise UnsupportedGraph(name, what, hint, see="partitioner")
 
 
 def _through_dynamo(error: MemplanError) -> MemplanError:

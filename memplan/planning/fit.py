@@ -190,8 +190,7 @@ def _keeps(states: SavedStates, policy: Policy, budget: int) -> bool:
 
 def quick_of(policy: Policy) -> Policy:
     """Return a policy that needs about the same bytes as `policy`, in less time; `policy` itself if there is none."""
-    own: Policy | None = getattr(policy, "quick", None)
-    return own or (partial(policy, quick=True) if policy in (auto, recompute) else policy)
+    return partial(policy, quick=True) if policy in (auto, recompute) else policy
 
 
 def _states_for(workload: Workload, policy: Policy) -> SavedStates:

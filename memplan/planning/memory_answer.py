@@ -88,6 +88,8 @@ class Fits:
         capacity: The memory of the device; sizes are bytes.
         need: What the step needs, by parts; bytes.
         eager: What eager is predicted to need, with the same allowance; bytes.
+        compiled: What `torch.compile(model)` is predicted to need by itself, likewise; None unless the kernels of a
+            training step are those that Inductor generates for a named GPU, and where torch finds no single graph.
         batch: The samples of a step; None where the inputs show no batch.
         optimizer: The name of the optimizer, "none" without one.
         dtypes: The types of the parameters.
@@ -112,6 +114,7 @@ class Fits:
     capacity: Capacity
     need: Need
     eager: int
+    compiled: int | None
     batch: int | None
     optimizer: str
     dtypes: tuple[str, ...]

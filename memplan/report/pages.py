@@ -1,8 +1,7 @@
 """Makes self-contained HTML pages: of an arena, of two plans, of a frontier. No network, no library, any browser.
 
 A page is put together from its files in `page/`, with its data: columns of numbers as deflated bytes, texts that repeat
-as indices into one list. A page of 200,000 buffers stays below 5 MB. `page/data.js` unpacks it. `links` are addresses
-by source line ("model.py:12"); lines without one are shown as text.
+as indices into one list. A page of 200,000 buffers stays below 5 MB. `page/data.js` unpacks it.
 """
 
 from __future__ import annotations
@@ -47,28 +46,24 @@ _SCRIPTS = {  # of each page, in the order in which they run
 }
 _DELTAS = frozenset({"start", "end", "gapStart", "gapEnd"})  # nearly sorted: their differences are small
 
-Links = Mapping[str, str]
 
-
-def picture_html(picture: Picture, *, links: Links | None = None) -> str:
+def picture_html(picture: Picture) -> str:
     """Return the page of an arena."""
-    return _page("report", page_data(picture, links))
+    return _page("report", page_data(picture))
 
 
-def diff_html(before: Plan, after: Plan, *, links: Links | None = None) -> str:
+def diff_html(before: Plan, after: Plan) -> str:
     """Return the page of two plans: both arenas zoomed together, and what changed, by module."""
-    return _page("diff", _diff_data(before, after, links))
+    return _page("diff", _diff_data(before, after))
 
 
-def frontier_html(
-    form: Form, frontier: Frontier, pictures: Sequence[Picture | None] = (), *, links: Links | None = None
-) -> str:
+def frontier_html(form: Form, frontier: Frontier, pictures: Sequence[Picture | None] = ()) -> str:
     """Return the page of a frontier: the curve, every figure in a table, and the plans that the points open.
 
     `pictures` are those of the plan of each point, None where there is none; points whose plan is the same have the
     same object.
     """
-    return _page("budget", frontier_data(form, frontier, pictures, links))
+    return _page("budget", frontier_data(form, frontier, pictures))
 
 
 def _page(name: str, data: Mapping[str, Any]) -> str:
@@ -98,7 +93,7 @@ def _file(name: str) -> str:
     return resources.files("memplan.report").joinpath("page", name).read_text(encoding="utf-8")
 
 
-def _diff_data(before: Plan, after: Plan, links: Links | None) -> dict[str, Any]:
+def _diff_data(before: Plan, after: Plan) -> dict[str, Any]:
     found = diff(before, after)
     form, pictures = diff_form(found), (picture_of_plan(before), picture_of_plan(after))
     places = [{b.holder.id: i for i, b in enumerate(picture.blocks)} for picture in pictures]
@@ -108,14 +103,12 @@ def _diff_data(before: Plan, after: Plan, links: Links | None) -> dict[str, Any]
     names = [f"{side}: {name or 'plan'}" for side, name in zip(("before", "after"), found.names, strict=True)]
     return {
         **{"title": form.title, "names": names, "totals": form.sections[0].rows, "answer": form.sections[0].lines},
-        "plans": [_packed(picture, links) for picture in pictures],
+        "plans": [_packed(picture) for picture in pictures],
         **{"pairs": packed, "columns": columns, "foot": FOOT},
     }
 
 
-def frontier_data(
-    form: Form, frontier: Frontier, pictures: Sequence[Picture | None] = (), links: Links | None = None
-) -> dict[str, Any]:
+def frontier_data(form: Form, frontier: Frontier, pictures: Sequence[Picture | None] = ()) -> dict[str, Any]:
     """Return what the page of a frontier shows, as plain types; sizes are bytes, overheads shares of the time."""
     kept = {id(picture): picture for picture in pictures if picture is not None}
     plans = {key: k for k, key in enumerate(kept)}
@@ -145,16 +138,16 @@ def frontier_data(
             }
             for s in form.sections
         ],
-        "plans": [_packed(picture, links) for picture in kept.values()],
+        "plans": [_packed(picture) for picture in kept.values()],
     }
 
 
-def page_data(picture: Picture, links: Links | None = None) -> dict[str, Any]:
+def page_data(picture: Picture) -> dict[str, Any]:
     """Return what the page of an arena shows, as plain types."""
-    return {**_packed(picture, links), "foot": FOOT}
+    return {**_packed(picture), "foot": FOOT}
 
 
-def _packed(picture: Picture, links: Links | None) -> dict[str, Any]:
+def _packed(picture: Picture) -> dict[str, Any]:
     """Return what a page needs to draw `picture`, as plain types."""
     words, blocks = dict[str, int](), picture.blocks
     gaps = [list(pairwise(b.segments)) for b in blocks]
@@ -184,7 +177,6 @@ def _packed(picture: Picture, links: Links | None) -> dict[str, Any]:
         **{"answer": list(picture.answer), "notes": list(picture.notes), "proofs": list(picture.proofs)},
         **{"colours": colours(picture), "palette": {"others": OTHERS, "rest": GREY}},
         "words": list(words),
-        "links": {i: links[text] for text, i in words.items() if text in links} if links else {},
         **{"columns": described, "packed": packed, "texts": _texts(picture)},
     }
 

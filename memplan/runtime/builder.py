@@ -15,7 +15,6 @@ from memplan.core.totals import known_transient
 from memplan.core.units import format_bytes
 from memplan.devices.kinds import is_accelerator
 from memplan.errors import BudgetInfeasible
-from memplan.evict.feedback import RecordingPolicy
 from memplan.planning.fit import plan_again
 from memplan.planning.measured import no_more_than_eager
 from memplan.planning.outside_arena import plan_partly_outside
@@ -29,14 +28,14 @@ from memplan.runtime.memory.arena import Arena, arena_for
 from memplan.runtime.memory.shared_arena import ArenaCoordinator
 from memplan.runtime.options import Measured, RunOptions
 from memplan.runtime.profiling.op_timer import measured_costs
-from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, safe_plan
+from memplan.runtime.profiling.profile_guided import ProfileGuide
 from memplan.trace import CapturedCall
 from memplan.trace.default_kernels import made_by_default
 from memplan.trace.graph.remap_to_plan import outside_as_in
 from memplan.trace.traced import TracedGraph
 
 _TRIES = 4
-_Planned = tuple[TracedGraph, Plan, RecordingPolicy | None]
+_Planned = tuple[TracedGraph, Plan]
 _Options = TypeVar("_Options", bound=RunOptions)
 _Made = TypeVar("_Made")
 
@@ -46,7 +45,7 @@ class ProgramBuilder(Generic[_Options]):
 
     `options` are those of the next program. `arena` is the arena that all programs share, one at a time; the first
     program allocates it, and it grows if a later one needs more. With a `coordinator`, which places programs in its own
-    arena, each program begins in an arena of its own. `added`, `whole`: as in `Runner`. `hooks` observe the programs.
+    arena, each program begins in an arena of its own. `whole`: as in `Runner`. `hooks` observe the programs.
     `make_room` is called with the options and the plan of a program before an arena is allocated for it.
     """
 
@@ -59,13 +58,12 @@ class ProgramBuilder(Generic[_Options]):
         hooks: Hooks,
         coordinator: ArenaCoordinator | None = None,
         *,
-        added: bool = False,
         whole: bool = False,
     ) -> None:
         self.options, self.hooks, self.coordinator = options, hooks, coordinator
         self.make_room: Callable[[Any, Plan], None] = _nothing_beside
         self.arena: Arena | None = None
-        self._name, self._added, self._whole = name, added, whole
+        self._name, self._whole = name, whole
         self._recorder: Recorder | None = None
         self._made: list[Arena] | None = None  # what is allocated while programs are built
 
@@ -96,7 +94,9 @@ class ProgramBuilder(Generic[_Options]):
 
         Raises `BudgetInfeasible` where no plan keeps the budgets.
         """
-        options = self.options
+        measures = self.options.measures
+        costs = None if measures else self.options.costs  # guides decide again, with those of the first steps
+        options = self.options = replace(self.options, costs=costs)
         room = 0 if self.arena is None else self.arena.nbytes
         planned: list[_Planned] = []
         over: list[Plan] = []
@@ -131,18 +131,15 @@ class ProgramBuilder(Generic[_Options]):
             several = any(len(traced.runs_on) > 1 for traced, _ in steps)
             outgrown = not options.has_budget and any(one.plan.arena_size > room for one in made)
             alone = len(steps) == 1 or not options.has_budget
-            if given is None and not options.measures and not several and alone and (not room or outgrown):
+            if given is None and not measures and not several and alone and (not room or outgrown):
                 made = self._smaller(made, planned, others, room)
         except BaseException:
             self._free_made()  # what was built may be kept alive by the error's traceback
             raise
         finally:
             self._made = None
-        guides = [
-            ProfileGuide(options, one, policy, partial(self.assemble, one.as_traced))
-            for (_, _, policy), one in zip(planned, made, strict=True)
-            if policy is not None and policy.events is not None
-        ]
+        evicting = [one for one in made if one.plan.evictions] if measures else []
+        guides = [ProfileGuide(options, one, partial(self.assemble, one.as_traced)) for one in evicting]
         for one in () if keep_example else made:
             one.forget_example()
         return list(made), guides
@@ -160,7 +157,6 @@ class ProgramBuilder(Generic[_Options]):
                 plan,
                 self._arena_for(plan, traced.device, room),
                 sanitize=self.options.sanitize,
-                added=self._added,
                 recorder=self._recorder,
                 whole=self._whole,
                 bound=bound,
@@ -190,7 +186,7 @@ class ProgramBuilder(Generic[_Options]):
         if not any(fewer):
             return made
         before, needed = list(planned), on_device(made[0])
-        planned[:] = [now if found is None else (*found, now[2]) for found, now in zip(smaller, planned, strict=True)]
+        planned[:] = [now if found is None else found for found, now in zip(smaller, planned, strict=True)]
         discard(made)
         del made
         found = self._placed(planned, others, room)
@@ -236,31 +232,27 @@ class ProgramBuilder(Generic[_Options]):
     def _planned(
         self, step: tuple[TracedGraph, CapturedCall | None], given: Plan | None, known: Measured | None, room: int
     ) -> _Planned:
-        """Return the variant of a step that is planned, its plan, and the policy to measure if steps are measured."""
-        if self.options.measures:
-            return safe_plan(self.options, *step, known=known)
+        """Return the variant of a step that is planned, and its plan."""
         if known is not None:
-            return *self.options.replan(known, room=room), None
-        return *self.options.settle(*step, given, room=room), None
+            return self.options.replan(known, room=room)
+        return self.options.settle(*step, given, room=room)
 
     def _in_one_arena(self, planned: Sequence[_Planned], known: Sequence[Measured | None], room: int) -> list[_Planned]:
         """Return the plans, each with an arena that leaves every other program the room that its budget needs."""
-        limits = _limits_of_totals([plan for _, plan, _ in planned])
+        limits = _limits_of_totals([plan for _, plan in planned])
         found = []
-        for (traced, plan, policy), one in zip(planned, known, strict=True):
+        for (traced, plan), one in zip(planned, known, strict=True):
             if len(planned) > 1 and plan.eviction is not None and limits and plan.arena_size > min(limits):
                 tried = replace(plan, eviction=replace(plan.eviction, arena_budget=min(limits)))
                 transient = known_transient(traced.graph) if one is None else one.transient
                 step = Measured(traced=traced, plan=tried, transient=transient)
-                traced, plan, policy = self._planned((traced, None), None, step, room)  # noqa: PLW2901
-            found.append((traced, plan, policy))
+                traced, plan = self._planned((traced, None), None, step, room)  # noqa: PLW2901
+            found.append((traced, plan))
         return found
 
     def _placed(self, planned: Sequence[_Planned], others: Sequence[Plan], room: int) -> list[Runner]:
         """Return the programs of some plans, in an arena that has room for them and for others."""
-        rooms = [arena_room(plan, policy) for _, plan, policy in planned]
-        least = min([max(rooms), *_limits_of_totals([plan for _, plan, _ in planned])])
-        made = [self.assemble(traced, plan, least) for traced, plan, _ in planned]
+        made = [self.assemble(traced, plan) for traced, plan in planned]
         for plan in others:
             made[0].arena.fit(plan)
         if self.options.budget == "min" or (room and not others and not self.options.budget_is_absolute):

@@ -72,6 +72,10 @@ class FunctionWriter:
         for result, out in zip(results, bound.outs, strict=True):
             if out is None:
                 continue
+            if out not in self.layout.static and self.layout.base(out) in makes:  # a tensor that is returned twice
+                makes.append(out)
+                after.append(f"v{out} = {self._view(self.layout.base(out), out)}")
+                continue
             if out in self.layout.static or out in self.known or self.layout.base(out) != out:
                 self._use(out)
                 copied.append(out)

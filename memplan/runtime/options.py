@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from memplan.core.choices import Gradients, OnMismatch, Sanitize
-from memplan.core.in_place import COPY
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
@@ -89,11 +88,6 @@ class RunOptions(PlanOptions):
         return not self.cuda_graph and PlanOptions.gradients_in_arena.__get__(self)
 
     @property
-    def gradients_copied(self) -> bool:
-        """Whether gradients are made in the arena and copied out: not those of recorded steps."""
-        return not self.cuda_graph and PlanOptions.gradients_copied.__get__(self)
-
-    @property
     def tracing(self) -> dict[str, Any]:
         """The options that decide how a call is captured, for `capture_call`."""
         return {**PlanOptions.tracing.__get__(self), "in_place": self.in_place}
@@ -104,7 +98,10 @@ class RunOptions(PlanOptions):
             PlanOptions._require_known_costs(self)
 
     def _require_measurable(self) -> None:
-        """Raise `UnsupportedCall` for CUDA graphs, in which no op can be timed, and for shapes that vary."""
+        """Raise `UnsupportedCall` for CUDA graphs, in which no op can be timed, for shapes and several devices."""
+        if isinstance(self.device, Sequence) and not isinstance(self.device, str) and len(self.device) > 1:
+            hint = "pass costs of your own, or one device"
+            raise UnsupportedCall("steps of one device are measured", where="costs='measure'", hint=hint, see="measure")
         if self.cuda_graph:
             hint = "measure without, save compiled.measurement.costs, and compile with costs='costs.json'"
             raise UnsupportedCall(
@@ -238,7 +235,7 @@ class CompileOptions(RunOptions):
         return cls(
             **{
                 **shared,
-                "gradients": "outside" if plain and options.accumulate > 1 else "arena",
+                "gradients": "arena",
                 "reserve": options.reserved + state + (0 if as_op else temporaries),
                 "after": temporaries if as_op else 0,
             }
@@ -277,12 +274,9 @@ def device_for(device: Device | None, given: Plan | None) -> Device | None:
 
 
 def gradients_for(gradients: Gradients, given: Plan | None) -> Gradients:
-    """Return where gradients are: where the user asked for, or outside where the given plan copies them out."""
-    if given is None:
-        return gradients
-    made = set(given.graph.gradients)
-    copies = any(op.target == COPY and made.intersection(op.writes) for op in given.graph.ops)
-    return "outside" if copies else gradients
+    """Return where gradients are: where the user asked for, or outside where the given plan has them."""
+    outside = given is not None and given.graph.gradients and not given.graph.gradients_in_arena
+    return "outside" if outside else gradients
 
 
 def given_plan(keywords: Mapping[str, Any]) -> Plan | None:

@@ -52,20 +52,9 @@ def _properties(target: GpuTarget) -> SimpleNamespace:
         max_threads_per_multi_processor=target.threads,
         max_threads_per_block=1024,
         warp_size=32,
-        shared_memory_per_block=48 << 10,
         shared_memory_per_block_optin=target.shared_memory,
-        shared_memory_per_multiprocessor=target.shared_memory + (1 << 10),
         L2_cache_size=target.cache,
         gcnArchName="",
-        is_integrated=0,
-        is_multi_gpu_board=0,
-        uuid="0",
-        pci_bus_id=0,
-        pci_device_id=0,
-        pci_domain_id=0,
-        clock_rate=1_980_000,
-        memory_clock_rate=3_201_000,
-        memory_bus_width=6144,
     )
 
 
@@ -204,7 +193,9 @@ def _triton(target: GpuTarget) -> None:
 
 
 def _inductor(target: GpuTarget) -> None:
-    """Answer what Inductor would measure: the bandwidth of memory."""
+    """Answer what Inductor would measure: the bandwidth of memory, and whether padded products are faster."""
     from torch._inductor import utils
+    from torch._inductor.fx_passes import pad_mm
 
     _set(utils, get_gpu_dram_gbps=_answering(int(target.bandwidth / 1e9)))
+    _set(pad_mm, get_cached_should_pad=_answering(True))  # it asks of products that are bound by what they compute

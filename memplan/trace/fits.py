@@ -149,6 +149,7 @@ class _TracedStep:
     """A traced step of `model`; `captured` traces variants of it, `shown` is the batch that its inputs show."""
 
     model: nn.Module
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
     traced: TracedGraph
     captured: CapturedCall | None
     options: PlanOptions
@@ -190,6 +191,7 @@ class _StepPlans:
             capacity=self.capacity,
             need=need,
             eager=max(eager, need.in_update) + self.capacity.allowance,
+            compiled=self._compiled(step, need),
             batch=own,
             optimizer=update.name,
             dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in step.model.parameters()})),
@@ -225,7 +227,9 @@ class _StepPlans:
             stand_in = torch.device("cpu" if self.capacity.is_host else "cuda")  # it decides the alignment
             traced = replace(traced, device=stand_in)
         retracer = captured if options.kernels == "inductor" else None
-        return _TracedStep(model=model, traced=traced, captured=retracer, options=options, shown=shown)
+        return _TracedStep(
+            model=model, inputs=(args, kwargs), traced=traced, captured=retracer, options=options, shown=shown
+        )
 
     def _planned(self, step: _TracedStep, **limits: Any) -> Plan:
         """Return the plan of a step; on this machine, with what its kernels allocate for themselves."""
@@ -257,6 +261,23 @@ class _StepPlans:
         """Return what the step of a plan needs with its optimizer."""
         update = self._known_update
         return need_of(plan, state=update.state, temporaries=update.temporaries, is_host=self.capacity.is_host)
+
+    def _compiled(self, step: _TracedStep, need: Need) -> int | None:
+        """Return what a step needs that `torch.compile` runs by itself; None where that is not known, as the log says.
+
+        It is asked of a training step with Inductor's kernels on a named GPU.
+        """
+        if self.there is None or step.options.kernels != "inductor" or not step.traced.graph.gradients:
+            return None
+        from memplan.trace.fused.partition import compiled_bytes  # imports Inductor
+
+        with self._stage("counting what torch.compile allocates"):
+            try:
+                found = compiled_bytes(step.model, *step.inputs)
+            except Exception as error:  # torch's own, of a model that it does not read as one graph
+                _log.info("what torch.compile needs is not known: %s", str(error).strip().partition("\n")[0])
+                return None
+        return max(need.fixed + found.peak - found.standing, need.in_update) + self.capacity.allowance
 
     def _within(self, step: _TracedStep, need: Need) -> tuple[Plan | None, int | None]:
         """Return the cheapest plan within the device, and the fewest bytes of one where there is none.

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from memplan.core.graph import Graph
-from memplan.core.totals import functional_transient
-from memplan.devices.kinds import is_accelerator
+from memplan.core.totals import functional_transient, known_transient
+from memplan.devices.kinds import is_accelerator, is_available
 from memplan.devices.measure import peak_bytes
 from memplan.trace.traced import KernelCall, Ref
 
@@ -113,7 +113,12 @@ class KernelScratch:
         return self._known[call]
 
     def of_graph(self, graph: Graph, kernels: Sequence[Any]) -> tuple[int, ...]:
-        """Return the transient bytes of each op of a traced graph: fresh results that are copied, and scratch."""
+        """Return the transient bytes of each op of a traced graph: fresh results that are copied, and scratch.
+
+        Where the device is not here, they are those that are known before anything ran.
+        """
+        if not is_available(self.device.type):
+            return known_transient(graph)
         calls = [_call_of_op(graph, kernel) if isinstance(kernel, KernelCall) else None for kernel in kernels]
         self.measure(call for call in calls if call is not None)
         scratch = (0 if call is None else self.of(call) for call in calls)

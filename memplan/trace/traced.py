@@ -159,8 +159,8 @@ class Binding:
     """The tensor that value `value` of the graph is bound to.
 
     A parameter or buffer is bound by `name`, an input or tangent by `index`, a constant by `tensor`, and optimizer
-    state by its `key` and the parameter `name` (or the parameters `names`, one element each). `requires_grad`: the
-    input, parameter or buffer required a gradient when it was traced. `written`: the step changes the tensor.
+    state by its `key` and the parameter `name`. `requires_grad`: the input, parameter or buffer required a gradient
+    when it was traced. `written`: the step changes the tensor.
     """
 
     source: Source
@@ -168,7 +168,6 @@ class Binding:
     name: str = ""
     index: int = 0
     key: str = ""
-    names: tuple[str, ...] = ()
     tensor: torch.Tensor | None = None
     requires_grad: bool = False
     written: bool = False

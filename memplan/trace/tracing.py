@@ -30,7 +30,7 @@ from memplan.trace.collectives.parallel_graph import capture_parallel
 from memplan.trace.graph.build import build
 from memplan.trace.graph.offload_target import Target, require_on_cpu, target_of, with_host_residents
 from memplan.trace.graph.values import AliasClasses
-from memplan.trace.passes.compression import pack_masks, quantize
+from memplan.trace.passes.compression import quantize
 from memplan.trace.passes.lowering import lower
 from memplan.trace.passes.nodes import allocate_at_end
 from memplan.trace.passes.own_outputs import own_outputs, tangents_needed, write_back_mutations
@@ -54,7 +54,6 @@ class CaptureOptions:
     `in_place` says). `device`: where the step runs while the model and the caller stay on the CPU; None: where the
     model is. `in_place`: results may take the bytes of inputs that have their last use there (see
     `memplan.core.in_place`). `gradients_in_arena`: parameters' gradients stay in the arena to the end of the step.
-    `copy_gradients`: each gradient of a parameter is made in the arena and copied out as soon as it is complete.
     `by_dynamo`: the model is one of dynamo's own graphs, wrapped as a module that holds its parameters. `after`: the
     bytes that an optimizer allocates while the gradients are there; they are not known of a step of Inductor's kernels.
     """
@@ -64,7 +63,6 @@ class CaptureOptions:
     device: Device | None = None
     in_place: bool = True
     gradients_in_arena: bool = False
-    copy_gradients: bool = False
     by_dynamo: bool = False
     after: int = 0
 
@@ -96,7 +94,7 @@ class CapturedCall:
 
         Args:
             division: How chains of rows are divided into blocks; None: not at all.
-            compress: How saved activations are compressed ("bits", "int8"); "": not at all.
+            compress: How saved activations are compressed ("int8"); "": not at all.
         """
         if self.options.kernels == "inductor":
             from memplan.trace.fused.step import trace_generated
@@ -116,7 +114,7 @@ class CapturedCall:
 
 
 def _finish(graph: fx.Graph, *, options: CaptureOptions) -> None:
-    own_outputs(graph, copy_gradients=options.copy_gradients)
+    own_outputs(graph)
     allocate_at_end(graph, options.after)
 
 
@@ -190,8 +188,6 @@ def trace_captured(
         simplify(graph)
     made = None if division is None else divide(graph, division)
     if compress:
-        pack_masks(graph)
-    if compress == "int8":
         quantize(graph)
     lower(graph)
     write_in_place(graph)

@@ -64,7 +64,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: a.load(PLAN), "memplan.plan(model, example_inputs).save(path)"),
     (lambda: a.plan(MODEL, 4), "check that model(*example_inputs) runs eagerly"),
     (lambda: a.plan(MODEL, X, train="yes"), "choose one of: None, True, False"),
-    (lambda: a.plan(MODEL, X, compress="int4"), "choose one of: None, 'bits', 'int8'"),
+    (lambda: a.plan(MODEL, X, compress="int4"), "choose one of: None, 'int8'"),
     (lambda: a.plan(MODEL, X, time_limit="10"), "leave it out for no limit"),
     (lambda: a.plan(MODEL, X, device="gpu"), "name a device of this machine"),
     (lambda: a.plan(MODEL, X, ranks="8"), "pass 1 or more"),

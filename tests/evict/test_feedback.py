@@ -8,17 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.core.evictions import RNG_STATE_BYTES
-from memplan.core.graph import Graph, Phase, StorageKind
+from memplan.core.graph import Graph
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import Link
-from memplan.evict.feedback import ProfileGuidedPolicy, RecordingPolicy, link_of, with_lateness
+from memplan.evict.feedback import link_of, started_earlier, with_lateness
 from memplan.evict.measure import measure, overlapped
+from memplan.evict.policies import policy_name
 from memplan.evict.policies.flow import genoa
-from memplan.evict.rng_states import decide, with_saved_states
 from memplan.evict.workload import Events, Kind
 from tests.evict.judge import judged, workload_of
-from tests.graph_strategies import GraphBuilder, graphs
+from tests.graph_strategies import graphs
 from tests.runtime.budgets import FAST_LINK
 
 _SLOW = Link(bytes_per_second=1e3, latency=0.1)
@@ -73,9 +72,8 @@ def test_reloads_come_earlier_within_the_budget_and_never_later(graph: Graph, ex
     assert figures.seconds <= measure(workload, events).seconds + 1e-9
     assert all(start <= before[key] for key, start in _starts(after).items())
     assert [e for e in after if e.kind is Kind.RUN] == [e for e in events if e.kind is Kind.RUN]
-    if figures.peak > workload.budget:
-        with pytest.raises(BudgetInfeasible):
-            ProfileGuidedPolicy(events, dict.fromkeys(list(before)[::2], lead))(workload)
+    assert started_earlier(genoa, dict.fromkeys(list(before)[::2], lead))(workload) == after
+    assert policy_name(started_earlier(genoa, {})) == "genoa"
 
 
 def test_leads_add_up() -> None:
@@ -84,42 +82,3 @@ def test_leads_add_up() -> None:
         (2, 0): 2.5,
         (3, 1): 4.0,
     }
-
-
-def _chain(ops: int) -> Graph:
-    b = GraphBuilder()
-    made = [b.storage(StorageKind.ACTIVATION, 64, planned=True) for _ in range(ops)]
-    for before, after in zip((None, *made), made, strict=False):
-        b.op(Phase.FORWARD, () if before is None else (before,), (after,))
-    return b.graph((made[-1],))
-
-
-def test_a_policy_is_remembered_by_the_answer_that_a_plan_was_made_of() -> None:
-    policy = RecordingPolicy(lambda workload: workload.plain, "mine")
-    answers = [policy.events]
-    assert policy.__name__ == "mine"
-    workloads = [workload_of(_chain(ops), budget=1 << 20) for ops in (3, 4, 5)]
-    made = [policy(workload) for workload in workloads]  # of variants, of which the second is taken
-    ops = workloads[1].graph.ops
-    policy.settle((0, -1, 1, 2, 3), (ops[0], *ops))  # a copy is no op of the step
-    answers.append(policy.events)
-    policy(workloads[2])
-    policy.settle((0, 1, 2), workloads[0].graph.ops)  # nothing was asked for this one since
-    answers.append(policy.events)
-    policy(workloads[0])
-    policy.settle((0, 1, 2), [replace(op, target="other") for op in workloads[0].graph.ops])  # as many other ops
-    answers.append(policy.events)
-    assert answers == [None, made[1], None, None]
-
-
-def test_events_of_a_workload_with_other_ops_are_not_compared() -> None:
-    b = GraphBuilder()
-    mask = b.storage(StorageKind.ACTIVATION, 2 * RNG_STATE_BYTES, planned=True)
-    out = b.storage(StorageKind.OUTPUT, 8, planned=False)
-    b.op(Phase.FORWARD, (), (mask,), random=True)
-    b.op(Phase.FORWARD, (mask,), (out,))
-    states = with_saved_states(workload_of(b.graph((out,)), budget=1 << 20))
-    policy = ProfileGuidedPolicy(states.plain.plain, {})
-    with pytest.raises(BudgetInfeasible, match="another workload"):
-        policy(states.workload)
-    assert decide(states, policy) == (states.plain, states.plain.plain)

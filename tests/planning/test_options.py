@@ -61,7 +61,7 @@ VARYING = {"x": {0: "batch"}}
         ({"reserve": True}, InvalidSize, "reserve"),
         ({"dynamic_shapes": VARYING, "device": "cpu"}, InvalidShapes, "device with dynamic_shapes"),
         ({"dynamic_shapes": VARYING, "divide": 4}, InvalidShapes, "divide with dynamic_shapes"),
-        ({"dynamic_shapes": VARYING, "compress": "bits"}, InvalidShapes, "compress with dynamic_shapes"),
+        ({"dynamic_shapes": VARYING, "compress": "int8"}, InvalidShapes, "compress with dynamic_shapes"),
         ({"dynamic_shapes": VARYING, "budget": 0.5}, InvalidShapes, "budget with dynamic_shapes"),
     ],
     ids=str,

@@ -368,7 +368,7 @@ def test_by_compile_step(options: dict[str, Any]) -> None:
         {"costs": "measure", "budget": 0.5},
         {"device": "cpu"},
         {"divide": 4},
-        {"compress": "bits"},
+        {"compress": "int8"},
         {"gradients": "owned"},
     ],
     ids=str,

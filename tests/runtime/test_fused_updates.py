@@ -1,5 +1,4 @@
-"""Updates of a whole step: small ones share a call and nothing else changes; counters lie side by side, and stay the
-optimizer's."""
+"""Updates of a whole step: small ones share a call and nothing else changes; counters stay the optimizer's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that differ from the example, with no option: plans of their own, then one for all sizes, then eager."""
+"""Calls that differ from the example, with no option: plans of their own, then eager."""
 
 from __future__ import annotations
 
@@ -93,22 +93,6 @@ def test_gradients_survive_a_larger_arena() -> None:
             torch.manual_seed(rows)
             call(**_batch(rows))["loss"].backward()
     assert same_gradients(eager, compiled)
-
-
-def test_sizes_that_keep_changing_get_one_plan(caplog: pytest.LogCaptureFixture) -> None:
-    eager, compiled = _pair(sanitize=None)
-    with caplog.at_level(logging.INFO, logger="memplan"):
-        for length in range(4, 14):
-            _require_step_as_eager(eager, compiled, _batch(length=length), length)
-    assert compiled.symbolic is not None
-    assert [s.name for s in compiled.symbolic.symbols] == ["size0"]
-    assert sum("one plan for all of them" in r.message for r in caplog.records) == 1
-    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
-    with torch.no_grad():
-        torch.manual_seed(0)
-        wanted = eager(**_batch(length=31))["logits"]
-        torch.manual_seed(0)
-        assert torch.equal(compiled(**_batch(length=31))["logits"], wanted)
 
 
 @pytest.mark.parametrize("budget", [slow(None), 10**6])

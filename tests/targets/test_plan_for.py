@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from tests.models import Made
 from tests.slow import slow
 
 MEASURED: dict[str, Any] = json.loads(Path(__file__).with_name("h200.json").read_text(encoding="utf-8"))
+_LOG = logging.getLogger(__name__)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -268,6 +270,47 @@ def test_generated_kernels_are_tritons() -> None:
     assert memplan.fits(model, inputs, target="h100", search=False).total < eagers.total + find_gpu("h100").memory
 
 
+def _product(m: Any, x: torch.Tensor) -> Any:
+    return x @ m.weight
+
+
+def _cut(m: Any, x: torch.Tensor) -> Any:
+    return _product(m, x).unflatten(0, (2, -1))[:, :-1].flatten(0, 1)
+
+
+def _logged(m: Any, x: torch.Tensor) -> Any:
+    _LOG.info("a product")
+    return _product(m, x)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Inductor generates Triton's code")
+@pytest.mark.parametrize(
+    ("function", "sizes", "dtype", "how", "expected"),
+    [
+        pytest.param(_product, (4096, 64, 1024), torch.float32, {}, 4 * (4096 + 64) * 1024, id="overwritten"),
+        pytest.param(_cut, (4096, 64, 1024), torch.float32, {}, 4 * (4096 + 4096) * 1024, id="cut"),
+        pytest.param(_product, (2048, 2048, 2047), torch.bfloat16, {}, 2 * (2048 + 2048) * 2048, id="padded"),
+        pytest.param(_logged, (64, 64, 64), torch.float32, {}, None, id="graph-break"),
+        pytest.param(_product, (64, 64, 64), torch.float32, {"kernels": "aten"}, None, id="eager"),
+        pytest.param(_product, (64, 64, 64), torch.float32, {"train": False}, None, id="forward"),
+    ],
+)
+def test_what_torch_compile_needs_is_counted_by_its_own_code(
+    function: Any, sizes: tuple[int, int, int], dtype: torch.dtype, how: dict[str, Any], expected: int | None
+) -> None:
+    """A product and the gradient of its weight: the product's own gradient lies over it, but where Inductor reads
+    it at another index. Rows of half precision are padded, and so is the gradient of the weight.
+    """
+    rows, inner, columns = sizes
+    weight = nn.Parameter(torch.empty(inner, columns, dtype=dtype))
+    model = Made(lambda m, x: function(m, x).square().mean(), weight=weight)
+    x = torch.empty(rows, inner, dtype=dtype)
+    answer = memplan.fits(model, x, target="h100", optimizer="none", allowance=0, search=False, **how)
+    assert (answer.compiled is None) == (expected is None) == ("torch.compile" not in str(answer))
+    if answer.compiled is not None:
+        assert answer.compiled - answer.need.fixed == pytest.approx(expected, abs=4096)
+
+
 def _of_real_size(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Return a model that an H200 has trained, and its inputs."""
     make: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]] = getattr(real_sizes, name)
@@ -306,16 +349,20 @@ def test_totals_are_those_that_an_h200_had(name: str, kernels: str, within: floa
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON, reason="Inductor generates Triton's code")
 @pytest.mark.parametrize("name", ["resnet", "gpt2", "bert", "llama1b"])
-def test_what_fits_answers_is_the_peak_of_an_h200(name: str) -> None:
-    """Eager's within 5 %, that of the planned step within 3 %, with the workspaces of cuBLAS as the allowance.
+def test_what_fits_answers_is_the_peak_of_an_h200(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager's within 5 %, torch.compile's and the planned step's within 3 %, with cuBLAS's workspaces as the allowance.
 
     The optimizer was fused there: it allocated nothing beside its state. ResNet's is within 3 % by torch 2.11, as on
-    the H200; the Inductor of 2.13 makes its step smaller.
+    the H200; the Inductor of 2.13 makes its step smaller. To transformers, the torch.compile of 2.11 was an export,
+    in which BERT keeps a mask that hides nothing: by 2.13 it has none, and torch.compile needs 9.1 GB.
     """
+    monkeypatch.setattr("transformers.masking_utils.is_torchdynamo_exporting", lambda: True)
     model, inputs = _of_real_size(name)
     workspace = find_gpu("h200").workspace
     answer = memplan.fits(model, inputs, target="h200", search=False, allowance=workspace)
     assert answer.eager / 1e9 == pytest.approx(MEASURED["eager"][name], rel=0.05)
+    assert answer.compiled is not None
+    assert answer.compiled / 1e9 == pytest.approx(MEASURED["compile"][name], rel=0.03)
     step = answer.plan.total + answer.need.state + workspace
     assert step / 1e9 == pytest.approx(MEASURED["peak"][name], rel=0.04 if name == "resnet" else 0.03)
 

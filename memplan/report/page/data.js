@@ -117,9 +117,4 @@ class Plan {
       ...(this.arrowsOf.get(i) || []).slice(0, 2).map(a => a[5]),
     ].filter(Boolean);
   }
-
-  // A link into the editor or the repository for a source line; undefined where the file is not known for certain.
-  link(i) {
-    return this.data.links[this.source[i]];
-  }
 }

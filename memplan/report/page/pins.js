@@ -1,4 +1,4 @@
-// The details of a buffer that was clicked on: they stay, with links.
+// The details of a buffer that was clicked on: they stay.
 function pinCard(plan, i, tag, texts, { close, zoom, only }) {
   const card = add($("pins"), "div", undefined, "pin"),
     shut = add(card, "button", "×", "close"),
@@ -7,15 +7,7 @@ function pinCard(plan, i, tag, texts, { close, zoom, only }) {
   shut.onclick = close;
   add(card, "span", tag, "tag");
   lines(card, texts);
-  const links = add(card, "div", undefined, "links");
-  if (plan.link(i)) sourceLink(links, plan, i);
-  add(links, "button", "zoom to it").onclick = zoom;
-  if (module) add(links, "button", "only its module").onclick = () => only(module);
-}
-
-function sourceLink(parent, plan, i) {
-  const link = add(parent, "a", plan.word("source", i));
-  link.href = plan.link(i);
-  link.target = "_blank";
-  link.rel = "noopener noreferrer";
+  const buttons = add(card, "div", undefined, "buttons");
+  add(buttons, "button", "zoom to it").onclick = zoom;
+  if (module) add(buttons, "button", "only its module").onclick = () => only(module);
 }

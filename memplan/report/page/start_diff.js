@@ -169,11 +169,9 @@ function list() {
       [w("kind"), ""],
       [w("tensor"), ""],
       [w("module"), "wrap"],
+      [w("source"), ""],
     ])
       add(row, "td", text, cls);
-    const source = add(row, "td");
-    if (plan.link(i)) sourceLink(source, plan, i);
-    else source.textContent = w("source");
     add(row, "td", shortOp(w("op")));
     add(row, "td", plan.ids[i]);
     const show = () => {

@@ -80,15 +80,10 @@ class Table {
         w("source"),
         shortOp(w("op")),
         plan.ids[i],
-      ].forEach((text, k) => {
-        const cell = add(row, "td", k === 6 && plan.link(i) ? undefined : text, COLUMNS[k][2]);
-        if (k === 6 && plan.link(i)) sourceLink(cell, plan, i);
-      });
+      ].forEach((text, k) => add(row, "td", text, COLUMNS[k][2]));
       row.tabIndex = rows.children.length === 1 ? 0 : -1;
       row.dataset.buffer = i;
-      row.onclick = e => {
-        if (!e.target.closest("a")) this.on.show(i);
-      };
+      row.onclick = () => this.on.show(i);
     }
   }
 

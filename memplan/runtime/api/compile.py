@@ -105,15 +105,13 @@ def compile(
         in_place: Let a result take the bytes of an input that has its last use there, if the kernel allows it.
         gradients: Where the gradients of parameters are. "arena" leaves them in the arena until the next call, which
             takes the least memory: a `.grad` that is still set then is copied out, once. With `device` and `cuda_graph`
-            they are outside. "outside": they are tensors of the caller; each is added to its `.grad` as soon as it is
-            made, where that is set, so that accumulation needs one set.
+            they are outside. "outside": they are tensors of the caller.
         sanitize: Check every step, slowly: "poison" fills buffers with NaN before their first write and after their
             last use; "redzone" checks bytes on both sides of every buffer.
         on_mismatch: What happens at a call that differs from the example, or after the model has changed: "replan"
-            makes a plan for such calls, up to 8 programs; beyond them one plan for all sizes, if sizes are all that
-            changes, or else the original model runs, with a warning. "error" raises, "eager" runs the original model,
-            and "passive" runs the original model and offloads saved activations on demand to keep the budget (also if
-            the plan of another mode would exceed it).
+            makes a plan for such calls, up to 8 programs; beyond them the original model runs, with a warning. "error"
+            raises, "eager" runs the original model, and "passive" runs the original model and offloads saved
+            activations on demand to keep the budget (also if the plan of another mode would exceed it).
         fullgraph: Raise `UnsupportedGraph` for a model that one graph cannot hold. By default such a model is compiled
             as several graphs, as `torch.compile` breaks it, with Python between them, and the log says why. These share
             one arena once a step is complete; then `CompiledModule.plan` is their joint plan, and `budget` holds for

@@ -139,7 +139,7 @@ class CompiledStep(MeasuredStep):
         current = runner.checked(leaves)
         with runner.arena.ownership as ownership:
             ownership.order_streams()  # the step before may still read, on another stream, what this writes
-            guards.synchronize(runner.counted)
+            guards.synchronize()
         self._builder.agree(plan, runner)
         return runner, leaves, current
 

@@ -1,8 +1,8 @@
 """`ModuleCalls`: runs the calls of a compiled module, and makes the programs that they need.
 
 A call is run by the program that it is for. Where there is none, one is made, or all are made again for the call that
-needs it: for several calls in flight, for a model that has changed, for all sizes. What one graph cannot hold runs as
-several, and what no program can be for runs as `on_mismatch` says.
+needs it: for several calls in flight, for a model that has changed. What one graph cannot hold runs as several, and
+what no program can be for runs as `on_mismatch` says.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from memplan.errors import (
 from memplan.runtime.api.module_builder import ModuleBuilder
 from memplan.runtime.api.module_programs import ModulePrograms, RunsEagerly
 from memplan.runtime.api.on_demand_offload import OnDemandOffload, offload_within, run_within
-from memplan.runtime.api.symbolic_programs import SymbolicPrograms, varying_sizes
+from memplan.runtime.api.symbolic_programs import SymbolicPrograms
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.backend import SeveralGraphs, can_be_several
 from memplan.runtime.execute.instances import PendingCalls, several_can_wait
@@ -108,7 +108,6 @@ class ModuleCalls:
         self._plan: Plan | None = None
         self._evaluates = False  # without an example, and called for an evaluation alone so far
         self._rebuilt = 0  # times that all programs were made again
-        self._sizes_refused = False
         self._first: Programs[Runner] = Programs()  # knows the first calls that one graph cannot hold
         self._warned: set[str] = set()
 
@@ -259,28 +258,6 @@ class ModuleCalls:
         runner, leaves = self.programs.select(args, kwargs)
         return runner, leaves, runner.current()
 
-    def _plan_all_sizes(self, args: Args, kwargs: Kwargs) -> bool:
-        """Compile for all sizes, if sizes are all in which this call and those with programs differ, and it can be."""
-        programs = self.programs
-        if self._sizes_refused or self.symbolic is not None:
-            return False
-        sizes = varying_sizes(self._model.forward, tuple(programs), args, kwargs)
-        if sizes is None:
-            return False
-        try:
-            options = replace(self.options, dynamic_shapes=sizes)
-            self.builder.free_arena()
-            with programs.in_main_modes():
-                self._make(options, args, kwargs, programs.main.traced.training, pending=self.pending)
-        except ArenaInUse:
-            raise
-        except MemplanError as error:
-            _log.info("%s: no plan for all sizes: %s", self._name, error.summary)
-            self._sizes_refused = True
-            return False
-        _log.info("%s: sizes keep changing; one plan for all of them: %s", self._name, sizes)
-        return True
-
     def _measured(self, guide: ProfileGuide, runner: Runner) -> Runner:
         """Return the program of a step: another program if enough of this one was measured."""
         if not guide.ready:
@@ -370,8 +347,6 @@ class ModuleCalls:
         except RunsEagerly as why:
             return self._eagerly(str(why), args, kwargs)
         except TooManyPrograms:
-            if self._plan_all_sizes(args, kwargs):
-                return self._call(args, kwargs)
             return self._without_plan(differs, None, args, kwargs)
         except (BudgetInfeasible, StaleActivationsError):
             raise

@@ -12,20 +12,18 @@ its bucket). It grows if a shape needs more.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.export import Dim
 
 from memplan.errors import InvalidShapes, ShapeOutOfRange, UnsupportedGraph
 from memplan.runtime.api.module_builder import ModuleBuilder
 from memplan.runtime.api.module_programs import CallState, ModulePrograms, require_autocast
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.guards.input_guards import laid_out, same_constant
+from memplan.runtime.guards.input_guards import laid_out
 from memplan.runtime.kernels import BoundOp, with_arguments
 from memplan.runtime.programs import Programs
 from memplan.symbolic import SymbolicPlan
@@ -199,45 +197,6 @@ class SymbolicPrograms(ModulePrograms):
                     hint = "let it vary: name it in dynamic_shapes"
                     raise ShapeOutOfRange(what, where=guards.names[i], hint=hint)
         guards.check_ties(flat)
-
-
-def varying_sizes(
-    forward: Callable[..., Any], programs: Sequence[Runner], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any] | None:
-    """Return `dynamic_shapes` for all sizes of a call and of those that have programs, if they differ in sizes alone.
-
-    Dimensions that have the same size in each of the calls are one. Returns None if calls differ in anything else, or
-    in nothing, or if the sizes of this one are no example of others. `programs`: the first is that of the example.
-    """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    if spec != programs[0].traced.in_spec:
-        return None
-    calls = [leaves, *(r.traced.example_inputs for r in programs if r.traced.in_spec == spec)]
-    if not all(_same_kind(x, y) for other in calls[1:] for x, y in zip(leaves, other, strict=True)):
-        return None
-    sizes = {
-        (i, d): tuple(call[i].shape[d] for call in calls)
-        for i, x in enumerate(leaves)
-        if isinstance(x, torch.Tensor)
-        for d in range(x.dim())
-    }
-    varying = {at: found for at, found in sizes.items() if len(set(found)) > 1}
-    if not varying or any(found[0] <= _SPECIAL for found in varying.values()):
-        return None
-    names = {found: Dim(f"size{n}", min=1) for n, found in enumerate(dict.fromkeys(varying.values()))}
-    dims: list[Any] = [{d: names[found] for (at, d), found in varying.items() if at == i} for i in range(len(leaves))]
-    of_args, of_kwargs = pytree.tree_unflatten([dim or None for dim in dims], spec)
-    try:
-        return dict(inspect.signature(forward).bind(*of_args, **of_kwargs).arguments)
-    except (TypeError, ValueError):
-        return None
-
-
-def _same_kind(one: Any, two: Any) -> bool:
-    """Return whether two leaves are the same constant, or tensors that differ in sizes and devices alone."""
-    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-        return (one.dtype, one.dim(), one.requires_grad) == (two.dtype, two.dim(), two.requires_grad)
-    return type(one) is type(two) and not isinstance(one, torch.Tensor) and same_constant(one, two)
 
 
 def _shapes(flat: Sequence[Any]) -> tuple[torch.Size | None, ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import getitem, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from memplan.distributed.local import Slot, of_this_rank
 from memplan.distributed.step_ranks import ParallelGuards
 from memplan.errors import InputMismatch, UnsupportedCall
 from memplan.runtime.guards.module_guards import COMPILE_AGAIN, ModuleGuards, hooks_ever_set, hooks_of_node
-from memplan.trace.optimizer.optimizers import DECIDING, STEP, has_own_step
-from memplan.trace.optimizer.updates import ACCUMULATED, COUNTERS, LEARNING_RATE
+from memplan.trace.optimizer.optimizers import DECIDING, has_own_step
+from memplan.trace.optimizer.updates import ACCUMULATED, LEARNING_RATE
 from memplan.trace.traced import Binding, Source
 
 _OF_ALL_OPTIMIZERS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
@@ -31,7 +30,6 @@ class StepGuards(ModuleGuards):
         self.optimizer = optimizer
         self._accumulated: dict[str, dict[str, Any]] = {}
         self._rates: dict[str, dict[str, Any]] = {}
-        self._counters: dict[tuple[str, ...], Counters] = {}
         self._last_rates = [group.get("lr") for group in optimizer.param_groups]
         self._parallel = ParallelGuards(model)
         self._parallel.check()
@@ -142,13 +140,6 @@ class StepGuards(ModuleGuards):
                 zeros = torch.zeros_like(self.model.get_parameter(binding.name), requires_grad=False)
                 self._accumulated[binding.name] = {ACCUMULATED: zeros}
             return self._accumulated[binding.name], binding.key
-        if binding.key == COUNTERS:
-            parameters = [self.model.get_parameter(name) for name in binding.names]
-            counters = self._counters.get(binding.names)
-            if counters is None or not _same(parameters, counters.parameters):
-                counters = self._counters[binding.names] = Counters(parameters)
-            counters.set_holders([self._state_of(name, STEP) for name in binding.names])
-            return counters.slot, binding.key
         return self._state_of(binding.name, binding.key), binding.key
 
     def _state_of(self, name: str, key: str) -> dict[str, Any]:
@@ -167,14 +158,8 @@ class StepGuards(ModuleGuards):
         group = self.optimizer.param_groups[int(name.rpartition(" ")[2])]
         return {LEARNING_RATE: torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)}
 
-    def synchronize(self, counted: tuple[str, ...] = ()) -> None:
-        """Update the counters of a program, and the rates that a CUDA graph reads from memory, from the optimizer.
-
-        `counted`: the parameters whose counters the program has in one tensor. Call it right before the program runs:
-        programs for other parameters have other tensors, and the optimizer has the counters of the last one.
-        """
-        if counted:
-            self._counters[counted].synchronize()
+    def synchronize(self) -> None:
+        """Set the rates that a CUDA graph reads from memory to those of the optimizer, right before a program runs."""
         if not self._rates:
             return
         now = [group["lr"] for group in self.optimizer.param_groups]
@@ -182,46 +167,6 @@ class StepGuards(ModuleGuards):
             for name, rate in self._rates.items():
                 rate[LEARNING_RATE].fill_(now[int(name.rpartition(" ")[2])])
             self._last_rates = now
-
-
-class Counters:
-    """The step counters of `parameters` in one tensor; the counters in the optimizer's state are views of its elements.
-
-    If a counter is replaced (by loading a checkpoint), its number is copied to the element.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.parameters = parameters
-        counters = torch.zeros(len(parameters), dtype=torch.float32, device=parameters[0].device)
-        self.slot = {COUNTERS: counters}
-        self._elements = counters.unbind()
-        self._places = [element.data_ptr() for element in self._elements]
-        self._keys = [STEP] * len(parameters)
-        self._holders: list[dict[str, Any]] = []
-
-    def set_holders(self, holders: list[dict[str, Any]]) -> None:
-        """Store the current state dicts of the parameters, and update the counters from them."""
-        self._holders = holders
-        self.synchronize()
-
-    def synchronize(self) -> None:
-        """Replace every counter of the optimizer by its element, which takes its number.
-
-        Raises `InputMismatch` if a counter is missing or no tensor.
-        """
-        try:
-            now = list(map(getitem, self._holders, self._keys))
-            if list(map(torch.Tensor.data_ptr, now)) == self._places:
-                return
-        except (KeyError, TypeError) as error:
-            what = f"a parameter's {STEP!r} is missing or no tensor"
-            raise InputMismatch(
-                what, where="the optimizer's state", hint=_LOAD_OR_COMPILE, see="optimizer-state"
-            ) from error
-        numbers = [step.clone() for step in now]  # they may be elements of the same tensor, in another order
-        for holder, number, element in zip(self._holders, numbers, self._elements, strict=True):
-            element.copy_(number)
-            holder[STEP] = element
 
 
 def _deciding(group: dict[str, Any]) -> list[Any]:

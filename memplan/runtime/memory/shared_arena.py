@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 _MAX_LAYOUTS = 8  # of one instance: one whose order never repeats keeps its last layout, or an arena of its own
 _MAX_EVENTS = 1024  # in one step
-_SHRINKS_AFTER = 4  # steps with a backward that need less than the shared arena has
 PrepareStep = Callable[[Sequence[Any], Sequence[tuple[int, bool]]], None]
 
 
@@ -114,9 +112,6 @@ class ArenaCoordinator:
     def __init__(self, prepare: PrepareStep | None = None) -> None:
         self._prepare = prepare
         self._layouts = 0
-        self._needs: deque[int] = deque(
-            maxlen=_SHRINKS_AFTER
-        )  # the bytes of the arena for the last steps with a backward
         self.passed = PassedTensors()
         self.members: weakref.WeakSet[ProgramInstance] = weakref.WeakSet()  # the instances that have run
         self.running = threading.Lock()
@@ -196,25 +191,11 @@ class ArenaCoordinator:
             if (homeless or again) and len({instance.arena.device for instance in instances}) == 1:
                 with torch.inference_mode(False):
                     self._lay_out(instances, completed_events(events))
-            if any(e.backward for e in events):
-                self._needs.append(max(instance.runner.plan.arena_size for instance in instances))
-                self._shrink(instances)
         finally:
             self.running.release()
 
-    def _shrink(self, instances: Sequence[ProgramInstance]) -> None:
-        """Make the shared arena smaller, if the last steps needed less; other instances settle later.
-
-        An arena in which all instances of a step keep a budget stays: others would need arenas beside a smaller one.
-        """
-        shared = self.shared
-        if self._prepare is not None or shared is None or len(self._needs) < _SHRINKS_AFTER:
-            return
-        if max(self._needs) < shared.nbytes and all(one.arena.shares_memory(shared) for one in instances):
-            shared.memories[0].resize(max(self._needs))
-
     def settle(self, instance: ProgramInstance) -> None:
-        """Have room for an instance in its arena, which was made smaller; elsewhere while calls are in flight."""
+        """Have room for an instance in its arena, which may be smaller now; elsewhere while calls are in flight."""
         plan = instance.runner.plan
         if instance.arena.fits(plan):
             return

@@ -11,23 +11,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from memplan.core.plan import Plan
-from memplan.errors import MemplanError, StaleActivationsError, UnsupportedCall
+from memplan.errors import MemplanError, StaleActivationsError
 from memplan.evict.costs import cost_model
-from memplan.evict.feedback import ProfileGuidedPolicy, RecordingPolicy, with_lateness
-from memplan.evict.policies import fit_policy, policy_name
-from memplan.evict.policies.auto import auto, recompute
-from memplan.evict.workload import Events, Policy
+from memplan.evict.feedback import started_earlier, with_lateness
+from memplan.evict.policies import fit_policy
+from memplan.evict.workload import Policy
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.options import Measured, RunOptions
+from memplan.runtime.options import RunOptions
 from memplan.runtime.profiling.op_timer import Measurement, OpTimer
-from memplan.trace import CapturedCall, device_costs, plan_traced
-from memplan.trace.traced import TracedGraph
+from memplan.trace import device_costs, plan_traced
 
 WARM = 1  # first steps of a plan that are not counted: they touch pages and fill caches
 SAMPLES = 5  # steps that are counted; the median ignores two that were disturbed
@@ -38,52 +35,6 @@ Build = Callable[[Plan], Runner]
 _log = logging.getLogger("memplan")
 
 
-def recording_policy(policy: str | Policy) -> RecordingPolicy:
-    """Return the policy wrapped so that it remembers its decision."""
-    decide = fit_policy(policy)
-
-    def quick(workload: Any) -> Events:
-        return decide(workload, quick=True)  # type: ignore[call-arg]
-
-    return RecordingPolicy(decide, policy_name(policy), quick if decide in (auto, recompute) else None)
-
-
-def arena_room(plan: Plan, policy: RecordingPolicy | None) -> int:
-    """Return the bytes of an arena in which every plan within the budget fits; 0 if nothing is evicted."""
-    measured = policy is not None and policy.events is not None
-    return max(plan.arena_limit or 0, 0) if measured and not plan.devices else 0
-
-
-def safe_plan(
-    options: RunOptions,
-    traced: TracedGraph,
-    retracer: CapturedCall | None,
-    *,
-    known: Measured | None = None,
-) -> tuple[TracedGraph, Plan, RecordingPolicy]:
-    """Return the planned variant of the step, its plan, and the policy that decided it.
-
-    The plan keeps the budget by the default costs of the device. `known`: a variant that was tried, to be planned anew
-    with what its kernels were seen to allocate.
-    """
-    if len(traced.runs_on) > 1:
-        what = f"measures one device, the step runs on {', '.join(traced.runs_on)}"
-        raise UnsupportedCall(
-            what, where="costs='measure'", hint="pass costs of your own, or one device", see="measure"
-        )
-    options = replace(options, costs=None)
-    if options.divide and known is None:  # the division is chosen first; the policy then decides about the divided step
-        traced, plan = options.settle(traced, retracer)
-        assert plan.eviction is not None
-        options, retracer = replace(options.keeping(plan), divide=None), None
-    policy = recording_policy(options.policy)
-    options = replace(options, policy=policy)
-    traced, plan = options.settle(traced, retracer) if known is None else options.replan(known)
-    assert plan.eviction is not None
-    policy.settle(plan.eviction.sources, plan.graph.ops)
-    return traced, plan, policy
-
-
 class ProfileGuide:
     """Chooses the runners of a measured step.
 
@@ -91,16 +42,15 @@ class ProfileGuide:
     measuring has ended.
     """
 
-    def __init__(self, options: RunOptions, runner: Runner, policy: RecordingPolicy, build: Build) -> None:
-        """Begin to measure a runner of `safe_plan`; all later plans keep the same budget."""
+    def __init__(self, options: RunOptions, runner: Runner, build: Build) -> None:
+        """Begin to measure a runner; all later plans keep the same budget."""
         self.measurements: list[Measurement] = []
         self.done = False
-        self._options, self._traced, self._policy, self._build = options, runner.as_traced, policy, build
+        self._options, self._traced, self._build = options, runner.as_traced, build
+        self._policy = fit_policy(options.policy)
         self._leads: dict[tuple[int, int], float] = {}
-        self._costs = cost_model(device_costs(runner.traced.device))
         self._stall = 0.0
-        assert policy.events is not None
-        self._watch(runner, policy.events)
+        self._watch(runner)
 
     @property
     def ready(self) -> bool:
@@ -132,24 +82,21 @@ class ProfileGuide:
 
     def _choose_runner(self) -> Runner:
         with self.runner.arena.ownership:
-            measured = self._op_timer.measurement(self._costs, self.runner.arena, skip=WARM)
+            base = self.measurements[-1].costs if self.measurements else cost_model(device_costs(self._traced.device))
+            measured = self._op_timer.measurement(base, self.runner.arena, skip=WARM)
         self.measurements.append(measured)
-        self._costs = measured.costs
         found, reason = self._next(measured)
         if found is None:
             return self._settle(reason)
-        plan, events = found
-        self._log(f"-> {_id(plan)}", reason)
-        self._watch(self._build(plan), events)
+        self._log(f"-> {_id(found)}", reason)
+        self._watch(self._build(found))
         return self.runner
 
-    def _next(self, measured: Measurement) -> tuple[tuple[Plan, Events] | None, str]:
-        """Return the next plan with its events, or None, and the reason."""
-        eviction = measured.plan.eviction
-        assert eviction is not None
+    def _next(self, measured: Measurement) -> tuple[Plan | None, str]:
+        """Return the next plan, or None, and the reason."""
         if len(self.measurements) > REPLANS:
             return None, f"planned anew {REPLANS} times"
-        if len(self.measurements) == 1 and (found := self._planned((self._policy.policy,))):
+        if len(self.measurements) == 1 and (found := self._planned(self._policy)):
             return found, "the costs were measured"
         late = {(copy.storage, copy.nth): copy.stall for copy in measured.late}
         stall, before, self._stall = sum(late.values()), self._stall, sum(late.values())
@@ -158,21 +105,16 @@ class ProfileGuide:
         if self._leads and stall >= before:
             return None, "starting earlier does not help"
         self._leads = with_lateness(self._leads, late)
-        found = self._planned(())
+        found = self._planned(started_earlier(self._policy, self._leads))
         return found, f"{len(late)} reloads stalled" if found else "no room for reloads to start earlier"
 
-    def _planned(self, policies: tuple[Policy, ...]) -> tuple[Plan, Events] | None:
-        """Return a plan with the events that the profile-guided policy decides; None if they are the current ones."""
-        policy = RecordingPolicy(ProfileGuidedPolicy(self._events, self._leads, policies), self._policy.__name__)
-        kept = self._options.keeping(self.runner.plan)
-        measured = replace(kept, policy=policy, costs=self._costs, divide=None)
+    def _planned(self, policy: Policy) -> Plan | None:
+        """Return the plan of a policy with the costs of the first measurement; None if it is the current one."""
+        now = self.runner.plan
+        options = replace(self._options.keeping(now), policy=policy, costs=self.measurements[0].costs, divide=None)
         redzone, room = self._options.redzone(self._traced.device), self.runner.arena.nbytes
-        plan = plan_traced(self._traced, measured, redzone=redzone, room=room)
-        assert plan.eviction is not None
-        policy.settle(plan.eviction.sources, plan.graph.ops)
-        if policy.events is None or policy.events == self._events:
-            return None
-        return plan, policy.events
+        plan = plan_traced(self._traced, options, redzone=redzone, room=room)
+        return None if _steps(plan) == _steps(now) else plan
 
     def _settle(self, reason: str) -> Runner:
         """End measuring, and return a runner of the fastest plan so far."""
@@ -186,8 +128,8 @@ class ProfileGuide:
             self._log("stays", reason)
         return self.runner
 
-    def _watch(self, runner: Runner, events: Events) -> None:
-        self.runner, self._events = runner, events
+    def _watch(self, runner: Runner) -> None:
+        self.runner = runner
         self._op_timer = OpTimer(runner.program)
         runner.time(self._op_timer.sanitizers)
         runner.arena.copies.timed = True
@@ -230,6 +172,11 @@ class MeasuredStep:
         """The latest of `measurements`; None before the first one."""
         taken = self._taken()
         return taken[-1] if taken else None
+
+
+def _steps(plan: Plan) -> list[str]:
+    """Return the names of the ops of a plan, copies and recomputed ones included, in the order in which they run."""
+    return [plan.graph.ops[i].name for i in plan.schedule.order]
 
 
 def _id(plan: Plan) -> str:

@@ -46,6 +46,7 @@ from memplan.trace.passes.rewrite import fake_mode_of, storage_key
 
 # What a user may have set and the recorded code cannot have.
 _SETTINGS: dict[str, Any] = {
+    "allow_buffer_reuse": False,  # memplan decides which bytes each buffer has
     "cpp_wrapper": False,
     "fx_wrapper": False,
     "freezing": False,
@@ -130,7 +131,7 @@ def generate_partition(joint: fx.Graph, forward: fx.GraphModule, backward: fx.Gr
     `returned`: the number of outputs of the forward. Raises what `generate` raises.
     """
     given = _given(joint.find_nodes(op="placeholder"))
-    does = ("comprehensive_padding", "shape_padding", "layout_optimization")
+    does = ("allow_buffer_reuse", "comprehensive_padding", "shape_padding", "layout_optimization")
     settings = {name: value for name, value in _SETTINGS.items() if name not in does}
     with _compiling(fake_mode_of(joint), settings):
         return _both((forward, backward), "the graph", given, returned)

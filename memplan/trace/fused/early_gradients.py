@@ -6,13 +6,12 @@ multiplies it by the number that comes in. Then no block is computed twice, and 
 linear cross-entropy does the same by hand: https://arxiv.org/abs/2410.10989.)
 
 The numbers are those of a backward for 1, times that number: a power of two changes no digit, another one rounds once
-more. float16 is left alone: there losses are scaled to keep gradients from vanishing, which has to happen before. So
-are heads in the middle of a forward, whose gradients would lie in memory while the rest runs.
+more. float16 is left alone: there losses are scaled to keep gradients from vanishing, which has to happen before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import fx
@@ -20,10 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from memplan.trace.chunking.rows import FULL
 from memplan.trace.fused.row_parts import BLOCK, NAMED, PERMUTE, PRODUCTS, SUM
-from memplan.trace.passes.nodes import keys_of, tensors_of
-from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.partitions import TAG
-from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, storage_key, value
+from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, value
 
 EARLY = "memplan_early"  # in the meta of a node: a gradient that the forward computes, and saves
 _SUMS = {aten.add.Tensor, aten.sub.Tensor}
@@ -71,8 +68,6 @@ def _for_one(graph: fx.Graph, tangent: fx.Node, others: Collection[fx.Node]) -> 
         return 0
     place = {node: i for i, node in enumerate(graph.nodes)}
     chain = sorted(multiples - {tangent}, key=place.__getitem__)
-    if not _ends_the_forward(graph, chain, place):
-        return 0
     mode = fake_mode_of(graph)
     writer = Rewriter(graph, mode, next(node for node in graph.nodes if BLOCK in node.meta))
     writer.phase = "is_forward"
@@ -98,22 +93,6 @@ def _for_one(graph: fx.Graph, tangent: fx.Node, others: Collection[fx.Node]) -> 
             user.replace_input_with(node, scaled)
         node.meta[TAG], node.meta[EARLY] = CheckpointPolicy.MUST_SAVE, True
     return len(exits)
-
-
-def _ends_the_forward(graph: fx.Graph, chain: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> bool:
-    """Return whether the forward makes no more bytes behind the chain than the gradients that would wait meanwhile."""
-    late, members = _reached(graph, _tangents(graph)), set(chain)
-    numbers = {node.meta[BLOCK][0] for node in chain if BLOCK in node.meta}
-    start = min(place[node] for node in graph.nodes if BLOCK in node.meta and node.meta[BLOCK][0] in numbers)
-    needed = _with_sources_behind(chain, start, place)
-    others = late | needed
-    behind = [
-        n for n in graph.nodes if place[n] > start and n not in others and BLOCK not in n.meta and not is_backward(n)
-    ]
-    known = keys_of([node for node in graph.nodes if place[node] <= start or node in needed])
-    made = {storage_key(one): one.numel() * one.itemsize for one in tensors_of(behind)}
-    waiting = [value(node) for node in chain if any(user not in members for user in node.users)]
-    return bool(sum(made[key] for key in made.keys() - known) <= sum(one.nbytes for one in waiting))
 
 
 def _multiples(graph: fx.Graph, tangent: fx.Node) -> set[fx.Node] | None:
@@ -184,17 +163,6 @@ def _vanishes(arg: object, sources: Collection[fx.Node]) -> bool:
 def _tangents(graph: fx.Graph) -> list[fx.Node]:
     """Return the inputs that are gradients."""
     return [node for node in graph.find_nodes(op="placeholder") if node.meta["desc"].is_tangent()]
-
-
-def _with_sources_behind(nodes: Iterable[fx.Node], start: int, place: Mapping[fx.Node, int]) -> set[fx.Node]:
-    """Return nodes with what they are made from behind a place."""
-    todo = list(nodes)
-    found = set(todo)
-    while todo:
-        sources = [one for one in todo.pop().all_input_nodes if place[one] > start and one not in found]
-        found.update(sources)
-        todo += sources
-    return found
 
 
 def _reached(graph: fx.Graph, sources: Collection[fx.Node]) -> set[fx.Node]:

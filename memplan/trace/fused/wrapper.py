@@ -106,7 +106,8 @@ def _same_index(loop: Any) -> Iterator[tuple[str, MemoryDep, bool]]:
         if not isinstance(read, MemoryDep) or read.name in fixed or read.name in V.graph.scheduler.mutation_real_name:
             continue
         same = (read.index, read.size) == (write.index, write.size)
-        if same or (read.index.has(*_DIVISIONS) and reads_where_it_writes(loop, read.name)):
+        ours = not config.allow_buffer_reuse  # else Inductor decides on the bytes, and looks at the indices only
+        if same or (ours and read.index.has(*_DIVISIONS) and reads_where_it_writes(loop, read.name)):
             yield write.name, read, not same
 
 

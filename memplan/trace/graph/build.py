@@ -105,7 +105,7 @@ def binding_of(captured: Captured, node: fx.Node, before: Sequence[Binding]) -> 
         wants = desc.target in captured.trained
         return Binding(source=Source.BUFFER, value=-1, name=desc.target, requires_grad=wants)
     if isinstance(desc, StateInput):
-        return Binding(source=Source.STATE, value=-1, name=desc.target, key=desc.key, names=desc.targets)
+        return Binding(source=Source.STATE, value=-1, name=desc.target, key=desc.key)
     if isinstance(desc, PlainAOTInput):
         wants = captured.inputs[desc.idx].requires_grad
         return Binding(source=Source.INPUT, value=-1, index=desc.idx, requires_grad=wants)

@@ -32,7 +32,6 @@ _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 ACCUMULATED = "accumulated gradient"  # key of a tensor beside the optimizer's own state
 LEARNING_RATE = "learning rate"  # key of a tensor that belongs to a group instead of a parameter
 GROUP = "group "  # and its number: the name of the holder of an option
-COUNTERS = "step counters"  # key of the tensor that holds the counters of many parameters
 _UPDATES = (aten._fused_sgd_, aten._fused_adam_, aten._fused_adamw_)
 _SMALL = 16 << 10  # bytes of a parameter on the CPU
 
@@ -46,14 +45,10 @@ class Accumulate(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StateInput:
-    """Descriptor of a placeholder: tensor `key` of the state that an update keeps for parameter `target`.
-
-    `targets`: the parameters of which it holds one element each, in order (`COUNTERS`).
-    """
+    """Descriptor of a placeholder: tensor `key` of the state that an update keeps for parameter `target`."""
 
     target: str
     key: str
-    targets: tuple[str, ...] = ()
 
     def is_tangent(self) -> bool:
         """Return False: it is no gradient."""
@@ -91,7 +86,6 @@ def append_updates(
     if accumulate is not Accumulate.ADD:
         if clip_grad_norm is not None:
             gradients = factory.clip(gradients, clip_grad_norm, in_place=accumulate is not None)
-        factory.keep_counters(gradients)
         updated = {id(model.get_parameter(name)): name for name in gradients}
         for parameter, group in group_of.items():  # in the order in which the optimizer would create its state
             if name := updated.get(parameter):
@@ -128,11 +122,7 @@ def updated_parameters(graph: fx.Graph, model: nn.Module, optimizer: torch.optim
 
 
 class _Updates:
-    """Makes the nodes of the updates.
-
-    Adam's step counters are adjacent in memory where possible (`keep_counters`), so that one kernel increments them as
-    one tensor. Counters that are copied to a device and back stay separate (`steps`).
-    """
+    """Makes the nodes of the updates. `steps` are the counters of Adam's."""
 
     def __init__(
         self,
@@ -148,8 +138,6 @@ class _Updates:
         self.optimizer = optimizer
         self.output = output
         self.steps: list[fx.Node] = []
-        self.counters: fx.Node | None = None
-        self.position: dict[str, int] = {}
         self.rates_in_memory = rates_in_memory
         self.device = device
         self.rates: dict[int, fx.Node] = {}
@@ -198,18 +186,6 @@ class _Updates:
             return dict(gradients)
         return {name: rw.call(aten.mul.Tensor, g, coefficient) for name, g in gradients.items()}
 
-    def keep_counters(self, names: Iterable[str]) -> None:
-        """Make one tensor for the step counters of these parameters, unless there are none or they are on another
-        device.
-        """
-        self.position = {name: i for i, name in enumerate(names)}
-        if isinstance(self.optimizer, torch.optim.SGD) or self.device is not None or not self.position:
-            return
-        device = next(p for group in self.optimizer.param_groups for p in group["params"]).device
-        with self.mode:
-            counters = torch.empty(len(self.position), dtype=torch.float32, device=device)
-        self.counters = self._state("optimizer", COUNTERS, counters, tuple(self.position))
-
     def update(self, name: str, parameter: fx.Node, gradient: fx.Node, state: Mapping[str, Any], group: int) -> None:
         """Add one fused kernel after the gradient's definition and the parameter's last reader."""
         place = after_last(self.graph, [*touching(self.graph, gradient), *touching(self.graph, parameter)])
@@ -220,7 +196,7 @@ class _Updates:
             gradient = laid_out
         options = self.optimizer.param_groups[group]
         keys = keys_of(self.optimizer, options)
-        inputs = {key: self._state(name, key, state[key]) for key in keys if key != STEP or self.counters is None}
+        inputs = {key: self._state(name, key, state[key]) for key in keys}
         if isinstance(self.optimizer, torch.optim.SGD):
             packet = aten._fused_sgd_
             momentum = [inputs["momentum_buffer"]] if options["momentum"] else []
@@ -233,10 +209,7 @@ class _Updates:
         else:
             decoupled = isinstance(self.optimizer, torch.optim.AdamW) or options.get("decoupled_weight_decay")
             packet = aten._fused_adamw_ if decoupled else aten._fused_adam_
-            if self.counters is not None:
-                inputs[STEP] = rw.call(aten.select.int, self.counters, 0, self.position[name])
-            else:
-                self.steps.append(inputs[STEP])
+            self.steps.append(inputs[STEP])
             largest = [inputs["max_exp_avg_sq"]] if options["amsgrad"] else []
             args = ([parameter], [gradient], [inputs["exp_avg"]], [inputs["exp_avg_sq"]], largest, [inputs[STEP]])
             live = {key: Live(self.optimizer, group, key) for key in ("lr", "weight_decay", "eps", "maximize")}
@@ -251,14 +224,9 @@ class _Updates:
 
     def count_steps(self) -> None:
         """Increment all step counters by one kernel, before the first update."""
-        if self.counters is None and not self.steps:
-            return
-        first = next(n for n in self.graph.nodes if n.op == "call_function" and "live" in n.meta)
-        rw = self._writer(first)
-        if self.counters is not None:
-            rw.call(aten.add_.Tensor, self.counters, 1)
-        else:
-            rw.call(aten._foreach_add_.Scalar, self.steps, 1)
+        if self.steps:
+            first = next(n for n in self.graph.nodes if n.op == "call_function" and "live" in n.meta)
+            self._writer(first).call(aten._foreach_add_.Scalar, self.steps, 1)
 
     def _rate(self, group: int, parameter: torch.Tensor) -> fx.Node:
         """Return the learning rate of a group, as a tensor on the device of its parameters."""
@@ -268,18 +236,12 @@ class _Updates:
             self.rates[group] = self._state(f"{GROUP}{group}", LEARNING_RATE, rate)
         return self.rates[group]
 
-    def _state(
-        self,
-        name: str,
-        key: str,
-        tensor: torch.Tensor,
-        targets: tuple[str, ...] = (),
-    ) -> fx.Node:
+    def _state(self, name: str, key: str, tensor: torch.Tensor) -> fx.Node:
         """Add a placeholder for a tensor of the optimizer's state."""
         last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
         with self.graph.inserting_after(last):
             node = self.graph.placeholder(f"{name}_{key}".replace(".", "_").replace(" ", "_"))
-        node.meta["desc"] = StateInput(name, key, targets)
+        node.meta["desc"] = StateInput(name, key)
         tensor = local_tensor(tensor)
         with self.mode:
             node.meta["val"] = torch.empty_strided(
