@@ -69,7 +69,10 @@ class Runner:
             j for j, i in enumerate(self.parameter_guards.bindings) if traced.bindings[i].written
         ]
         self.input_guards = input_guards or InputGuards(
-            traced, module_guards.called.forward, changes_model=bool(self._written_parameters)
+            traced,
+            module_guards.called.forward,
+            changes_model=bool(self._written_parameters),
+            named=module_guards.model.forward,
         )
         self._store_written(self.parameter_guards.tensors())
         tensors = dict(zip(self.parameter_guards.bindings, self.parameter_guards.tensors(), strict=True))

@@ -126,8 +126,13 @@ _OTHERS = other_choices("on_mismatch")
 class InputGuards:
     """Compares a call with the traced one and returns the tensors that the program takes."""
 
-    def __init__(self, traced: TracedGraph, forward: Callable[..., Any], *, changes_model: bool) -> None:
-        """Prepare the checks. `forward`: the function that takes the arguments; with `**kwargs` it sees their order."""
+    def __init__(
+        self, traced: TracedGraph, forward: Callable[..., Any], *, changes_model: bool, named: Any = None
+    ) -> None:
+        """Prepare the checks. `forward`: the function that takes the arguments; with `**kwargs` it sees their order.
+
+        `named`: the function whose names messages have, if that is another one.
+        """
         self.spec = traced.in_spec
         self.examples = traced.example_inputs
         self.bound = [b.index for b in traced.bound(Source.INPUT)]
@@ -142,7 +147,7 @@ class InputGuards:
         self._count = self.spec.children()[0].num_children
         args, kwargs = pytree.tree_unflatten(list(self.examples), self.spec)
         self._arrangement = Arrangement(forward, args, kwargs)
-        self.names = [name for name, _ in named_leaves(args, kwargs, forward)]
+        self.names = [name for name, _ in named_leaves(args, kwargs, named or forward)]
         self._same_layout = layout_check(self.examples) if len(tensors) == len(self.examples) else None
         self.tensors = items_getter(self.bound)
         self._expected = [(i, x.shape, x.stride()) for i, x in tensors]
