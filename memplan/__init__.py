@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from memplan.analysis.diff import diff
     from memplan.analysis.explain import explain
     from memplan.core import csvio
-    from memplan.core.choices import Checkpoint, Gradients, Kernels, Layout
-    from memplan.core.division import Compression, Divide, Division
+    from memplan.core.choices import Checkpoint, Compression, Gradients, Kernels, Layout
+    from memplan.core.division import Divide, Division
     from memplan.core.plan import Plan
     from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
     from memplan.core.timed import set_log_level
@@ -272,8 +272,7 @@ def plan(
             in that many blocks; a `Division` sets more. None: Inductor's kernels of an accelerator run the loss head in
             blocks where a budget would evict something otherwise, with gradients that are equal up to rounding. False:
             nothing is divided.
-        compress: "bits" saves masks for the backward with one bit per element; "int8" also saves activations as 8-bit
-            codes, so that gradients are no longer exact.
+        compress: "int8" saves activations for the backward as 8-bit codes, so that gradients are no longer exact.
         gradients: Where the parameters' gradients are, as in `memplan.compile`: planned in the "arena", or "outside",
             where they belong to the caller.
         schedule: The policy that orders the ops, a name of `memplan.schedule.POLICIES` or a function. "auto" needs no

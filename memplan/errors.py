@@ -177,10 +177,6 @@ class ArenaCorruption(MemplanError, RuntimeError):
     """A sanitizer found changed bytes in a red zone: a kernel wrote outside its buffer."""
 
 
-class LimitExceeded(MemplanError, ValueError):
-    """A plan exceeds a limit that the user gave (raised by the pytest plugin; the command line exits 1)."""
-
-
 class InvalidCosts(MemplanError, ValueError):
     """A cost model is unknown, or has an impossible rate or time."""
 

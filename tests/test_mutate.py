@@ -39,7 +39,6 @@ def checkout(tmp_path: Path) -> Path:
     """A checkout of a module, its tests, and the script."""
     for name, text in (
         ("memplan/__init__.py", ""),
-        ("memplan/pytest_plugin.py", ""),  # which pytest loads where memplan is installed
         ("memplan/tiny.py", MODULE),
         ("tests/test_tiny.py", TEST),
         ("pyproject.toml", "[tool.pytest.ini_options]\npythonpath = ['.']\n"),

@@ -45,7 +45,7 @@ def _figures(data: object, where: str) -> Figures:
 
 def write_baseline(path: str | os.PathLike[str], models: Mapping[str, Figures]) -> None:
     """Write `models` to `path`, whole or not at all. Raises `UnreadableFile` when it cannot be written."""
-    write_atomic(Path(path), baseline_text(models))
+    write_atomic(path, baseline_text(models))
 
 
 def update_baseline(

@@ -52,21 +52,21 @@ def check(
     """
     from memplan.check.baseline import read_baseline
     from memplan.check.project import find_project
-    from memplan.cli.source import seconds_option
+    from memplan.solvers.placement import require_limit
 
     most = {"arena": max_arena, "fragmentation": max_fragmentation, "outside": max_outside, "total": max_total}
     given = [_rule(f"--max-{name}", f"{name}:{text}") for name, text in most.items() if text is not None]
     given += [_rule("--fail-over", text) for text in fail_over or ()]
-    limit = seconds_option("--time-limit", time_limit)
-    if limit is not None and not verify:
+    if time_limit is not None and not verify:
         raise InvalidSize("is for --verify", where="--time-limit", hint="add --verify, or leave it out")
+    require_limit("--time-limit", time_limit)
     project = find_project(Path.cwd())
     entries, listed = _entries(targets or [], infer, gpu, project)
     owner, whole = project if listed else None, listed and not targets
     file = baseline or (owner.baseline if owner else None)
     if update_baseline and file is None:
         raise InvalidSize("there is no baseline to update", hint="add --baseline FILE")
-    work = _Work(file, verify, limit, optimizer)
+    work = _Work(file, verify, time_limit, optimizer)
     asked = [(entry, work.rules(given, entry, owner)) for entry in entries]
     if update_baseline:
         _update(work, asked, whole=whole, form=form)

@@ -54,9 +54,7 @@ TARGET = "plan.json, FILE.py:FACTORY or package.module:FACTORY."
 
 Infer = Annotated[bool, opt("--infer,--no-train", "Plan the forward alone, without gradients (train=False).")]
 Ranks = Annotated[int | None, opt("--ranks N", "Plan one of N ranks that share the parameters.")]
-Gpu = Annotated[
-    str | None, opt("--target,--device GPU", "Plan for a GPU that need not be here: h100, a100, sm90:80GiB, ...")
-]
+Gpu = Annotated[str | None, opt("--target GPU", "Plan for a GPU that need not be here: h100, a100, sm90:80GiB, ...")]
 Costs = Annotated[str | None, opt("--costs DEVICE|FILE", "The costs of predicted times: a GPU (as --target), or cpu.")]
 Budget = Annotated[str | None, opt("--budget SIZE", "Evict what exceeds this total: 8GiB, 50% or min.")]
 Kernels = Annotated[

@@ -16,7 +16,7 @@ from memplan.cli.console import Format, opt
 def fits(
     target: Annotated[str, typer.Argument(metavar="MODEL", help="FILE.py:FACTORY or package.module:FACTORY.")],
     *,
-    device: Annotated[str, opt("--target,--device NAME|SIZE", "A GPU (h100, sm90:80GiB), cpu, or 24GiB.")],
+    device: Annotated[str, opt("--target NAME|SIZE", "A GPU (h100, sm90:80GiB), cpu, or 24GiB.")],
     budget: c.Budget = None,
     kernels: c.Kernels = None,
     batch: Annotated[int | None, opt("--batch N", "Samples of a step; default: the example's.", min=1)] = None,

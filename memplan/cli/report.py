@@ -45,12 +45,11 @@ def report(
     """
     asked = dict(locals())
     from memplan.cli.outputs import require_outputs
-    from memplan.cli.source import obtain, require_model, seconds_option
+    from memplan.cli.source import obtain, require_model
     from memplan.core.files import write_atomic
     from memplan.planning.options import PlanOptions
     from memplan.report.lines import answer_lines, report_form, title
 
-    seconds_option("--time-limit", time_limit)
     drawn = {"--html": html, "--svg": svg, "--trace": trace, "--snapshot": snapshot}
     require_outputs({"--save": save, **drawn}, target, costs)
     known = {field.name for field in fields(PlanOptions)}

@@ -47,12 +47,12 @@ def solve(
     Exits 1 when nothing fits the capacity, or nothing was found that does.
     """
     from memplan.cli.outputs import require_outputs
-    from memplan.cli.source import seconds_option, size_option
+    from memplan.cli.source import size_option
     from memplan.core.csvio import parse_problem, read_problem, write_solution
     from memplan.core.problem import Status
     from memplan.solvers import solve as solve_problem
 
-    limit, wanted = seconds_option("--time-limit", time_limit), size_option("--capacity", capacity, bare=True)
+    wanted = size_option("--capacity", capacity, bare=True)
     if plot is not None and plot.suffix.lower() not in (".html", ".svg"):
         raise InvalidSize(f"{plot.name!r} ends in none of .html, .svg", where="--plot")
     name = _STDIN if str(buffers) == "-" else buffers.name
@@ -62,8 +62,8 @@ def solve(
     most = problem.capacity if wanted is None else wanted
     with _progress(f"Placing {len(problem.buffers):,} buffers", wanted=live) as listener:
         solution = solve_problem(
-            problem, capacity=most, time_limit=limit, minimize=minimize or None, solver=solver or "auto", seed=seed,
-            on_progress=listener,
+            problem, capacity=most, time_limit=time_limit, minimize=minimize or None, solver=solver or "auto",
+            seed=seed, on_progress=listener,
         )  # fmt: skip
     c.stop_if_interrupted()
     fits = solution.status in (Status.OPTIMAL, Status.FEASIBLE)

@@ -17,7 +17,6 @@ import importlib.util
 import inspect
 import io
 import logging
-import math
 import os
 import sys
 import traceback
@@ -30,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from memplan.cli.console import stages
 from memplan.core.arguments import arguments_of, require_torch
 from memplan.core.units import parse_size
-from memplan.errors import InvalidModel, InvalidSize, MemplanError, located
+from memplan.errors import InvalidModel, MemplanError, located
 from memplan.planning.options import DEFAULTS, PlanOptions
 
 if TYPE_CHECKING:
@@ -148,13 +147,6 @@ def size_option(name: str, text: str | None, *, bare: bool = False) -> int | Non
         return None if text is None else parse_size(text, bare=bare)
 
 
-def seconds_option(name: str, seconds: float | None) -> float | None:
-    """Return a time limit in seconds. Raises `InvalidSize`, naming the option, unless it is positive and finite."""
-    if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
-        raise InvalidSize(f"{seconds} is not a number of seconds above 0", where=name, hint="leave it out for no limit")
-    return seconds
-
-
 # -- models --------------------------------------------------------------------------------------------------
 
 
@@ -226,7 +218,7 @@ def load_factory(target: str) -> NamedFactory:
         raise InvalidModel(f"{source!r} is neither a Python file nor the name of a module", where=target, hint=_FORM)
     module = _import_file(Path(source)) if is_file else _import_module(source)
     factory = getattr(module, name, None)
-    if not callable(factory):
+    if not callable(factory) or (hasattr(factory, "forward") and not isinstance(factory, type)):
         public = {key: value for key, value in vars(module).items() if not key.startswith("_") and callable(value)}
         own = [key for key, value in public.items() if getattr(value, "__module__", None) == module.__name__]
         what = "is not a function" if hasattr(module, name) else "there is no such name"

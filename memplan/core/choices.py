@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from memplan.errors import MemplanError
 
 Checkpoint = Literal["follow", "plan"]
+Compression = Literal["int8"]  # real numbers as 8-bit codes
 Gradients = Literal["arena", "outside"]
 Kernels = Literal["aten", "inductor"]
 Layout = Literal["auto", "tstack"]
@@ -18,11 +19,14 @@ OnMismatch = Literal["replan", "error", "eager", "passive"]
 CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "checkpoint": get_args(Checkpoint),
+        "compress": (None, *get_args(Compression)),
+        "layout": get_args(Layout),
         "gradients": get_args(Gradients),
         "kernels": (None, *get_args(Kernels)),
         "sanitize": (None, *get_args(Sanitize)),
         "on_mismatch": get_args(OnMismatch),
         **dict.fromkeys(("in_place", "fullgraph"), (True, False)),
+        "train": (None, True, False),
     }
 )
 

@@ -205,4 +205,4 @@ def write_solution(path: str | os.PathLike[str], problem: Problem, solution: Sol
         said = {"alignment": b.alignment, "gaps": " ".join(f"{gap.start}-{gap.end}" for gap in b.gaps)}
         optionals = (said[name] for name in optional)
         rows.writerow((b.id, b.live.start, b.live.end, b.size, *optionals, solution.offsets[b.id]))
-    write_atomic(Path(path), out.getvalue())
+    write_atomic(path, out.getvalue())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from memplan.errors import InvalidSize, UnsupportedCall
 
@@ -71,17 +70,3 @@ def division_of(divide: Divide) -> Division | None:
     if not isinstance(divide, int):
         raise InvalidSize(f"{divide!r} says nothing about a division", where="divide", hint=_HINT)
     return Division(blocks=divide)
-
-
-Compression = Literal["bits", "int8"]  # "bits": masks as bits; "int8": also real numbers as 8-bit codes
-COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
-
-
-def compression_of(compress: str | None) -> str:
-    """Return the compression that the option `compress=` stands for, or "" for none. Raises `InvalidSize`."""
-    if compress is None or compress == "":
-        return ""
-    if compress not in COMPRESSIONS:
-        hint = f"choose one of: {', '.join(COMPRESSIONS)}"
-        raise InvalidSize(f"there is no compression {compress!r}", where="compress", hint=hint)
-    return compress

@@ -7,15 +7,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from memplan.core.jsonio import require_path
 from memplan.errors import UnreadableFile
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
+def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file in one step: it has the new content or is unchanged, even if writing is interrupted.
 
     A link is followed; a device or a pipe is written to directly. Raises `UnreadableFile` if the file cannot be
     written.
     """
+    path = Path(require_path(path, "name a file that can be written"))
     require_place(path)
     with _named(path):
         data = content if isinstance(content, bytes) else content.encode()

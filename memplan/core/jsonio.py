@@ -151,11 +151,16 @@ def clip(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def read_json(path: str | os.PathLike[str], hint: str) -> Any:
-    """Return the contents of a JSON file. Raises `UnreadableFile`, with `hint`, if there are none."""
+def require_path(path: Any, hint: str) -> str | os.PathLike[str]:
+    """Return what can be the path of a file. Raises `UnreadableFile`, with `hint`, for anything else."""
     if not isinstance(path, (str, os.PathLike)):
         raise UnreadableFile(f"is given a {type(path).__name__}, not the path of a file", where="path", hint=hint)
-    where = os.fspath(path)
+    return path
+
+
+def read_json(path: str | os.PathLike[str], hint: str) -> Any:
+    """Return the contents of a JSON file. Raises `UnreadableFile`, with `hint`, if there are none."""
+    where = os.fspath(require_path(path, hint))
     try:
         return json.loads(
             Path(where).read_bytes(), parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates

@@ -116,6 +116,9 @@ class Buffer:
 
     def __post_init__(self) -> None:
         where = f"buffer {self.id!r}"
+        if not isinstance(self.live, Interval) or not hasattr(self.size, "__index__"):
+            hint = "write size=BYTES, live=Interval(start, end)"
+            raise InvalidProblem(f"size={self.size!r}, live={self.live!r}", where=where, hint=hint)
         if self.size < 0:
             raise InvalidProblem(f"negative size {self.size}", where=where)
         if self.alignment < 1:

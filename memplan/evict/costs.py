@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -150,7 +149,7 @@ class CostModel:
             >>> memplan.profile(model, example_inputs).save("costs.json")
         """
         body = {"cost_model": VERSION, **to_json(self)}
-        write_atomic(Path(path), json.dumps(body, indent=1, allow_nan=False) + "\n")
+        write_atomic(path, json.dumps(body, indent=1, allow_nan=False) + "\n")
 
     def seconds(self, graph: Graph) -> tuple[float, ...]:
         """Return the seconds of every op of a graph.

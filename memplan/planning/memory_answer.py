@@ -218,7 +218,9 @@ def capacity_of(
     free = _slack(slack, total)
     if total <= taken + free:
         what = f"of {format_bytes(total)}, {format_bytes(taken)} are the context's and {format_bytes(free)} stay free"
-        raise InvalidSize(f"{what}: nothing is left", where="target", hint="give less slack or allowance")
+        raise InvalidSize(
+            f"{what}: nothing is left", where="target", hint="give more memory, or less slack or allowance"
+        )
     return Capacity(device=str(device), total=total, allowance=taken, slack=free, costs=costs, gpu=gpu)
 
 

@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from memplan.core import lifetimes
@@ -170,7 +169,7 @@ class FileFormat(Generic[_Held]):
 
     def write(self, held: _Held, path: str | os.PathLike[str]) -> None:
         """Write the file in one step. Raises `UnreadableFile` if it cannot be written."""
-        write_atomic(Path(path), self.text(held))
+        write_atomic(path, self.text(held))
 
     def read(self, path: str | os.PathLike[str]) -> _Held:
         """Read the contents of a file. Errors name the file and the next step; they are those of `load`."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from memplan.core.arguments import require_kind
 from memplan.core.problem import Buffer, Problem, Solution
 from memplan.core.units import format_bytes
 from memplan.devices.kinds import alignment_of
@@ -220,6 +221,7 @@ def record(
         print(recording.peak, recording.arena_size)  # bytes
         ```
     """
+    require_kind(step_fn, Callable, "record", "pass a function: lambda: model(inputs).sum().backward()")  # type: ignore[arg-type]
     if torch.autograd.profiler._is_profiler_enabled:
         raise MemplanError("another profiler is running", hint="call memplan.record outside of that profiler")
     device = torch.device(device)

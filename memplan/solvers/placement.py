@@ -168,7 +168,7 @@ def check_numbers(problem: Problem, time_limit: float | None, work_limit: int | 
 def require_limit(where: str, limit: float | None) -> None:
     """Raise `InvalidProblem` for a limit that is neither None nor a number from 0 upwards."""
     if limit is not None and not (isinstance(limit, (int, float)) and limit >= 0):
-        raise InvalidProblem(f"{limit} is not a number from 0 upwards", where=where, hint="leave it out")
+        raise InvalidProblem(f"{limit} is not a number from 0 upwards", where=where, hint="leave it out for no limit")
 
 
 def check_pins(problem: Problem) -> None:

@@ -41,6 +41,12 @@ def traced_function(model: nn.Module) -> FunctionType:
     return found
 
 
+def why_traced_again() -> str:
+    """Return why dynamo traces a function again, for the backend that it calls; "" for a first time, or if unknown."""
+    context: Any = getattr(torch._dynamo.utils, "get_metrics_context", dict)()  # torch's own names, which may change
+    return str(getattr(context, "_metrics", {}).get("recompile_reason") or "").split("\n")[0]
+
+
 def dynamo_config(**settings: Any) -> Any:
     """Return a context with those of the settings of dynamo that this torch has."""
     return torch._dynamo.config.patch(_known(settings))

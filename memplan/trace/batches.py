@@ -12,17 +12,17 @@ from torch import nn
 from memplan.core.choices import Gradients
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
-from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, MemplanError, UnsupportedGraph
+from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Costs, PlanOptions, read_size
 from memplan.solvers import Solver
 from memplan.torch_inside.graphs import FakeTensorMode
 from memplan.trace.planning import plan_traced
+from memplan.trace.step_example import MAKE, StepExample
 from memplan.trace.tracing import trace
 
 _SECANTS = 12  # sizes that are guessed from the needs of others; then the range is halved
-Make = Callable[[int], tuple[nn.Module, Any]]
-_MAKE = "pass lambda batch: (model, example_inputs), which builds the inputs from the batch"
+Make = Callable[[int], tuple[Any, ...]]
 
 
 def max_batch(
@@ -65,8 +65,8 @@ def max_batch(
     Raises:
         BudgetInfeasible: `lowest` does not fit; the error's `smallest` is the number of bytes that it needs.
         InvalidSize: the budget or the bounds make no sense.
-        InvalidModel: `make` ignores its batch size.
-        UnsupportedGraph: `make` fails on fake tensors, or the model cannot be traced.
+        InvalidModel: `make` fails on fake tensors, or ignores its batch size.
+        UnsupportedGraph: The model cannot be traced.
 
     Example:
         ```python
@@ -79,7 +79,7 @@ def max_batch(
     """
     if isinstance(make, nn.Module) or not callable(make):
         what = f"is a {type(make).__name__}, not a function from a batch size to (model, example_inputs)"
-        raise InvalidModel(what, where="make", hint=_MAKE)
+        raise InvalidModel(what, where="make", hint=MAKE)
     budgets = {"budget": budget, "arena_budget": arena_budget}
     limits = {name: read_size(name, given) for name, given in budgets.items() if given is not None}
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (lowest, highest))
@@ -127,13 +127,9 @@ class _Search:
     def over(self, batch: int) -> int:
         """Return by how many bytes the smallest plan of this batch size exceeds the budgets; negative: room."""
         if batch not in self._overs:
-            model, inputs = self._example(batch)
-            traced = trace(
-                model,
-                inputs,
-                train=self.train,
-                **self.options.tracing,
-            )
+            with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+                model, args, kwargs = StepExample(self.make).made(batch)
+            traced = trace(model, args, kwargs, train=self.train, **self.options.tracing)
             over = self._excess(plan_traced(traced, self.options))
             if over > 0 and self.evicts:
                 least: dict[str, Any] = {next(iter(self.limits)): "min"}
@@ -145,22 +141,6 @@ class _Search:
         """Return by how many bytes a plan exceeds the budgets."""
         needs = {"budget": plan.total, "arena_budget": plan.arena_size}
         return max(needs[name] - limit for name, limit in self.limits.items())
-
-    def _example(self, batch: int) -> tuple[nn.Module, Any]:
-        """Return the model and the inputs of a batch size, on fake tensors."""
-        try:
-            with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
-                made = self.make(batch)
-        except MemplanError:
-            raise
-        except Exception as error:
-            hint = f"{_MAKE}; it runs on fake tensors, so it must not read their values"
-            raise UnsupportedGraph(
-                f"make({batch})", f"{type(error).__name__}: {error}".splitlines()[0], hint, see="max-batch"
-            ) from error
-        if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
-            raise InvalidModel(f"returned an object of type {type(made).__name__}", where=f"make({batch})", hint=_MAKE)
-        return made
 
 
 def largest_within(over: Callable[[int], int], limit: int, *, lowest: int, highest: int) -> int:

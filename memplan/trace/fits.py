@@ -17,7 +17,7 @@ from memplan.core.plan import Plan
 from memplan.core.timed import timed
 from memplan.core.totals import beside_results
 from memplan.distributed.fake_ranks import divided, fake_ranks
-from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, MemplanError
+from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError
 from memplan.evict.costs import busy_seconds, cost_model
 from memplan.planning.base_graph import eager_total
 from memplan.planning.measured import as_after_a_trial, with_temporaries
@@ -106,9 +106,6 @@ def fits(
     capacity = capacity_of(target, allowance=allowance, slack=slack)
     if batch is not None and (not isinstance(batch, int) or isinstance(batch, bool) or batch < 1):
         raise InvalidSize(f"{batch!r} is no number of samples", where="batch", hint="give a number of 1 or more")
-    if not callable(model):
-        what = f"is a {type(model).__name__}, neither an nn.Module nor a function from a batch size"
-        raise InvalidModel(what, where="model", hint="pass the model itself, then its inputs")
     kind = None if dtype is None else floating_type(dtype)
     step = _StepPlans(
         example=StepExample(model, (example_inputs, example_kwargs), kind),

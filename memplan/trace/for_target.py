@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.arguments import arguments_of
@@ -20,8 +19,9 @@ from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.targets.child import asked_for
 from memplan.targets.stand_in import DEVICE
 from memplan.trace.capture.effects import with_fake_tensors
-from memplan.trace.capture.refusals import require_module
+from memplan.trace.capture.refusals import module_of
 from memplan.trace.planning import plan
+from memplan.trace.traced import named_leaves
 
 if TYPE_CHECKING:
     from memplan.core.plan import Plan
@@ -45,7 +45,7 @@ def plan_for(
         UnsupportedDevice: The target is unknown, or the model or an input is on a GPU.
         LibraryNotInstalled: What generates the code, or builds the stand-in, is missing.
     """
-    require_module(model)
+    model = module_of(model)
     args, kwargs = arguments_of(example_inputs, example_kwargs)
 
     def made(options: PlanOptions, place: str | None) -> Plan:
@@ -73,8 +73,8 @@ def planned_there(
         hint = "pip install triton, in the version that belongs to this torch"
         raise LibraryNotInstalled(what, where="kernels='inductor'", hint=hint, see="target")
     options = replace(options, reserve=options.reserved + target.workspace, costs=options.costs or target.costs)
-    given = [(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves(inputs))]
-    for place, tensor in (*model.named_parameters(), *model.named_buffers(), *given):
+    given = (*model.named_parameters(), *model.named_buffers(), *named_leaves(inputs[0], inputs[1], model.forward))
+    for place, tensor in given:
         if isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", "meta"):
             hint = "plan without target, or move the model and its inputs to the CPU or the meta device"
             raise UnsupportedDevice(f"is on {tensor.device} already", where=place, hint=hint, see="target")

@@ -26,6 +26,7 @@ from memplan.planning.measured import with_temporaries
 from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.schedule import order as order_of
 from memplan.schedule.group_updates import gather
+from memplan.trace.capture.refusals import module_of
 from memplan.trace.default_kernels import made_by_default, with_kernels
 from memplan.trace.optimizer.updates import small_updates
 from memplan.trace.traced import TracedGraph
@@ -67,6 +68,7 @@ def captured_step(
         captured = capture_call(model, example_inputs, example_kwargs, train=train, **options.tracing)
         return captured.retrace(), captured
 
+    model = module_of(model)
     options = with_kernels(options, model, (example_inputs, example_kwargs))
     options, (traced, captured) = made_by_default(options, type(model).__name__, capture)
     return options, traced, captured

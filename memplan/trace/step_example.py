@@ -12,6 +12,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from memplan.core.arguments import arguments_of
 from memplan.errors import InvalidModel, InvalidSize, MemplanError
 from memplan.trace.capture.effects import with_fake_tensors
+from memplan.trace.capture.refusals import module_of
+
+MAKE = "pass lambda batch: (model, example_inputs), which builds the inputs from the batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +22,8 @@ class StepExample:
     """The model and its inputs for any size of the batch, on the meta device where a size or a type is asked for."""
 
     model: Any
-    example: tuple[Any, Any]
-    dtype: torch.dtype | None
+    example: tuple[Any, Any] = ((), None)
+    dtype: torch.dtype | None = None
 
     @property
     def is_function(self) -> bool:
@@ -34,9 +37,9 @@ class StepExample:
             returned = self._called(1 if batch is None else batch)
             if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
                 what = f"returned an object of type {type(returned).__name__}"
-                raise InvalidModel(what, where=f"make({batch})", hint="return (model, example_inputs)")
+                raise InvalidModel(what, where=f"make({batch})", hint=MAKE)
             model, inputs, kwargs = (*returned, None)[:3]
-        args, keywords = arguments_of(inputs, kwargs)
+        model, (args, keywords) = module_of(model), arguments_of(inputs, kwargs)
         if self.dtype is not None:
             model, _ = with_fake_tensors(model, (), dtype=self.dtype)
         if self.dtype is not None or (batch is not None and not self.is_function):
@@ -51,7 +54,8 @@ class StepExample:
             raise
         except Exception as error:
             what = f"raised {type(error).__name__}: {error}".splitlines()[0]
-            raise InvalidModel(what, where=f"make({batch})", hint="return (model, example_inputs)") from error
+            hint = f"{MAKE}; max_batch calls it on fake tensors, so it must not read their values"
+            raise InvalidModel(what, where=f"make({batch})", hint=hint, see="max-batch") from error
 
     @property
     def can_change_batch(self) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -259,6 +261,36 @@ class TracedGraph:
     def opaque_count(self) -> int:
         """The number of opaque results, which go from kernel to kernel (see `OpaqueResult`)."""
         return 1 + max((n for k in self.kernels if isinstance(k, KernelCall) for _, n in k.opaque_results), default=-1)
+
+
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def parameters_of(function: Callable[..., Any] | None) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function, by name; none for what has no signature."""
+    with suppress(TypeError, ValueError):
+        return inspect.signature(function).parameters  # type: ignore[arg-type]
+    return {}
+
+
+def named_leaves(
+    args: Sequence[Any], kwargs: Mapping[str, Any], forward: Callable[..., Any] | None = None
+) -> list[tuple[str, Any]]:
+    """Return the leaves of a call, each with a name for messages: that of the argument, as `forward` calls it.
+
+    Such as "input 'mask'", "input 'batch'['labels']" or, where there is no name, "input 0".
+    """
+    names = [name for name, p in parameters_of(forward).items() if p.kind in POSITIONAL]
+    given = [(names[i] if i < len(names) else i, x) for i, x in enumerate(args)]
+    return [(f"input {name!r}{place}", leaf) for name, x in (*given, *kwargs.items()) for place, leaf in _placed(x)]
+
+
+def _placed(x: Any) -> list[tuple[str, Any]]:
+    """Return the leaves of an argument, each with its place in it, such as "['labels']"."""
+    try:
+        return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(x)[0]]
+    except ValueError:  # a class whose parts have no names
+        return [(f"[{i}]", leaf) for i, leaf in enumerate(pytree.tree_leaves(x))]
 
 
 def without_data(leaves: Collection[Any]) -> tuple[Any, ...]:

@@ -7,9 +7,8 @@ trace in several variants. `trace` does both at once.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from torch import fx, nn
 
 from memplan.core.arguments import arguments_of
-from memplan.core.choices import Kernels
-from memplan.core.division import Division, compression_of
+from memplan.core.choices import Kernels, require_choices
+from memplan.core.division import Division
 from memplan.core.in_place import with_inplace_candidates
 from memplan.core.timed import timed
 from memplan.distributed.parallelism import parallelism_of
-from memplan.errors import UnsupportedGraph, UnsupportedProblem
+from memplan.errors import UnsupportedProblem
 from memplan.trace.capture.checkpoints import mark_checkpoints
 from memplan.trace.capture.front_ends import quiet
 from memplan.trace.capture.joint_graph import Captured, capture
@@ -31,7 +30,7 @@ from memplan.trace.collectives.parallel_graph import capture_parallel
 from memplan.trace.graph.build import build
 from memplan.trace.graph.offload_target import Target, require_on_cpu, target_of, with_host_residents
 from memplan.trace.graph.values import AliasClasses
-from memplan.trace.passes.compression import pack_masks, quantize
+from memplan.trace.passes.compression import quantize
 from memplan.trace.passes.lowering import lower
 from memplan.trace.passes.nodes import allocate_at_end
 from memplan.trace.passes.own_outputs import own_outputs, tangents_needed, write_back_mutations
@@ -95,7 +94,7 @@ class CapturedCall:
 
         Args:
             division: How chains of rows are divided into blocks; None: not at all.
-            compress: How saved activations are compressed ("bits", "int8"); "": not at all.
+            compress: How saved activations are compressed ("int8"); "": not at all.
         """
         if self.options.kernels == "inductor":
             from memplan.trace.fused.step import trace_generated
@@ -143,10 +142,11 @@ def capture_call(
             kernels here.
     """
     asked = CaptureOptions(**options)
+    require_choices(asked)
     args, kwargs = arguments_of(example_inputs, example_kwargs)
     train = bool(getattr(model, "training", True)) if asked.train is None else asked.train
     name, target = type(model).__name__, None
-    with timed(f"tracing {name}"), _one_list(args):
+    with timed(f"tracing {name}"):
         if asked.kernels == "inductor":
             with quiet():
                 from memplan.trace.fused.step import decompositions  # imports Inductor
@@ -162,17 +162,6 @@ def capture_call(
         else:
             captured = capture(model, args, kwargs, train=train, by_dynamo=asked.by_dynamo)
     return CapturedCall(captured=captured, model=name, options=asked, target=target)
-
-
-@contextlib.contextmanager
-def _one_list(args: tuple[Any, ...]) -> Iterator[None]:
-    """Say in the error of a model that is called with one list that a list is one argument."""
-    try:
-        yield
-    except UnsupportedGraph as error:
-        if len(args) == 1 and isinstance(args[0], list):
-            error.hint = "a list is one argument, the only one: pass several arguments as a tuple, (first, second)"
-        raise
 
 
 def trace_captured(
@@ -198,9 +187,7 @@ def trace_captured(
     if alias_classes is None:
         simplify(graph)
     made = None if division is None else divide(graph, division)
-    if compression_of(compress):
-        pack_masks(graph)
-    if compress == "int8":
+    if compress:
         quantize(graph)
     lower(graph)
     write_in_place(graph)

@@ -7,7 +7,6 @@ copy of that graph.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from memplan.core.arguments import arguments_of, require_kind
+from memplan.core.arguments import arguments_of
 from memplan.core.choices import Kernels
 from memplan.distributed.parallelism import parallelism_of
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
@@ -26,12 +25,12 @@ from memplan.planning.options import PlanKeywords, PlanOptions
 from memplan.trace import planning
 from memplan.trace.capture.effects import with_fake_tensors
 from memplan.trace.capture.joint_graph import Captured
-from memplan.trace.capture.refusals import require_module
+from memplan.trace.capture.refusals import module_of
 from memplan.trace.default_kernels import made_by_default, with_kernels
 from memplan.trace.optimizer.optimizers import is_fused
 from memplan.trace.optimizer.updates import Accumulate, append_updates, updated_parameters
 from memplan.trace.passes.rewrite import value
-from memplan.trace.traced import TracedGraph
+from memplan.trace.traced import POSITIONAL, TracedGraph, parameters_of
 from memplan.trace.tracing import CapturedCall, capture_call
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def plan_step(
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> plan = memplan.plan_step(model, optimizer, loss_fn, batch, device="cuda", target="rtx4090", budget="22GiB")
     """
-    require_module(model)
+    model = module_of(model)
     require_step("plan_step", optimizer, loss_fn)
     loss = LossModule(model, loss_fn)
     args, kwargs = arguments_of(example_batch, example_kwargs)
@@ -105,7 +104,9 @@ def require_step(call: str, optimizer: Any, loss_fn: Any) -> None:
     order = f"in this order: {call}(model, optimizer, loss_fn, example_batch)"
     if not hasattr(optimizer, "param_groups"):  # a wrapper around an optimizer is one too
         raise MemplanError(f"is given a {type(optimizer).__name__}, not an optimizer", where="optimizer", hint=order)
-    require_kind(loss_fn, Callable, "loss_fn", f"pass a function that returns the loss, {order}")  # type: ignore[arg-type]
+    if isinstance(loss_fn, type) or not callable(loss_fn):
+        hint = f"pass a function that returns the loss, {order}"
+        raise MemplanError(f"is given a {type(loss_fn).__name__}, not a function", where="loss_fn", hint=hint)
 
 
 def require_update(accumulate: int, clip_grad_norm: float | None) -> None:
@@ -260,28 +261,32 @@ class LossModule(nn.Module):
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        self.with_targets = _positional_arguments(loss_fn) > 1
+        self.arguments = _positional_arguments(loss_fn)
 
     def parts_of(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the parts of an example batch; a list of both parts, as a `DataLoader` yields, is taken apart.
+        """Return the parts of a batch; a list or a tuple of both parts, as a `DataLoader` yields, is taken apart.
 
         Raises `UnsupportedGraph` if it does not have the parts that `loss_fn` takes.
         """
-        if self.with_targets and len(batch) == 1 and isinstance(batch[0], list) and len(batch[0]) == 2:
+        if self.arguments < 2:
+            return batch
+        if len(batch) == 1 and isinstance(batch[0], (list, tuple)) and len(batch[0]) == 2:
             batch = tuple(batch[0])
-        if self.with_targets and len(batch) != 2:
+        if len(batch) != 2:
             what = f"loss_fn takes several arguments, but the batch has {len(batch)} parts"
-            hint = "pass (inputs, targets), or a loss_fn of one argument"
-            if not batch:
-                what = f"{what}: a dict is the model's keywords"
-                hint = "pass a loss_fn of one argument, the model's result"
-            raise UnsupportedGraph("example_batch", what, hint, see="loss-arguments")
+            hint = "pass (inputs, targets), or a loss_fn of one argument; a dict is keywords of the model"
+            raise UnsupportedGraph("the batch", what, hint, see="loss-arguments")
+        given = 1 + (len(batch[1]) if isinstance(batch[1], tuple) else 1)
+        if given < self.arguments:
+            what = f"takes {self.arguments} arguments, and is given {given}: the model's result and the targets"
+            hint = "write loss_fn(output, targets); several targets are a tuple: (inputs, (first, second))"
+            raise UnsupportedGraph("loss_fn", what, hint, see="loss-arguments")
         return batch
 
     def forward(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
-        if not self.with_targets:
+        if self.arguments < 2:
             return self.loss_fn(self.model(*batch, **kwargs))
-        inputs, targets = batch
+        inputs, targets = self.parts_of(batch)
         output = self.model(*inputs, **kwargs) if isinstance(inputs, tuple) else self.model(inputs, **kwargs)
         return self.loss_fn(output, *targets) if isinstance(targets, tuple) else self.loss_fn(output, targets)
 
@@ -291,10 +296,5 @@ def _positional_arguments(function: Callable[..., Any]) -> int:
 
     Builtin functions such as `torch.sum` have no signature; they count as reductions of one argument.
     """
-    target = function.forward if isinstance(function, nn.Module) else function
-    try:
-        parameters = inspect.signature(target).parameters.values()
-    except ValueError:
-        return 1
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in kinds and p.default is p.empty for p in parameters)
+    parameters = parameters_of(function.forward if isinstance(function, nn.Module) else function).values()
+    return sum(p.kind in POSITIONAL and p.default is p.empty for p in parameters)

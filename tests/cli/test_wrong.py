@@ -15,7 +15,7 @@ from tests.cli.helpers import Run
 from tests.samples import sample_plan
 
 MODEL = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
-X = torch.randn(4, 8)
+X, FROZEN = torch.randn(4, 8), torch.nn.Linear(8, 8).requires_grad_(False)
 SGD, LOSS = torch.optim.SGD(MODEL.parameters(), lr=0.1), torch.nn.functional.mse_loss
 PLAN = sample_plan()
 a: Any = memplan  # what is called wrongly here is wrong for mypy too
@@ -32,7 +32,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: a.plan(MODEL, X, budget="half"), "one with a unit: 1048576, 512MiB"),
     (lambda: a.plan(MODEL, X, budget=X), "give bytes (8589934592), a text ('8GiB')"),
     (lambda: a.plan(MODEL, X, budget="1KiB"), "give at least 1088 bytes (1.06 KiB), or budget='min'"),
-    (lambda: a.plan(MODEL, [X]), "a list is one argument, the only one: pass several arguments as a tuple"),
+    (lambda: a.plan(MODEL, [X]), "a list is one argument; several are a tuple"),
     (lambda: a.plan(MODEL, X, X), "pass several example inputs as a tuple"),
     (lambda: a.plan(X, MODEL), "pass the model itself, then its inputs"),
     (lambda: a.plan("model.py:make", target="h100"), "pass the model itself, then its inputs"),
@@ -62,6 +62,30 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: a.solve(PLAN), "give a Problem, or its buffers"),
     (lambda: a.validate([], {}), "give a Problem"),
     (lambda: a.load(PLAN), "memplan.plan(model, example_inputs).save(path)"),
+    (lambda: a.plan(MODEL, 4), "check that model(*example_inputs) runs eagerly"),
+    (lambda: a.plan(MODEL, X, train="yes"), "choose one of: None, True, False"),
+    (lambda: a.plan(MODEL, X, compress="int4"), "choose one of: None, 'bits', 'int8'"),
+    (lambda: a.plan(MODEL, X, time_limit="10"), "leave it out for no limit"),
+    (lambda: a.plan(MODEL, X, device="gpu"), "name a device of this machine"),
+    (lambda: a.plan(MODEL, X, ranks="8"), "pass 1 or more"),
+    (lambda: a.plan(MODEL.requires_grad_, X), "pass the model itself"),
+    (lambda: a.plan(FROZEN, X), "plan the forward alone (train=False, --infer)"),
+    (lambda: a.compile(MODEL, "8GiB"), "check the shapes and types of the example inputs"),
+    (lambda: a.compile(MODEL, X.to("meta")), "materialise the model and its inputs first"),
+    (lambda: a.compile(MODEL, X, plan="gone.json"), "make the plan anew"),
+    (lambda: a.compile(MODEL, X, plan="."), "make the plan anew"),
+    (lambda: a.compile(MODEL, X, on_mismatch="raise"), "choose one of: 'replan'"),
+    (lambda: a.compile_step(FROZEN, SGD, LOSS, (X, X)), "what is computed from parameters that require gradients"),
+    (lambda: a.compile_step(MODEL, MODEL.parameters(), LOSS, (X, X)), "in this order: compile_step(model, optimizer"),
+    (lambda: a.compile_step(torch.nn.Linear(8, 8), SGD, LOSS, (X, X)), "the parameters of this model"),
+    (lambda: a.compile_step(MODEL, SGD, torch.nn.MSELoss, (X, X)), "pass a function that returns the loss"),
+    (lambda: a.compile_step(MODEL, SGD, lambda model, x, y: x, (X, X)), "write loss_fn(output, targets)"),
+    (lambda: a.compile_step(MODEL, SGD, LOSS, (X, X))(X), "pass (inputs, targets)"),
+    (lambda: a.profile("model", X), "pass the model itself, then its inputs"),
+    (lambda: a.record(MODEL(X)), "pass a function"),
+    (lambda: a.solve([a.Buffer(id="a", size=4, live=(0, 1))]), "live=Interval(start, end)"),
+    (lambda: a.load("."), "make the plan anew"),
+    (lambda: a.Plan.save(PLAN, None), "name a file"),
     (lambda: PLAN.report(optimizer="Lion"), "`memplan fits` takes any other of torch.optim"),
 ]  # fmt: skip
 
@@ -70,11 +94,11 @@ LINES = [
     ("report model.py:mak", "did you mean model.py:make?"),
     ("report model.py:make --budget 24", "did you mean 24GiB?"),
     ("report model.py:make --budget 150%", "'50%'"),
-    ("report model.py:make --device 24GiB", "or a capability and its memory, as 'sm90:80GiB'"),
+    ("report model.py:make --target 24GiB", "or a capability and its memory, as 'sm90:80GiB'"),
     ("report plan.json --infer", "name the model as FILE.py:FACTORY"),
     ("report plan.json --optimizer Lion", "name one of SGD"),
-    ("fits model.py:make --device 24", "did you mean 24GiB?"),
-    ("fits plan.json --device h100", "name it FILE.py:FACTORY"),
+    ("fits model.py:make --target 24", "did you mean 24GiB?"),
+    ("fits plan.json --target h100", "name it FILE.py:FACTORY"),
     ("check plan.json --fail-over size:1GiB", "write FIGURE:LIMIT"),
     ("check plan.json", "add --baseline FILE, --fail-over arena:12GiB"),
     ("check", "list them in pyproject.toml"),
@@ -84,7 +108,7 @@ LINES = [
     ("check plan.json --update-baseline", "add --baseline FILE"),
     ("check --infer", "infer = true"),
     ("budget plan.json --pinned-budget -1", "one with a unit"),
-    ("report model.py:make --time-limit 0", "leave it out for no limit"),
+    ("report model.py:make --time-limit -1", "leave it out for no limit"),
     ("solve gone.csv", "give a CSV file"),
     ("solve buffers.csv --time-limit nan", "leave it out for no limit"),
     ("solve buffers.csv --solver magic", "choose one of: auto"),
@@ -92,6 +116,7 @@ LINES = [
     ("diff plan.json gone.json", "make the plan anew"),
     ("solve plan.json", "id,lower,upper,size"),
     ("help budgt", "budget"),
+    ("report model.py:MODEL", "it has make"),
 ]
 
 
@@ -106,7 +131,7 @@ def test_a_wrong_call_says_what_to_write_instead(call: Callable[[], object], hin
 def test_a_wrong_command_line_says_what_to_write_instead(
     run: Run, plan_file: Path, csv_file: Path, line: str, hint: str
 ) -> None:
-    source = "import torch\n\n\ndef make():\n    return torch.nn.Linear(8, 8), torch.randn(4, 8)\n"
+    source = "import torch\ndef make():\n    return torch.nn.Linear(8, 8), torch.randn(4, 8)\nMODEL = make()[0]\n"
     (plan_file.parent / "model.py").write_text(source)
     code, out, err = run(*line.split())
     assert (code, out) == (2, "")

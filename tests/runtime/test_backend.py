@@ -203,7 +203,8 @@ def test_hooks_see_the_steps_of_all_graphs() -> None:
     assert {event.phase for event in seen} == {"forward", "backward"}
 
 
-def test_other_shapes_get_plans_of_their_own() -> None:
+def test_other_shapes_get_plans_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="memplan")
     torch.manual_seed(0)
     backend = Backend(sanitize="poison")
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1), nn.Flatten(0))
@@ -214,6 +215,9 @@ def test_other_shapes_get_plans_of_their_own() -> None:
         _assert_same_gradients(model, eager, compiled, x)
     plans = [plan for graph in backend.graphs for plan in graph.plans]
     assert len({plan.arena_size for plan in plans}) > 1
+    again = [record.message for record in caplog.records if "is planned again" in record.message]
+    assert "size mismatch at index 0" in again[0]
+    assert "for other sizes: [(5, 8)]" in again[1]
 
 
 def test_inference_has_no_backward_in_its_plan() -> None:

@@ -109,7 +109,7 @@ def test_it_is_the_models_parameters_state_and_names() -> None:
 @pytest.mark.parametrize(
     ("args", "what"),
     [
-        ((torch.randn(2, 4),), r"input 0.*\(2, 4\)"),
+        ((torch.randn(2, 4),), r"input 'input'.*\(2, 4\)"),
         ((torch.randn(3, 4).double(),), "float64"),
         ((torch.randn(3, 4).to("meta"),), "meta"),
         ((), "positional"),
@@ -368,7 +368,7 @@ def test_by_compile_step(options: dict[str, Any]) -> None:
         {"costs": "measure", "budget": 0.5},
         {"device": "cpu"},
         {"divide": 4},
-        {"compress": "bits"},
+        {"compress": "int8"},
         {"gradients": "owned"},
     ],
     ids=str,

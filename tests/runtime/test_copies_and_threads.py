@@ -142,7 +142,7 @@ def test_threads_compile_at_the_same_time() -> None:
 
 
 def _grown(twin: Any) -> None:
-    twin._original.layers.append(nn.Linear(4, 2))
+    twin._orig_mod.layers.append(nn.Linear(4, 2))
 
 
 def _double(twin: Any) -> None:
@@ -159,7 +159,7 @@ def test_a_copy_whose_model_changed_before_its_first_use_is_compiled_for_the_cal
     change(twin)
     with pytest.raises(InputMismatch, match="at its first call"):
         twin.plan  # noqa: B018
-    original, x = copy.deepcopy(twin._original), _x().to(next(twin.parameters()).dtype)
+    original, x = copy.deepcopy(twin._orig_mod), _x().to(next(twin.parameters()).dtype)
     if evaluates:
         for module in (twin.eval(), original.eval()):
             with torch.no_grad():
@@ -263,14 +263,25 @@ def test_an_average_of_weights_trains_and_runs_as_in_eager() -> None:
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("how", ["in place", "torch.compile"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["in place", "torch.compile", "jit.trace", "memplan"])
 def test_what_compiles_a_compiled_module_traces_the_original(how: str) -> None:
     model, eager = _models()
     compiled: Any = memplan.compile(model, X)
     if how == "in place":
         compiled.compile(backend="aot_eager")
-    else:
+    elif how == "torch.compile":
         compiled = torch.compile(compiled, backend="aot_eager")
+    elif how == "memplan":
+        again: Any = memplan.compile(torch.compile(compiled), X)  # type: ignore[arg-type]
+        assert again.plan.fingerprint == compiled.plan.fingerprint
+        assert memplan.plan(compiled, X).fingerprint == memplan.plan(model, X).fingerprint
+        assert list(again.state_dict()) == list(model.state_dict())
+        return
+    else:
+        jit: Any = torch.jit
+        assert jit.script(memplan.compile(nn.Linear(8, 4), X))(X).shape == (4, 4)
+        compiled = jit.trace(compiled, X)
     _require_same_step(compiled, model, eager, X)
     assert "Planned" not in type(compiled(X).grad_fn).__name__
 

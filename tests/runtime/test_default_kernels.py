@@ -126,7 +126,7 @@ def test_eagers_kernels_run_where_no_compiler_makes_inductors(
     ("way", "options"),
     [
         (_plan, {"checkpoint": "plan"}),
-        (_plan, {"compress": "bits"}),
+        (_plan, {"compress": "int8"}),
         (_plan, {"divide": 2}),
         (_plan, {"device": "cpu"}),
         (_compile, {"device": "cpu"}),

@@ -233,7 +233,7 @@ def test_inference_and_calls_of_other_shapes_have_torch_compiles_bits() -> None:
 
 
 _REFUSED: tuple[dict[str, Any], ...] = (
-    {"compress": "bits"},
+    {"compress": "int8"},
     {"device": "cpu"},
     {"dynamic_shapes": {"tokens": None}},
     {"checkpoint": "plan"},

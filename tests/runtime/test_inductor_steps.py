@@ -140,7 +140,7 @@ def test_gradients_that_no_update_takes_are_not_computed() -> None:
 
 _REFUSED: tuple[dict[str, Any], ...] = (
     {"divide": True},
-    {"compress": "bits"},
+    {"compress": "int8"},
     {"device": "cpu"},
     {"checkpoint": "plan"},
 )

@@ -46,7 +46,7 @@ _A, _B = _x(3, 4), _x(4, 2)
 def test_constants_are_compared_by_type_and_value() -> None:
     guards = _guards(_Model(), _A, _B, scale=3.0)
     guards.flatten((_A, _B), {"scale": 3.0})
-    for other, message in ((4.0, r"input 2: is 4.0, the plan was made for 3.0"), (3, "input 2: is 3, ")):
+    for other, message in ((4.0, r"input 'scale': is 4.0, the plan was made for 3.0"), (3, "input 'scale': is 3, ")):
         with pytest.raises(InputMismatch, match=message):
             guards.flatten((_A, _B), {"scale": other})
     marker = object()
@@ -66,7 +66,7 @@ def test_other_strides_are_copied_to_those_of_the_example_unless_the_model_chang
     assert torch.equal(leaves[1], turned)
     guards = _guards(_Writes(), _A.clone(), _B)
     guards.flatten((_A, _x(2, 4).t()), {})
-    with pytest.raises(InputMismatch, match=r"input 0: has strides \(1, 3\), the plan was made for \(4, 1\), and the"):
+    with pytest.raises(InputMismatch, match=r"input 'x': has strides \(1, 3\), the plan was made for \(4, 1\), and"):
         guards.flatten((_x(4, 3).t(), _B), {})
 
 
@@ -103,7 +103,7 @@ def test_classes_with_operations_of_their_own_are_refused() -> None:
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     guards = _guards(_Model(), _A, _B)
-    with pytest.raises(InputMismatch, match="input 0: is a Own, which defines its own operations"):
+    with pytest.raises(InputMismatch, match="input 'x': is a Own, which defines its own operations"):
         guards.flatten((_A.as_subclass(Own), _B), {})
     guards.flatten((_A.as_subclass(Plain), _B), {})
     guards.flatten((_A, _B.as_subclass(Disabled)), {})
@@ -113,7 +113,7 @@ def test_inputs_are_apart_from_what_the_step_changes() -> None:
     guards = _guards(_Model(), _A, _B)
     changed = {_B.untyped_storage().data_ptr(): "the buffer 'mean'"}
     guards.check_apart([_A, _B.clone()], changed)
-    with pytest.raises(InputMismatch, match=r"input 1: shares its memory with the buffer 'mean', which the step chang"):
+    with pytest.raises(InputMismatch, match=r"input 'y': shares its memory with the buffer 'mean', which the step"):
         guards.check_apart([_A, _B], changed)
 
 

@@ -78,7 +78,7 @@ def test_epochs_with_a_last_batch_and_an_evaluation(caplog: pytest.LogCaptureFix
             compiled.train()
     messages = [r.message for r in caplog.records if "makes program" in r.message]
     assert len(messages) == 3, "the last batch, the evaluation, the evaluation without labels"
-    assert "program 2 of 8, for another call: input 0: is torch.int64 (4, 7)" in messages[0]
+    assert "program 2 of 8, for another call: input 'tokens': is torch.int64 (4, 7)" in messages[0]
     assert "keywords tokens" in messages[2]
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     arenas = {id(r.arena.memory) for r in compiled._calls.programs}
@@ -105,7 +105,7 @@ def test_beyond_the_limit_the_original_runs_with_one_warning(
     (warning,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
     within = "" if budget is None else " within 976.6 KiB"
     assert f"a call runs eagerly{within}, without a plan: arguments: the call has" in warning
-    assert "there are 8 programs for other calls; name the dimensions that vary in dynamic_shapes=" in warning
+    assert "there are 8 programs for other calls; next step: name the dimensions that vary in" in warning
     assert len(compiled._calls.programs) == 8
 
 
@@ -137,3 +137,14 @@ def test_a_given_plan_runs_its_own_shapes_and_its_budget_holds_for_others() -> N
     assert more.plan.eviction.arena_budget == plan.eviction.arena_budget
     with pytest.raises(InputMismatch):
         compile(model, x, plan=plan, on_mismatch="error")(torch.randn(20, 8))
+
+
+def test_a_call_that_fails_in_eager_too_raises_its_error_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    net, x = nn.Linear(4, 4), torch.randn(2, 4)
+    compiled = memplan.compile(net, x)
+    step = memplan.compile_step(net, torch.optim.SGD(net.parameters(), lr=0.0), nn.functional.mse_loss, (x, x))
+    for call in (lambda: compiled(torch.randn(2, 5)), lambda: step(torch.randn(2, 5), x)):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            call()
+    assert torch.equal(step([x, x]), step(x, x))  # as a DataLoader yields them
+    assert not caplog.records

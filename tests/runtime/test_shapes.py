@@ -128,13 +128,13 @@ def test_calls_that_differ_otherwise_are_refused_by_name() -> None:
     _, compiled = _compiled(example=(*_inputs(3, 8), 0.5), on_mismatch="error")
     x, mask = _inputs(4, 9)
     wrong: list[tuple[tuple[Any, ...], str]] = [
-        ((x.double(), mask, 0.5), "input 0: is torch.float64"),
-        ((x, mask, 0.25), "input 2: is 0.25"),
+        ((x.double(), mask, 0.5), "input 'x': is torch.float64"),
+        ((x, mask, 0.25), "input 'scale': is 0.25"),
         ((x, mask[:3], 0.5), "batch=4"),
         ((x, mask), "arguments"),
-        ((x, 3, 0.5), "input 1: is a int"),
+        ((x, 3, 0.5), "input 'mask': is a int"),
         ((x[..., :8], mask, 0.5), "dimension 2 is 8"),
-        ((x[0], mask, 0.5), "input 0"),
+        ((x[0], mask, 0.5), "input 'x'"),
     ]
     for args, complaint in wrong:
         with pytest.raises(InputMismatch, match=complaint):

@@ -251,7 +251,7 @@ def test_a_batch_by_keywords() -> None:
     assert same_parameters(model, twin)
     with pytest.raises(InputMismatch, match="keywords x"):
         step(x=x)
-    with pytest.raises(InputMismatch, match="input 0"):
+    with pytest.raises(InputMismatch, match="input 'x'"):
         step(x=x[:1], y=y)
 
 

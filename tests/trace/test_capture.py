@@ -215,9 +215,9 @@ def test_a_captured_step_is_never_changed_by_tracing_it() -> None:
     model = Apply(lambda w, x, target: nn.functional.cross_entropy(nn.functional.dropout(x * w), target))
     captured = capture_call(model, (torch.randn(16, 32), torch.randint(0, 32, (16,))), train=True)
     whole = captured.retrace()
-    divided = captured.retrace(division=memplan.Division(blocks=4), compress="bits")
+    divided = captured.retrace(division=memplan.Division(blocks=4), compress="int8")
     assert len(divided.graph.ops) > len(whole.graph.ops)
-    assert (divided.division is not None, divided.compress) == (True, "bits")
+    assert (divided.division is not None, divided.compress) == (True, "int8")
     assert captured.retrace().graph == whole.graph
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from memplan.core.arguments import arguments_of
-from memplan.core.choices import Checkpoint, Gradients, Kernels, Layout, OnMismatch, Sanitize
-from memplan.core.division import Compression, Divide
+from memplan.core.choices import Checkpoint, Compression, Gradients, Kernels, Layout, OnMismatch, Sanitize
+from memplan.core.division import Divide
 from memplan.core.plan import Plan
 from memplan.distributed.parallelism import agreed_parallelism_of
 from memplan.errors import InputMismatch, UnsupportedGraph
@@ -25,7 +25,7 @@ from memplan.runtime.guards.input_guards import kind_of_call
 from memplan.runtime.options import CompileOptions, device_for, given_plan, gradients_for
 from memplan.schedule import Policy as SchedulePolicy
 from memplan.solvers import Solver
-from memplan.trace.capture.refusals import require_module, why_it_breaks
+from memplan.trace.capture.refusals import module_of, why_it_breaks
 from memplan.trace.default_kernels import with_kernels
 
 _log = logging.getLogger("memplan")
@@ -171,7 +171,7 @@ def compiled_by(
     given: Plan | None,
 ) -> CompiledModule:
     """Return what `compile` does, for checked options. Raises `InputMismatch` for what needs an example."""
-    require_module(model)
+    model = module_of(model)
     parallelism = agreed_parallelism_of(model)
     if example is None and (given is not None or parallelism is not None):
         what = "plan=" if given is not None else "a model of several ranks"

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from memplan.core.arguments import arguments_of
-from memplan.core.choices import Checkpoint, Kernels, Layout, OnMismatch, Sanitize
-from memplan.core.division import Compression, Divide
+from memplan.core.choices import Checkpoint, Compression, Kernels, Layout, OnMismatch, Sanitize
+from memplan.core.division import Divide
 from memplan.core.plan import Plan
 from memplan.distributed.agreement import Agreement
 from memplan.distributed.local import largest_part
@@ -33,7 +33,7 @@ from memplan.runtime.options import CompileOptions, StepOptions, device_for, giv
 from memplan.runtime.profiling.op_timer import Measurement
 from memplan.schedule import Policy as SchedulePolicy
 from memplan.solvers import Solver
-from memplan.trace.capture.refusals import breaks, require_module, why_it_breaks
+from memplan.trace.capture.refusals import breaks, module_of, why_it_breaks
 from memplan.trace.default_kernels import with_kernels
 from memplan.trace.optimizer.optimizers import require_no_closure
 from memplan.trace.optimizer.update_bytes import bytes_of_updates
@@ -142,7 +142,7 @@ def compile_step(
         ```
     """
     keywords = dict(locals())
-    require_module(model)
+    model = module_of(model)
     require_step("compile_step", optimizer, loss_fn)
     parallelism = agreed_parallelism_of(model)
     with Agreement(None if parallelism is None else parallelism.group) as ranks:

@@ -35,7 +35,7 @@ class SharedModule(nn.Module):
     """
 
     def __init__(self, original: nn.Module) -> None:
-        self.__dict__["_original"] = original
+        self.__dict__["_orig_mod"] = original
         mode = original.training
         super().__init__()
         self.__class__ = shown_as(type(self), original)  # for libraries that read its signature and its class
@@ -47,12 +47,12 @@ class SharedModule(nn.Module):
     @property
     def training(self) -> bool:
         """The training flag of the original."""
-        return bool(self._original.training)
+        return bool(self._orig_mod.training)
 
     @training.setter
     def training(self, mode: bool) -> None:
         """Set the flag of the original alone, without its submodules (Lightning sets each one itself)."""
-        self._original.training = mode
+        self._orig_mod.training = mode
 
     def train(self, mode: bool = True) -> Self:
         """Set the training flag of the original and its submodules.
@@ -68,7 +68,7 @@ class SharedModule(nn.Module):
             compiled.train()
             ```
         """
-        self._original.train(mode)
+        self._orig_mod.train(mode)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class SharedModule(nn.Module):
             torch.save(compiled.state_dict(), "model.pt")
             ```
         """
-        return self._original.state_dict(*args, **kwargs)
+        return self._orig_mod.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load a `state_dict` into the original, which shares its parameters with this module.
@@ -103,21 +103,21 @@ class SharedModule(nn.Module):
             compiled.load_state_dict(torch.load("model.pt"))
             ```
         """
-        return self._original.load_state_dict(*args, **kwargs)
+        return self._orig_mod.load_state_dict(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set the attribute on the original, whose forward is traced, unless it is this module's own."""
         own = name in self.__dict__ or hasattr(type(self), name)
-        (super().__setattr__ if own else self._original.__setattr__)(name, value)
+        (super().__setattr__ if own else self._orig_mod.__setattr__)(name, value)
 
     def __delattr__(self, name: str) -> None:
-        (super() if name in self.__dict__ else self._original).__delattr__(name)
+        (super() if name in self.__dict__ else self._orig_mod).__delattr__(name)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_original"], name)
+            return getattr(self.__dict__["_orig_mod"], name)
 
 
 def shown_as(base: type[_M], model: nn.Module) -> type[_M]:
@@ -261,12 +261,12 @@ class CompiledModule(SharedModule, MeasuredStep):
             compiled(inputs).sum().backward()
             ```
         """
-        # this module is part of a model that is being traced: the outer plan contains it
-        if torch.compiler.is_compiling() and in_this_thread():
-            return self._original(*args, **kwargs)
+        # another compiler traces this module, or a model that contains it
+        if (torch.compiler.is_compiling() and in_this_thread()) or torch._C._is_tracing():
+            return self._orig_mod(*args, **kwargs)
         if refused_calls.around() and (refused := refused_calls.refusal((args, kwargs), self)):
             if self._calls.options.on_mismatch == "eager":
-                return self._original(*args, **kwargs)
+                return self._orig_mod(*args, **kwargs)
             raise refused
         return self._calls.run(args, kwargs)
 
@@ -275,9 +275,13 @@ class CompiledModule(SharedModule, MeasuredStep):
         """Bytes outside the arena that the CUDA graphs of all its programs keep in private pools."""
         return self._calls.pool_bytes
 
+    def __prepare_scriptable__(self) -> Any:
+        """Return the original, for `torch.jit.script`."""
+        return self._orig_mod
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what compiles a copy at its first call: addresses in an arena cannot be copied or pickled."""
-        return rebuilt, (type(self._calls), self._original, self._calls.settings)
+        return rebuilt, (type(self._calls), self._orig_mod, self._calls.settings)
 
 
 def rebuilt(kind: type[ModuleCalls], model: nn.Module, settings: dict[str, Any]) -> CompiledModule:

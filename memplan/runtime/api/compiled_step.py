@@ -28,10 +28,15 @@ from memplan.trace.capture.joint_graph import autocast_dtype
 _log = logging.getLogger("memplan")
 
 
-_EAGERLY = (
-    "%s: a call runs eagerly, because %s. It differs from the last plan: %s. Pad or bucket batches to a few shapes, "
-    "drop the last batch (drop_last=True), or compile another step for it. This is said once."
-)
+_EAGERLY = "%s: a call runs eagerly, because %s. It differs from the last plan: %s. Next step: %s. This is said once."
+_FEWER = "pad or bucket batches to a few shapes, drop the last batch (drop_last=True), or compile another step for it"
+
+
+def _next_step(error: MemplanError) -> str:
+    """Return the hint of an error, or the usual one; none for what fails in eager too, which raises its own error."""
+    return "" if error.see == "example-fails" else error.hint or _FEWER
+
+
 _Ready = tuple[Runner, list[Any], list[torch.Tensor]]  # a checked call: its leaves, and current parameters and state
 
 
@@ -163,9 +168,11 @@ class CompiledStep(MeasuredStep):
         if not builder.plans_update:  # any more; the guards stay, so that each such call comes here
             if several:
                 raise reason
-            why = "its update is no longer one of torch's fused kernels; compile the step again"
-            return self._run_eagerly(reason, batch, kwargs, why=why)
-        kind = self._kind_of(batch, kwargs)
+            why = "its update is no longer one of torch's fused kernels"
+            return self._run_eagerly(reason, batch, kwargs, why=why, hint="compile the step again")
+        loss: Any = self._module_guards.model
+        batch = loss.parts_of(batch)
+        kind, hint = self._kind_of(batch, kwargs), _FEWER
         if (ready := self._by_another_plan(kind, batch, kwargs)) is not None:
             return ready
         try:
@@ -177,13 +184,13 @@ class CompiledStep(MeasuredStep):
         except MemplanError as error:
             if several or error.see == "optimizer-state":  # eager would fail too, in the middle of its update
                 raise
-            why = f"it cannot be planned ({error.what})"
+            why, hint = f"it cannot be planned ({error.what.splitlines()[0]})", _next_step(error)
         else:
             return self._ready(plan, batch, kwargs)
         if several:
             hint = "pad or bucket batches to a few shapes; a step of several ranks does not run eagerly"
             raise UnsupportedCall(f"{reason.what}, and {why}", where=reason.where, hint=hint, see="ranks-refused")
-        return self._run_eagerly(reason, batch, kwargs, why=why)
+        return self._run_eagerly(reason, batch, kwargs, why=why, hint=hint)
 
     def _by_another_plan(self, kind: tuple[Any, ...], batch: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ready | None:
         """Return what runs a call by the plan of its kind, or by another one that takes it; None if none does.
@@ -210,15 +217,15 @@ class CompiledStep(MeasuredStep):
         return call, tuple(guards.modes()), autocast_dtype(device), guards.update_key
 
     def _run_eagerly(
-        self, reason: InputMismatch, batch: tuple[Any, ...], kwargs: dict[str, Any], *, why: str = ""
+        self, reason: InputMismatch, batch: tuple[Any, ...], kwargs: dict[str, Any], *, why: str = "", hint: str = ""
     ) -> torch.Tensor:
         """Run a step that has no plan eagerly, and offload saved activations on demand if there is a budget.
 
-        `why`: why it has none, which is logged once; "": it shall have none.
+        `why`: why it has none, which is logged once with a `hint`, if there is one; "": it shall have none.
         """
-        if why and not self._warned:
+        if hint and not self._warned:
             self._warned = True
-            _log.warning(_EAGERLY, self.plan.model, why, reason.summary)
+            _log.warning(_EAGERLY, self.plan.model, why, reason.summary, hint)
         self._builder.give_back_arena()
         offload = None
         if self._on_mismatch != "eager":

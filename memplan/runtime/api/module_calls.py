@@ -56,9 +56,9 @@ _SEVERAL = (
     "%s: a call begins while another one waits for its backward; from now on each has a program of its own, and "
     "gradients are outside of the arena"
 )
-_UNPLANNED = (
-    "%s: a call runs %s, without a plan: %s; it gets no program: %s; name the dimensions that vary in dynamic_shapes=, "
-    "call it in fewer ways, or compile another module for such calls; this is logged once"
+_UNPLANNED = "%s: a call runs %s, without a plan: %s; it gets no program: %s; next step: %s; this is logged once"
+_FEWER = (
+    "name the dimensions that vary in dynamic_shapes=, call it in fewer ways, or compile another module for such calls"
 )
 
 Args = tuple[Any, ...]
@@ -407,12 +407,15 @@ class ModuleCalls:
                 offload = self.passive = offload_within(self.plan, device, differs)
             elif how == "replan":
                 offload = offload_within(self.plan, device)
-        if how == "replan" and "unplanned" not in self._warned:
+        fails = refused is not None and refused.see == "example-fails"  # as eager does, which raises its own error
+        if how == "replan" and not fails and "unplanned" not in self._warned:
             self._warned.add("unplanned")
             within = "eagerly" if offload is None else f"eagerly within {format_bytes(offload.budget)}"
             other = "it is in another mode" if differs is refused else differs.summary
-            why = f"there are {Programs.most} programs for other calls" if refused is None else refused.summary
-            _log.warning(_UNPLANNED, self._name, within, other, why)
+            why, hint = f"there are {Programs.most} programs for other calls", _FEWER
+            if refused is not None:
+                why, hint = refused.summary.splitlines()[0], refused.hint or _FEWER
+            _log.warning(_UNPLANNED, self._name, within, other, why, hint)
         return run_within(offload, self._model, args, kwargs)
 
     def _eagerly(self, why: str, args: Args, kwargs: Kwargs) -> Any:

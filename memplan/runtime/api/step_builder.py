@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.plan import Plan
@@ -27,6 +26,7 @@ from memplan.runtime.programs import Programs
 from memplan.trace import capture_loss
 from memplan.trace.optimizer.optimizers import is_fused
 from memplan.trace.optimizer.updates import Accumulate
+from memplan.trace.traced import named_leaves
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,8 +147,8 @@ class StepBuilder(ProgramBuilder[StepOptions]):
 
 def _require_no_gradients(batch: Any) -> None:
     """Raise `UnsupportedCall` for an input that requires a gradient: a compiled step computes none for inputs."""
-    for i, leaf in enumerate(pytree.tree_leaves(batch)):
+    for name, leaf in named_leaves(*batch):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             what = "requires a gradient, which a compiled step does not compute"
             hint = "pass it detached; make what computes it a part of the model, or use memplan.compile"
-            raise UnsupportedCall(what, where=f"input {i} of the example batch", hint=hint, see="batch-gradient")
+            raise UnsupportedCall(what, where=f"{name} of the example batch", hint=hint, see="batch-gradient")

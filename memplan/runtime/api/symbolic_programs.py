@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from memplan.errors import InputMismatch, InvalidShapes, ShapeOutOfRange, UnsupportedGraph
+from memplan.errors import InvalidShapes, ShapeOutOfRange, UnsupportedGraph
 from memplan.runtime.api.module_builder import ModuleBuilder
 from memplan.runtime.api.module_programs import CallState, ModulePrograms, require_autocast
 from memplan.runtime.execute.runner import Runner
@@ -28,7 +28,7 @@ from memplan.runtime.kernels import BoundOp, with_arguments
 from memplan.runtime.programs import Programs
 from memplan.symbolic import SymbolicPlan
 from memplan.trace.dynamic.dims import SymbolicTrace
-from memplan.trace.traced import KernelCall, Source, TracedGraph
+from memplan.trace.traced import KernelCall, Source, TracedGraph, named_leaves
 
 _KEPT = 16  # programs
 _FAMILIES = 6  # traces for a state of the module
@@ -185,24 +185,18 @@ class SymbolicPrograms(ModulePrograms):
 
     def _require_same_kind(self, flat: Sequence[Any]) -> None:
         """Raise `InputMismatch` if a leaf differs from the example in more than the dimensions that vary."""
-        examples, varying = self.main.input_guards.examples, self.family.trace.dims.leaves
-        for i, (x, example) in enumerate(zip(flat, examples, strict=True)):
-            where, hint = f"input {i}", "pass an input like the example, or compile another module for this one"
+        guards, varying = self.main.input_guards, self.family.trace.dims.leaves
+        for i, (x, example) in enumerate(zip(flat, guards.examples, strict=True)):
             if not isinstance(example, torch.Tensor):
-                self.main.input_guards.check_constant(i, x)
-            elif not isinstance(x, torch.Tensor):
-                raise InputMismatch(f"is a {type(x).__name__}, the plan was made for a tensor", where=where, hint=hint)
-            elif (x.dtype, x.device, x.dim()) != (example.dtype, self.main.input_guards.device_of(i), example.dim()):
-                wanted = f"{example.dtype} {tuple(example.shape)} on {self.main.input_guards.device_of(i)}"
-                what = f"is {x.dtype} {tuple(x.shape)} on {x.device}, the plan was made for {wanted}"
-                raise InputMismatch(what, where=where, hint=hint)
-            else:
-                for dim, (size, planned) in enumerate(zip(x.shape, example.shape, strict=True)):
-                    if size != planned and dim not in varying[i]:
-                        what = f"dimension {dim} is {size}, the plan was made for {planned}"
-                        hint = "let it vary: name it in dynamic_shapes"
-                        raise ShapeOutOfRange(what, where=where, hint=hint)
-        self.main.input_guards.check_ties(flat)
+                guards.check_constant(i, x)
+                continue
+            guards.check_tensor(i, x, sizes=None)
+            for dim, (size, planned) in enumerate(zip(x.shape, example.shape, strict=True)):
+                if size != planned and dim not in varying[i]:
+                    what = f"dimension {dim} is {size}, the plan was made for {planned}"
+                    hint = "let it vary: name it in dynamic_shapes"
+                    raise ShapeOutOfRange(what, where=guards.names[i], hint=hint)
+        guards.check_ties(flat)
 
 
 def _shapes(flat: Sequence[Any]) -> tuple[torch.Size | None, ...]:
@@ -217,7 +211,8 @@ def _with_traced_strides(traced: TracedGraph) -> tuple[Any, ...]:
     for b in traced.bound(Source.INPUT):
         x, strides = leaves[b.index], traced.graph.values[b.value].strides
         if x.stride() != strides:
-            leaves[b.index] = laid_out(x.detach(), strides, f"input {b.index}").requires_grad_(x.requires_grad)
+            name = named_leaves(*pytree.tree_unflatten(leaves, traced.in_spec))[b.index][0]
+            leaves[b.index] = laid_out(x.detach(), strides, name).requires_grad_(x.requires_grad)
     return tuple(leaves)
 
 

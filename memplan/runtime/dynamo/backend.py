@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
@@ -18,11 +19,11 @@ from memplan.core.plan import Plan
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.joint_plan import joint_plan, keep_budgets
-from memplan.runtime.dynamo.planned_graph import ArenaCoordinators, PlannedGraph
+from memplan.runtime.dynamo.planned_graph import ArenaCoordinators, PlannedGraph, named_class
 from memplan.runtime.dynamo.split_graph import as_eager, example_inputs, masked_writes, split_around
 from memplan.runtime.memory.shared_arena import release_arenas
 from memplan.runtime.options import CompileOptions, RunOptions
-from memplan.torch_inside.dynamo import dynamo_config
+from memplan.torch_inside.dynamo import dynamo_config, why_traced_again
 from memplan.torch_inside.versions import compile_limits
 from memplan.trace.capture.constant_masks import drop_constant_masks
 from memplan.trace.capture.origins import why_it_ends
@@ -31,6 +32,8 @@ from memplan.trace.capture.refusals import breaks, runs_as_eager
 if TYPE_CHECKING:
     from memplan.core.choices import Gradients
     from memplan.runtime.options import RunKeywords
+
+_log = logging.getLogger("memplan")
 
 
 class Backend:
@@ -88,6 +91,8 @@ class Backend:
         """Return the callable that replaces a graph; dynamo calls this with each graph that it has traced."""
         if drop_constant_masks(graph.graph):
             graph.recompile()
+        if again := why_traced_again():
+            _log.info("%s is planned again, because dynamo has traced it again: %s", named_class(graph).__name__, again)
         last = why_it_ends(graph)
         why = "the shape of a gradient depends on a mask"
         return self._divided(graph, inputs, masked_writes(graph), why, last) or self._planned(

@@ -198,6 +198,9 @@ class PlannedGraph:
         instances = self._programs.find(kind)
         if instances is None:  # those of other gradients have run for the last time
             self._retain(self._programs.drop(lambda k: k[0] is coordinator and k[-1] != how))
+            if kind[1] and len(self._programs):
+                shown = [tuple(x.shape) for i, x in enumerate(inputs) if i not in self._kept and hasattr(x, "shape")]
+                _log.info("%s is planned again, for other sizes: %s", named_class(self._graph).__name__, shown)
             instances = self._programs.of(kind, list)
         try:
             instance = self._instance(instances, coordinator, inputs, how)

@@ -7,9 +7,7 @@ that can run the same program.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -22,7 +20,7 @@ from torch._C._dynamo.guards import TensorGuards
 from memplan.core.choices import other_choices
 from memplan.errors import InputMismatch
 from memplan.trace.passes.nodes import may_overlap
-from memplan.trace.traced import ReturnKind, Source, TracedGraph, without_data
+from memplan.trace.traced import POSITIONAL, ReturnKind, Source, TracedGraph, named_leaves, parameters_of, without_data
 
 
 def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
@@ -84,19 +82,14 @@ def require_like(example: CallKind, call: CallKind) -> None:
         raise InputMismatch(f"the plan {what}", where="the call", hint='choose on_mismatch="replan" or "eager"')
 
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
 class Arrangement:
     """The example's way to give arguments: which of them by position and which by keyword."""
 
     def __init__(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Read the signature. `args`, `kwargs`: those of the example."""
         self._count, self._names = len(args), tuple(kwargs)
-        parameters: Mapping[str, inspect.Parameter] = {}
-        with suppress(TypeError, ValueError):  # a callable without a signature
-            parameters = inspect.signature(forward).parameters
-        self._positions = [name for name, p in parameters.items() if p.kind in _POSITIONAL]
+        parameters = parameters_of(forward)
+        self._positions = [name for name, p in parameters.items() if p.kind in POSITIONAL]
         self._defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
         example = {**dict(zip(self._positions, args, strict=False)), **kwargs}
         defaults = self._defaults.items()
@@ -145,12 +138,14 @@ class InputGuards:
         self._returned = {b.index for b in traced.bound(Source.INPUT) if values[b.value].storage in storages}
         tensors = [(i, x) for i, x in enumerate(self.examples) if isinstance(x, torch.Tensor)]
         self._names = dict.fromkeys(self.spec.children()[1].context)
-        self._any_order = set(self._names) <= _parameters_of(forward)
+        self._any_order = self._names.keys() <= parameters_of(forward).keys()
         self._count = self.spec.children()[0].num_children
-        self._arrangement = Arrangement(forward, *pytree.tree_unflatten(list(self.examples), self.spec))
+        args, kwargs = pytree.tree_unflatten(list(self.examples), self.spec)
+        self._arrangement = Arrangement(forward, args, kwargs)
+        self.names = [name for name, _ in named_leaves(args, kwargs, forward)]
         self._same_layout = layout_check(self.examples) if len(tensors) == len(self.examples) else None
         self.tensors = items_getter(self.bound)
-        self._expected = [(i, x.shape, x.dtype, x.device, x.stride()) for i, x in tensors]
+        self._expected = [(i, x.shape, x.stride()) for i, x in tensors]
         self._constants = [(i, x) for i, x in enumerate(self.examples) if not isinstance(x, torch.Tensor)]
         self._devices = {i: x.device for i, x in tensors}
         self._ties = _ties(self.examples)
@@ -202,29 +197,35 @@ class InputGuards:
     def _lay_out(self, leaves: list[Any]) -> None:
         """Replace leaves that have other strides than the example by copies with its strides. Raises as `flatten`."""
         given = leaves if not self._check_ties else list(leaves)
-        for i, shape, dtype, device, strides in self._expected:
+        for i, shape, strides in self._expected:
             x = leaves[i]
-            if not isinstance(x, torch.Tensor):
-                raise _mismatch(f"input {i}", f"is a {type(x).__name__}, the plan was made for a tensor")
-            if x.shape != shape or x.dtype is not dtype or x.device != device or x.layout is not torch.strided:
-                wanted = f"the plan was made for {dtype} {tuple(shape)} on {device}"
-                raise _mismatch(f"input {i}", f"is {x.dtype} {tuple(x.shape)} ({x.layout}) on {x.device}, {wanted}")
+            self.check_tensor(i, x, sizes=shape)
             if _overrides_operations(type(x)):
                 what = (
                     f"is a {type(x).__name__}, which defines its own operations; the plan was made for a plain tensor"
                 )
-                raise _mismatch(f"input {i}", what)
+                raise _mismatch(self.names[i], what)
             if x.stride() != strides:
                 leaves[i] = self._with_strides(i, x, strides)
         for i, _ in self._constants:
             self.check_constant(i, leaves[i])
         self.check_ties(given)
 
+    def check_tensor(self, i: int, x: Any, *, sizes: torch.Size | None) -> None:
+        """Raise `InputMismatch` unless leaf `i` is like a tensor of the example; `sizes`: None for any."""
+        like, device = self.examples[i], self._devices[i]
+        if not isinstance(x, torch.Tensor):
+            raise _mismatch(self.names[i], f"is a {type(x).__name__}, the plan was made for a tensor")
+        same = x.dim() == like.dim() if sizes is None else x.shape == sizes
+        if not same or x.dtype is not like.dtype or x.device != device or x.layout is not torch.strided:
+            wanted = f"the plan was made for {like.dtype} {tuple(like.shape)} on {device}"
+            raise _mismatch(self.names[i], f"is {x.dtype} {tuple(x.shape)} ({x.layout}) on {x.device}, {wanted}")
+
     def check_constant(self, i: int, leaf: Any) -> None:
         """Raise `InputMismatch` if leaf `i`, which is no tensor, differs from that of the example."""
         constant = self.examples[i]
         if type(leaf) is not type(constant) or not same_constant(leaf, constant):
-            raise _mismatch(f"input {i}", f"is {leaf!r}, the plan was made for {constant!r}")
+            raise _mismatch(self.names[i], f"is {leaf!r}, the plan was made for {constant!r}")
 
     def check_ties(self, leaves: Sequence[Any]) -> None:
         """Raise `InputMismatch` if tensors share memory in another way than those of the example, and it matters."""
@@ -235,17 +236,17 @@ class InputGuards:
     def _with_strides(self, i: int, x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         if i in self._written:
             what = f"has strides {x.stride()}, the plan was made for {strides}, and the model changes it in place"
-            raise _mismatch(f"input {i}", what)
+            raise _mismatch(self.names[i], what)
         if i in self._returned:  # a copy's strides are others, and what changes the result would not change the input
             what = f"has strides {x.stride()}, the plan was made for {strides}, and the model returns a view of it"
-            raise _mismatch(f"input {i}", what)
-        return laid_out(x, strides, f"input {i}")
+            raise _mismatch(self.names[i], what)
+        return laid_out(x, strides, self.names[i])
 
     def _require_no_gradients(self, leaves: list[Any]) -> None:
         """Raise `InputMismatch` if an input requires a gradient that was not traced (it would get none)."""
         for i in self._unplanned:
             if leaves[i].requires_grad:
-                raise _mismatch(f"input {i}", "requires a gradient, the plan was made for one that does not")
+                raise _mismatch(self.names[i], "requires a gradient, the plan was made for one that does not")
 
     def check_apart(self, leaves: list[Any], written: Mapping[int, str]) -> None:
         """Raise `InputMismatch` if an input shares memory with a tensor that the step changes.
@@ -257,7 +258,7 @@ class InputGuards:
             if what is not None:
                 what = f"shares its memory with {what}, which the step changes"
                 hint = f"pass a copy, compile again, or choose {_OTHERS}"
-                raise InputMismatch(what, where=f"input {i}", hint=hint, see="shared-memory")
+                raise InputMismatch(what, where=self.names[i], hint=hint, see="shared-memory")
 
 
 def laid_out(x: torch.Tensor, strides: Sequence[int], where: str) -> torch.Tensor:
@@ -267,15 +268,6 @@ def laid_out(x: torch.Tensor, strides: Sequence[int], where: str) -> torch.Tenso
         hint = "compile with a dense example (x.contiguous()), which any layout is copied to, or choose"
         raise InputMismatch(what, where=where, hint=f"{hint} {_OTHERS}")
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
-
-
-def _parameters_of(forward: Callable[..., Any]) -> set[str]:
-    """Return the names of the parameters of `forward`, without `*args` and `**kwargs`."""
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    try:
-        return {name for name, p in inspect.signature(forward).parameters.items() if p.kind not in kinds}
-    except (TypeError, ValueError):
-        return set()
 
 
 def items_getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -323,7 +315,7 @@ def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Raise `InputMismatch` naming the first parameter, buffer or input that is a fake or meta tensor."""
     from memplan.torch_inside.graphs import FakeTensor
 
-    inputs = [(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves((args, kwargs)))]
+    inputs = named_leaves(args, kwargs, model.forward)
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *inputs):
         if isinstance(tensor, torch.Tensor) and (tensor.is_meta or isinstance(tensor, FakeTensor)):
             hint = "memplan.plan needs no real tensors; compile does: materialise the model and its inputs first"

@@ -39,6 +39,7 @@ from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.kernels import CallForm
 from memplan.runtime.memory.arena import Arena, Memory, arena_for
 from memplan.trace import device_costs, plan_traced, trace
+from memplan.trace.capture.refusals import module_of
 from memplan.trace.traced import Source
 
 
@@ -348,7 +349,7 @@ def profile(
     """
     if not isinstance(rounds, int) or rounds < 1:
         raise InvalidCosts(f"is {rounds}", where="rounds", hint="measure at least one round")
-    args, kwargs = arguments_of(example_inputs, example_kwargs)
+    model, (args, kwargs) = module_of(model), arguments_of(example_inputs, example_kwargs)
     require_real(model, args, kwargs)
     traced = trace(model, args, kwargs, train=train)
     plan = plan_traced(traced, PlanOptions(schedule="traced"))

@@ -173,7 +173,8 @@ def captured(
         raise NoBackward(
             type(model).__name__,
             "computes no output that requires a gradient, so there is no backward to plan",
-            "return what is computed from parameters that require gradients (no views of them), or pass train=False",
+            "return what is computed from parameters that require gradients (no views of them), or plan the forward "
+            "alone (train=False, --infer)",
             see="no-gradient",
         )
     return Captured(

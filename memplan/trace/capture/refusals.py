@@ -20,9 +20,15 @@ from memplan.trace.capture.origins import place_at_end, place_in_user_code, plac
 from memplan.trace.passes.rewrite import aten
 
 SEVERAL = "or use memplan.compile(model, inputs), without fullgraph=True, which plans the graphs between such places"
+_RUNS = "check that model(*example_inputs) runs eagerly"
 _DATA_DEPENDENT = (
     *("data-dependent", "unbacked", "guardondatadependent", "dynamicoutputshape", "datadependentoutput", ".item()"),
     "dynamic shape operator",
+)
+# dynamo's headings for what eager raises too, whatever the model is, with its own words for it
+_FAILS = re.compile(
+    r"(TypeError when making fake tensor call|failed to bind arguments).*Developer debug context: (?P<words>[^\n]*)",
+    re.DOTALL,
 )
 # "got RuntimeError('a and b must have the same size')", by dynamo, of an op on fake tensors
 _FAILED_ON_FAKES = re.compile(
@@ -47,22 +53,25 @@ _BREAKS = {  # headings of refusals of one graph that a graph break, or Python b
 _WRONG = {"not-a-module", "data-parallel", "sharded", "no-gradient", "example-fails"}
 
 
-def require_module(model: Any) -> None:
-    """Raise `UnsupportedGraph` for what is no module, or has no Python to trace, even in parts."""
-    if isinstance(model, torch.jit.ScriptModule):
-        hint = "pass the module as it was before torch.jit.script or trace"
-        raise UnsupportedGraph(
-            type(model).__name__, "is a ScriptModule, which cannot be traced", hint, see="script-module"
-        )
+def module_of(model: Any) -> Any:
+    """Return the module to plan: the original, if `torch.compile` or memplan has compiled the model.
+
+    Raises `UnsupportedGraph` for what is no module, or has no Python to trace, even in parts.
+    """
+    name = type(model).__name__
     if not isinstance(model, nn.Module):
         raise UnsupportedGraph(
-            type(model).__name__, "is not an nn.Module", "pass the model itself, then its inputs", see="not-a-module"
+            name, "is not an nn.Module", "pass the model itself, then its inputs", see="not-a-module"
         )
+    if isinstance(model, torch.jit.ScriptModule) and (found := _refusal(model)):
+        raise UnsupportedGraph(name, *found[:2], see=found[2])
+    original = getattr(model, "_orig_mod", None)
+    return module_of(original) if isinstance(original, nn.Module) else model
 
 
 def require_traceable(model: Any) -> None:
     """Raise `UnsupportedGraph` for what is no module, and for modules whose call is not their forward on tensors."""
-    require_module(model)
+    module_of(model)
     for name, module in model.named_modules():
         found = _refusal(module)
         if found is not None:
@@ -97,14 +106,14 @@ def _refusal(module: nn.Module) -> tuple[str, str, str] | None:
 def unsupported(model: nn.Module, error: Exception, *, own: bool = False) -> UnsupportedGraph:
     """Return the front end's error as one sentence and a hint. `own`: the model raised it, as it does in eager."""
     name = type(model).__name__
-    failure = _FAILED_ON_FAKES.search(str(error))
+    failure = _FAILED_ON_FAKES.search(str(error)) or _FAILS.search(str(error))
     if failure is not None:  # eager's own error, within dynamo's traceback
         words = " ".join(failure["words"].replace("\\n", " ").split())
-        hint = "check the shapes and types of the example inputs: model(*example_inputs) should fail in eager too"
+        hint = (
+            f"check the shapes and types of the example inputs (a list is one argument; several are a tuple): {_RUNS}"
+        )
         if "fake impl" in words or "register_fake" in words or "Meta" in words:
-            hint = (
-                "register a fake kernel for the op, which gives its shapes without data (torch.library.register_fake)"
-            )
+            hint = "register a fake kernel for the op, which gives its shapes without data: torch.library.register_fake"
         return UnsupportedGraph(name, f"forward fails on inputs like the example's: {words}", hint, see="example-fails")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = f"cannot be traced as one graph: {type(error).__name__}: {lines[0] if lines else 'no message'}"
@@ -128,13 +137,11 @@ def unsupported(model: nn.Module, error: Exception, *, own: bool = False) -> Uns
             hint = "set model.config.use_cache = False, which training does not need (transformers)"
     elif "graph break" in text or "unsupported" in text:
         see = "graph-breaks"
-        hint = (
-            "remove what breaks the graph from forward (print, logging, .item(), calls into C), or compute it outside"
-            f"; {SEVERAL}"
-        )
+        hint = f"take what breaks the graph out of forward (print, logging, .item(), calls into C); {SEVERAL}"
+        hint = f"{_RUNS}; then {hint}" if "error when running in eager" in text else hint
     else:
         see = "example-fails" if own or isinstance(error, TypeError) else "graph-breaks"
-        hint = "check that model(*example_inputs) runs eagerly; then trace a smaller submodule to find the culprit"
+        hint = f"{_RUNS}; then trace a smaller submodule to find the culprit"
     return UnsupportedGraph(name, "\n  ".join([reason, *details[:4]]), hint, see=see)
 
 

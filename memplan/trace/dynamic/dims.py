@@ -21,7 +21,7 @@ from torch.utils._pytree import keystr
 
 from memplan.errors import InvalidShapes, ShapeOutOfRange
 from memplan.symbolic.sizes import Evaluate, Sizes, Symbol, graph_at
-from memplan.trace.traced import KernelCall, TracedGraph
+from memplan.trace.traced import KernelCall, TracedGraph, named_leaves
 
 _HIGHEST = 2**31 - 1
 _HINT = "see torch.export's dynamic_shapes: {'argument': {0: Dim('batch', min=1, max=64)}}"
@@ -60,10 +60,14 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dims:
-    """The dimensions that vary. `leaves[i]`: those of leaf i of the flattened (args, kwargs), by dimension."""
+    """The dimensions that vary. `leaves[i]`: those of leaf i of the flattened (args, kwargs), by dimension.
+
+    `names[i]`: its name in messages.
+    """
 
     symbols: tuple[Range, ...]
     leaves: tuple[Mapping[int, Varying], ...]
+    names: tuple[str, ...]
 
 
 def read_dims(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Dims:
@@ -90,7 +94,8 @@ def read_dims(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], g
     if not reader.ranges:
         hint = "name what varies, as in {'tokens': {0: Dim('batch', min=1, max=64)}}, or leave dynamic_shapes out"
         raise InvalidShapes("no dimension varies", where="dynamic_shapes", hint=hint)
-    return Dims(symbols=tuple(reader.ranges.values()), leaves=tuple(reader.leaves))
+    names = tuple(name for name, _ in named_leaves(args, kwargs, model.forward))
+    return Dims(symbols=tuple(reader.ranges.values()), leaves=tuple(reader.leaves), names=names)
 
 
 class _Reader:
@@ -157,7 +162,7 @@ def without(dims: Dims, names: Collection[str]) -> Dims:
         what = f"the model works for one size of {', '.join(names)} only, and nothing else varies"
         raise InvalidShapes(what, where="dynamic_shapes", hint="leave dynamic_shapes out", see="fixed-size")
     leaves = tuple({d: v for d, v in leaf.items() if v.symbol not in names} for leaf in dims.leaves)
-    return Dims(symbols=rest, leaves=leaves)
+    return replace(dims, symbols=rest, leaves=leaves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +196,14 @@ class SymbolicTrace:
             for dim, v in varying.items():
                 x = flat[i]
                 if not isinstance(x, torch.Tensor) or x.dim() <= dim:
-                    raise ShapeOutOfRange("is not a tensor with that number of dimensions", where=f"input {i}")
+                    what = "is not a tensor with that number of dimensions"
+                    raise ShapeOutOfRange(what, where=self.dims.names[i])
                 value, rest = divmod(int(x.shape[dim]) - v.offset, v.factor)
                 if rest or found.setdefault(v.symbol, value) != value:
                     what = f"dimension {dim} is {x.shape[dim]}, the plan was made for {v}"
                     if not rest:
                         what += f" with {v.symbol}={found[v.symbol]}"
-                    raise ShapeOutOfRange(what, where=f"input {i}", hint="see dynamic_shapes")
+                    raise ShapeOutOfRange(what, where=self.dims.names[i], hint="see dynamic_shapes")
         return {s.name: found[s.name] for s in self.symbols}
 
     def at(self, values: Mapping[str, int], flat: Sequence[Any]) -> TracedGraph:

@@ -52,6 +52,7 @@ _SETTINGS: dict[str, Any] = {
     "freezing": False,
     "graph_partition": False,
     "layout_optimization": False,  # layouts of its choice take copies of weights
+    "inplace_buffers": False,  # what is written over can't be made again: the plan decides what lies over what
     "memory_planning": False,
     "profile_bandwidth": False,
     "comprehensive_padding": False,  # rows of a result and of what may lie over it have to stay alike
@@ -131,7 +132,7 @@ def generate_partition(joint: fx.Graph, forward: fx.GraphModule, backward: fx.Gr
     `returned`: the number of outputs of the forward. Raises what `generate` raises.
     """
     given = _given(joint.find_nodes(op="placeholder"))
-    does = ("allow_buffer_reuse", "comprehensive_padding", "shape_padding", "layout_optimization")
+    does = ("allow_buffer_reuse", "comprehensive_padding", "inplace_buffers", "shape_padding", "layout_optimization")
     settings = {name: value for name, value in _SETTINGS.items() if name not in does}
     with _compiling(fake_mode_of(joint), settings):
         return _both((forward, backward), "the graph", given, returned)

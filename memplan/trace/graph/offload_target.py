@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.devices.kinds import HOST, REFUSED, current_index, device_count
 from memplan.errors import UnsupportedDevice, UnsupportedGraph
-from memplan.trace.traced import Source, TracedGraph
+from memplan.trace.traced import Source, TracedGraph, named_leaves
 
 _HINT = "name a device of this machine ('cuda', 'cuda:1'), or 'cpu', which stands in for one"
 
@@ -81,7 +80,7 @@ def require_on_cpu(model: nn.Module, inputs: Any) -> None:
     named: Iterable[tuple[str, Any]] = (
         *model.named_parameters(),
         *model.named_buffers(),
-        *((f"input {i}", x) for i, x in enumerate(pytree.tree_leaves(inputs))),
+        *named_leaves(inputs[0], inputs[1], model.forward),
     )
     for name, tensor in named:
         if isinstance(tensor, torch.Tensor) and tensor.device.type not in (HOST, "meta"):

@@ -1,9 +1,4 @@
-"""Compress what is saved for the backward (`compress=`): masks as bits, activations as 8-bit codes.
-
-A boolean tensor is packed after its last use in the forward, one bit for each element, and unpacked into new memory
-before its first use in the backward. The bits are the same. Eight bytes of 0 or 1 are one 64-bit integer. One
-multiplication gathers its eight bits into a byte, and another spreads them when unpacking, in place in the mask's own
-bytes. This needs a little-endian machine, as all that torch runs on are.
+"""Compress what is saved for the backward (`compress=`): activations as 8-bit codes, in memory of their own.
 
 Activations become codes with a bounded error: ActNN (Chen et al., ICML 2021).
 
@@ -37,7 +32,7 @@ from torch import fx
 from memplan.core.evictions import PACKED, PACKING, UNPACKED, UNPACKING
 from memplan.torch_inside.graphs import ParamAOTInput, PlainAOTInput
 from memplan.trace.passes.own_outputs import is_backward
-from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, storage_key, value
+from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,38 +98,6 @@ def _only_reads(user: fx.Node) -> bool:
     return user.op == "call_function" and schema is not None and not schema.is_mutable
 
 
-_GATHER = 0x0102040810204080  # multiplies eight bytes of 0 or 1: byte i becomes bit 56 + i
-_REPEAT_BYTE = 0x0101010101010101  # multiplies a byte: repeats it eight times
-_PICK = 0x8040201008040201 - (1 << 64)  # bit i of byte i
-_CARRY = 0x7F7F7F7F7F7F7F7F  # added to a byte that is not 0 and has one bit: sets its bit 7
-_WORD = 8
-
-
-def pack_masks(graph: fx.Graph) -> None:
-    """Pack every mask that is only saved for the backward, in place."""
-    mode = fake_mode_of(graph)
-    for saved in saved_storages(graph):
-        if _can_pack(saved):
-            _pack(graph, mode, saved)
-
-
-def _can_pack(saved: SavedStorage) -> bool:
-    """Return whether a saved storage is a mask that whole words can hold, and whose aliases are views by rows."""
-    v = value(saved.base)
-    if v.dtype is not torch.bool or not v.is_contiguous() or v.storage_offset():
-        return False
-    return v.numel() % _WORD == 0 and v.numel() > 0 and all(view.target in VIEWS for view in saved.aliases[1:])
-
-
-def _pack(graph: fx.Graph, mode: Any, saved: SavedStorage) -> None:
-    """Pack one mask, and let the backward read the unpacked one."""
-    mask = saved.base
-    packed = _pack_bits(Rewriter(graph, mode, mask, before=saved.following), mask)
-    rw = Rewriter(graph, mode, mask, before=saved.before)
-    rw.phase = "is_backward"
-    _read_instead(graph, rw, saved, _unpack(rw, packed, value(mask)))
-
-
 def _read_instead(graph: fx.Graph, rw: Rewriter, saved: SavedStorage, made: fx.Node) -> None:
     """Let the backward read `made` in the place of a storage, by views like those that it reads of that."""
     first = value(saved.base).storage_offset()
@@ -153,42 +116,6 @@ def _read_instead(graph: fx.Graph, rw: Rewriter, saved: SavedStorage, made: fx.N
             graph.erase_node(view)
             if view.target is operator.getitem and isinstance(source, fx.Node) and not source.users:
                 graph.erase_node(source)
-
-
-def _pack_bits(rw: Rewriter, mask: fx.Node) -> fx.Node:
-    """Return the packed bits; the mask's own bytes are overwritten."""
-    v = value(mask)
-    words = _words(rw, mask, v.numel())
-    rw.label = mask.name + PACKING
-    rw.call(aten.mul_.Tensor, words, _GATHER)
-    rw.call(aten.bitwise_right_shift_.Tensor_Scalar, words, 56)
-    with rw.mode:
-        like = torch.empty(v.numel() // _WORD, dtype=torch.uint8, device=v.device)
-    rw.label = ""
-    bits = rw.scratch(like)
-    rw.label = mask.name + PACKED + "bits"
-    rw.call(aten.copy_.default, bits, words)
-    return bits
-
-
-def _unpack(rw: Rewriter, bits: fx.Node, like: torch.Tensor) -> fx.Node:
-    """Return the unpacked mask, in memory of its own."""
-    made = rw.scratch(like)
-    words = _words(rw, made, like.numel())
-    rw.label = rw.node.name + UNPACKED + "bits"
-    rw.call(aten.copy_.default, words, bits)
-    rw.label = rw.node.name + UNPACKING
-    spread = aten.mul_.Tensor, aten.bitwise_and_.Scalar, aten.add_.Tensor, aten.bitwise_right_shift_.Tensor_Scalar
-    for target, number in zip(spread, (_REPEAT_BYTE, _PICK, _CARRY, 7), strict=True):
-        rw.call(target, words, number)
-    rw.call(aten.bitwise_and_.Scalar, words, _REPEAT_BYTE)
-    rw.label = ""
-    return made
-
-
-def _words(rw: Rewriter, mask: fx.Node, count: int) -> fx.Node:
-    """Return a mask viewed as 64-bit integers."""
-    return rw.call(aten.view.dtype, rw.call(aten.view.default, mask, [count]), torch.int64)
 
 
 GROUP = 256  # elements, at most
