@@ -267,15 +267,10 @@ def test_generated_kernels_are_tritons() -> None:
     assert any(".triton_" in op.target for op in plan.graph.ops), "they are the default"
     eagers = memplan.plan(model, inputs, target="h100", kernels="aten")
     assert plan.total < eagers.total
-    assert memplan.fits(model, inputs, target="h100", search=False).total < eagers.total + find_gpu("h100").memory
 
 
 def _product(m: Any, x: torch.Tensor) -> Any:
     return x @ m.weight
-
-
-def _cut(m: Any, x: torch.Tensor) -> Any:
-    return _product(m, x).unflatten(0, (2, -1))[:, :-1].flatten(0, 1)
 
 
 def _logged(m: Any, x: torch.Tensor) -> Any:
@@ -285,26 +280,30 @@ def _logged(m: Any, x: torch.Tensor) -> Any:
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Inductor generates Triton's code")
 @pytest.mark.parametrize(
-    ("function", "sizes", "dtype", "how", "expected"),
+    ("function", "sizes", "how", "expected"),
     [
-        pytest.param(_product, (4096, 64, 1024), torch.float32, {}, 4 * (4096 + 64) * 1024, id="overwritten"),
-        pytest.param(_cut, (4096, 64, 1024), torch.float32, {}, 4 * (4096 + 4096) * 1024, id="cut"),
-        pytest.param(_product, (2048, 2048, 2047), torch.bfloat16, {}, 2 * (2048 + 2048) * 2048, id="padded"),
-        pytest.param(_logged, (64, 64, 64), torch.float32, {}, None, id="graph-break"),
-        pytest.param(_product, (64, 64, 64), torch.float32, {"kernels": "aten"}, None, id="eager"),
-        pytest.param(_product, (64, 64, 64), torch.float32, {"train": False}, None, id="forward"),
+        pytest.param(_product, (4096, 64, 1024), {}, 4 * (4096 + 64) * 1024, id="overwritten"),
+        pytest.param(
+            *(lambda m, x: _product(m, x).unflatten(0, (2, -1))[:, :-1].flatten(0, 1), (4096, 64, 1024), {}),
+            4 * (4096 + 4096) * 1024,
+            id="cut",
+        ),
+        pytest.param(_product, (2048, 2048, 2047), {"dtype": "bfloat16"}, 2 * (2048 + 2048) * 2048, id="padded"),
+        pytest.param(_logged, (64, 64, 64), {}, None, id="graph-break"),
+        pytest.param(_product, (64, 64, 64), {"kernels": "aten"}, None, id="eager"),
+        pytest.param(_product, (64, 64, 64), {"train": False}, None, id="forward"),
     ],
 )
 def test_what_torch_compile_needs_is_counted_by_its_own_code(
-    function: Any, sizes: tuple[int, int, int], dtype: torch.dtype, how: dict[str, Any], expected: int | None
+    function: Any, sizes: tuple[int, int, int], how: dict[str, Any], expected: int | None
 ) -> None:
     """A product and the gradient of its weight: the product's own gradient lies over it, but where Inductor reads
     it at another index. Rows of half precision are padded, and so is the gradient of the weight.
     """
     rows, inner, columns = sizes
-    weight = nn.Parameter(torch.empty(inner, columns, dtype=dtype))
+    weight = nn.Parameter(torch.empty(inner, columns))
     model = Made(lambda m, x: function(m, x).square().mean(), weight=weight)
-    x = torch.empty(rows, inner, dtype=dtype)
+    x = torch.empty(rows, inner)
     answer = memplan.fits(model, x, target="h100", optimizer="none", allowance=0, search=False, **how)
     assert (answer.compiled is None) == (expected is None) == ("torch.compile" not in str(answer))
     if answer.compiled is not None:

@@ -155,4 +155,4 @@ def compiled_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             compiled(*args, **kwargs)
     except _Counted as counted:
         return counted.found
-    raise UnsupportedGraph(type(model).__name__, "has no backward to partition", "leave it to eager")
+    raise UnsupportedGraph(type(model).__name__, "has no backward to partition", "pass train=False", see="no-gradient")
