@@ -370,16 +370,3 @@ def decisions_of(search: DecisionSearch, events: Events) -> Decisions:
 def _use(uses: Sequence[int], position: int) -> int:
     """Return the last use at or before a position."""
     return uses[max(bisect_right(uses, position) - 1, 0)]
-
-
-def drastic(search: DecisionSearch, ways: Sequence[int]) -> Iterator[Decisions]:
-    """Yield, for each of `ways` (decisions), the state in which every storage that allows it is treated that way."""
-    for wanted in ways:
-        decision, gap = search.nothing()
-        for moves in search.moves:
-            for move in moves:
-                if move.decision == wanted:
-                    decision[move.storage], gap[move.storage] = move.decision, move.gap
-        state = search.judged(decision, gap)
-        if np.isfinite(state.area):
-            yield state

@@ -11,6 +11,7 @@ from memplan.core.totals import page_locked
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import CostModel
+from memplan.evict.measure import measure
 from memplan.evict.policies import fit_policy
 from memplan.evict.policies.flow import genoa
 from memplan.evict.workload import Workload, floor
@@ -110,6 +111,8 @@ def plan_within(
     )
     if unlimited and free is not None:
         return planner.recorded(free())
+    if not workload.host_resident and (minimal or measure(workload, workload.plain).peak > planner.live_limit):
+        planner = planner.in_the_order_of_checkpoints()
     relative = any(isinstance(read_budget(b), float) for b in (options.budget, options.arena_budget) if b is not None)
     found = None if minimal else planner.below() or planner.below_partly_outside()
     if found is not None and not (relative and free):

@@ -19,14 +19,15 @@ from memplan.core.totals import known_transient, most_within, outside_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.measure import measure
 from memplan.evict.policies import policy_name
-from memplan.evict.policies.checkpoint import checkpoint
+from memplan.evict.policies.checkpoint import checkpoint, with_blocks
 from memplan.evict.rng_states import only_used, with_saved_states
 from memplan.evict.workload import Policy, Workload, floor
 from memplan.planning.base_graph import eager_total
-from memplan.planning.fit import Fitted, fit, plan_again, quick_of, smallest
+from memplan.planning.fit import Fitted, fit, make_workload, plan_again, quick_of, smallest
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions, read_budget
 from memplan.planning.outside_arena import plan_partly_outside
+from memplan.schedule import traced
 from memplan.solvers import solve
 
 _HIGHEST = 2**63 - 1  # the largest number of compiled loops
@@ -171,9 +172,26 @@ class Planner:
 
     def descended(self) -> Plan | None:
         """Return a plan that keeps the limits, found by evicting more where one needs more; None if none is found."""
-        graph = self.scheduled.graph
-        transient = known_transient(graph) if self.transient is None else self.transient
-        return self._descend(self._arena_beside(transient), leave_out=False)
+        return self._descend(self.live_limit, leave_out=False)
+
+    @property
+    def live_limit(self) -> int:
+        """The most bytes that the arena may have, beside what ops are known to allocate outside."""
+        transient = known_transient(self.scheduled.graph) if self.transient is None else self.transient
+        return self._arena_beside(transient)
+
+    def in_the_order_of_checkpoints(self) -> Planner:
+        """Return the planner of the traced order if checkpoints need less there, as of a step that is run by hand.
+
+        An order with the fewest live bytes where nothing is evicted may put all gradients of weights last, so that
+        whatever they are computed from comes back and stays.
+        """
+        w, graph = self.workload, self.scheduled.graph
+        by_hand = make_workload(graph, tuple(range(len(graph.ops))), w.costs, w.alignment)
+        if live_without_budget(with_blocks(by_hand)) >= live_without_budget(with_blocks(w)):
+            return self
+        scheduled = replace(self.scheduled, schedule=traced(graph))
+        return replace(self, scheduled=scheduled, workload=replace(by_hand, host_budget=w.host_budget))
 
     def below_partly_outside(self) -> Plan | None:
         """Return a plan that keeps the limits because results that are dead when kernels need most are outside the

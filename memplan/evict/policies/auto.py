@@ -31,17 +31,14 @@ from memplan.evict.search import (
     decisions_of,
     descend,
     descend_classes,
-    drastic,
     parts_of,
     storage_classes,
     trimmed,
 )
-from memplan.evict.search_kernel import RECOMPUTE_EACH_TIME, RECOMPUTE_ONCE, TO_HOST
 from memplan.evict.workload import Events, Policy, Workload, infeasible
 
 EXPONENTS = (1.0, 0.5)  # a gain is bytes saved / seconds ** exponent
 _TRIMMED = 2  # how many of the best candidates are trimmed
-_TIGHT = 0.45  # a budget below this share of the bytes without a budget is tight
 PARTS = 8  # of a class, which are decided one by one too
 
 
@@ -60,8 +57,6 @@ def auto(workload: Workload, *, swaps: bool = True, quick: bool = False) -> Even
     classes = storage_classes(search)
     followed = list(_followed(search))
     starts = [decisions_of(search, events) for events in followed]
-    if workload.budget < _TIGHT * start.peak:
-        starts += drastic(search, (TO_HOST, RECOMPUTE_EACH_TIME, RECOMPUTE_ONCE))
     ways = [(start, a, classes) for a in EXPONENTS]
     if not quick:
         starts += [descend_classes(search, start, a, classes) for a in EXPONENTS]
