@@ -54,13 +54,17 @@ def key_of(
     if not config.fx_graph_cache or config.force_disable_caches:
         return None
     given: Any = settings
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    for tensor in tensors:  # Inductor marks those that it has compiled code for, and hashes them otherwise from then on
+        vars(tensor).pop("_is_inductor_static", None)
     try:
         require_cacheable(graph, inputs, given)
         found, _ = compiled_fx_graph_hash(graph, inputs, given, ())
     except BypassFxGraphCache:
         return None
     origins = [origin_of(node) for node in graph.graph.nodes]
-    said = (__version__, _recorder(), torch.__version__, found, in_blocks, origins)
+    offsets = [tensor.storage_offset() for tensor in tensors]  # of which the hash has none
+    said = (__version__, _recorder(), torch.__version__, found, in_blocks, origins, offsets)
     return hashlib.sha256(repr(said).encode()).hexdigest()
 
 

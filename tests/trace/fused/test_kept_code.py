@@ -97,3 +97,13 @@ def test_a_damaged_file_is_written_again(written: list[Any]) -> None:
         file.write_bytes(content)
         assert captured.retrace().graph == first.graph
         assert len(written) == before + 1
+
+
+def test_code_is_found_whatever_was_compiled_before(written: list[Any]) -> None:
+    """Compiling for a GPU marks the inputs that stay where they are; the same fake tensors belong to other variants."""
+    captured = capture_call(_small(), _x(), kernels="inductor")
+    first, count = captured.retrace(), len(written)
+    for node in captured.captured.graph_module.graph.find_nodes(op="placeholder"):
+        node.meta["val"]._is_inductor_static = True
+    assert captured.retrace().graph == first.graph
+    assert len(written) == count
