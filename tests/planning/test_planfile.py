@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import json
 import os
@@ -21,10 +22,10 @@ from memplan.check.check import check, parse_rule
 from memplan.core.plan import SCHEMA_VERSION, Plan
 from memplan.errors import InvalidPlan, InvalidSolution, MemplanError, UnreadableFile
 from memplan.planning import planfile
-from memplan.planning.planfile import check_consistency
+from memplan.planning.planfile import check_consistency, require_budget
 from memplan.symbolic.plan import load_symbolic
 from tests.graph_strategies import plans
-from tests.samples import sample_plan
+from tests.samples import deep_plan, sample_plan
 
 HEAD = ("schema_version", "fingerprint", "checksum")
 Json = dict[str, Any]
@@ -349,3 +350,23 @@ def test_the_file_is_compact_and_its_checksum_is_of_sorted_compact_json() -> Non
     assert data["fingerprint"] == sample_plan().fingerprint
     with pytest.raises(ValueError, match="Out of range float"):
         planfile.checksum({"x": float("nan")})
+
+
+@pytest.mark.parametrize(
+    ("name", "need"),
+    [("arena_budget", "arena_size"), ("budget", "on_device"), ("host_budget", "host_size")],
+)
+def test_a_plan_is_refused_from_one_byte_above_each_of_its_budgets_on(name: str, need: str) -> None:
+    plan = deep_plan("genoa")
+    assert plan.eviction is not None
+    limit = getattr(plan, need)
+    assert limit > 0
+    for allowed in (limit, limit + 1):
+        kept = dataclasses.replace(plan.eviction, **{name: allowed})
+        require_budget(dataclasses.replace(plan, eviction=kept))
+    over = dataclasses.replace(plan, eviction=dataclasses.replace(plan.eviction, **{name: limit - 1}))
+    with pytest.raises(InvalidPlan, match=rf"{limit} bytes is larger than its budget of {limit - 1}") as raised:
+        require_budget(over)
+    assert f"eviction.{name}" in str(raised.value)
+    with pytest.raises(InvalidPlan, match="larger than its budget"):
+        check_consistency(over)
