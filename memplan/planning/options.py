@@ -131,6 +131,7 @@ class PlanOptions:
         return {
             "device": self.device,
             "gradients_in_arena": self.gradients_in_arena,
+            "copy_gradients": self.gradients_copied,
             "kernels": self.kernels,
         }
 
@@ -158,6 +159,11 @@ class PlanOptions:
     def gradients_in_arena(self) -> bool:
         """Whether gradients of parameters stay in the arena to the end of the step: not where they go to the host."""
         return self.gradients == "arena" and self.device is None
+
+    @property
+    def gradients_copied(self) -> bool:
+        """Whether each gradient of a parameter is made in the arena and copied out as soon as it is complete."""
+        return self.gradients == "outside" and self.device is None
 
     @property
     def layout_solver(self) -> str | Solver:

@@ -45,7 +45,7 @@ class ProgramBuilder(Generic[_Options]):
 
     `options` are those of the next program. `arena` is the arena that all programs share, one at a time; the first
     program allocates it, and it grows if a later one needs more. With a `coordinator`, which places programs in its own
-    arena, each program begins in an arena of its own. `whole`: as in `Runner`. `hooks` observe the programs.
+    arena, each program begins in an arena of its own. `added`, `whole`: as in `Runner`. `hooks` observe the programs.
     `make_room` is called with the options and the plan of a program before an arena is allocated for it.
     """
 
@@ -58,12 +58,13 @@ class ProgramBuilder(Generic[_Options]):
         hooks: Hooks,
         coordinator: ArenaCoordinator | None = None,
         *,
+        added: bool = False,
         whole: bool = False,
     ) -> None:
         self.options, self.hooks, self.coordinator = options, hooks, coordinator
         self.make_room: Callable[[Any, Plan], None] = _nothing_beside
         self.arena: Arena | None = None
-        self._name, self._whole = name, whole
+        self._name, self._added, self._whole = name, added, whole
         self._recorder: Recorder | None = None
         self._made: list[Arena] | None = None  # what is allocated while programs are built
 
@@ -157,6 +158,7 @@ class ProgramBuilder(Generic[_Options]):
                 plan,
                 self._arena_for(plan, traced.device, room),
                 sanitize=self.options.sanitize,
+                added=self._added,
                 recorder=self._recorder,
                 whole=self._whole,
                 bound=bound,

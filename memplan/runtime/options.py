@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from memplan.core.choices import Gradients, OnMismatch, Sanitize
+from memplan.core.in_place import COPY
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
@@ -86,6 +87,11 @@ class RunOptions(PlanOptions):
     def gradients_in_arena(self) -> bool:
         """Whether gradients stay in the arena: not those of recorded steps."""
         return not self.cuda_graph and PlanOptions.gradients_in_arena.__get__(self)
+
+    @property
+    def gradients_copied(self) -> bool:
+        """Whether gradients are made in the arena and copied out: not those of recorded steps."""
+        return not self.cuda_graph and PlanOptions.gradients_copied.__get__(self)
 
     @property
     def tracing(self) -> dict[str, Any]:
@@ -235,7 +241,7 @@ class CompileOptions(RunOptions):
         return cls(
             **{
                 **shared,
-                "gradients": "arena",
+                "gradients": "outside" if plain and options.accumulate > 1 else "arena",
                 "reserve": options.reserved + state + (0 if as_op else temporaries),
                 "after": temporaries if as_op else 0,
             }
@@ -274,9 +280,12 @@ def device_for(device: Device | None, given: Plan | None) -> Device | None:
 
 
 def gradients_for(gradients: Gradients, given: Plan | None) -> Gradients:
-    """Return where gradients are: where the user asked for, or outside where the given plan has them."""
-    outside = given is not None and given.graph.gradients and not given.graph.gradients_in_arena
-    return "outside" if outside else gradients
+    """Return where gradients are: where the user asked for, or outside where the given plan copies them out."""
+    if given is None:
+        return gradients
+    made = set(given.graph.gradients)
+    copies = any(op.target == COPY and made.intersection(op.writes) for op in given.graph.ops)
+    return "outside" if copies else gradients
 
 
 def given_plan(keywords: Mapping[str, Any]) -> Plan | None:

@@ -54,6 +54,7 @@ class CaptureOptions:
     `in_place` says). `device`: where the step runs while the model and the caller stay on the CPU; None: where the
     model is. `in_place`: results may take the bytes of inputs that have their last use there (see
     `memplan.core.in_place`). `gradients_in_arena`: parameters' gradients stay in the arena to the end of the step.
+    `copy_gradients`: each gradient of a parameter is made in the arena and copied out as soon as it is complete.
     `by_dynamo`: the model is one of dynamo's own graphs, wrapped as a module that holds its parameters. `after`: the
     bytes that an optimizer allocates while the gradients are there; they are not known of a step of Inductor's kernels.
     """
@@ -63,6 +64,7 @@ class CaptureOptions:
     device: Device | None = None
     in_place: bool = True
     gradients_in_arena: bool = False
+    copy_gradients: bool = False
     by_dynamo: bool = False
     after: int = 0
 
@@ -114,7 +116,7 @@ class CapturedCall:
 
 
 def _finish(graph: fx.Graph, *, options: CaptureOptions) -> None:
-    own_outputs(graph)
+    own_outputs(graph, copy_gradients=options.copy_gradients)
     allocate_at_end(graph, options.after)
 
 

@@ -59,7 +59,7 @@ def test_the_step_is_found_again(step: tuple[Graph, Schedule], policy: str, budg
         return
     found = without_evictions(plan)
     assert found.graph == graph
-    assert found.schedule.order == schedule.order
+    assert found.schedule.order in (schedule.order, traced(graph).order)  # that in which checkpoints need less
 
 
 def test_a_step_that_saves_generator_states_is_found_again() -> None:

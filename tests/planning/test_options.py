@@ -35,7 +35,7 @@ VARYING = {"x": {0: "batch"}}
     ("options", "kind", "says"),
     [
         ({"gradients": "stolen"}, MemplanError, "gradients='stolen'"),
-        ({"layout": "stack"}, MemplanError, "layout=.stack."),
+        ({"layout": "stack"}, MemplanError, "layout='stack'"),
         ({"layout": "tstack", "solver": "greedy"}, UnsupportedProblem, "not by 'greedy'"),
         ({"solver": "luck"}, UnsupportedProblem, "no solver 'luck'"),
         ({"solver": 5}, UnsupportedProblem, "5 is no solver"),
@@ -46,7 +46,7 @@ VARYING = {"x": {0: "batch"}}
         ({"costs": "abacus"}, InvalidCosts, "no cost model 'abacus'"),
         ({"costs": "measure"}, InvalidCosts, "measure their first steps"),
         ({"divide": "many"}, InvalidSize, "divide"),
-        ({"compress": "zip"}, MemplanError, "compress=.zip."),
+        ({"compress": "zip"}, MemplanError, "compress='zip'"),
         ({"budget": "5 parsecs"}, InvalidSize, "parsecs"),
         ({"budget": "150%"}, InvalidSize, "share"),
         ({"budget": {"a": 1}}, InvalidSize, "is not a budget"),

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 import memplan
+from memplan.devices.measure import peak_bytes
 from memplan.errors import BudgetInfeasible, StaleActivationsError
 from memplan.runtime import CompiledModule, compile
+from memplan.runtime.execute.gradients import AddedGradients
 from tests.steps import gradients_of
 
 WAYS = ("arena", "outside")
@@ -255,3 +257,21 @@ def test_after_a_hook_has_raised_training_goes_on() -> None:
         except FloatingPointError:
             outcomes.append("skipped")
     assert outcomes == ["step", "skipped", "step", "step"]
+
+
+def _peak(compiled: CompiledModule, x: Tensor) -> int:
+    """Return the bytes that an accumulating step allocates beside its arena."""
+    return peak_bytes([lambda: compiled(x).square().mean().backward()], x.device)[0]
+
+
+def test_no_second_set_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that adds needs room for one gradient at a time; one that returns them allocates all of them."""
+    found = []
+    for _ in range(2):
+        net, x = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))), torch.randn(4, 128)
+        compiled = compile(net, x, gradients="outside")
+        for _ in range(2):
+            compiled(x).square().mean().backward()
+        found.append(_peak(compiled, x))
+        monkeypatch.setattr(AddedGradients, "targets", lambda *_: None)
+    assert found[1] - found[0] > 2 * 128 * 128 * 4

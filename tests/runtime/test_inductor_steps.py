@@ -246,7 +246,7 @@ def test_everything_goes_to_the_host_and_comes_back(kind: str, monkeypatch: pyte
         (Block(), _tokens()) if kind == "attention" else (_stacked(), torch.linspace(-1, 1, 512).view(2, 4, 8, 8))
     )
     twin = copy.deepcopy(model)
-    traced = capture_call(model, x, kernels="inductor").retrace()
+    traced = capture_call(model, x, kernels="inductor", copy_gradients=True).retrace()
     plan = plan_of_everything(traced)
     assert _offloads(plan) > 2
     monkeypatch.setattr(arena, "make_copies", lambda *_: LateCopies())

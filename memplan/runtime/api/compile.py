@@ -105,7 +105,8 @@ def compile(
         in_place: Let a result take the bytes of an input that has its last use there, if the kernel allows it.
         gradients: Where the gradients of parameters are. "arena" leaves them in the arena until the next call, which
             takes the least memory: a `.grad` that is still set then is copied out, once. With `device` and `cuda_graph`
-            they are outside. "outside": they are tensors of the caller.
+            they are outside. "outside": they are tensors of the caller; each is added to its `.grad` as soon as it is
+            made, where that is set, so that accumulation needs one set.
         sanitize: Check every step, slowly: "poison" fills buffers with NaN before their first write and after their
             last use; "redzone" checks bytes on both sides of every buffer.
         on_mismatch: What happens at a call that differs from the example, or after the model has changed: "replan"

@@ -47,7 +47,8 @@ class ModuleBuilder(ProgramBuilder[CompileOptions]):
     ) -> None:
         if not together:
             require_traceable(model)
-        super().__init__(options, type(model).__name__, hooks, coordinator)
+        added = options.gradients_copied and not together  # else ranks' own ops make them
+        super().__init__(options, type(model).__name__, hooks, coordinator, added=added)
         self.model, self.guards = model, ModuleGuards(model)
         self._warned = False
         self._arenas: weakref.WeakSet[Arena] = weakref.WeakSet()  # all that it has made
@@ -80,6 +81,7 @@ class ModuleBuilder(ProgramBuilder[CompileOptions]):
             train=train,
             in_place=options.in_place,
             gradients_in_arena=options.gradients_in_arena,
+            copy_gradients=self._added,
             fixed=fixed,
         )
         return traced, plan_of(traced, options, redzone=options.redzone(traced.traced.device))
@@ -99,7 +101,7 @@ class ModuleBuilder(ProgramBuilder[CompileOptions]):
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> tuple[TracedGraph, CapturedCall]:
         """Return the step of a call as it is traced first, and what traces its other variants."""
         require_real(self.model, args, kwargs)
-        how = {**self.options.tracing, "after": self.options.after if train else 0}
+        how = {**self.options.tracing, "copy_gradients": self._added, "after": self.options.after if train else 0}
         captured = capture_call(self.model, args, kwargs, train=train, **how)
         traced = captured.retrace()
         if not self._warned:  # once, and not for every shape and mode

@@ -394,7 +394,7 @@ def first_program_of(
     # with its backward if autograd would record the call
     train = torch.is_grad_enabled() and any(_wants_gradient(x) for x in (*module.parameters(), *rest))
     options = with_kernels(options, module, rest)
-    builder = ProgramBuilder(options, type(module).__name__, hooks, coordinator)
+    builder = ProgramBuilder(options, type(module).__name__, hooks, coordinator, added=options.gradients_copied)
     builder.guards = ModuleGuards(module)
     keep = options.has_budget  # a joint plan of all graphs may be tried on the example; else nobody may hold it
 

@@ -15,6 +15,8 @@ from memplan.core.graph import Phase
 from memplan.devices.kinds import generators_of
 from memplan.errors import StaleActivationsError, UnsupportedCall
 from memplan.runtime.guards import refused_calls
+from memplan.runtime.guards.module_guards import hooks_ever_set, hooks_on
+from memplan.runtime.guards.refused_calls import in_ddp
 from memplan.runtime.memory.arena_ownership import ArenaOwnership, InFlight
 from memplan.runtime.memory.idle_arenas import end_step
 from memplan.trace.traced import KernelCall, Ref, Source, TracedGraph
@@ -60,6 +62,8 @@ class PlannedStep(torch.autograd.Function):
         ctx.watched = [*ctx.saved, *runner.watched(current), *(fresh[i].detach() for i in runner.views_of_saved)]
         ctx.versions = list(map(_version, ctx.watched))
         ctx.runner, ctx.step = runner, step
+        ctx.adds = runner.wanted(current) if runner.added is not None and not in_ddp() else None
+        ctx.hooks_before = hooks_ever_set()
         ctx.set_materialize_grads(False)
         duals = runner.traced.results.tangents
         if None in duals:
@@ -88,14 +92,29 @@ class PlannedStep(torch.autograd.Function):
                 ctx.watched, ctx.repeatable = None, None
             tangents, missing = runner.tangents.of(grads)
             increment_version(ctx.changes)
-            gradients = runner.backward(*saved, *tangents)
-            if (inside := runner.arena_gradients) is not None and (keeps or inside.copied):
-                gradients = inside.copies(gradients)  # another backward will use the bytes, or something kept one
-            elif inside is not None:
-                ownership.left.append(inside)
-            handed = runner.in_order(gradients, missing)
+            targets = None if missing else _targets(ctx, runner, [*watched, *saved, *tangents])
+            if targets is not None:
+                gradients = runner.added.backward(*saved, *tangents, *targets)
+                increment_version(targets)
+                handed = [*[None] * len(targets), *runner.in_order(gradients, missing)[len(targets) :]]
+            else:
+                gradients = runner.backward(*saved, *tangents)
+                if (inside := runner.arena_gradients) is not None and (keeps or inside.copied):
+                    gradients = inside.copies(gradients)  # another backward will use the bytes, or something kept one
+                elif inside is not None:
+                    ownership.left.append(inside)
+                handed = runner.in_order(gradients, missing)
             end_step(runner.arena)
         return (None, None, None, *handed)
+
+
+def _targets(ctx: Any, runner: Any, read: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Return the tensors to which a backward is to add the gradients of parameters; None if it returns them."""
+    if ctx.adds is None or runner.is_observed or (hooks_ever_set() != ctx.hooks_before and hooks_on(ctx)):
+        return None  # somebody is to see what it returns to autograd
+    nodes = [node for node, _ in ctx.next_functions[: len(ctx.adds)]]
+    targets: list[torch.Tensor] | None = runner.added.targets(ctx.adds, nodes, read)
+    return targets
 
 
 def _require_supported() -> None:

@@ -1,24 +1,38 @@
-"""The gradients of parameters that a step has made, in the arena until its bytes are needed again.
+"""The gradients of parameters that a step has made: in the arena until its bytes are needed again, or added outside.
 
-They use the bytes of freed activations, so that a step takes no more than its own peak. What is still in use of them
-when the next program begins moves out.
+`ArenaGradients` are those of `gradients="arena"`: they use the bytes of freed activations, so that a step takes no more
+than its own peak. What is still in use of them when the next program begins moves out. `AddedGradients` are those of
+`gradients="outside"`: where a `.grad` is there already, the backward adds each gradient to it as soon as it is made, so
+that a sum needs one set of gradients. It does so where nobody could see a difference: for a plain `backward()`, without
+hooks on the parameters, where no other part of the graph uses them. Otherwise autograd adds.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from operator import attrgetter
+from typing import Any
 
 import torch
 
+from memplan.core.graph import Value
+from memplan.core.in_place import COPY
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, StaleActivationsError
 from memplan.runtime.execute.program import Program
+from memplan.runtime.guards.module_guards import HookSearch
 from memplan.runtime.guards.parameter_guards import ParameterGuards
+from memplan.runtime.memory.arena import dtype_of
 
 _log = logging.getLogger("memplan")
+_grad, _wants = attrgetter("grad"), attrgetter("requires_grad")
 _ALONE = 2  # references to the tensor of a `.grad` if only its parameter and its Python object refer to it
+_OWN_REFERENCES = 2  # to a node of autograd: the edge from the step's own node, and the Python object
 _KEPT = (
     "%s: something else than its parameter's .grad still refers to the gradient of %r, and keeps a block of %s that it "
     'lies in; from now on gradients are copied out when the backward ends; gradients="outside" has them there at once'
@@ -131,3 +145,91 @@ def _end_failed_backward() -> None:
     """Run an empty backward: after an exception in a hook, autograd keeps undelivered gradients until the next one."""
     with torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+
+
+class AddedGradients:
+    """The second backward of a program: it takes the `.grad` of parameters, and adds to them what it makes.
+
+    `values` are the gradients of the parameters in the graph, in order.
+    """
+
+    def __init__(self, program: Program, values: Sequence[int]) -> None:
+        graph = program.traced.graph
+        self._values = [graph.values[v] for v in values]
+        bound, wanted = list(program.bound), set(values)
+        for i, op in enumerate(graph.ops):
+            if op.target == COPY and wanted.issuperset(op.writes):
+                bound[i] = replace(bound[i], function=torch.Tensor.add_)
+                wanted.difference_update(op.writes)
+        assert not wanted, "a gradient of a parameter is not copied out"
+        self.backward: Callable[..., Any] = program.backward_into(values, bound)
+        self._hooks = HookSearch()
+
+    def targets(
+        self, parameters: Sequence[torch.Tensor], nodes: Sequence[Any], read: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor] | None:
+        """Return the `.grad` of each parameter to add to; None if autograd has to do it.
+
+        `nodes` are the nodes of autograd that take the parameters' gradients; `read` are the tensors outside the arena
+        that the backward reads, which must not change while it runs.
+        """
+        grads = list(map(_grad, parameters))
+        if not all(map(_can_take, grads, self._values)) or not all(map(_wants, parameters)):
+            return None
+        if torch.is_anomaly_enabled() or self._hooks.first(parameters) is not None:
+            return None
+        if not {t.untyped_storage().data_ptr() for t in read}.isdisjoint(g.untyped_storage().data_ptr() for g in grads):
+            return None
+        return grads if _counts_references() and all(map(_is_only_user, nodes)) else None
+
+
+def _can_take(grad: torch.Tensor | None, value: Value) -> bool:
+    """Return whether a gradient can be added in place to a `.grad`, as autograd would."""
+    return (
+        type(grad) is torch.Tensor
+        and grad.layout is torch.strided
+        and not grad.requires_grad
+        and grad.shape == value.shape
+        and grad.dtype == dtype_of(value)
+        and not grad.is_inference()
+    )
+
+
+def _is_only_user(node: Any) -> bool:
+    """Return whether a running backward will execute the node of a parameter, and no other node sends it a gradient."""
+    try:
+        executed = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad asks for this gradient
+        return False
+    return bool(executed) and _references(node) == _OWN_REFERENCES
+
+
+def _references(node: Any) -> int:
+    """Return the number of references to a C++ node of autograd: edges to it, and its Python object.
+
+    torch does not tell it. The Python object is a header and a `c10::intrusive_ptr`, whose target has the number after
+    its table of functions, or (older releases) a `std::shared_ptr`, where another block has it.
+    """
+    word = ctypes.sizeof(ctypes.c_void_p)
+    target = ctypes.c_void_p.from_address(id(node) + type(node).__basicsize__ - word).value
+    assert target is not None
+    return ctypes.c_int32.from_address(target + word).value
+
+
+@cache
+def _counts_references() -> bool:
+    """Return whether `_references` counts right in this build of torch: it is tried on nodes with known numbers."""
+    if sys.implementation.name != "cpython" or sys.platform != "linux":
+        return False
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True)
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+        if (type(node).__basicsize__ - object.__basicsize__) // ctypes.sizeof(ctypes.c_void_p) not in (1, 2):
+            return False
+        users = []
+        for edges in range(1, 5):
+            users.append(leaf.neg())
+            if _references(node) != edges + 1:
+                return False
+        del users[1:]
+        return _references(node) == _OWN_REFERENCES

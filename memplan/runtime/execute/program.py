@@ -70,6 +70,14 @@ class Program:
         sanitizers = sanitizers if emit is None else observing(sanitizers, self.plan, emit)
         return self.written(self.bound, sanitizers, prefix="observed_", join=False)  # each op is an event of its own
 
+    def backward_into(self, values: Sequence[int], bound: Sequence[BoundOp]) -> Callable[..., Any]:
+        """Return a backward that takes the tensors of `values`, which it would allocate otherwise, as its last
+        arguments. `bound`: the ops to run instead of those of the program.
+        """
+        made = self.written(bound, self.sanitizers, prefix="into_", given=values)[1]
+        assert made is not None
+        return made
+
     def written(
         self,
         bound: Sequence[BoundOp],
@@ -77,8 +85,11 @@ class Program:
         *,
         prefix: str = "",
         join: bool = True,
+        given: Sequence[int] = (),
     ) -> Functions:
-        """Return the generated forward, and backward if the step has one. `join`: fuse consecutive updates."""
+        """Return the generated forward, and backward if the step has one. `join`: fuse consecutive updates; `given`:
+        the values whose memory the backward takes as its last arguments.
+        """
         traced, order, layout, namespace = self.traced, self.plan.schedule.order, self.layout, self.namespace
         graph = traced.graph
         split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
@@ -89,7 +100,7 @@ class Program:
         backward = None
         if traced.training:
             tangents = [b.value for b in traced.bound(Source.TANGENT)]
-            taken = [*self.saved, *tangents]
+            taken = [*self.saved, *tangents, *given]
             writer = FunctionWriter(f"{prefix}backward", layout, namespace, taken, self.left)
             _write(writer, steps[split:], sanitizers, self.last)
             backward = writer.finish([graph.gradients])

@@ -20,7 +20,7 @@ from memplan.runtime.debug.hooks import Hook, Hooks
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Sanitizers, make_poison, make_redzone
 from memplan.runtime.execute.autograd_step import reason_against, run_planned
 from memplan.runtime.execute.cuda_graphs import CudaGraphProgram, Recorder
-from memplan.runtime.execute.gradients import ArenaGradients
+from memplan.runtime.execute.gradients import AddedGradients, ArenaGradients
 from memplan.runtime.execute.program import Functions, build_program
 from memplan.runtime.execute.values_of_call import ResultsOfCall, Tangents
 from memplan.runtime.guards.input_guards import InputGuards, items_getter
@@ -44,6 +44,7 @@ class Runner:
         arena: Arena,
         *,
         sanitize: Sanitize | None,
+        added: bool = False,
         recorder: Recorder | None = None,
         whole: bool = False,
         bound: tuple[BoundOp, ...] | None = None,
@@ -53,12 +54,13 @@ class Runner:
     ) -> None:
         """Build the program of `plan` in `arena`.
 
-        `recorder`: record and replay CUDA graphs; `whole`: one graph for the whole step. `bound`: as in
-        `build_program`. `hooks`: the hooks that observe the steps. `unused`: no other program runs in this arena, and
-        it need not be locked. `input_guards`: those of the same step.
+        `added`: the graph copies gradients of parameters out, so that they can be added instead. `recorder`: record
+        and replay CUDA graphs; `whole`: one graph for the whole step. `bound`: as in `build_program`. `hooks`: the
+        hooks that observe the steps. `unused`: no other program runs in this arena, and it need not be locked.
+        `input_guards`: those of the same step.
         """
         self._module_guards, self._before_plan = module_guards, traced
-        self._options: dict[str, Any] = {"sanitize": sanitize, "whole": whole, "hooks": hooks}
+        self._options: dict[str, Any] = {"sanitize": sanitize, "added": added, "whole": whole, "hooks": hooks}
         traced = remap_to_plan(traced, plan)  # values now have the places of the plan
         self.traced = traced
         self.device_type = traced.device.type
@@ -101,6 +103,7 @@ class Runner:
         arena.stays = self.cuda_graphs is not None or arena.several
         self._addresses, self.rebound = arena.addresses, 0
         self._prepare_calls()
+        self.added = self._find_added_gradients() if added else None
         # Results without any gradient (torch.linalg.vector_norm(x, 0)) require one in eager all the same.
         self._anchored = traced.training and not self._gradient_order
         self.arena_gradients: ArenaGradients | None = None
@@ -185,6 +188,11 @@ class Runner:
         """Call `op_timer` right around each op, inside sanitizers and hooks; `NO_SANITIZERS` stops it."""
         self._watch(self._emit, op_timer)
 
+    @property
+    def is_observed(self) -> bool:
+        """Whether hooks or timers are called around the ops of a step."""
+        return self._emit is not None or self._op_timer is not NO_SANITIZERS
+
     def _watch(self, emit: Hook | None, op_timer: Sanitizers) -> None:
         self._emit, self._op_timer = emit, op_timer
         if emit is None and op_timer is NO_SANITIZERS:
@@ -220,6 +228,11 @@ class Runner:
         self.tangents = Tangents(apart)
         self._results = ResultsOfCall(apart, self.parameter_guards.bindings)
         self.views_of_saved = self._results.views_of(self.program.saved)
+
+    def _find_added_gradients(self) -> AddedGradients | None:
+        """Return the backward that adds to the `.grad` of parameters; None if the step has no backward."""
+        gradients = [self.traced.results.gradients[i] for i in self._gradient_order[: len(self._wanted_parameters)]]
+        return AddedGradients(self.program, gradients) if gradients and self.cuda_graphs is None else None
 
     def _find_arena_gradients(self) -> None:
         """Find the gradients that the plan keeps in the arena, at its address of now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, contains, getitem, is_
 from typing import Any
@@ -182,6 +183,23 @@ def hooks_on(node: Any) -> int:
         count += len(probe.hooks_dict_ref() or ()) - 1
         probe.remove()
     return count
+
+
+class HookSearch:
+    """Searches parameters for hooks that autograd would call; quick where none was set since it last found none."""
+
+    def __init__(self) -> None:
+        self._without: tuple[int, list[int]] = (-1, [])  # the hooks ever set, and the parameters, when none was found
+
+    def first(self, parameters: Sequence[torch.Tensor]) -> int | None:
+        """Return the position of the first parameter with a hook, on itself or on its node; None if there is none."""
+        # if an id is reused by another tensor, its hook was set later
+        now = (hooks_ever_set(), list(map(id, parameters)))
+        for i, p in enumerate(parameters):
+            if p._backward_hooks or p._post_accumulate_grad_hooks or (now != self._without and hooks_of_node(p)):
+                return i
+        self._without = now
+        return None
 
 
 def _nothing(*_: object) -> None:

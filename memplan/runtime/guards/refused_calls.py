@@ -55,6 +55,11 @@ def _live_reducers() -> list[nn.parallel.DistributedDataParallel]:
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
 
+def in_ddp() -> bool:
+    """Return whether this is a forward inside of DistributedDataParallel, whose reducer waits for autograd's nodes."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module is not None
+
+
 active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 

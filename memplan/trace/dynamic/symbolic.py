@@ -163,6 +163,7 @@ def plan_symbolic(
         dynamic_shapes=options.dynamic_shapes,
         train=train,
         gradients_in_arena=options.gradients_in_arena,
+        copy_gradients=options.gradients_copied,
     )
     return plan_of(traced, options)
 

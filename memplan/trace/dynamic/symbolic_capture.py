@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -39,10 +40,11 @@ def read_symbolic(
     *,
     train: bool,
     gradients_in_arena: bool = False,
+    copy_gradients: bool = False,
 ) -> tuple[SymbolicAliasClasses, TracedGraph]:
     """Trace, run the passes and read the graph. Raises `UnsupportedGraph`.
 
-    Returns the sizes, and the graph for the tracing hints. `gradients_in_arena`: as in `trace`.
+    Returns the sizes, and the graph for the tracing hints. `gradients_in_arena`, `copy_gradients`: as in `trace`.
     """
     with contextlib.ExitStack() as stack:
         prepare(stack, model, train=train)
@@ -52,9 +54,10 @@ def read_symbolic(
         got = captured(model, joint, spec, flat, train=train)
         _inline_sizes(got.graph_module.graph)
         alias_classes = SymbolicAliasClasses(translator)
+        finish = partial(own_outputs, copy_gradients=copy_gradients)
         name = type(model).__name__
         return alias_classes, trace_captured(
-            got, name, own_outputs, gradients_in_arena=gradients_in_arena, alias_classes=alias_classes
+            got, name, finish, gradients_in_arena=gradients_in_arena, alias_classes=alias_classes
         )
 
 

@@ -301,14 +301,16 @@ class StepReader(_Kernels):
         self.graph = captured.graph_module.graph
         self.bindings: list[Binding] = []
 
-    def build(self, *, gradients_in_arena: bool, whole: bool) -> TracedGraph:
+    def build(self, *, gradients_in_arena: bool, copy_gradients: bool, whole: bool) -> TracedGraph:
         """Return the traced graph.
 
         Args:
             gradients_in_arena: Parameters' gradients stay in the arena to the end of the step.
+            copy_gradients: Each gradient of a parameter is copied out of the arena as soon as it is complete.
             whole: The step uses its gradients itself: they are planned, and not for the caller.
         """
-        pieces = self._with_own_bytes(self._returned_pieces(), whole=whole)
+        pieces = self._returned_pieces()
+        pieces = self._with_own_bytes(pieces, copy_gradients=copy_gradients, whole=whole)
         self._bind()
         owned = self._owned(pieces, gradients_in_arena=gradients_in_arena, whole=whole)
         self._make_storages(owned)
@@ -321,7 +323,7 @@ class StepReader(_Kernels):
 
     # -- what leaves the step ----------------------------------------------------------------------------
 
-    def _with_own_bytes(self, pieces: list[Any], *, whole: bool) -> list[Any]:
+    def _with_own_bytes(self, pieces: list[Any], *, copy_gradients: bool, whole: bool) -> list[Any]:
         """Return the outputs with copies of those that share bytes with something else that outlives the step.
 
         Gradients of a `whole` step do not, unless they are in bytes that the step is given.
@@ -340,20 +342,24 @@ class StepReader(_Kernels):
         lasting |= {p.block for run in self.halves.forward.runs for p in (*run.reads, *run.writes)}
         for i, (piece, desc) in enumerate(zip(pieces, descs, strict=True)):
             if isinstance(piece, BlockView) and isinstance(desc, GradAOTOutput):
-                if piece.block.given or (piece.block in lasting and not whole):
-                    found[i] = self._copied(piece, Phase.BACKWARD)
+                early = copy_gradients and isinstance(desc.grad_of, ParamAOTInput)
+                if early or piece.block.given or (piece.block in lasting and not whole):
+                    found[i] = self._copied(piece, Phase.BACKWARD, early=early)
                 lasting.add(found[i].block)
         return found
 
-    def _copied(self, piece: BlockView, phase: Phase) -> BlockView:
-        """Add a copy of a piece, with dense memory of its own, at the end of a phase."""
+    def _copied(self, piece: BlockView, phase: Phase, *, early: bool = False) -> BlockView:
+        """Add a copy of a piece, with dense memory of its own, at the end of a phase or as early as possible."""
         n = sum(step.run is None for step in self.steps)
         like = torch.empty_strided(piece.shape, piece.strides, device="meta")
         strides = tuple(torch.empty_like(like).stride())  # dense
         block = Block(name=f"copy_{n}", device=piece.block.device, nbytes=0)
         made = replace(piece, block=block, strides=strides, offset=0)
+        touching = [i for i, s in enumerate(self.steps) if any(p.block is piece.block for p in (*s.reads, *s.writes))]
         last = max((i for i, s in enumerate(self.steps) if s.phase is Phase.FORWARD), default=-1)
         at = len(self.steps) if phase is Phase.BACKWARD else last + 1
+        if early:
+            at = max([last, *touching]) + 1
         self.steps.insert(at, _Step(phase=phase, source=piece, target=made))
         return made
 

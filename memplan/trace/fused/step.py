@@ -101,6 +101,7 @@ def trace_generated(step: CapturedCall, division: Division | None, compress: str
     captured = replace(made.captured, inputs=step.captured.inputs)
     traced = StepReader(captured, made.halves, step.model, made.needs).build(
         gradients_in_arena=step.options.gradients_in_arena,
+        copy_gradients=step.options.copy_gradients,
         whole=step.update is not None,
     )
     traced = traced if step.update is None else with_updates(traced, captured, step.update)

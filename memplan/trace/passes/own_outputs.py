@@ -20,6 +20,7 @@ from memplan.errors import UnsupportedGraph
 from memplan.torch_inside.graphs import (
     GradAOTOutput,
     InputMutationAOTOutput,
+    ParamAOTInput,
     PlainAOTOutput,
 )
 from memplan.trace.passes.nodes import is_check, is_fixed, keys_of, may_overlap, written_in
@@ -31,11 +32,12 @@ _PIECES = (
 )
 
 
-def own_outputs(graph: fx.Graph) -> None:
+def own_outputs(graph: fx.Graph, *, copy_gradients: bool = False) -> None:
     """Insert copies so that what is returned shares no bytes with anything else that outlives the step.
 
     A gradient is copied if it aliases an input, an output or another gradient, or if it was made in the forward; an
-    output with a tangent is copied as `_with_separate_outputs` says.
+    output with a tangent is copied as `_with_separate_outputs` says. `copy_gradients`: every gradient of a parameter is
+    copied as soon as it is complete, so that a program can add it to a `.grad` there instead.
     """
     _zero_unwritten(graph)
     output, results, descs = returned_by(graph)
@@ -47,7 +49,10 @@ def own_outputs(graph: fx.Graph) -> None:
     taken = {storage_key(value(n)) for n in lasting}
     for i, (node, desc) in enumerate(zip(results, descs, strict=True)):
         if isinstance(desc, GradAOTOutput) and isinstance(node, fx.Node):
-            if storage_key(value(node)) in taken:
+            if copy_gradients and isinstance(desc.grad_of, ParamAOTInput):
+                complete = after_last(graph, touching(graph, node))
+                results[i] = _copied(Rewriter(graph, mode, node, before=complete), "is_backward")
+            elif storage_key(value(node)) in taken:
                 results[i] = _copied(Rewriter(graph, mode, node, before=output), "is_backward")
             taken.add(storage_key(value(results[i])))
     output.args = (tuple(results),)
