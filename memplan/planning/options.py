@@ -241,7 +241,7 @@ class PlanOptions:
             hint = "leave out one of them: shapes that vary are planned where the model is"
             raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint, see="one-shape")
         if self.divide or self.compress:
-            what = "ops are divided, and masks packed, for one shape"
+            what = "ops are divided, and activations coded, for one shape"
             where = f"{'divide' if self.divide else 'compress'} with dynamic_shapes"
             raise InvalidShapes(what, where=where, hint="leave out one of them", see="one-shape")
         for name in (*BUDGETS, "reserve"):
