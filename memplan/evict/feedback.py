@@ -23,6 +23,7 @@ def started_earlier(policy: Policy, leads: Leads) -> Policy:
         return overlapped(workload, policy(workload), leads)
 
     earlier.__name__ = policy_name(policy)
+    earlier.func = policy  # type: ignore[attr-defined]  # as of a `partial`: what is asked of a policy is asked of it
     return earlier
 
 

@@ -195,7 +195,8 @@ def quick_of(policy: Policy) -> Policy:
 
 def _states_for(workload: Workload, policy: Policy) -> SavedStates:
     """Return the workload in which random ops can run again, unless `policy` never runs them again."""
-    return without_states(workload) if policy in _KEEP_RANDOM else with_saved_states(workload)
+    keeps = getattr(policy, "func", policy) in _KEEP_RANDOM
+    return without_states(workload) if keeps else with_saved_states(workload)
 
 
 def _infeasible(workload: Workload, lowest: int, index: int) -> BudgetInfeasible:

@@ -33,7 +33,8 @@ from memplan.schedule.policies import require_evidence
 def check_consistency(plan: Plan) -> None:
     """Raise `InvalidPlan` or `InvalidSolution` unless every part of `plan` follows from its graph.
 
-    It runs on every plan read from a file. It does not prove bounds of layouts above max live, which `as_loaded` marks as claimed.
+    It runs on every plan read from a file. It does not prove bounds of layouts above max live, which `as_loaded` marks
+    as claimed.
     """
     check_graph(plan.graph)
     require_legal(plan.graph, plan.schedule.order)

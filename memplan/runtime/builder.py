@@ -127,7 +127,7 @@ class ProgramBuilder(Generic[_Options]):
             made, kept = again(first)
             if not kept:
                 raise infeasible(over[0])
-            if given is None and self._depends_on_costs(made):
+            if given is None and not measures and self._depends_on_costs(made):
                 made = self._by_measured_costs(made, planned, again, others, room)
             several = any(len(traced.runs_on) > 1 for traced, _ in steps)
             outgrown = not options.has_budget and any(one.plan.arena_size > room for one in made)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memplan
+from memplan.core.graph import Graph
 from memplan.core.plan import Plan
+from memplan.core.schedule import Schedule
+from memplan.schedule import traced
 from tests.slow import slow
 
 _WIDTH, _BATCH, _LENGTH = 32, 4, 64
@@ -78,3 +83,14 @@ def test_the_smallest_budget_is_below_what_one_checkpoint_per_block_needs(blocks
     assert all(map(torch.equal, found, expected))
     assert len(found) == len(expected)
     assert _beyond_gradients(compiled.plan) <= 0.9 * _beyond_gradients(model.by_hand(inputs))
+
+
+def test_a_schedule_of_the_user_stays_where_something_is_evicted() -> None:
+    model, inputs = _Blocks(2, 1, 0.1, norm_first=False), _inputs()
+
+    def mine(graph: Graph) -> Schedule:
+        return replace(traced(graph), policy="mine")
+
+    plan = memplan.plan(model, inputs, gradients="arena", arena_budget=0.7, schedule=mine)
+    assert plan.evictions
+    assert plan.schedule.policy.startswith("mine")

@@ -148,3 +148,49 @@ def test_a_call_that_fails_in_eager_too_raises_its_error_and_logs_nothing(caplog
             call()
     assert torch.equal(step([x, x]), step(x, x))  # as a DataLoader yields them
     assert not caplog.records
+
+
+class Wrapper(nn.Module):
+    """Ten times what a module returns; it answers for its attributes, as wrappers of checkpoints and PEFT do."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return 10 * self.inner(x)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+@pytest.mark.parametrize("how", ["torch", "memplan", "plain"])
+def test_a_wrapper_around_a_compiled_model_is_planned_itself(how: str) -> None:
+    net, x = nn.Linear(4, 4), torch.randn(2, 4)
+    ways: dict[str, Any] = {"torch": torch.compile, "memplan": lambda net: compile(net, x), "plain": lambda net: net}
+    inner = ways[how](net)
+    assert torch.equal(compile(Wrapper(inner), x)(x), 10 * net(x))
+
+
+def test_what_eager_can_run_is_said_and_what_it_cannot_raises_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """A custom op without a fake kernel fails under tracing alone; a wrong shape fails in eager too."""
+
+    @torch.library.custom_op("memplan_tests::doubled", mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    model, x = Made(lambda m, x: doubled(m.layer(x)), layer=nn.Linear(4, 4)).eval(), torch.randn(2, 4)
+    compiled = memplan.compile(model)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), model(x))
+    (warning,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "a call runs eagerly" in warning
+    assert "register_fake" in warning
+    caplog.clear()
+    fails = memplan.compile(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        fails(torch.randn(2, 5))
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]

@@ -187,6 +187,16 @@ def test_whole_steps(accumulate: int) -> None:
     assert tracker.steps
 
 
+def test_other_kinds_of_calls_are_not_measured() -> None:
+    model, x = _net()
+    compiled = _compiled(model, x)
+    outcome_of(model, compiled, x[:32])
+    _finish(model, compiled, x)
+    outcome_of(model, compiled, x[:32])
+    for runner in compiled._calls.programs:
+        assert runner.forward is runner.program.forward
+
+
 # -- what cannot be --------------------------------------------------------------------------------------
 
 

@@ -381,3 +381,15 @@ def test_modules_and_steps_show_their_plan() -> None:
     assert "planned at the first call" in repr(compile(model))
     step = compile_step(model, OPTIMIZERS["adamw"](model.parameters()), F.mse_loss, batch)
     assert repr(step).startswith("<compiled step: total ")
+
+
+@pytest.mark.parametrize("on_mismatch", ["replan", "error", "eager", "passive"])
+def test_a_batch_is_taken_as_a_loader_yields_it(on_mismatch: Any) -> None:
+    model, batch = nn.Linear(4, 2), [torch.randn(8, 4), torch.randn(8, 2)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = compile_step(model, optimizer, F.mse_loss, batch, on_mismatch=on_mismatch)
+    for given in (batch, tuple(batch)):
+        expected = F.mse_loss(model(batch[0]), batch[1]).detach()
+        assert torch.equal(step(given), expected)
+    assert step.passive is None
+    assert len(step._builder.plans) == 1

@@ -32,11 +32,6 @@ _EAGERLY = "%s: a call runs eagerly, because %s. It differs from the last plan: 
 _FEWER = "pad or bucket batches to a few shapes, drop the last batch (drop_last=True), or compile another step for it"
 
 
-def _next_step(error: MemplanError) -> str:
-    """Return the hint of an error, or the usual one; none for what fails in eager too, which raises its own error."""
-    return "" if error.see == "example-fails" else error.hint or _FEWER
-
-
 _Ready = tuple[Runner, list[Any], list[torch.Tensor]]  # a checked call: its leaves, and current parameters and state
 
 
@@ -106,7 +101,10 @@ class CompiledStep(MeasuredStep):
             return self._call(batch, kwargs)
 
     def _call(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        refused_calls.refuse((batch, kwargs), self._module_guards.model)
+        loss_module: Any = self._module_guards.model
+        refused_calls.refuse((batch, kwargs), loss_module)
+        if len(batch) == 1 and isinstance(batch[0], (list, tuple)):
+            batch = loss_module.parts_of(batch)
         try:
             ready = self._ready(self._last, batch, kwargs)
         except InputMismatch as error:
@@ -184,7 +182,7 @@ class CompiledStep(MeasuredStep):
         except MemplanError as error:
             if several or error.see == "optimizer-state":  # eager would fail too, in the middle of its update
                 raise
-            why, hint = f"it cannot be planned ({error.what.splitlines()[0]})", _next_step(error)
+            why, hint = f"it cannot be planned ({error.what.splitlines()[0]})", error.hint or _FEWER
         else:
             return self._ready(plan, batch, kwargs)
         if several:
@@ -221,11 +219,8 @@ class CompiledStep(MeasuredStep):
     ) -> torch.Tensor:
         """Run a step that has no plan eagerly, and offload saved activations on demand if there is a budget.
 
-        `why`: why it has none, which is logged once with a `hint`, if there is one; "": it shall have none.
+        `why`: why it has none, which is logged once with a `hint`, unless eager fails too; "": it shall have none.
         """
-        if hint and not self._warned:
-            self._warned = True
-            _log.warning(_EAGERLY, self.plan.model, why, reason.summary, hint)
         self._builder.give_back_arena()
         offload = None
         if self._on_mismatch != "eager":
@@ -237,6 +232,9 @@ class CompiledStep(MeasuredStep):
         with gradients_apart({*parameters, *guards.model.parameters()}):
             with torch.enable_grad():
                 loss = run_within(offload, guards.model, batch, kwargs)
+                if hint and not self._warned:
+                    self._warned = True
+                    _log.warning(_EAGERLY, self.plan.model, why, reason.summary, hint)
                 loss.backward(torch.full_like(loss, 1 / self.accumulate))
             if self.accumulate > 1:
                 self._add_to_sums(parameters)

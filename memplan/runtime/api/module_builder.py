@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +61,8 @@ class ModuleBuilder(ProgramBuilder[CompileOptions]):
         steps are measured."""
         self._free_unused()
         runners, guides = self.by_default(lambda: self.programs([self._trace(args, kwargs, train)], given))
+        if self.options.measures:  # the first program alone is measured
+            self.options = replace(self.options, costs=None)
         if given is not None and given.eviction is not None:  # other programs keep that budget too
             self.options = self.options.keeping(given)
         return runners[0], guides[0] if guides else None

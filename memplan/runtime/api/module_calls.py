@@ -407,8 +407,8 @@ class ModuleCalls:
                 offload = self.passive = offload_within(self.plan, device, differs)
             elif how == "replan":
                 offload = offload_within(self.plan, device)
-        fails = refused is not None and refused.see == "example-fails"  # as eager does, which raises its own error
-        if how == "replan" and not fails and "unplanned" not in self._warned:
+        result = run_within(offload, self._model, args, kwargs)  # if that fails too, eager's own error says it all
+        if how == "replan" and "unplanned" not in self._warned:
             self._warned.add("unplanned")
             within = "eagerly" if offload is None else f"eagerly within {format_bytes(offload.budget)}"
             other = "it is in another mode" if differs is refused else differs.summary
@@ -416,7 +416,7 @@ class ModuleCalls:
             if refused is not None:
                 why, hint = refused.summary.splitlines()[0], refused.hint or _FEWER
             _log.warning(_UNPLANNED, self._name, within, other, why, hint)
-        return run_within(offload, self._model, args, kwargs)
+        return result
 
     def _eagerly(self, why: str, args: Args, kwargs: Kwargs) -> Any:
         """Run the original, and warn once: the call needs autograd, and the module was compiled in eval mode."""

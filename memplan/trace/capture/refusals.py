@@ -65,7 +65,8 @@ def module_of(model: Any) -> Any:
         )
     if isinstance(model, torch.jit.ScriptModule) and (found := _refusal(model)):
         raise UnsupportedGraph(name, *found[:2], see=found[2])
-    original = getattr(model, "_orig_mod", None)
+    # its own attribute: a wrapper around it may answer for what it wraps
+    original = vars(model).get("_orig_mod") or vars(model).get("_modules", {}).get("_orig_mod")
     return module_of(original) if isinstance(original, nn.Module) else model
 
 
