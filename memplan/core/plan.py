@@ -79,8 +79,8 @@ class Plan:
             the plan was compiled. None if not measured: fake tensors do not show a kernel's scratch memory.
         eviction: how a budget is kept; None without a budget.
         division: how ops of the traced graph were divided by rows; None if they were not.
-        compress: how saved activations are compressed: "int8" quantizes activations, ""
-            compresses nothing.
+        compress: how saved activations are compressed: "int8" quantizes activations, "" compresses
+            nothing.
         reserve: bytes on the device that the step does not show, such as the state of an optimizer; `total` has them.
         sections: the graphs of a joint plan, in the order in which they were traced; () for a plan of one graph.
         kernels: what the kernels are those of, where the plan was made for a `target`; else "".

@@ -253,6 +253,10 @@ class TracedGraph:
         """Return the bindings of one source, in order."""
         return tuple(b for b in self.bindings if b.source is source)
 
+    def input_name(self, index: int) -> str:
+        """Return the name of a leaf of the example's inputs, for messages (see `named_leaves`)."""
+        return named_leaves(*pytree.tree_unflatten(list(self.example_inputs), self.in_spec))[index][0]
+
     def with_outside(self, storages: Collection[int]) -> TracedGraph:
         """Return the step with these storages outside the arena."""
         return replace(self, graph=self.graph.with_outside(storages))

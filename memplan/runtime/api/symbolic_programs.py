@@ -28,7 +28,7 @@ from memplan.runtime.kernels import BoundOp, with_arguments
 from memplan.runtime.programs import Programs
 from memplan.symbolic import SymbolicPlan
 from memplan.trace.dynamic.dims import SymbolicTrace
-from memplan.trace.traced import KernelCall, Source, TracedGraph, named_leaves
+from memplan.trace.traced import KernelCall, Source, TracedGraph
 
 _KEPT = 16  # programs
 _FAMILIES = 6  # traces for a state of the module
@@ -211,8 +211,8 @@ def _with_traced_strides(traced: TracedGraph) -> tuple[Any, ...]:
     for b in traced.bound(Source.INPUT):
         x, strides = leaves[b.index], traced.graph.values[b.value].strides
         if x.stride() != strides:
-            name = named_leaves(*pytree.tree_unflatten(leaves, traced.in_spec))[b.index][0]
-            leaves[b.index] = laid_out(x.detach(), strides, name).requires_grad_(x.requires_grad)
+            like = laid_out(x.detach(), strides, traced.input_name(b.index))
+            leaves[b.index] = like.requires_grad_(x.requires_grad)
     return tuple(leaves)
 
 

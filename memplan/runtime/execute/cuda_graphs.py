@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from memplan.core.choices import Sanitize
 from memplan.core.graph import StorageKind
@@ -26,7 +25,7 @@ from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime.execute.program import Program
 from memplan.runtime.memory.arena import dtype_of
 from memplan.trace.passes.nodes import may_overlap
-from memplan.trace.traced import KernelCall, Live, Source, TracedGraph, Transfer, named_leaves
+from memplan.trace.traced import KernelCall, Live, Source, TracedGraph, Transfer
 
 Function = Callable[[], Any]
 _CAPTURE = threading.Lock()  # torch captures in one thread of the process at a time
@@ -53,8 +52,7 @@ class CudaGraphProgram:
         for i in program.inputs:
             if traced.bindings[i].written:
                 hint = "change a copy, or leave cuda_graph out"
-                call = pytree.tree_unflatten(list(traced.example_inputs), traced.in_spec)
-                name = named_leaves(*call)[traced.bindings[i].index][0]
+                name = traced.input_name(traced.bindings[i].index)
                 raise UnsupportedGraph(name, "is changed by the model", hint, see="cuda-graph")
         if any(isinstance(k, Transfer) for k in traced.kernels):
             what = "copies to the host run beside the step, and cannot be recorded with it"

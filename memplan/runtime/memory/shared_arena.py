@@ -195,7 +195,7 @@ class ArenaCoordinator:
             self.running.release()
 
     def settle(self, instance: ProgramInstance) -> None:
-        """Have room for an instance in its arena, which may be smaller now; elsewhere while calls are in flight."""
+        """Have room for an instance in its arena, which may have been emptied; elsewhere while calls are in flight."""
         plan = instance.runner.plan
         if instance.arena.fits(plan):
             return
