@@ -5,8 +5,9 @@ memory's bandwidth, and adds a launch (Williams, Waterman, Patterson 2009). It r
 the time of a single kernel. `memplan.profile` measures the ops instead.
 
 `Clock` and `simulate` predict the seconds of a step: ops run one after another, copies in a lane per direction,
-collectives over one link. What starts a copy or a collective returns at once; what waits for it waits until it is
-complete. Collectives of a rank share its link, and run in the order in which they start, whatever their groups are.
+collectives over one link. To start a copy or a collective, and to wait for a copy, takes a launch; what waits for it
+waits until it is complete. So where copies hide behind ops, fewer of them take less time. Collectives of a rank share
+its link, and run in the order in which they start, whatever their groups are.
 """
 
 from __future__ import annotations
@@ -379,9 +380,11 @@ class Clock:
             self._wait(free[link])
             self.now = free[link] = self.now + costs.op_seconds(graph, op)
         elif op.target in self._copies:
+            self.now += costs.launch
             took = self._copies[op.target](graph.storages[pair[0]].nbytes)
             self.ends[pair] = free[op.target] = max(self.now, free[op.target]) + took
         elif op.target in TRANSFERS:
+            self.now += costs.launch
             self._wait(self.ends.pop(pair))
         else:
             self.now += costs.op_seconds(graph, op)

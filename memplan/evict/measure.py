@@ -67,7 +67,7 @@ class WorkloadArrays:
         return (
             *(self.read_ptr, self.read, self.write_ptr, self.write, self.writer_ptr, self.writer, self.size),
             *(self.pair_ptr, self.pair, self.host_resident, self.seconds, self.to_host, self.to_device),
-            *(self.begun, self.copy_size, self.host_budget),
+            *(self.begun, self.copy_size, self.host_budget, self.workload.costs.launch),
         )
 
     def measure(self, kinds: Ints, indices: Ints) -> MeasuredEvents | None:

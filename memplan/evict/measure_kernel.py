@@ -28,7 +28,7 @@ def filled(count, value):
 def measure(
     kinds, indices, budget,
     read_ptr, read, write_ptr, write, writer_ptr, writer, size,
-    pair_ptr, pair, host_resident, seconds, to_host, to_device, begun, copy_size, host_budget,
+    pair_ptr, pair, host_resident, seconds, to_host, to_device, begun, copy_size, host_budget, launch,
 ):  # fmt: skip
     """Return (first impossible event or -1, peak bytes, seconds, stall seconds, area above `budget`, live bytes).
 
@@ -36,7 +36,7 @@ def measure(
     may take the bytes of an input whose last use is its op, copies in one direction run one after the other. An
     offloaded copy takes `copy_size` on the host from the start of its offload to the end of its last reload. The area
     also counts the bytes there above `host_budget`, which are in no other figure. `begun` are the bytes that each op
-    begins at its first run and that stay to the end.
+    begins at its first run and that stay to the end. To start a copy, and to wait for it, takes `launch` seconds.
     """
     n, m, count = read_ptr.shape[0] - 1, size.shape[0], kinds.shape[0]
     state = filled(m, NEVER)
@@ -113,13 +113,16 @@ def measure(
                 added[step] = begun[i]
             ran[i] += 1
             clock += seconds[i]
-        elif kind != RELOAD and state[i] != needed:
+            step += 1
+            continue
+        if kind != RELOAD and state[i] != needed:
             impossible = e
             break
-        elif kind == DROP:
+        if kind == DROP:
             state[i] = GONE
             continue
-        elif kind == OFFLOAD:
+        clock += launch
+        if kind == OFFLOAD:
             state[i] = LEAVING
             last[current[i]] = step
             if hosted[i] < 0:

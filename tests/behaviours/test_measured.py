@@ -143,9 +143,10 @@ def test_P2_later_steps_follow_the_plan_made_from_the_measurement(  # noqa: N802
 
 def _copies_unless_dear(workload: Any) -> Any:
     """Copies where a copy takes no longer than the step, else recomputes."""
-    from memplan.evict.policies.auto import auto
+    from memplan.evict.policies.auto import recompute
+    from memplan.evict.policies.flow import flow
 
-    return auto(workload, swaps=max(workload.to_host) < sum(workload.seconds), quick=True)
+    return (flow if max(workload.to_host) < sum(workload.seconds) else recompute)(workload)
 
 
 # -- P6 --------------------------------------------------------------------------------------------------

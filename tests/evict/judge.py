@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from memplan.core import lifetimes
+from memplan.core.evictions import TRANSFERS
 from memplan.core.graph import Graph
 from memplan.core.graph_edit import in_order
 from memplan.core.in_place import placed
 from memplan.core.schedule import make_schedule
 from memplan.evict.apply import Applied, apply
-from memplan.evict.costs import DEVICES, CostModel
+from memplan.evict.costs import DEVICES, CostModel, simulate
 from memplan.evict.equivalent import require_equivalent
 from memplan.evict.measure import MeasuredEvents, measure
 from memplan.evict.workload import Events, Workload, host_resident_storages
@@ -45,4 +48,10 @@ def judged(traced: Graph, workload: Workload, events: Events) -> tuple[Applied, 
     schedule = make_schedule(applied.graph, ids, "evicted")
     problem = lifetimes.problem(applied.graph, schedule, alignment=workload.alignment)
     assert problem.max_live == found.peak
+    costs, copies = workload.costs, [op for op in applied.graph.ops if op.target in TRANSFERS]
+    kernels = sum(costs.op_seconds(applied.graph, op) for op in applied.graph.ops if op.target not in TRANSFERS)
+    assert found.seconds == pytest.approx(
+        kernels + costs.launch * len(copies) + found.stall, abs=1e-12
+    )  # fewer copies take less
+    assert simulate(applied.graph, costs) == pytest.approx((found.seconds, found.stall), abs=1e-12)
     return applied, found
