@@ -7,7 +7,6 @@ from dataclasses import replace
 from memplan.core.graph import Graph
 from memplan.core.graph_edit import in_order
 from memplan.core.plan import Plan
-from memplan.core.schedule import make_schedule
 from memplan.errors import BudgetInfeasible
 from memplan.evict.apply import Applied, apply
 from memplan.evict.costs import CostModel
@@ -20,7 +19,7 @@ from memplan.planning.fit import Fitted, make_workload
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
 from memplan.planning.planner import eviction_of
-from memplan.schedule import order
+from memplan.schedule import order, proven
 
 
 def has_checkpoints(graph: Graph) -> bool:
@@ -44,7 +43,7 @@ def plan_checkpointed(scheduled: ScheduledGraph, options: PlanOptions, costs: Co
     states = with_saved_states(workload)
     workload, events = only_used(states, checkpoint(states.workload))
     applied = apply(workload, events)
-    followed = make_schedule(applied.graph, tuple(range(len(applied.graph.ops))), "checkpoint")
+    followed = proven(applied.graph, "checkpoint")
     reordered = order(applied.graph, options.schedule)
     if reordered.max_live < followed.max_live:
         applied = _in_order(applied, reordered.order)

@@ -14,7 +14,6 @@ from memplan.core.collectives import is_collective
 from memplan.core.evictions import EvictionPlan
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
-from memplan.core.schedule import make_schedule
 from memplan.core.totals import known_transient, most_within, outside_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.measure import measure
@@ -27,7 +26,7 @@ from memplan.planning.fit import Fitted, fit, make_workload, plan_again, quick_o
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions, read_budget
 from memplan.planning.outside_arena import plan_partly_outside
-from memplan.schedule import traced
+from memplan.schedule import proven, traced
 from memplan.solvers import solve
 
 _HIGHEST = 2**63 - 1  # the largest number of compiled loops
@@ -296,7 +295,7 @@ class Planner:
 
 def placed(scheduled: ScheduledGraph, options: PlanOptions, fitted: Fitted, policy: str, workload: Workload) -> Plan:
     """Return the plan of a step with evictions, made of `scheduled` by the policy of that name: with its offsets."""
-    order = make_schedule(fitted.graph, tuple(range(len(fitted.graph.ops))), scheduled.schedule.policy)
+    order = proven(fitted.graph, scheduled.schedule.policy)
     plan = make_plan(replace(scheduled, graph=fitted.graph, schedule=order), options)
     return replace(plan, eviction=eviction_of(fitted, plan, policy, workload.within(plan.arena_size)))
 

@@ -8,6 +8,6 @@ in `cut_kernel.py` are compiled by numba on large graphs only.
 from __future__ import annotations
 
 from memplan.schedule.cut import cut_bound
-from memplan.schedule.policies import POLICIES, Policy, order, require_evidence, traced
+from memplan.schedule.policies import POLICIES, Policy, order, proven, require_evidence, traced
 
-__all__ = ["POLICIES", "Policy", "cut_bound", "order", "require_evidence", "traced"]
+__all__ = ["POLICIES", "Policy", "cut_bound", "order", "proven", "require_evidence", "traced"]

@@ -17,13 +17,13 @@ from memplan.core.schedule import Evidence, Schedule
 from memplan.schedule.cut import Cut, cut
 from memplan.schedule.graph_arrays import GraphArrays, Ints, make_graph_arrays, step_bytes
 
-_WORK = 6_000  # arcs of cuts for each op, 2 to 10 ns each
+WORK = 6_000  # arcs of cuts for each op, 2 to 10 ns each
 
 
 def auto(graph: Graph) -> Schedule:
     """Return the schedule with the smallest max live found by listing the ops and cut repair."""
     arrays = make_graph_arrays(graph)
-    prover = Prover(arrays, _WORK * arrays.n)
+    prover = Prover(arrays, WORK * arrays.n)
     best, name = arrays.traced, "traced"
     peak = int(step_bytes(arrays, best).max(initial=0))
     for policy, order in _orders(arrays):
@@ -39,16 +39,18 @@ def auto(graph: Graph) -> Schedule:
 def _orders(arrays: GraphArrays) -> Iterator[tuple[str, Ints]]:
     """Yield the orders to repair, the traced one first."""
     yield "traced", arrays.traced
+    yield "latest first", listed(arrays, latest=True)
     yield "frees first", listed(arrays)
     yield "least first", listed(arrays, least=True)
     yield "least last", listed(arrays, least=True, backwards=True)
 
 
-def listed(arrays: GraphArrays, *, least: bool = False, backwards: bool = False) -> Ints:
+def listed(arrays: GraphArrays, *, least: bool = False, latest: bool = False, backwards: bool = False) -> Ints:
     """Return the order in which the best of the ready ops runs next: one that frees at least what it allocates.
 
-    Ties go by the traced order, or, with `least`, by the bytes that an op allocates first. With `backwards`, time is
-    reversed: the last op is chosen first.
+    Ties go by the traced order, or, with `least`, by the bytes that an op allocates first. With `latest`, one that
+    became ready last runs next, whatever it frees: what was begun is ended first. With `backwards`, time is reversed:
+    the last op is chosen first.
     """
     before, after, touch, user = (
         [flat[i:j].tolist() for i, j in pairwise(ptr.tolist())]
@@ -63,17 +65,18 @@ def listed(arrays: GraphArrays, *, least: bool = False, backwards: bool = False)
     born = [bool(keep) and backwards for keep in kept]
     left = [len(ops) + (keep and not backwards) for ops, keep in zip(user, kept, strict=True)]
     waiting = list(map(len, before))
-    heap: list[tuple[bool, int, int]] = []
+    heap: list[tuple[int, int, int]] = []
 
     def push(op: int) -> None:
         allocated = sum(size[s] for s in touch[op] if not born[s])
         freed = sum(size[s] for s in touch[op] if left[s] == 1)
-        heapq.heappush(heap, (allocated > freed, allocated * least, -op if backwards else op))
+        first = -len(found) if latest else allocated > freed
+        heapq.heappush(heap, (first, allocated * least, -op if backwards else op))
 
+    found: dict[int, None] = {}
     for op, count in enumerate(waiting):
         if not count:
             push(op)
-    found: dict[int, None] = {}
     while heap:
         op = abs(heapq.heappop(heap)[2])
         if op in found:  # it became better meanwhile

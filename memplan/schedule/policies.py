@@ -31,6 +31,20 @@ def traced(graph: Graph) -> Schedule:
     return make_schedule(graph, tuple(range(len(graph.ops))), "traced")
 
 
+def proven(graph: Graph, policy: str) -> Schedule:
+    """Return the schedule of a graph whose ops are in order already, with the bound that cuts at its peaks prove.
+
+    That is the order of a plan with evictions: its bound holds for all orders of the same ops and copies.
+    """
+    from memplan.schedule.auto import WORK, Prover
+    from memplan.schedule.graph_arrays import make_graph_arrays
+
+    arrays = make_graph_arrays(graph)
+    prover = Prover(arrays, WORK * arrays.n)
+    prover.raise_bound(arrays.traced)
+    return prover.schedule(graph, arrays.traced, policy)
+
+
 def order(graph: Graph, schedule: str | Policy = "auto") -> Schedule:
     """Schedule `graph` by a policy or its name. Raises `MemplanError` for an unknown name."""
     return policy_of(schedule)(graph)

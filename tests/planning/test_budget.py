@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+import memplan
+from benchmarks.zoo import ZOO
 from memplan.core.evictions import Action
 from memplan.core.graph import Graph, Op, Origin, Phase, StorageKind, Value
 from memplan.core.plan import Plan
+from memplan.core.schedule import working_set
 from memplan.core.validate import validate
 from memplan.errors import BudgetInfeasible, InvalidCosts, InvalidPlan, UnreadableFile
 from memplan.evict.costs import DEVICES, CostModel, Link, cost_model, flops_of, load_costs
@@ -116,6 +119,20 @@ def test_plans_with_evictions_are_saved_and_read_strictly(tmp_path: Path) -> Non
             check_consistency(replace(plan, eviction=wrong))
 
 
+@pytest.mark.parametrize(
+    "options", [{"arena_budget": 0.9}, {"arena_budget": 0.9, "policy": "flow"}, {"checkpoint": "follow"}]
+)
+def test_a_plan_with_evictions_has_a_bound_of_all_orders(options: dict[str, Any], tmp_path: Path) -> None:
+    model, inputs = ZOO["gpt2"]()
+    if "checkpoint" in options:
+        model.model.activation_checkpointing_enable()
+    plan = memplan.plan(model, inputs, **options)
+    assert plan.evictions
+    assert working_set(plan.graph)[0] < plan.schedule.bound <= plan.schedule.max_live
+    plan.save(tmp_path / "plan.json")
+    assert memplan.load(tmp_path / "plan.json") == plan  # proven again
+
+
 def test_the_frontier_rises_as_the_budget_falls() -> None:
     found = frontier(scheduled(chain(10)), costs="a100", shares=(1.0, 0.8, 0.6, 0.5, 0.1))
     kept = [p for p in found.points if p.plan is not None]
@@ -181,6 +198,8 @@ def _op(target: str, reads: list[tuple[int, ...]], writes: list[tuple[int, ...]]
     [
         ("aten.mm.default", [(3, 4), (4, 5)], [(3, 5)], 2 * 3 * 4 * 5),
         ("aten.addmm.default", [(5,), (3, 4), (4, 5)], [(3, 5)], 2 * 3 * 4 * 5),
+        ("aten.mm.out", [(3, 4), (4, 5), (7, 5)], [(3, 5)], 2 * 3 * 4 * 5),  # into a part of the last
+        ("aten.addmm.out", [(3, 5), (3, 4), (4, 5), (7, 5)], [(3, 5)], 2 * 3 * 4 * 5),
         ("aten.bmm.default", [(2, 3, 4), (2, 4, 5)], [(2, 3, 5)], 2 * 2 * 3 * 4 * 5),
         ("aten.convolution.default", [(1, 3, 8, 8), (6, 3, 3, 3), (6,)], [(1, 6, 8, 8)], 2 * 6 * 64 * 27),
         ("aten.add.Tensor", [(3, 4), (3, 4)], [(3, 4)], 0),

@@ -52,10 +52,29 @@ def test_compiled_and_interpreted_kernels_agree(graph: Graph) -> None:
         assert order(graph) == schedule
 
 
-@given(graphs(), st.booleans(), st.booleans())
-def test_listed_orders_are_legal(graph: Graph, least: bool, backwards: bool) -> None:
+@given(graphs(), st.booleans(), st.booleans(), st.booleans())
+def test_listed_orders_are_legal(graph: Graph, least: bool, latest: bool, backwards: bool) -> None:
     arrays = make_graph_arrays(graph)
-    require_legal(graph, arrays.graph_order(listed(arrays, least=least, backwards=backwards)))
+    require_legal(graph, arrays.graph_order(listed(arrays, least=least, latest=latest, backwards=backwards)))
+
+
+@pytest.mark.parametrize("blocks", [4, 8])
+def test_blocks_run_one_after_another(blocks: int) -> None:
+    """Traced, a head's blocks are all made before the first is used, and then added up; no cut leads out of that."""
+    b = GraphBuilder()
+    total = b.storage(StorageKind.ACTIVATION, 40, planned=True)
+    rows = [[b.storage(StorageKind.ACTIVATION, 10, planned=True) for _ in range(blocks)] for _ in range(2)]
+    hidden = b.storage(StorageKind.ACTIVATION, 5, planned=True)
+    b.op(Phase.FORWARD, (), (hidden,))
+    for made in rows[0]:
+        b.op(Phase.FORWARD, (hidden,), (made,))
+    for made, used in zip(*rows, strict=True):
+        b.op(Phase.FORWARD, (made,), (used,))
+    for used in rows[1]:
+        b.op(Phase.FORWARD, (used,) if used == rows[1][0] else (used, total), (total,))
+    graph = b.graph((total,))
+    assert traced(graph).max_live >= 40 + 10 * blocks
+    assert order(graph).max_live == 40 + 10 + 10 + 5
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])

@@ -20,6 +20,8 @@ from memplan.core.division import Division
 from memplan.trace.chunking.rows import BlockRewriter, Box, Chain, Finder, blocks_of, chosen
 from memplan.trace.fused.early_gradients import compute_gradients_early
 from memplan.trace.fused.row_parts import BLOCK, NAMED, PRODUCTS, part_of
+from memplan.trace.fused.row_sums import divide_row_sums
+from memplan.trace.fused.trimmed_products import trim_products
 from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.partitions import TAG
 from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, value
@@ -33,14 +35,19 @@ def divide_rows(graph: fx.Graph, division: Division) -> Division:
     `over` is `NOTHING` if there was nothing to divide. Raises `InvalidSize` without a number of blocks.
     """
     blocks = blocks_of(division)
+    trim_products(graph)
     seeds = [node for node in graph.nodes if node.target in PRODUCTS and not is_backward(node)]
     found = list(Finder(part_of=part_of, ends=PRODUCTS, trained=True).chains(graph, seeds))
     if not found:
         _log.info("there is nothing to divide into blocks of rows")
     found, over = chosen(division, found)
+    products = [value(node) for chain in found for node in chain.nodes if node.target in PRODUCTS]
+    widest = max((product.numel() * product.itemsize for product in products), default=0)
     for number, chain in enumerate(found):
         _FusedBlocks(graph, chain, blocks, number).run()
     compute_gradients_early(graph)
+    if found:
+        divide_row_sums(graph, blocks, least=widest // blocks, number=len(found))
     return replace(division, over=over)
 
 

@@ -1,0 +1,88 @@
+"""Divides the gradients of embeddings by rows of the table, beside a loss head that runs in blocks.
+
+Inductor adds what belongs to a row of the table up in 32 bits, in a tensor of the whole table: of a Llama with 128,256
+words, 1.05 GB at the end of the backward, where all other gradients are alive. Here such a tensor holds the rows of one
+block at a time, and adds the same numbers.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import config
+
+from memplan.trace.chunking.rows import FULL, SLICE
+from memplan.trace.fused.row_parts import BLOCK, NAMED
+from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
+
+_PUT, _MASKED = aten.index_put.default, aten._unsafe_masked_index_put_accumulate.default
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+def divide_row_sums(graph: fx.Graph, blocks: int, *, least: int, number: int) -> None:
+    """Divide sums into the rows of a table, in place, where the sums have more than `least` bytes.
+
+    `number` is that of the first of them among the chains of the graph.
+    """
+    mode = fake_mode_of(graph)
+    blocks = max(
+        blocks, config.max_pointwise_cat_inputs + 1
+    )  # of fewer, Inductor may join all by one kernel at the end
+    for node in list(graph.nodes):
+        if (found := _sums(node)) is None or value(node).numel() * value(node).itemsize <= least:
+            continue
+        mask, rows, summands = found
+        converted = _only_user(node, _CONVERT)
+        whole = _only_user(converted or node, aten.add.Tensor)
+        if whole is not None and any(value(x).shape != value(node).shape for x in whole.all_input_nodes):
+            whole = None
+        last = whole or converted or node
+        pieces = []
+        count, *width = value(node).shape
+        for k, (low, high) in enumerate(pairwise(count * k // blocks for k in range(blocks + 1))):
+            writer = Rewriter(graph, mode, node, before=last)
+            writer.label = f"{node.name}_rows{k}"
+            writer.also = {BLOCK: (number, k), **{key: node.meta[key] for key in NAMED if key in node.meta}}
+            inside = writer.call(aten.ge.Scalar, rows, low)
+            inside = writer.call(aten.bitwise_and.Tensor, inside, writer.call(aten.lt.Scalar, rows, high))
+            for _ in range(value(summands).dim() - value(rows).dim()):
+                inside = writer.call(aten.unsqueeze.default, inside, -1)
+            inside = inside if mask is None else writer.call(aten.bitwise_and.Tensor, inside, mask)
+            kind = {"dtype": value(node).dtype, "device": value(node).device}
+            zeros = writer.call(FULL, [high - low, *width], 0, **kind)
+            own = writer.call(aten.sub.Tensor, rows, low)
+            piece = writer.call(_MASKED, zeros, inside, [own], summands)
+            if converted is not None:
+                piece = writer.call(_CONVERT, piece, converted.args[1])
+            if whole is not None:
+                parts = [piece if x is (converted or node) else writer.call(SLICE, x, 0, low, high) for x in whole.args]
+                piece = writer.call(aten.add.Tensor, *parts)
+            pieces.append(piece)
+        joined = Rewriter(graph, mode, last).call(aten.cat.default, pieces)
+        last.replace_all_uses_with(joined)
+        number += 1
+    graph.eliminate_dead_code()
+
+
+def _sums(node: fx.Node) -> tuple[fx.Node | None, Any, Any] | None:
+    """Return the mask, the rows and the summands of a node that adds up rows of zeros, None for any other."""
+    args = node.args
+    if node.target is _MASKED:
+        start, mask, rows, summands = args
+    elif node.target is _PUT and args[3:] == (True,):
+        (start, rows, summands), mask = args[:3], None
+    else:
+        return None
+    zeros = isinstance(start, fx.Node) and start.target is FULL and start.args[1] == 0
+    if not zeros or len(rows) != 1 or not isinstance(rows[0], fx.Node) or value(rows[0]).dtype is not torch.int64:  # type: ignore[arg-type]
+        return None
+    return mask, rows[0], summands  # type: ignore[return-value, index]
+
+
+def _only_user(node: fx.Node, target: object) -> fx.Node | None:
+    """Return the user of a node if it is the only one, and of this target with no keywords."""
+    users = list(node.users)
+    return users[0] if len(users) == 1 and users[0].target is target and not users[0].kwargs else None

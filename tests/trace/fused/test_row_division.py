@@ -1,0 +1,80 @@
+"""Loss heads in blocks of rows: where tokens are rows, and the sums into the rows of an embedding beside them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.trace.fused import row_division
+from tests.slow import slow
+
+BLOCKS = memplan.Division(blocks=8, sums=True)
+WORDS, WIDTH = 2048, 32
+
+
+class NextToken(nn.Module):
+    """Predicts each token from those before it; the logits of the last one are left out."""
+
+    def __init__(self, *, tied: bool = True, bias: bool = False) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=bias)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.body(self.table(ids)).relu())
+        wanted = ids[1:] if ids.dim() == 1 else ids[:, 1:]
+        left = logits[:-1] if ids.dim() == 1 else logits[:, :-1]
+        return nn.functional.cross_entropy(left.reshape(-1, WORDS).float(), wanted.reshape(-1))
+
+
+def _step(model: nn.Module, shape: tuple[int, ...], divide: Any) -> tuple[memplan.Plan, list[torch.Tensor]]:
+    """The plan of a step, its loss and its gradients."""
+    torch.manual_seed(1)
+    ids = torch.randint(WORDS, shape)
+    compiled = memplan.compile(model, ids, kernels="inductor", divide=divide, sanitize="poison")
+    loss = compiled(ids)
+    loss.backward()
+    return compiled.plan, [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tied", "bias", "dtype"),
+    [
+        ((2, 64), True, False, torch.bfloat16),
+        slow((2, 64), False, True, torch.float32),
+        slow((1, 128), True, True, torch.float32),
+        slow((128,), False, False, torch.bfloat16),
+        slow((4, 4, 8), True, False, torch.float32),
+    ],
+)
+def test_tokens_are_rows_and_a_table_has_one_block_of_sums(
+    shape: tuple[int, ...], tied: bool, bias: bool, dtype: torch.dtype
+) -> None:
+    """The batch has two samples, or one; no tensor of all logits exists, nor one of 32-bit sums for all words."""
+    model = NextToken(tied=tied, bias=bias).to(dtype)
+    _, expected = _step(copy.deepcopy(model), shape, False)
+    plan, found = _step(model, shape, BLOCKS)
+    results = {plan.graph.values[v].storage for v in (*plan.graph.outputs, *plan.graph.gradients)}
+    most = max(s.nbytes for i, s in enumerate(plan.graph.storages) if s.planned and i not in results)
+    assert most <= WORDS * WIDTH * dtype.itemsize  # the head's gradient, which the forward computes
+    assert most < 128 * WORDS * dtype.itemsize // 2
+    for one, two in zip(found, expected, strict=True):
+        near = 2e-2 if dtype is torch.bfloat16 else 1e-4
+        torch.testing.assert_close(one, two, rtol=near, atol=near * float(two.abs().max()))
+
+
+def test_sums_of_a_table_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = NextToken()
+    twin = copy.deepcopy(model)
+    _, divided = _step(model, (2, 64), BLOCKS)
+    monkeypatch.setattr(row_division, "divide_row_sums", lambda *_, **__: None)
+    torch.compiler.reset()
+    _, whole = _step(twin, (2, 64), memplan.Division(blocks=8, sums=True))
+    assert all(torch.equal(one, two) for one, two in zip(divided, whole, strict=True))
