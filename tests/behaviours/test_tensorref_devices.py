@@ -105,10 +105,10 @@ def test_T4_whole_steps_with_a_budget_for_each_device() -> None:  # noqa: N802
     ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in models)
     twin = copy.deepcopy(models[0])
     others = torch.optim.AdamW(twin.parameters(), lr=0.01, fused=True)
-    alone = memplan.compile_step(twin, others, lambda x: x, inputs, device="cpu", accumulate=2)
+    alone = memplan.compile_step(twin, others, lambda x: x, inputs, device="cpu")
     budgets = [alone.plan.arena_size, alone.plan.arena_size - 4096]
-    step = memplan.compile_step(models[0], ours, lambda x: x, inputs, device=TWO, arena_budget=budgets, accumulate=2)
-    plain = memplan.compile_step(models[1], theirs, lambda x: x, inputs, accumulate=2)
+    step = memplan.compile_step(models[0], ours, lambda x: x, inputs, device=TWO, arena_budget=budgets)
+    plain = memplan.compile_step(models[1], theirs, lambda x: x, inputs)
     assert all(s.size <= b for s, b in zip(step.plan.devices, budgets, strict=True))
     for seed in range(4):
         torch.manual_seed(seed)

@@ -86,7 +86,7 @@ def test_ranks_that_differ_raise_together_and_a_dead_rank_is_an_error() -> None:
     mine, theirs = ranks.results[0], ranks.results[0]["other"]
     words = {
         "rows under a budget": "input 0: torch.float32 (4, 10)', rank 1 has 'input 0: torch.float32 (6, 10)'",
-        "model": "(float32 16x10)', rank 1 has 'program 0: gather_parameter gather_model_weight (float32 18x10)'",
+        "model": "(float32 16x10)', rank 1 has 'gather_parameter gather_model_weight (float32 18x10)'",
         "plan on one rank": "rank 0 has 'plan new', rank 1 has 'plan given'",
         "version": "rank 1 has 'torch 2.12.0'",
     }
