@@ -31,19 +31,8 @@ class Breaks(nn.Module):
         return x * 2
 
 
-class DataDependent(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x[x > 0].sum()
-
-
-class AsksWhetherItIsExported(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (2 if torch.compiler.is_exporting() else 3)
-
-
-class Raises(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("the model's own complaint")
+def _raises(_: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("the model's own complaint")
 
 
 @dataclass(slots=True)
@@ -66,13 +55,18 @@ def test_results_of_unknown_types_are_refused_with_what_makes_them_known() -> No
 
 
 def test_a_model_that_computes_otherwise_in_an_export_is_not_exported() -> None:
-    model, x = AsksWhetherItIsExported(), torch.randn(3)
+    model, x = Apply(lambda _, x: x * (2 if torch.compiler.is_exporting() else 3)), torch.randn(3)
     assert torch.equal(memplan_compile(model, x, train=False)(x), model(x))
     assert not torch.compiler.is_exporting()
 
 
 @pytest.mark.parametrize(
-    ("model", "word"), [(Breaks(), "[Dd]ata-dependent"), (DataDependent(), "nonzero"), (Raises(), "own complaint")]
+    ("model", "word"),
+    [
+        (Breaks(), "[Dd]ata-dependent"),
+        (Apply(lambda _, x: x[x > 0].sum()), "nonzero"),
+        (Apply(_raises), "own complaint"),
+    ],
 )
 def test_untraceable_models_are_refused_with_a_hint(
     model: nn.Module, word: str, capfd: pytest.CaptureFixture[str]
@@ -134,16 +128,6 @@ print(peak() - before)
     assert int(run.stdout.split()[-1]) < 2**30
 
 
-class _Applies(nn.Module):
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * self.function(x)
-
-
 def test_a_wrong_shape_is_said_in_one_line() -> None:
     with pytest.raises(UnsupportedGraph, match=r"\[3, 5\] X \[4, 8\]") as caught:
         plan(nn.Linear(4, 8), torch.randn(3, 5))
@@ -154,7 +138,7 @@ def test_a_wrong_shape_is_said_in_one_line() -> None:
 @pytest.mark.parametrize("function", [torch.nonzero, lambda x: x[x > 0], lambda x: x.sum().item()])
 def test_what_depends_on_data_says_so(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with pytest.raises(UnsupportedGraph, match="depend on tensor values") as caught:
-        plan(_Applies(function), torch.ones(4))
+        plan(Apply(lambda w, x: w * function(x)), torch.ones(4))
     assert "without fullgraph=True" in str(caught.value)
 
 
