@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from memplan.errors import UnsupportedGraph
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import capture_call, plan
 from memplan.trace.capture.front_ends import quiet
+from tests.cli.helpers import python
 from tests.models import Apply, traced_nano
 from tests.slow import slow
 
@@ -123,7 +122,7 @@ assert p.arena_size > 2**30
 assert p.outside["parameters"] >= 2 * parameters
 print(peak() - before)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    run = python(code)
     assert run.returncode == 0, run.stderr[-3000:]
     assert int(run.stdout.split()[-1]) < 2**30
 
