@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Rooms whose tests trace, plan and run no models: each combination of parameters is a fast test there.
-_QUICK = ("check", "cli", "core", "report", "schedule", "solvers", "symbolic", "verify")
+_QUICK = ("check", "cli", "core", "report", "schedule", "solvers", "symbolic")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by mark

@@ -66,7 +66,6 @@ WORKS: dict[str, str] = {  # a command, and a part of what it prints
     "explain plan.json": "peak",
     "diff plan.json plan.json": "",
     "check plan.json --max-arena 1KiB": "320 B",
-    "check --verify plan.json": "proven",
     "doctor": "memplan[torch]",
 }
 INTERPRETED = ("doctor",)  # its search would take half a minute to compile, as nothing is compiled in a new environment

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from memplan.check.check import Finding, Rule
     from memplan.check.project import Entry, Project
     from memplan.report.verdicts import Judged, Location
-    from memplan.verify import Proof
 
 _TARGETS = "plan.json, FILE.py:FACTORY or package.module:FACTORY; else those of pyproject.toml."
 _FAIL_OVER = "arena:12GiB, arena:+2%, arena:+64MiB, fragmentation:5%, outside:+0; also peak and total. Repeatable."
@@ -37,14 +36,11 @@ def check(
     gpu: c.Gpu = None,
     optimizer: Annotated[str | None, opt("--optimizer NAME", "Whose state the total has; default AdamW.")] = None,
     infer: c.Infer = False,
-    verify: Annotated[bool, opt("--verify", "Prove what plans claim again; exit 1 if a proof fails.")] = False,
-    time_limit: c.TimeLimit = None,
     form: c.Shown = Format.TABLE,
 ) -> None:
     """Fail when a plan or a model needs more than it may, or more than it did.
 
-    Exits 1 when a limit is exceeded, and shows by how much and which buffers explain it; with --verify also when
-    something that the plan says is not proven again.
+    Exits 1 when a limit is exceeded, and shows by how much and which buffers explain it.
 
     A figure that is equal to its limit keeps it. Saved plans are checked without torch.
 
@@ -52,21 +48,17 @@ def check(
     """
     from memplan.check.baseline import read_baseline
     from memplan.check.project import find_project
-    from memplan.solvers.placement import require_limit
 
     most = {"arena": max_arena, "fragmentation": max_fragmentation, "outside": max_outside, "total": max_total}
     given = [_rule(f"--max-{name}", f"{name}:{text}") for name, text in most.items() if text is not None]
     given += [_rule("--fail-over", text) for text in fail_over or ()]
-    if time_limit is not None and not verify:
-        raise InvalidSize("is for --verify", where="--time-limit", hint="add --verify, or leave it out")
-    require_limit("--time-limit", time_limit)
     project = find_project(Path.cwd())
     entries, listed = _entries(targets or [], infer, gpu, project)
     owner, whole = project if listed else None, listed and not targets
     file = baseline or (owner.baseline if owner else None)
     if update_baseline and file is None:
         raise InvalidSize("there is no baseline to update", hint="add --baseline FILE")
-    work = _Work(file, verify, time_limit, optimizer)
+    work = _Work(file, optimizer)
     asked = [(entry, work.rules(given, entry, owner)) for entry in entries]
     if update_baseline:
         _update(work, asked, whole=whole, form=form)
@@ -77,7 +69,7 @@ def check(
     for name in before.keys() - {entry.name for entry in entries} if whole else ():
         line = f"note: {name} is in the baseline, and pyproject.toml does not list it; --update-baseline removes it"
         c.say(line, stderr=True)
-    if not all(j.ok for j in judged):
+    if not all(j.verdict.ok for j in judged):
         raise typer.Exit(1)
 
 
@@ -125,13 +117,10 @@ def _named(target: str, gpu: str | None) -> str:
 class _Work:
     """The way in which entries are checked: against the baseline in `file`, if any.
 
-    `verify`: prove the claims of the plans again, a layout's within `time_limit` seconds; then no limit is needed.
     `optimizer`: the one that counts in the total of every entry; None: the entry's own.
     """
 
     file: Path | None
-    verify: bool
-    time_limit: float | None
     optimizer: str | None
 
     def rules(self, given: Sequence[Rule], entry: Entry, project: Project | None) -> tuple[Rule, ...]:
@@ -142,10 +131,10 @@ class _Work:
         chosen = given or (entry.rules if entry.rules is not None else theirs)
         if chosen is None and self.file is not None:
             chosen = NOTHING_GROWS
-        if not chosen and not self.verify:
+        if not chosen:
             hint = "add --baseline FILE, --fail-over arena:12GiB or --max-arena 12GiB"
             raise InvalidSize("no limit is given", hint=hint)
-        return tuple(chosen or ())
+        return tuple(chosen)
 
     def judge(
         self,
@@ -168,17 +157,11 @@ class _Work:
             hint = "add them with --update-baseline, and commit the file"
             raise UnreadableFile(f"has no figures of {entry.name}", where=str(self.file), hint=hint)
         plan = obtain(entry.target, infer=entry.infer, gpu=entry.gpu)
-        proofs: tuple[Proof, ...] = ()
         if absolute_only:
             check_consistency(plan)
-        if self.verify:
-            from memplan.verify import verify
-
-            with c.stages(f"Proving {entry.name} again"):
-                proofs = verify(plan, self.time_limit)
         file = entry.target.rpartition(":")[0] if is_model(entry.target) and ".py:" in entry.target else ""
         verdict = check_plan(plan, rules, before.get(entry.name), optimizer=self.optimizer or entry.optimizer)
-        return Judged(name=entry.name, verdict=verdict, proofs=proofs, file=file)
+        return Judged(name=entry.name, verdict=verdict, file=file)
 
 
 def _update(work: _Work, asked: Sequence[tuple[Entry, tuple[Rule, ...]]], *, whole: bool, form: Format) -> None:
@@ -191,10 +174,9 @@ def _update(work: _Work, asked: Sequence[tuple[Entry, tuple[Rule, ...]]], *, who
     require_outputs({"--baseline": work.file}, *(entry.target for entry, _ in asked))
     before = baseline.read_baseline(work.file) if work.file.exists() else {}
     judged = [work.judge(entry, rules, before, absolute_only=True) for entry, rules in asked]
-    if not all(j.ok for j in judged):
+    if not all(j.verdict.ok for j in judged):
         _show(judged, form)
-        why = "something is not proven" if all(j.verdict.ok for j in judged) else "a limit is exceeded"
-        c.say(f"{work.file} was not written: {why}", stderr=True, style="bold red")
+        c.say(f"{work.file} was not written: a limit is exceeded", stderr=True, style="bold red")
         raise typer.Exit(1)
     now = {j.name: j.verdict.figures for j in judged}
     c.stop_if_interrupted()

@@ -16,7 +16,7 @@ _NEEDED = {
     "numpy": "solvers",
     "numba": "fast search of the portfolio solver",
     "ortools": "minimum cuts that prove orders",
-    "networkx": "reports of whole steps, Graph.to_networkx, check --verify",
+    "networkx": "Graph.to_networkx",
 }
 _OPTIONAL = {
     "torch": "plans and runs models: pip install 'memplan[torch]'",

@@ -22,7 +22,6 @@ def report(
     save: Annotated[Path | None, opt("--save FILE", "Write the plan itself to FILE, for check.")] = None,
     html: c.Html = None,
     svg: Annotated[Path | None, opt("--svg FILE", "Draw the arena as an SVG picture.")] = None,
-    trace: Annotated[Path | None, opt("--trace FILE", "Write trace events, for ui.perfetto.dev.")] = None,
     snapshot: Annotated[Path | None, opt("--snapshot FILE", "Write a pickle for PyTorch's memory_viz.")] = None,
     budget: c.Budget = None,
     arena_budget: Annotated[str | None, opt("--arena-budget SIZE", "The same for the arena alone.")] = None,
@@ -50,7 +49,7 @@ def report(
     from memplan.planning.options import PlanOptions
     from memplan.report.lines import answer_lines, report_form, title
 
-    drawn = {"--html": html, "--svg": svg, "--trace": trace, "--snapshot": snapshot}
+    drawn = {"--html": html, "--svg": svg, "--snapshot": snapshot}
     require_outputs({"--save": save, **drawn}, target, costs)
     known = {field.name for field in fields(PlanOptions)}
     given = {name: value for name, value in asked.items() if name in known and value is not None}
@@ -63,15 +62,15 @@ def report(
     if save is not None:
         plan.save(save)
     if any(drawn.values()):
+        from memplan.report.memory_viz import snapshot_bytes
         from memplan.report.pages import picture_html
         from memplan.report.picture import picture_of_plan
         from memplan.report.svg import picture_svg
-        from memplan.report.trace_events import snapshot_bytes, trace_json
 
         picture = picture_of_plan(plan, figures)
         if html is not None:
             write_atomic(html, picture_html(picture))
-        for path, draw in ((svg, picture_svg), (trace, trace_json), (snapshot, snapshot_bytes)):
+        for path, draw in ((svg, picture_svg), (snapshot, snapshot_bytes)):
             if path is not None:
                 write_atomic(path, draw(picture))
     c.show(found, form)

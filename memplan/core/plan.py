@@ -63,8 +63,7 @@ class Plan:
     """A validated plan. Sizes are in bytes; steps are positions in `schedule.order`.
 
     The bounds of a new plan, over all orders and over all layouts, were proven in this process. Loading a plan proves
-    the bound of all orders again, and that of all layouts where it is max live. Else it is claimed: `solution.claimed`
-    is True, and `memplan check --verify` proves it.
+    the bound of all orders again, and that of all layouts where it is max live. Else `solution.claimed` is True.
 
     Args:
         model: the name of the model.

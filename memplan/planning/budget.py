@@ -111,8 +111,8 @@ def plan_within(
     )
     if unlimited and free is not None:
         return planner.recorded(free())
-    free_order = options.schedule == "auto" and not workload.host_resident
-    if free_order and (minimal or measure(workload, workload.plain).peak > planner.live_limit):
+    ours_to_order = options.schedule == "auto" and not workload.host_resident
+    if ours_to_order and (minimal or measure(workload, workload.plain).peak > planner.live_limit):
         planner = planner.in_the_order_of_checkpoints()
     relative = any(isinstance(read_budget(b), float) for b in (options.budget, options.arena_budget) if b is not None)
     found = None if minimal else planner.below() or planner.below_partly_outside()

@@ -108,7 +108,7 @@ def title(report: Report) -> str:
     return f"{report.model or 'model'}: {what}, {report.steps} steps, {report.buffers} buffers"
 
 
-_CLAIMED = "claimed by the plan file, and was not proved again here: run memplan check --verify"
+_CLAIMED = "claimed by the plan file, and was not proved again here"
 
 
 def verdict(report: Report) -> str:

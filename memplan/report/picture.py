@@ -1,6 +1,6 @@
 """The content of a picture of an arena, before it is drawn: blocks in steps x offsets, and live bytes by step.
 
-`svg.py`, `pages.py` and `trace_events.py` draw it. It is made from a `Plan`, or with less
+`svg.py`, `pages.py` and `memory_viz.py` draw it. It is made from a `Plan`, or with less
 detail from a `Problem` and a `Solution`.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from memplan.analysis.buffers import Holder, OpAt, homes, largest, op_at, own_touches
-from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, TRANSFERS, Action
-from memplan.core.graph import Origin, Phase, StorageKind
+from memplan.core.evictions import Action
+from memplan.core.graph import Origin, Phase
 from memplan.core.plan import Plan
 from memplan.core.problem import Interval, Problem, Solution
 from memplan.core.units import format_bytes, format_share
@@ -64,23 +64,10 @@ class Arrow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PictureCopy:
-    """A copy of `nbytes` bytes between device and host, from step `start` until the step waited for it, at `end`."""
-
-    start: int
-    end: int
-    nbytes: int
-    storage: str
-    module: str
-    to_host: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
     """The content of a picture; sizes are bytes.
 
-    `profile` are pairs of (step, live bytes from it on), `gathered` of (step, bytes of parameters that this rank has
-    gathered from the others), empty for a step of one rank; `ops` is the op of each step, empty without a graph; the
+    `profile` are pairs of (step, live bytes from it on); `ops` is the op of each step, empty without a graph; the
     backward begins at step `backward_from`. `answer` are the sentences that come first, `figures` are (label, size,
     remark), `notes` ways to save memory, `proofs` what is proven.
     """
@@ -99,8 +86,6 @@ class Picture:
     notes: tuple[str, ...] = ()
     proofs: tuple[str, ...] = ()
     arrows: tuple[Arrow, ...] = ()
-    copies: tuple[PictureCopy, ...] = ()
-    gathered: tuple[tuple[int, int], ...] = ()
 
 
 def picture_of_plan(plan: Plan, report: Report | None = None) -> Picture:
@@ -123,8 +108,6 @@ def picture_of_plan(plan: Plan, report: Report | None = None) -> Picture:
         notes=tuple(lever.text for lever in report.advice),
         proofs=planned_lines(report),
         arrows=tuple(_arrows(plan)),
-        copies=tuple(_copies(plan)),
-        gathered=tuple(enumerate(plan.gathered)) if plan.collectives else (),
     )
 
 
@@ -202,26 +185,6 @@ def _arrows(plan: Plan) -> Iterator[Arrow]:
                 back_offset=middles[returns],
                 offload=e.action is Action.OFFLOAD,
                 about=f"{e.storage} ({format_bytes(e.nbytes)}): {_WORDS[e.action]} for step {e.back_access}",
-            )
-
-
-def _copies(plan: Plan) -> Iterator[PictureCopy]:
-    """Yield each copy, from its start op to its wait, which touch the same two storages on device and host."""
-    graph, started = plan.graph, dict[tuple[bool, frozenset[int]], int]()
-    for step, index in enumerate(plan.schedule.order):
-        op = graph.ops[index]
-        key = op.target in (OFFLOAD, OFFLOAD_WAIT), frozenset(graph.touched(op))
-        if op.target in (OFFLOAD, RELOAD):
-            started[key] = step
-        elif op.target in TRANSFERS and key in started:
-            device = next(graph.storages[s] for s in key[1] if graph.storages[s].kind is not StorageKind.HOST)
-            yield PictureCopy(
-                start=started.pop(key),
-                end=step + 1,
-                nbytes=device.nbytes,
-                storage=device.name,
-                module=device.origin.module,
-                to_host=key[0],
             )
 
 

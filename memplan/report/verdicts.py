@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memplan.analysis.rows import Growth
 from memplan.check.check import Finding, Verdict
@@ -12,38 +12,23 @@ from memplan.core.jsonio import to_json
 from memplan.core.units import format_bytes, format_exact, format_share
 from memplan.report.sections import Form, Section, columns, holders_section, op_name, printable, signed
 
-if TYPE_CHECKING:
-    from memplan.verify import Proof
-
 SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A verdict with the name that the user gave to the plan or model.
-
-    `proofs` are those of the plan's claims, if they were requested; `file` is the file of the model, if any.
-    """
+    """A verdict with the name that the user gave to the plan or model; `file` is the file of the model, if any."""
 
     name: str
     verdict: Verdict
-    proofs: tuple[Proof, ...] = ()
     file: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether every limit is kept and every requested proof succeeded."""
-        return self.verdict.ok and all(proof.ok for proof in self.proofs)
 
 
 def check_form(judged: Sequence[Judged]) -> Form:
-    """Return a line per finding, then what explains exceeded limits, what became smaller, and proofs."""
+    """Return a line per finding, then what explains exceeded limits and what became smaller."""
     found = [(j.name, f) for j in judged for f in j.verdict.findings]
-    proofs = [(proof.ok, f"{j.name}: {proof.text}") for j in judged for proof in j.proofs]
-    failed, proven = sum(not j.verdict.ok for j in judged), sum(ok for ok, _ in proofs)
+    failed = sum(not j.verdict.ok for j in judged)
     limits = f"{failed} of {len(judged)} over a limit" if failed else f"all {len(judged)} within their limits"
-    heads = [limits] if found or not proofs else []
-    heads += [f"{proven} of {len(proofs)} claims proven again"] if proofs else []
     names = columns("_ plan of measured>@60 limit>@60 too_much> against_the_baseline>@80")
     rows = tuple((_mark(f.ok), name, f.name, *f.texts(), _change(f)) for name, f in found)
     sections = [Section(columns=names, rows=rows)] if rows else []
@@ -56,11 +41,8 @@ def check_form(judged: Sequence[Judged]) -> Form:
     if gains := gain_lines(judged):
         heading = "the baseline can shrink: run with --update-baseline"
         sections.append(Section(heading=heading, lines=gains))
-    if proofs:
-        claims = tuple((_mark(ok), text) for ok, text in proofs)
-        sections.append(Section(heading="proofs", columns=columns("_ claim"), rows=claims))
-    data = {"format": "memplan-check-1", "ok": all(j.ok for j in judged), "checked": [_json(j) for j in judged]}
-    return Form(title=f"memplan: {'; '.join(heads)}", sections=tuple(sections), data=data)
+    data = {"format": "memplan-check-2", "ok": not failed, "checked": [_json(j) for j in judged]}
+    return Form(title=f"memplan: {limits}", sections=tuple(sections), data=data)
 
 
 def _mark(ok: bool) -> str:
@@ -134,10 +116,9 @@ def _json(judged: Judged) -> dict[str, Any]:
     verdict, figures = judged.verdict, judged.verdict.figures
     sizes = {name: getattr(figures, name) for name in ("arena", "max_live", "outside", "total")}
     return {
-        **{"name": judged.name, "ok": judged.ok, **sizes},
+        **{"name": judged.name, "ok": verdict.ok, **sizes},
         "findings": [_finding_json(finding) for finding in verdict.findings],
         "gains": [{"of": metric.value, "before": before, "now": now} for metric, before, now in verdict.gains],
-        "proofs": to_json(judged.proofs),
     }
 
 
@@ -166,7 +147,7 @@ def sources_of(finding: Finding) -> tuple[str, ...]:
 
 
 def github_lines(judged: Sequence[Judged], locate: Callable[[Judged, Finding], Location | None]) -> Iterator[str]:
-    """Yield GitHub workflow commands: one per failed finding and proof, and a notice if the baseline can shrink.
+    """Yield GitHub workflow commands: one per failed finding, and a notice if the baseline can shrink.
 
     `locate` returns the file and line to which the annotation of a finding belongs.
     """
@@ -178,8 +159,6 @@ def github_lines(judged: Sequence[Judged], locate: Callable[[Judged, Finding], L
             file, line = locate(j, f) or ("", 0)
             at = (f"file={_property(file)}," if file else "") + (f"line={line}," if line else "")
             yield command(f"error {at}", f"memplan: {f.name} of {j.name}", "\n".join((sentence(j.name, f), *why)))
-        for proof in (proof for proof in j.proofs if not proof.ok):
-            yield command("error ", "memplan: a plan's claim", f"{j.name}: {proof.text}")
     if gains := gain_lines(judged):
         yield command("notice ", "memplan: the baseline can shrink", "; ".join(gains))
 

@@ -11,7 +11,6 @@ import torch
 
 from memplan.core.plan import Plan
 from memplan.core.timed import timed
-from memplan.core.totals import known_transient
 from memplan.core.units import format_bytes
 from memplan.devices.kinds import is_accelerator
 from memplan.errors import BudgetInfeasible
@@ -79,71 +78,71 @@ class ProgramBuilder(Generic[_Options]):
             self.options, found = made_by_default(self.options, self._name, made)
         return found
 
-    def programs(
+    def program(
         self,
-        steps: Sequence[tuple[TracedGraph, CapturedCall | None]],
+        traced: TracedGraph,
+        captured: CapturedCall | None,
         given: Plan | None = None,
         *,
         others: Sequence[Plan] = (),
         keep_example: bool = False,
-    ) -> tuple[list[Runner], list[ProfileGuide]]:
-        """Return a program for each step, with the `given` plan or one that is made with what its trial run measures.
+    ) -> tuple[Runner, ProfileGuide | None]:
+        """Return a program for a step, with the `given` plan or one that is made with what its trial run measures.
 
-        The guides measure those programs whose plans evict something, if steps are measured. `steps`: each as it is
-        traced first, and what traces its other variants. `others`: plans that run in the arena too. `keep_example`: the
-        programs keep the tensors of the example, on which another plan may be tried.
+        A guide measures a program whose plan evicts something, if steps are measured. `captured`: traces other variants
+        of the step. `others`: plans that run in the arena too. `keep_example`: the program keeps the tensors of the
+        example, on which another plan may be tried.
 
         Raises `BudgetInfeasible` where no plan keeps the budgets.
         """
         measures = self.options.measures
         costs = None if measures else self.options.costs  # guides decide again, with those of the first steps
-        options = self.options = replace(self.options, costs=costs)
+        options = replace(self.options, costs=costs)
         room = 0 if self.arena is None else self.arena.nbytes
         planned: list[_Planned] = []
         over: list[Plan] = []
 
-        def build(known: Sequence[Measured | None]) -> Sequence[Runner]:
-            """Return the programs, planned with what is measured of each."""
+        def build(asked: RunOptions, known: Measured | None) -> Runner:
+            """Return the program, planned with what is measured of it."""
             if others:
-                self._free_made()  # of the programs that were tried before
-            planned[:] = [self._planned(step, given, one, room) for step, one in zip(steps, known, strict=True)]
-            if given is None:
-                planned[:] = self._in_one_arena(planned, known, room)
-            return self._placed(planned, others, room)
+                self._free_made()  # of the program that was tried before
+            found = asked.replan(known, room) if known else asked.settle(traced, captured, given, room=room)
+            planned[:] = [found]
+            return self._placed(found, others, room)
 
-        def less(made: Sequence[Runner], known: Sequence[Measured | None]) -> Sequence[Measured | None] | None:
-            over[:] = [one.plan for one in made if excess(one) > 0]
-            if not over:
+        def less(made: Runner, known: Measured | None) -> Measured | None:
+            if excess(made) <= 0:
                 return None
-            now = [measured(one, before) for one, before in zip(made, known, strict=True)]
+            over[:] = [made.plan]
+            now = measured(made, known)
             if not room:  # no other programs run in their arena
                 discard(made)
             return now
 
+        def again(asked: RunOptions, known: Measured | None) -> tuple[Runner, bool]:
+            """Return the program by some options, and whether it keeps the budgets."""
+            return plan_again(partial(build, asked), less, known, tries=1 if given is not None else _TRIES)
+
         self._made = []
         try:
-            first: Sequence[Measured | None] = [None] * len(steps)
-            again = partial(plan_again, build, less, tries=1 if given is not None else _TRIES)
-            made, kept = again(first)
+            made, kept = again(options, None)
             if not kept:
                 raise infeasible(over[0])
-            if given is None and not measures and self._depends_on_costs(made):
-                made = self._by_measured_costs(made, planned, again, others, room)
-            several = any(len(traced.runs_on) > 1 for traced, _ in steps)
-            outgrown = not options.has_budget and any(one.plan.arena_size > room for one in made)
-            alone = len(steps) == 1 or not options.has_budget
-            if given is None and not measures and not several and alone and (not room or outgrown):
-                made = self._smaller(made, planned, others, room)
+            if given is None and not measures and _depends_on_costs(options, made):
+                made = self._by_measured_costs(made, options, again, before=planned[0], others=others, room=room)
+            outgrown = not options.has_budget and made.plan.arena_size > room
+            if given is None and not measures and len(traced.runs_on) < 2 and (not room or outgrown):
+                made = self._smaller(made, planned[0], others, room)
         except BaseException:
             self._free_made()  # what was built may be kept alive by the error's traceback
             raise
         finally:
             self._made = None
-        evicting = [one for one in made if one.plan.evictions] if measures else []
-        guides = [ProfileGuide(options, one, partial(self.assemble, one.as_traced)) for one in evicting]
-        for one in () if keep_example else made:
-            one.forget_example()
-        return list(made), guides
+        evicts = measures and bool(made.plan.evictions)
+        guide = ProfileGuide(options, made, partial(self.assemble, made.as_traced)) if evicts else None
+        if not keep_example:
+            made.forget_example()
+        return made, guide
 
     def assemble(
         self, traced: TracedGraph, plan: Plan, room: int = 0, bound: tuple[BoundOp, ...] | None = None
@@ -176,90 +175,51 @@ class ProgramBuilder(Generic[_Options]):
         for arena in self._made or ():
             arena.empty()
 
-    def _smaller(
-        self, made: Sequence[Runner], planned: list[_Planned], others: Sequence[Plan], room: int
-    ) -> Sequence[Runner]:
-        """Return the programs, or in their place those that need no more than eager (less, for the smallest budget)."""
-        smaller = [smaller_plan(self.options, one) for one in made]
-        fewer = [
-            found is not None and not (room and with_arena(found[1], room) >= with_arena(one.plan, room))
-            for found, one in zip(smaller, made, strict=True)
-        ]
-        if not any(fewer):
+    def _smaller(self, made: Runner, planned: _Planned, others: Sequence[Plan], room: int) -> Runner:
+        """Return the program, or in its place one that needs no more than eager (less, for the smallest budget)."""
+        smaller = smaller_plan(self.options, made)
+        if smaller is None or (room and with_arena(smaller[1], room) >= with_arena(made.plan, room)):
             return made
-        before, needed = list(planned), on_device(made[0])
-        planned[:] = [now if found is None else found for found, now in zip(smaller, planned, strict=True)]
+        needed = on_device(made)
         discard(made)
         del made
-        found = self._placed(planned, others, room)
-        if self.options.budget == "min" and on_device(found[0]) > needed:  # its kernels take more than those of
+        found = self._placed(smaller, others, room)
+        if self.options.budget == "min" and on_device(found) > needed:  # its kernels take more than those of
             discard(found)  # the first one
-            found = self._placed(before, others, room)
+            found = self._placed(planned, others, room)
         return found
-
-    def _depends_on_costs(self, made: Sequence[Runner]) -> bool:
-        """Return whether costs that nobody gave decide what is evicted, on an accelerator, where ops can be timed in
-        some milliseconds: ranks have one plan, and cannot have each their own costs."""
-        plans = [one.plan for one in made]
-        one_device = is_accelerator(made[0].traced.device) and not any(p.devices or p.collectives for p in plans)
-        return one_device and self.options.costs is None and any(p.evictions for p in plans)
 
     def _by_measured_costs(
         self,
-        made: Sequence[Runner],
-        planned: list[_Planned],
-        again: Callable[[Sequence[Measured | None]], tuple[Sequence[Runner], bool]],
+        made: Runner,
+        options: RunOptions,
+        again: Callable[[RunOptions, Measured | None], tuple[Runner, bool]],
+        *,
+        before: _Planned,
         others: Sequence[Plan],
         room: int,
-    ) -> Sequence[Runner]:
-        """Return the programs whose evictions are decided by what ops and copies are measured to take; those that were
+    ) -> Runner:
+        """Return the program whose evictions are decided by what ops and copies are measured to take; that which was
         decided by the costs of the kind of device, if none keeps the budget."""
-        options, before, known = self.options, list(planned), [measured(one, None) for one in made]
-        if not room:  # as between the tries of `programs`; ops are measured in memory of their own
+        known = measured(made, None)
+        if not room:  # as between the tries of `program`; ops are measured in memory of their own
             discard(made)
-        with timed(f"measuring the ops and copies of {made[0].plan.model}"):
-            self.options = replace(options, costs=measured_costs(made))
+        with timed(f"measuring the ops and copies of {made.plan.model}"):
+            options = replace(options, costs=measured_costs(made))
         del made
         try:
-            found, kept = again(known)
+            found, kept = again(options, known)
         except BudgetInfeasible:
             kept = False
-        finally:
-            self.options = options
-        if kept:
-            return found
-        planned[:] = before
-        return self._placed(before, others, room)
+        return found if kept else self._placed(before, others, room)
 
-    def _planned(
-        self, step: tuple[TracedGraph, CapturedCall | None], given: Plan | None, known: Measured | None, room: int
-    ) -> _Planned:
-        """Return the variant of a step that is planned, and its plan."""
-        if known is not None:
-            return self.options.replan(known, room=room)
-        return self.options.settle(*step, given, room=room)
-
-    def _in_one_arena(self, planned: Sequence[_Planned], known: Sequence[Measured | None], room: int) -> list[_Planned]:
-        """Return the plans, each with an arena that leaves every other program the room that its budget needs."""
-        limits = _limits_of_totals([plan for _, plan in planned])
-        found = []
-        for (traced, plan), one in zip(planned, known, strict=True):
-            if len(planned) > 1 and plan.eviction is not None and limits and plan.arena_size > min(limits):
-                tried = replace(plan, eviction=replace(plan.eviction, arena_budget=min(limits)))
-                transient = known_transient(traced.graph) if one is None else one.transient
-                step = Measured(traced=traced, plan=tried, transient=transient)
-                traced, plan = self._planned((traced, None), None, step, room)  # noqa: PLW2901
-            found.append((traced, plan))
-        return found
-
-    def _placed(self, planned: Sequence[_Planned], others: Sequence[Plan], room: int) -> list[Runner]:
-        """Return the programs of some plans, in an arena that has room for them and for others."""
-        made = [self.assemble(traced, plan) for traced, plan in planned]
+    def _placed(self, planned: _Planned, others: Sequence[Plan], room: int) -> Runner:
+        """Return the program of a plan, in an arena that has room for it and for others."""
+        made = self.assemble(*planned)
         for plan in others:
-            made[0].arena.fit(plan)
+            made.arena.fit(plan)
         if self.options.budget == "min" or (room and not others and not self.options.budget_is_absolute):
-            for one in made:
-                adopt_need(one)
+            adopt_need(made)
         return made
 
     def _arena_for(self, plan: Plan, device: torch.device, room: int) -> Arena:
@@ -287,10 +247,12 @@ class ProgramBuilder(Generic[_Options]):
         return arena
 
 
-def _limits_of_totals(plans: Sequence[Plan]) -> list[int]:
-    """Return the most bytes that the arena of each plan with a budget of its total may have, on one device."""
-    limited = [plan for plan in plans if plan.eviction is not None and plan.eviction.budget is not None]
-    return [plan.arena_limit for plan in limited if plan.arena_limit is not None and not plan.devices]
+def _depends_on_costs(options: RunOptions, made: Runner) -> bool:
+    """Return whether costs that nobody gave decide what is evicted, on an accelerator, where ops can be timed in some
+    milliseconds: ranks have one plan, and cannot have each their own costs."""
+    plan = made.plan
+    one_device = is_accelerator(made.traced.device) and not (plan.devices or plan.collectives)
+    return one_device and options.costs is None and bool(plan.evictions)
 
 
 def _nothing_beside(options: RunOptions, plan: Plan) -> None:
@@ -302,10 +264,9 @@ def with_arena(plan: Plan, room: int) -> int:
     return plan.on_device + max(room - plan.arena_size, 0)
 
 
-def discard(made: Sequence[Runner]) -> None:
-    """Free the arena of programs that nobody will run, although there may still be references to them."""
-    for runner in made:
-        runner.arena.empty()
+def discard(made: Runner) -> None:
+    """Free the arena of a program that nobody will run, although there may still be references to it."""
+    made.arena.empty()
 
 
 def excess(runner: Runner) -> int:

@@ -143,7 +143,7 @@ class RunOptions(PlanOptions):
         variant, plan = plan_step(traced, retracer, self, redzone=redzone, room=room, transient=transient)
         return outside_as_in(variant, plan, gradients=self.gradients == "arena"), plan
 
-    def replan(self, known: Measured, *, room: int = 0) -> tuple[TracedGraph, Plan]:
+    def replan(self, known: Measured, room: int) -> tuple[TracedGraph, Plan]:
         """Return a step that was tried, with a plan that keeps its budgets with what its kernels were seen to allocate.
 
         `room`: the bytes of an arena that exists already.

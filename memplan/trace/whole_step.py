@@ -28,7 +28,7 @@ from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.capture.refusals import module_of
 from memplan.trace.default_kernels import made_by_default, with_kernels
 from memplan.trace.optimizer.optimizers import is_fused
-from memplan.trace.optimizer.updates import Accumulate, append_updates, updated_parameters
+from memplan.trace.optimizer.updates import append_updates, updated_parameters
 from memplan.trace.passes.rewrite import value
 from memplan.trace.traced import POSITIONAL, TracedGraph, parameters_of
 from memplan.trace.tracing import CapturedCall, capture_call
@@ -47,7 +47,6 @@ def plan_step(
     *,
     target: str | None = None,
     clip_grad_norm: float | None = None,
-    accumulate: int = 1,
     **options: Unpack[PlanKeywords],
 ) -> Plan:
     """Plan the memory of a whole training step, as `memplan.compile_step` runs it, without computing anything.
@@ -61,7 +60,6 @@ def plan_step(
         target: Plan for this GPU, which need not be there, as in `memplan.plan`. With `device="cuda"`, the model and
             the optimizer's state stay on the CPU, and the budget has all that is loaded from there.
         clip_grad_norm: As in `memplan.compile_step`.
-        accumulate: As in `memplan.compile_step`; the step that updates is planned.
         options: Those of `memplan.plan`.
 
     Returns:
@@ -87,10 +85,10 @@ def plan_step(
         """Return the plan, as if the model were at a place (None: where it is)."""
         there, there_inputs = with_fake_tensors(loss, inputs, device=place)
         of = _of(optimizer, loss, there)
-        return plan_whole_step(there, of, there_inputs, options, clip_grad_norm=clip_grad_norm, accumulate=accumulate)
+        return plan_whole_step(there, of, there_inputs, options, clip_grad_norm=clip_grad_norm)
 
     asked = PlanOptions(**options)
-    require_update(accumulate, clip_grad_norm)
+    require_update(1, clip_grad_norm)
     require_planned_update(optimizer)
     if target is None:
         return made(asked)
@@ -135,7 +133,6 @@ def plan_whole_step(
     options: PlanOptions,
     *,
     clip_grad_norm: float | None = None,
-    accumulate: int = 1,
 ) -> Plan:
     """Return the plan of a step of a model that returns its loss; `inputs` are arguments and keywords.
 
@@ -145,8 +142,7 @@ def plan_whole_step(
     def capture(options: PlanOptions) -> tuple[TracedGraph, CapturedCall]:
         """Return the step, traced and captured."""
         captured = capture_loss(loss, optimizer, *inputs, device=options.device, kernels=options.kernels)
-        kind = Accumulate.UPDATE if accumulate > 1 else None
-        step = captured.step(kind, clip_grad_norm=clip_grad_norm)
+        step = captured.step(clip_grad_norm=clip_grad_norm)
         return step.retrace(), step
 
     options = with_kernels(options, loss, inputs)
@@ -182,12 +178,7 @@ class CapturedLoss:
         return self.call.captured
 
     def step(
-        self,
-        accumulate: Accumulate | None,
-        *,
-        clip_grad_norm: float | None,
-        rates_in_memory: bool = False,
-        in_place: bool = True,
+        self, *, clip_grad_norm: float | None, rates_in_memory: bool = False, in_place: bool = True
     ) -> CapturedCall:
         """Return the step with an update; the arguments are those of `append_updates`, `in_place` as in `trace`."""
         update = partial(
@@ -195,7 +186,6 @@ class CapturedLoss:
             model=self.model,
             optimizer=self.optimizer,
             clip_grad_norm=clip_grad_norm,
-            accumulate=accumulate,
             rates_in_memory=rates_in_memory,
             device=None if self.call.target is None else self.call.target.device,
         )

@@ -11,8 +11,8 @@ import pytest
 
 from memplan.analysis.allocated import read_snapshot
 from memplan.errors import UnreadableFile
+from memplan.report.memory_viz import snapshot_bytes
 from memplan.report.picture import picture_of_plan
-from memplan.report.trace_events import snapshot_bytes
 from tests.samples import sample_plan
 
 LINE = [{"name": "forward", "filename": "/home/me/model.py", "line": 7}]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +14,11 @@ import torch
 import memplan
 from benchmarks.zoo import ZOO
 from memplan.core import lifetimes
-from memplan.core.evictions import SEND, SEND_WAIT, TRANSFERS
+from memplan.core.evictions import SEND, SEND_WAIT, TRANSFERS, DeviceArena
 from memplan.core.graph import Phase
 from memplan.core.plan import Plan
 from memplan.core.totals import transient_on
-from memplan.errors import BudgetInfeasible, InvalidPlan, InvalidSize, MemplanError, PlanMismatch, UnsupportedDevice
+from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError, PlanMismatch, UnsupportedDevice
 from memplan.planning.planfile import check_consistency
 from memplan.runtime.debug.hooks import EventKind, StepEvent, Tracker
 from tests.runtime.budgets import FAST_LINK
@@ -105,10 +107,10 @@ def test_T4_whole_steps_with_a_budget_for_each_device() -> None:  # noqa: N802
     ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in models)
     twin = copy.deepcopy(models[0])
     others = torch.optim.AdamW(twin.parameters(), lr=0.01, fused=True)
-    alone = memplan.compile_step(twin, others, lambda x: x, inputs, device="cpu", accumulate=2)
+    alone = memplan.compile_step(twin, others, lambda x: x, inputs, device="cpu")
     budgets = [alone.plan.arena_size, alone.plan.arena_size - 4096]
-    step = memplan.compile_step(models[0], ours, lambda x: x, inputs, device=TWO, arena_budget=budgets, accumulate=2)
-    plain = memplan.compile_step(models[1], theirs, lambda x: x, inputs, accumulate=2)
+    step = memplan.compile_step(models[0], ours, lambda x: x, inputs, device=TWO, arena_budget=budgets)
+    plain = memplan.compile_step(models[1], theirs, lambda x: x, inputs)
     assert all(s.size <= b for s, b in zip(step.plan.devices, budgets, strict=True))
     for seed in range(4):
         torch.manual_seed(seed)
@@ -162,22 +164,29 @@ def test_T4_plan_files_and_what_does_not_belong_together(tmp_path: Path) -> None
 
 
 def test_T4_a_plan_whose_arenas_do_not_hold_its_buffers_is_refused() -> None:  # noqa: N802
-    from dataclasses import replace
-
-    plan = _plan("resnet")
+    plan = _plan("gpt2")
     assert plan.eviction is not None
     one, two = plan.devices
-    for sections in (
-        (),
-        (two, one),
-        (replace(one, max_live=one.max_live + 64), two),
-        (replace(one, size=one.size - 64), replace(two, start=two.start - 64, size=two.size + 64)),
-        (one, replace(two, arena_budget=two.size - 1)),
-        (one, replace(two, device="cpu:2")),
-        (one, replace(two, budget=plan.on_section(two) - 1)),
-    ):
-        with pytest.raises(MemplanError) as caught:
-            check_consistency(replace(plan, eviction=replace(plan.eviction, sections=sections)))
-        assert isinstance(caught.value, (InvalidPlan, ValueError))
-    exact = (one, replace(two, budget=plan.on_section(two), arena_budget=two.size))
-    check_consistency(replace(plan, eviction=replace(plan.eviction, sections=exact)))
+    cases: dict[str, tuple[tuple[DeviceArena, ...], ...]] = {
+        "has no arena for each of cpu:0, cpu:1": ((),),
+        "does not start where the one before it ends": (
+            *((two, one), (replace(one, start=64), two), (one, replace(two, start=two.start - 64))),
+            (one, replace(two, device=one.device)),
+        ),
+        "bytes alive, or more than its budget": (
+            *((replace(one, max_live=one.max_live + n), two) for n in (-64, 64)),
+            *((one, replace(two, **less)) for less in ({"arena_budget": two.size - 1}, {"device": "cpu:2"})),
+            (one, replace(two, budget=plan.on_section(two) - 1)),
+        ),
+        "is not inside the arena": (
+            (replace(one, size=one.size - 64), replace(two, start=two.start - 64, size=two.size + 64)),
+        ),
+        "do not hold the whole plan": ((one,),),
+    }
+    for words, wrong in cases.items():
+        for sections in wrong:
+            with pytest.raises(MemplanError, match=words):
+                check_consistency(replace(plan, eviction=replace(plan.eviction, sections=sections)))
+    for more in (0, 1):
+        budgets: Any = {"budget": plan.on_section(two) + more, "arena_budget": two.size + more}
+        check_consistency(replace(plan, eviction=replace(plan.eviction, sections=(one, replace(two, **budgets)))))

@@ -11,12 +11,11 @@ import pytest
 
 from memplan.cli.console import stages
 from memplan.planning import planfile
+from memplan.report.memory_viz import snapshot
 from memplan.report.picture import picture_of_plan
-from memplan.report.trace_events import snapshot
 from tests.analysis.test_allocated import Hostile, write
 from tests.cli.helpers import Run, embedded_data
-from tests.samples import branching_plan, sample_plan
-from tests.schedule.test_claimed import false_layout
+from tests.samples import sample_plan
 
 # -- `memplan report` on saved plans -----------------------------------------------------------------------------------
 
@@ -46,7 +45,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_the_command_line_writes_them_all(run: Run, plan_file: Path, tmp_path: Path) -> None:
-    files = {"--html": "r.html", "--svg": "r.svg", "--trace": "r.json", "--snapshot": "r.pickle"}
+    files = {"--html": "r.html", "--svg": "r.svg", "--snapshot": "r.pickle"}
     args = [word for option in files.items() for word in option]
     code, out, err = run("report", plan_file, *args, "--save", "plan2.json")
     assert code == 0
@@ -57,7 +56,6 @@ def test_the_command_line_writes_them_all(run: Run, plan_file: Path, tmp_path: P
     assert planfile.load(tmp_path / "plan2.json") == sample_plan()
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
     assert ET.parse(tmp_path / "r.svg").getroot().tag == f"{SVG}svg"
-    assert json.loads((tmp_path / "r.json").read_text())["traceEvents"]
     assert pickle.loads((tmp_path / "r.pickle").read_bytes())["segments"]
 
 
@@ -113,51 +111,6 @@ def test_what_is_no_plan_is_bad_input(run: Run, tmp_path: Path, target: str, mes
         assert (code, out) == (2, "")
         assert message in err
         assert "error: " in err
-
-
-# -- `memplan check --verify`: exit 1 unless all that a plan says is proven again --------------------------------------
-
-
-def test_the_command_exits_by_what_is_proven(run: Run, tmp_path: Path) -> None:
-    branching_plan("auto").save("good.json")
-    code, out, _ = run("check", "--verify", "good.json")
-    assert code == 0
-    assert "good.json: proven again: no order of its ops needs less than 150 B" in " ".join(out.split())
-    false_layout().save("false.json")
-    for form in ("table", "markdown", "json", "github"):
-        code, out, _ = run("check", "--verify", "good.json", "false.json", "--format", form)
-        assert code == 1
-        assert "that no layout in its order needs less than 200 B" in " ".join(out.split()) or form == "json"
-        assert "within their limits" not in out
-    data = json.loads(run("check", "--verify", "false.json", "--format", "json")[1])
-    assert (data["ok"], data["checked"][0]["ok"]) == (False, False)
-    states = [(proof["of"], proof["state"], proof["bound"]) for proof in data["checked"][0]["proofs"]]
-    assert states == [("order", "proven", 150), ("layout", "false", 200)]
-
-
-def test_limits_and_proofs_are_checked_together(run: Run) -> None:
-    false_layout().save("plan.json")
-    assert run("check", "plan.json", "--max-arena", "1KiB")[0] == 0
-    assert run("check", "plan.json", "--max-arena", "1KiB", "--verify")[0] == 1
-    branching_plan("auto").save("plan.json")
-    assert run("check", "plan.json", "--max-arena", "1KiB", "--verify")[0] == 0
-    assert run("check", "plan.json", "--max-arena", "1B", "--verify")[0] == 1
-
-
-def test_an_unproven_plan_writes_no_baseline(run: Run, tmp_path: Path) -> None:
-    false_layout().save("plan.json")
-    code, _, err = run("check", "plan.json", "--verify", "--baseline", "base.json", "--update-baseline")
-    assert code == 1
-    assert "base.json was not written: something is not proven" in " ".join(err.split())
-    assert not (tmp_path / "base.json").exists()
-
-
-@pytest.mark.parametrize("options", [("--time-limit", "1"), ("--verify", "--time-limit", "-1")])
-def test_a_time_limit_without_sense_is_refused(run: Run, options: tuple[str, ...]) -> None:
-    branching_plan("auto").save("plan.json")
-    code, _, err = run("check", "plan.json", *options)
-    assert code == 2
-    assert "--time-limit" in err
 
 
 # -- `memplan diff snapshot.pickle plan.json` --------------------------------------------------------------------------

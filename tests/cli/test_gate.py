@@ -52,7 +52,7 @@ def test_a_limit_and_a_growth_are_checked_together(run: Run, grown: Path) -> Non
     code, out, _ = run("check", "plan.json", *args)
     assert code == 1
     data = json.loads(out)
-    assert data["format"] == "memplan-check-1"
+    assert data["format"] == "memplan-check-2"
     assert not data["ok"]
     (one,) = data["checked"]
     assert [(f["rule"], f["measured"], f["limit"], f["before"]) for f in one["findings"]] == [

@@ -28,11 +28,11 @@ def folder(tmp_path: Path) -> Path:
     ("args", "message"),
     [
         (["report", "mine.py:f", "--save", "mine.py"], "--save: mine.py is what the command reads"),
-        (["report", "mine.py:f", "--trace", "sub/../mine.py"], "--trace: sub/../mine.py is what the command reads"),
+        (["report", "mine.py:f", "--html", "sub/../mine.py"], "--html: sub/../mine.py is what the command reads"),
         (["report", "mine:f", "--html", "mine.py"], "--html: mine.py is Python source"),
         (["report", "mine.py:f", "--svg", "other.py"], "--svg: other.py is Python source"),
         (["report", "in.json", "--html", "in.json"], "--html: in.json is what the command reads"),
-        (["report", "link.json", "--trace", "in.json"], "--trace: in.json is what the command reads"),
+        (["report", "link.json", "--html", "in.json"], "--html: in.json is what the command reads"),
         (["report", "in.json", "--snapshot", "link.json"], "--snapshot: link.json is what the command reads"),
         (["report", "in.json", "--html", "x", "--svg", "x"], "--svg: x is what --html writes too"),
         (["report", "in.json", "--save", "x", "--svg", "./x"], "--svg: x is what --save writes too"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 import memplan
 from memplan.cli.source import obtain
 from memplan.core.arguments import arguments_of
-from memplan.errors import MemplanError
+from memplan.errors import BudgetInfeasible, MemplanError, UnsupportedGraph
 
 
 class Takes(nn.Module):
@@ -94,3 +96,17 @@ def test_any_mapping_is_keywords() -> None:
 def test_keywords_are_named(given: tuple[Any, ...], message: str) -> None:
     with pytest.raises(MemplanError, match=message):
         arguments_of(*given)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemplanError("what", where="where", hint="hint"),
+        UnsupportedGraph("node", "reason", "hint"),
+        BudgetInfeasible("what", op="op", smallest=7),
+    ],
+)
+def test_errors_cross_processes_whole(error: MemplanError) -> None:
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(again) is type(error)
+        assert (str(again), vars(again), again.args) == (str(error), vars(error), error.args)

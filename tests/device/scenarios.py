@@ -133,7 +133,8 @@ def resident(device: LateDevice) -> dict[str, Any]:
     expected = training(model, model, args)()
     found: dict[str, Any] = {"wrong": []}
     for where in (f"{NAME}:1", [f"{NAME}:0", f"{NAME}:1"]):
-        compiled = memplan.compile(model, args, device=where)
+        quick: dict[str, Any] = {"policy": QUICK} if isinstance(where, str) else {}  # several evict nothing
+        compiled = memplan.compile(model, args, device=where, costs=FAST_LINK, **quick)
         step = training(model, compiled, args)
         step()
         before = device.copies_waited
@@ -142,63 +143,81 @@ def resident(device: LateDevice) -> dict[str, Any]:
         found["wrong"] += [f"{where} {order}" for order in wrong_orders(device, step, expected)]
     settle = StreamCopies.settle
     StreamCopies.settle = lambda self: None  # type: ignore[method-assign]
-    compiled = memplan.compile(model, args, device=HERE)
+    compiled = memplan.compile(model, args, device=HERE, policy=QUICK, costs=FAST_LINK)
     StreamCopies.settle = settle  # type: ignore[method-assign]
     found["seen without settling"] = wrong_orders(device, training(model, compiled, args), expected, ORDERS[:2])
     return found
 
 
+def _steps(
+    late: LateDevice,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[..., torch.Tensor],
+    batches: Sequence[tuple[Any, ...]],
+    **options: Any,
+) -> tuple[Step, Plan]:
+    """Return a function that trains from the same start each time, by a step compiled while work runs late."""
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    late.run(Policy.LATE)
+    how: Any = {"policy": QUICK, "costs": FAST_LINK, **options}
+    step = memplan.compile_step(model, optimizer, loss_of, batches[0], **how)
+
+    def states() -> Bits:
+        return [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+
+    def steps() -> Bits:
+        torch.manual_seed(0)
+        model.load_state_dict(before)
+        for t in states():
+            t.zero_()
+        found = [copied(step(*batch)) for batch in batches]
+        return [*found, *(copied(t.detach()) for t in (*model.parameters(), *states()))]
+
+    return steps, step.plan
+
+
 def whole_step(device: LateDevice) -> dict[str, Any]:
     """Training steps, within a budget, after which the optimizer runs; then with it inside, of a model on the host."""
-
-    def steps(compiled: bool, where: str = HERE, **options: Any) -> Bits:
-        torch.manual_seed(0)
-        model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())]).to(where)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False, fused=where != HERE)
+    found: dict[str, Any] = {"wrong": []}
+    for where, options in ((HERE, {"arena_budget": 0.8}), ("cpu", {"device": HERE, "budget": "min"})):
         generator = torch.Generator().manual_seed(1)
-        batches = [torch.randn(64, 32, generator=generator).to(where) for _ in range(3)]
-
-        def loss_of(outputs: torch.Tensor) -> torch.Tensor:
-            return outputs.square().mean()
-
-        found: Bits = []
-        if compiled:
-            step = memplan.compile_step(model, optimizer, loss_of, batches[0], **options)
-            found += [copied(step(batch)) for batch in batches]
-        else:
-            for batch in batches:
-                optimizer.zero_grad()
-                loss = loss_of(model(batch))
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                found.append(loss.detach().cpu())
-        return [*found, *(copied(p.detach()) for p in model.parameters())]
-
-    wrong = wrong_orders(device, lambda: steps(True, arena_budget=0.8), steps(False))
-    on_host = partial(steps, True, "cpu", device=HERE, budget="min")
-    return {"wrong": wrong + wrong_orders(device, on_host, steps(False, "cpu"), ORDERS[:6])}
+        batches = [(torch.randn(64, 32, generator=generator).to(where),) for _ in range(3)]
+        model, reference = (_layers().to(where) for _ in range(2))
+        ours, theirs = (
+            torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, foreach=False, fused=where != HERE)
+            for m in (model, reference)
+        )
+        steps, _ = _steps(device, model, ours, lambda y: y.square().mean(), batches, **options)
+        losses = []
+        for (batch,) in batches:
+            theirs.zero_grad()
+            losses.append(reference(batch).square().mean())
+            losses[-1].backward()
+            theirs.step()
+        momenta = [state["momentum_buffer"] for state in theirs.state.values()]
+        expected = [copied(t.detach()) for t in (*losses, *reference.parameters(), *momenta)]
+        found["wrong"] += [f"{where} {order}" for order in wrong_orders(device, steps, expected)]
+    return found
 
 
 def larger(device: LateDevice, name: str) -> dict[str, Any]:
     """Whole steps of a model on the host that is larger than the budget, with AdamW: bits of that without one."""
 
-    def steps(**options: Any) -> tuple[Bits, Plan]:
+    def made(**options: Any) -> tuple[Step, Plan]:
         torch.manual_seed(0)
         model, args = ZOO[name]("nano")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        step = memplan.compile_step(model, optimizer, lambda loss: loss, args, **options)
-        found = [step(*args) for _ in range(3)]
-        states = (t for state in optimizer.state.values() for t in state.values())
-        return [copied(t.detach()) for t in (*found, *model.parameters(), *states)], step.plan
+        return _steps(device, model, optimizer, lambda loss: loss, [args] * 3, device=HERE, **options)
 
-    expected, undivided = steps(device=HERE)
+    steps, undivided = made()
+    expected = steps()
     held = undivided.outside["parameters"] + undivided.outside["optimizer state"]
     found: dict[str, Any] = {"wrong": []}
     for budget in ("min", 3 * held // 4):
-        plan = steps(device=HERE, budget=budget)[1]
+        steps, plan = made(budget=budget)
         found[f"{budget}"] = [plan.on_device, held, sum(op.target == RELOAD for op in plan.graph.ops)]
-        wrong = wrong_orders(device, lambda plan=plan: steps(device=HERE, plan=plan)[0], expected)  # type: ignore[misc]
-        found["wrong"] += [f"{budget} {order}" for order in wrong]
+        found["wrong"] += [f"{budget} {order}" for order in wrong_orders(device, steps, expected)]
     return found
 
 
@@ -332,17 +351,18 @@ def left_on_host(device: LateDevice) -> dict[str, Any]:
         return [loss.detach().cpu(), left, *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
 
     expected = step(model)
-    compiled = memplan.compile(model, x, arena_budget=0.8, gradients="outside")
+    compiled = memplan.compile(model, x, arena_budget=0.8, policy=QUICK, gradients="outside")
     return {"wrong": wrong_orders(device, lambda: step(compiled), expected), "evictions": len(compiled.plan.evictions)}
 
 
 def measured(device: LateDevice) -> dict[str, Any]:
     """Budgets that are kept by the costs that the device shows, and by those that are given."""
     found: dict[str, Any] = {"wrong": [], "costs": [], "seconds": []}
+    args = (torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).to(HERE),)
     for costs in (None, "a100"):
-        model, args = example("gpt2")
+        model = Made(lambda m, x: m.layers(x).square().mean(), layers=_layers())
         expected = training(model, model, args)()
-        compiled = memplan.compile(model, args, arena_budget=0.7, gradients="outside", costs=costs)
+        compiled = memplan.compile(model, args, arena_budget=0.8, policy=QUICK, gradients="outside", costs=costs)
         found["wrong"] += wrong_orders(device, training(model, compiled, args), expected)
         kept = compiled.plan.eviction
         assert kept is not None

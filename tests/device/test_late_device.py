@@ -12,6 +12,7 @@ import pytest
 from benchmarks.preloaded import start
 from tests.device.late import build, missing_compiler
 from tests.device.scenarios import SCENARIOS
+from tests.kernel_cache import CACHE
 from tests.slow import slow
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 @pytest.fixture(scope="session")
 def library() -> Path:
-    return build(ROOT / "build" / "late_device")
+    return build(CACHE / "late_device")  # that of all checkouts
 
 
 def _run(library: Path, name: str, folder: Path, seeds: int = 1) -> tuple[int | None, str]:

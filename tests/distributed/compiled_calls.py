@@ -97,7 +97,11 @@ def refused_by_the_backend() -> list[str]:
 
 
 def compiled_alike() -> dict[str, Any]:
-    """Train small models of FSDP2, DDP and tensor parallelism; then do what a compiled model refuses."""
+    """Train small models of FSDP2, DDP and tensor parallelism; then do what a compiled model refuses.
+
+    Before that, in the same launch, train whole steps of tensor parallelism.
+    """
+    steps = tensor_parallelism.placed_on_two()
     smallest: dict[str, Any] = {"arena_budget": "min", "policy": "recompute", "sanitize": "poison"}
     placed = partial(tensor_parallelism.on_all_ranks, tensor_parallelism.of_mlp)
     alike = {
@@ -107,7 +111,8 @@ def compiled_alike() -> dict[str, Any]:
         "placed": called(tensor_parallelism.mlp, placed, tensor_parallelism.same_vectors, tensor_parallelism.adamw),
     }
     backends = {"fsdp": by_the_backend(sharded), "ddp": by_the_backend(nn.parallel.DistributedDataParallel)}
-    return {"alike": alike, "refused": refused(), "backends": backends, "placed": refused_by_the_backend()}
+    found = {"alike": alike, "refused": refused(), "backends": backends, "placed": refused_by_the_backend()}
+    return {**found, "steps": steps}
 
 
 def refused() -> dict[str, list[str]]:

@@ -26,8 +26,6 @@ from memplan.distributed.parallelism import parallelism_of
 from memplan.errors import InvalidCosts, InvalidPlan, InvalidShapes, RanksDiffer, UnsupportedCall, UnsupportedGraph
 from memplan.evict.costs import DEVICES, LINKS, cost_model
 from memplan.report.lines import waiting_lines
-from memplan.report.picture import picture_of_plan
-from memplan.report.trace_events import trace_events
 from tests.distributed.models import SmallGpt, energy, tokens, vectors
 from tests.models import Made
 
@@ -90,8 +88,6 @@ def test_a_report_has_the_bytes_of_one_rank() -> None:
     largest = max(c.nbytes for c in plan.collectives)
     assert largest <= exchanged.gathered <= whole
     assert plan.gathered[plan.collectives[0].step] == plan.collectives[0].nbytes
-    counters = [e for e in trace_events(picture_of_plan(plan))["traceEvents"] if e["name"] == "gathered bytes"]
-    assert [e["args"]["bytes"] for e in counters] == list(plan.gathered)
     assert replace(plan.collectives[0], kind="all_reduce").sent == 2 * plan.collectives[0].nbytes
 
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 import memplan
 from memplan.distributed.fake_ranks import fake_ranks
 from tests.distributed import scenarios
-from tests.distributed.launcher import launch
+from tests.distributed.launcher import Ranks, launch
 from tests.distributed.models import EvenGpt, tokens
 
 _MESH = 8  # bytes of the numbers of two ranks, in each mesh
@@ -86,7 +86,7 @@ def test_ranks_that_differ_raise_together_and_a_dead_rank_is_an_error() -> None:
     mine, theirs = ranks.results[0], ranks.results[0]["other"]
     words = {
         "rows under a budget": "input 0: torch.float32 (4, 10)', rank 1 has 'input 0: torch.float32 (6, 10)'",
-        "model": "(float32 16x10)', rank 1 has 'program 0: gather_parameter gather_model_weight (float32 18x10)'",
+        "model": "(float32 16x10)', rank 1 has 'gather_parameter gather_model_weight (float32 18x10)'",
         "plan on one rank": "rank 0 has 'plan new', rank 1 has 'plan given'",
         "version": "rank 1 has 'torch 2.12.0'",
     }
@@ -122,9 +122,14 @@ def test_a_launch_ends_when_a_rank_fails_or_hangs() -> None:
         launch("hangs", ranks=2, timeout=4, module="tests.distributed.bare")
 
 
-def test_two_ranks_have_the_gradients_of_torch_with_their_own_optimizer() -> None:
+@pytest.fixture(scope="module")
+def ranks() -> Ranks:
+    """What two ranks have found: one launch for two tests, since each costs seconds."""
+    return launch("compiled_alike", module="tests.distributed.compiled_calls")
+
+
+def test_two_ranks_have_the_gradients_of_torch_with_their_own_optimizer(ranks: Ranks) -> None:
     """Training, evaluation and other rows, of FSDP2, DDP and tensor parallelism, with poison and a budget."""
-    ranks = launch("compiled_alike", module="tests.distributed.compiled_calls")
     for found in ranks.results:
         assert {case: one["different"] for case, one in found["alike"].items() if one["different"]} == {}
         assert {case: one["different"] for case, one in found["backends"].items() if one["different"]} == {}
@@ -143,12 +148,9 @@ def test_two_ranks_have_the_gradients_of_torch_with_their_own_optimizer() -> Non
     assert refused["differ"][0] == "RanksDiffer"
 
 
-_SCENARIOS = "tests.distributed.tensor_parallelism"
-
-
-def test_two_ranks_have_the_bits_of_torchs_tensor_parallelism() -> None:
+def test_two_ranks_have_the_bits_of_torchs_tensor_parallelism(ranks: Ranks) -> None:
     """An uneven vocabulary, other optimizers, sums of gradients, and a sequence that is divided, with recomputation."""
-    found = _alike("placed_on_two", ranks=2)
+    found = _alike([one["steps"] for one in ranks.results])
     assert found["mlp"]["collectives"] == {"all_reduce": 1}
     columns, sequence = found["columns"], found["sequence min"]
     assert columns["collectives"] == {"all_reduce": 9, "all_gather": 1}
@@ -162,7 +164,7 @@ def test_two_ranks_have_the_bits_of_torchs_tensor_parallelism() -> None:
 @pytest.mark.slow
 def test_four_ranks_have_the_bits_of_torchs_two_dimensions() -> None:
     """FSDP2 divides the parts of tensor parallelism again: they are gathered among other ranks than they are used."""
-    found = _alike("placed_on_four", ranks=4)
+    found = _alike(launch("placed_on_four", ranks=4, module="tests.distributed.tensor_parallelism").results)
     assert found["whole"]["collectives"]["reduce_scatter"] > 8, "of activations, and of a gradient of each parameter"
     assert "all_reduce reduce_model_3_weight (float32 8)" in found["whole"]["lines"]
     gathers = found["min"]["collectives"]["gather_parameter"]
@@ -170,9 +172,8 @@ def test_four_ranks_have_the_bits_of_torchs_two_dimensions() -> None:
     assert found["min"]["arena"] < found["whole"]["arena"]
 
 
-def _alike(scenario: str, *, ranks: int) -> dict[str, Any]:
+def _alike(results: list[Any]) -> dict[str, Any]:
     """Return what the first rank has found, after comparing all ranks with torch and with each other."""
-    results = launch(scenario, ranks=ranks, module=_SCENARIOS).results
     for found in results:
         assert {case: one["different"] for case, one in found.items() if one["different"]} == {}
         assert [one["lines"] for one in found.values()] == [one["lines"] for one in results[0].values()]

@@ -9,18 +9,15 @@ from collections import Counter
 from pathlib import Path
 
 _FIRST_PLAN = """
-import torch
 from numba.core import event
-import memplan
 from memplan.evict.measure import measure
 from memplan.evict.policies.auto import auto
 from tests.evict.judge import workload_of
+from tests.samples import deep_graph
 
-layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(6)]
-graph = memplan.plan(torch.nn.Sequential(*layers), torch.ones(64, 8)).graph
 compiled = event.RecordingListener()
 event.register("numba:compile", compiled)
-workload = workload_of(graph)
+workload = workload_of(deep_graph())
 auto(workload.within(int(0.8 * measure(workload, workload.plain).peak)))
 for _, e in compiled.buffer:
     if e.is_start:
@@ -30,7 +27,7 @@ for _, e in compiled.buffer:
 
 
 def test_a_first_plan_compiles_few_functions_each_for_one_kind_of_arguments(tmp_path: Path) -> None:
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_OPT": "0"}  # unoptimised code is soon made
     command = [sys.executable, "-c", _FIRST_PLAN]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     compiled = Counter(done.stdout.split())

@@ -39,7 +39,7 @@ def _model(name: str) -> Graph:
     if not name.endswith("step"):
         return trace(model, inputs).graph
     loss = capture_loss(model, torch.optim.AdamW(model.parameters(), fused=True), inputs)
-    return loss.step(None, clip_grad_norm=None).retrace().graph
+    return loss.step(clip_grad_norm=None).retrace().graph
 
 
 def _at(workload: Workload, share: float) -> Workload:

@@ -1,10 +1,8 @@
-"""SVG, trace events and allocator snapshots: complete, well-formed, and what their viewers expect."""
+"""SVG and allocator snapshots: complete, well-formed, and what their viewers expect."""
 
 from __future__ import annotations
 
 import io
-import itertools
-import json
 import pickle
 import pickletools
 import xml.etree.ElementTree as ET
@@ -15,13 +13,13 @@ from hypothesis import given
 
 from memplan.core.plan import Plan
 from memplan.core.problem import Buffer, Interval, Problem
+from memplan.report.memory_viz import snapshot, snapshot_bytes
 from memplan.report.pages import picture_html
 from memplan.report.picture import Picture, picture_of, picture_of_plan
 from memplan.report.svg import picture_svg
-from memplan.report.trace_events import snapshot, snapshot_bytes, trace_events
 from memplan.solvers import solve
 from tests.graph_strategies import plans
-from tests.samples import MIB, deep_plan, sample_plan
+from tests.samples import deep_plan, sample_plan
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -44,7 +42,6 @@ def test_every_picture_exists_for_every_plan(plan: Plan) -> None:
     titles = [t.text or "" for t in root.iter(f"{SVG}title")]
     assert len(titles) == len(picture.blocks)
     assert "__DATA__" not in picture_html(picture)
-    json.dumps(trace_events(picture), allow_nan=False)
     assert pickle.loads(snapshot_bytes(picture)) == snapshot(picture)
 
 
@@ -68,8 +65,6 @@ def test_an_eviction_is_two_blocks_and_a_line() -> None:
     first = next(root.iter(f"{SVG}g"))
     assert len(list(first.iter(f"{SVG}rect"))) == 2
     assert len(list(first.iter(f"{SVG}path"))) == 1
-    events = trace_events(picture)["traceEvents"]
-    assert sum(e["ph"] == "b" for e in events) == 3
     actions = [e["action"] for e in snapshot(picture)["device_traces"][0]]
     assert actions.count("alloc") == actions.count("free_completed") == 3
 
@@ -93,62 +88,6 @@ def test_every_eviction_of_a_plan_is_an_arrow_between_its_blocks(policy: str) ->
     assert [p[0].text for p in drawn] == [arrow.about for arrow in picture.arrows]
     assert all(("stroke-dasharray" in p.attrib) == (policy == "recompute") for p in drawn)
     assert {figure[0] for figure in picture.figures} >= {"arena budget", "arena", "total"}
-
-
-@pytest.mark.parametrize("policy", ["genoa", "flow"])
-def test_copies_have_tracks_on_which_none_overlaps(policy: str) -> None:
-    plan = deep_plan(policy)
-    events = [e for e in trace_events(picture_of_plan(plan))["traceEvents"] if e["pid"] == 3]
-    slices = [e for e in events if e["ph"] == "X"]
-    targets = [plan.graph.ops[i].target for i in plan.schedule.order]
-    assert sum(e["cat"] == "reload" for e in slices) == targets.count("memplan.reload") > 0
-    assert sum(e["cat"] == "offload" for e in slices) == targets.count("memplan.offload") > 0
-    assert all(e["args"]["bytes"] == MIB for e in slices)
-    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    for tid in {e["tid"] for e in slices}:
-        track = sorted((e["ts"], e["ts"] + e["dur"], e["cat"]) for e in slices if e["tid"] == tid)
-        assert all(one[1] <= two[0] for one, two in itertools.pairwise(track))
-        assert {names[tid]} == {"to the host" if cat == "offload" else "back to the device" for _, _, cat in track}
-        for start, end, cat in track:
-            assert targets[start] == f"memplan.{cat}"
-            assert targets[end - 1] == f"memplan.{cat}_wait"
-
-
-_FIELDS = {
-    "M": {"ph", "name", "pid", "tid", "args"},
-    "X": {"ph", "name", "cat", "pid", "tid", "ts", "dur", "args"},
-    "C": {"ph", "name", "pid", "tid", "ts", "args"},
-    "b": {"ph", "name", "cat", "id", "pid", "tid", "ts", "args"},
-    "e": {"ph", "name", "cat", "id", "pid", "tid", "ts"},
-}
-"""What the Trace Event Format asks of metadata, complete, counter and nestable async events."""
-
-
-@pytest.mark.parametrize("policy", [None, "recompute", "genoa"])
-def test_trace_events_have_the_fields_of_their_format(policy: str | None) -> None:
-    trace = trace_events(picture_of_plan(deep_plan(policy)))
-    assert trace["displayTimeUnit"] in ("ms", "ns")
-    named = set()
-    for event in trace["traceEvents"]:
-        assert set(event) == _FIELDS[event["ph"]]
-        assert all(isinstance(event[key], int) for key in ("pid", "tid"))
-        if event["ph"] == "M":
-            assert event["name"] in ("process_name", "thread_name")
-            named.add(event["pid"])
-        else:
-            assert event["ts"] >= 0
-            assert event["pid"] in named
-            assert event.get("dur", 1) > 0
-
-
-@given(plans())
-def test_trace_events_hold_every_op_and_balance(plan: Plan) -> None:
-    events = trace_events(picture_of_plan(plan))["traceEvents"]
-    ops = [e for e in events if e["ph"] == "X"]
-    assert [e["ts"] for e in ops] == list(range(len(plan.schedule.order)))
-    begun, ended = ([e["id"] for e in events if e["ph"] == phase] for phase in "be")
-    assert sorted(begun) == sorted(ended)
-    assert max((e["args"]["bytes"] for e in events if e["ph"] == "C"), default=0) == plan.max_live
 
 
 @given(plans())

@@ -15,15 +15,15 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 
-from memplan.trace.capture.joint_graph import capture
+from memplan.trace.capture.joint_graph import Captured, capture
 from memplan.trace.passes.own_outputs import returned_by
 
 
 class Interpreted:
     """One step of `model` by `fx.Interpreter`: outputs, gradients by parameter name, new values of mutated buffers."""
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        self.captured = capture(model, args, kwargs or {}, train=True)
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], captured: Captured | None = None) -> None:
+        self.captured = captured or capture(model, args, {}, train=True)
         self.model = model
 
     def run(self, *args: Any) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:

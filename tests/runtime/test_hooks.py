@@ -155,7 +155,7 @@ def test_programs_of_other_modes_are_seen_too() -> None:
 def test_whole_steps() -> None:
     model, args = ZOO["mlp"]("nano")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
-    step = compile_step(model, optimizer, lambda x: x, args, accumulate=2)
+    step = compile_step(model, optimizer, lambda x: x, args)
     torch.manual_seed(0)
     expected = [step(*args) for _ in range(4)]
     events: list[StepEvent] = []

@@ -21,7 +21,6 @@ from tests.models import Layers
 from tests.runtime.budgets import FAST_LINK, QUICK, everything
 from tests.runtime.reference import same_parameters
 from tests.runtime.virtual import virtual
-from tests.slow import slow
 from tests.steps import outcome_after, outcome_of
 
 STEPS = WARM + SAMPLES
@@ -161,21 +160,20 @@ def test_a_switch_waits_for_the_step_in_flight() -> None:
 # -- other options ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accumulate", [slow(1), 2])
-def test_whole_steps(accumulate: int) -> None:
+def test_whole_steps() -> None:
     model, x = _net()
     free = copy.deepcopy(model)
     made: dict[str, CompiledStep] = {}
     options: dict[str, Any] = {"arena_budget": 0.7, "policy": everything, "costs": "measure", "sanitize": "poison"}
     for name, m, extra in (("guided", model, options), ("free", free, {})):
         optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True)
-        made[name] = memplan.compile_step(m, optimizer, lambda loss: loss, x, accumulate=accumulate, **extra)
+        made[name] = memplan.compile_step(m, optimizer, lambda loss: loss, x, **extra)
     step = made["guided"]
     assert step.measurement is None
     safe = step.plan
     tracker = memplan.Tracker()
     with step.hooks.add(tracker):
-        for _ in range(2 * accumulate * (REPLANS + 1) * STEPS):
+        for _ in range(2 * (REPLANS + 1) * STEPS):
             assert torch.equal(step(x), made["free"](x))
             assert same_parameters(model, free)
             if not step._builder.guides:

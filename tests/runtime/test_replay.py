@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +19,7 @@ from memplan.core.validate import validate
 from memplan.errors import UnsupportedCall
 from memplan.recording.allocator import Allocator, Backing
 from memplan.runtime.recorded import Recording, recording_of
+from tests.cli.helpers import python
 from tests.runtime.backing import counted, host_backing
 
 # (size, 0): allocate; (0, i): release the i-th of those that are alive, as far as there is one
@@ -297,16 +294,7 @@ assert replayed >= 4
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is available")
 def test_on_cuda_a_process_replays_its_step() -> None:
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", _ON_CUDA],
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=300,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python(_ON_CUDA)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -16,6 +13,7 @@ from benchmarks.instances import planted
 from memplan.core.problem import Buffer, Interval, Problem, Status
 from memplan.core.validate import validate
 from memplan.solvers import SOLVERS, solve
+from tests.cli.helpers import python
 from tests.slow import slow
 from tests.solvers.small import least_arena
 from tests.strategies import problems, random_problem
@@ -115,10 +113,6 @@ print(json.dumps([dict(solution.offsets), solution.arena_size, solution.status.n
 
 
 def test_same_plan_byte_for_byte_under_any_hash_seed() -> None:
-    outputs = []
-    for hash_seed in ("1", "2"):
-        env = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        run = subprocess.run([sys.executable, "-c", _SCRIPT], env=env, capture_output=True, check=True, timeout=240)
-        outputs.append(run.stdout)
+    outputs = [python(_SCRIPT, PYTHONHASHSEED=seed).stdout for seed in ("1", "2")]
     assert outputs[0] == outputs[1]
     assert len(json.loads(outputs[0])[0]) == 120

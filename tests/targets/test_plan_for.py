@@ -227,7 +227,6 @@ def test_a_step_is_planned_as_it_is_compiled() -> None:
     ("make", "how", "error", "said"),
     [
         (torch.optim.Adagrad, {}, UnsupportedGraph, "its own step"),
-        (torch.optim.SGD, {"accumulate": 0}, MemplanError, "accumulate=0"),
         (torch.optim.SGD, {"clip_grad_norm": -1}, MemplanError, "clip_grad_norm=-1"),
         (torch.optim.SGD, {"target": "h100", "device": "cpu"}, UnsupportedDevice, "target with device"),
         (torch.optim.SGD, {"device": "cpu", "budget": "4KiB"}, BudgetInfeasible, "needs at least"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from memplan.errors import UnsupportedGraph
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import capture_call, plan
 from memplan.trace.capture.front_ends import quiet
+from tests.cli.helpers import python
 from tests.models import Apply, traced_nano
 from tests.slow import slow
 
@@ -31,19 +30,8 @@ class Breaks(nn.Module):
         return x * 2
 
 
-class DataDependent(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x[x > 0].sum()
-
-
-class AsksWhetherItIsExported(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (2 if torch.compiler.is_exporting() else 3)
-
-
-class Raises(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("the model's own complaint")
+def _raises(_: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("the model's own complaint")
 
 
 @dataclass(slots=True)
@@ -66,13 +54,18 @@ def test_results_of_unknown_types_are_refused_with_what_makes_them_known() -> No
 
 
 def test_a_model_that_computes_otherwise_in_an_export_is_not_exported() -> None:
-    model, x = AsksWhetherItIsExported(), torch.randn(3)
+    model, x = Apply(lambda _, x: x * (2 if torch.compiler.is_exporting() else 3)), torch.randn(3)
     assert torch.equal(memplan_compile(model, x, train=False)(x), model(x))
     assert not torch.compiler.is_exporting()
 
 
 @pytest.mark.parametrize(
-    ("model", "word"), [(Breaks(), "[Dd]ata-dependent"), (DataDependent(), "nonzero"), (Raises(), "own complaint")]
+    ("model", "word"),
+    [
+        (Breaks(), "[Dd]ata-dependent"),
+        (Apply(lambda _, x: x[x > 0].sum()), "nonzero"),
+        (Apply(_raises), "own complaint"),
+    ],
 )
 def test_untraceable_models_are_refused_with_a_hint(
     model: nn.Module, word: str, capfd: pytest.CaptureFixture[str]
@@ -129,19 +122,9 @@ assert p.arena_size > 2**30
 assert p.outside["parameters"] >= 2 * parameters
 print(peak() - before)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    run = python(code)
     assert run.returncode == 0, run.stderr[-3000:]
     assert int(run.stdout.split()[-1]) < 2**30
-
-
-class _Applies(nn.Module):
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * self.function(x)
 
 
 def test_a_wrong_shape_is_said_in_one_line() -> None:
@@ -154,7 +137,7 @@ def test_a_wrong_shape_is_said_in_one_line() -> None:
 @pytest.mark.parametrize("function", [torch.nonzero, lambda x: x[x > 0], lambda x: x.sum().item()])
 def test_what_depends_on_data_says_so(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with pytest.raises(UnsupportedGraph, match="depend on tensor values") as caught:
-        plan(_Applies(function), torch.ones(4))
+        plan(Apply(lambda w, x: w * function(x)), torch.ones(4))
     assert "without fullgraph=True" in str(caught.value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from memplan.runtime import compile as memplan_compile
-from memplan.trace import capture_call
+from memplan.trace import CapturedCall, capture_call, plan_traced
 from memplan.trace.passes.lowering import RULES
 from tests.models import Apply
+from tests.runtime.budgets import runner_of
 from tests.runtime.reference import Interpreted
 from tests.steps import outcome_of
 
@@ -97,16 +99,22 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
 }
 
 
+@cache
+def _captured(name: str) -> tuple[Apply, CapturedCall]:
+    """The model of a case and its captured step, which all tests share."""
+    model = Apply(CASES[name][0])
+    return model, capture_call(model, CASES[name][1], train=True)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_rule_gives_the_same_bits(name: str) -> None:
-    function, xs = CASES[name]
-    model = Apply(function)
-    reference = Interpreted(copy.deepcopy(model), xs)
-    compiled = memplan_compile(model, xs, sanitize="poison")
+    (model, step), xs = _captured(name), CASES[name][1]
+    traced = step.retrace()
+    runner = runner_of(model, traced, plan_traced(traced))
     torch.manual_seed(0)
-    outputs, gradients, _ = reference.run(*xs)
+    outputs, gradients, _ = Interpreted(model, xs, captured=step.captured).run(*xs)
     torch.manual_seed(0)
-    out = compiled(*xs)
+    out = runner(runner.input_guards.flatten(xs, {}), training=True)
     out.backward(torch.ones_like(out))
     assert out.dtype == outputs[0].dtype
     assert torch.equal(out.detach().view(-1).nan_to_num(99), outputs[0].reshape(-1).nan_to_num(99))
@@ -133,8 +141,7 @@ def test_every_rule_is_exercised() -> None:
     """Each op that has a rule occurs in a captured case, and none is left after lowering where the rule applies."""
     seen: set[Any] = set()
     left: set[str] = set()
-    for function, xs in CASES.values():
-        step = capture_call(Apply(function), xs, train=True)
+    for _, step in map(_captured, CASES):
         seen |= {n.target for n in step.captured.graph_module.graph.nodes}
         left |= {op.target for op in step.retrace().graph.ops}
     assert {str(t) for t in RULES} - {str(t) for t in seen} == set()

@@ -17,7 +17,7 @@ from memplan.core.plan import Plan
 from memplan.distributed.agreement import Agreement
 from memplan.distributed.local import largest_part
 from memplan.distributed.parallelism import agreed_parallelism_of, parallelism_of
-from memplan.errors import MemplanError, UnsupportedGraph
+from memplan.errors import UnsupportedGraph
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Budget, Costs, Device
 from memplan.runtime.api.calls_of_several import GraphCalls
@@ -97,10 +97,11 @@ def compile_step(
         example_kwargs: Keyword arguments of the model. With `lambda out: out.loss`, `step(**batch)` trains a model of
             transformers.
         clip_grad_norm: The maximum of the global 2-norm of all gradients. All updates then wait for all gradients.
-        accumulate: The number of micro-batches per update. With k, every k-th call updates the parameters, as eager
-            does after k times `(loss_fn(...) / k).backward()`; each call returns its loss undivided. The sums of
-            gradients persist between calls; they are outside the arena and count as optimizer state.
-        plan: A saved plan, or its path, of this very step, to run instead of making one; without `accumulate`.
+        accumulate: The number of micro-batches per update. With k, every k-th call updates the parameters by the
+            optimizer's own `step()`, as eager does after k times `(loss_fn(...) / k).backward()`; each call returns its
+            loss undivided. The sums of gradients persist between calls; they are outside the arena and count as
+            optimizer state.
+        plan: A saved plan, or its path, of this very step, to run instead of making one.
         kernels: None takes Inductor's kernels on accelerators, and eager's on the CPU and where Inductor's cannot be
             had, which the log then says. "inductor": the fused kernels that Inductor generates for forward and
             backward, with the bits of `torch.compile`. "aten": the kernels of eager. The update is computed by torch's
@@ -148,9 +149,6 @@ def compile_step(
     with Agreement(None if parallelism is None else parallelism.group) as ranks:
         given = given_plan(keywords)
         options = StepOptions.of({**keywords, "device": device_for(device, given)})
-        if given is not None and accumulate > 1:
-            what = f"accumulate={accumulate} needs two programs, and a plan is for one"
-            raise MemplanError(what, where="compile_step", hint="leave out plan=")
         loss = LossModule(model, loss_fn)
         batch, kwargs = arguments_of(example_batch, example_kwargs)
         batch = loss.parts_of(batch)
@@ -158,7 +156,7 @@ def compile_step(
         if not allow_unsynchronized:
             require_no_reducer(model)
         builder = StepBuilder(loss, optimizer, options)
-        if not builder.plans_update:
+        if accumulate > 1 or not builder.plans_update:
             return step_then_update(loss, optimizer, options, batch=batch, kwargs=kwargs, given=given)
         try:
             main = builder.build(batch, kwargs, given)
@@ -167,7 +165,7 @@ def compile_step(
                 raise
             return step_of_graphs(refused, loss, optimizer, options, batch=batch, kwargs=kwargs)
         name = ranks.compare(builder.agreed_lines((batch, kwargs), main, given))
-        builder.begin(name, main)
+        builder.ranks.begin(name, [main.program.collectives])
         return CompiledStep(builder, main)
 
 

@@ -42,7 +42,7 @@ class CompiledStep(MeasuredStep):
     arena only; `.grad` is not changed.
 
     Attributes:
-        plan: The plan that it runs; with `accumulate`, that of the call that updates the parameters.
+        plan: The plan that it runs.
         hooks: The hooks that are called with the events of its steps. If a hook raises, what the step has done is not
             undone: some parameters may be updated, others not.
         accumulate: The number of calls (micro-batches) per update.
@@ -58,18 +58,18 @@ class CompiledStep(MeasuredStep):
     """
 
     hooks: Hooks
+    accumulate = 1
+    pending = 0
 
     def __init__(self, builder: StepBuilder, main: StepPlan) -> None:
         """Make a step of the plan of its example batch. `builder` makes others."""
         self.passive: OnDemandOffload | None = None
-        self.accumulate = builder.options.accumulate
-        self.pending = 0
         self.hooks = builder.hooks
         self._builder, self._module_guards = builder, builder.guards
         self._on_mismatch = builder.options.on_mismatch
         self._main = self._last = main
         self._warned = False
-        self._measurements = next((g.measurements for g in builder.guides if g.runner is self._updating), [])
+        self._measurements = next((g.measurements for g in builder.guides), [])
         self._tangents: dict[Any, torch.Tensor] = {}
 
     def __repr__(self) -> str:
@@ -116,21 +116,15 @@ class CompiledStep(MeasuredStep):
             ready = self._advanced(*ready)
         runner, leaves, current = ready
         loss = runner.whole_step(leaves, self._tangent(runner), current)
-        if self._updates:  # which learning rate schedulers check
-            self._module_guards.optimizer._opt_called = True  # type: ignore[attr-defined]
-        self.pending = (self.pending + 1) % self.accumulate
+        # which learning rate schedulers check
+        self._module_guards.optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
-
-    @property
-    def _updates(self) -> bool:
-        """Whether the call of now updates the parameters."""
-        return self.pending + 1 >= self.accumulate
 
     def _ready(self, plan: StepPlan, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ready:
         """Return what runs a call by a plan, after all checks. Raises `InputMismatch` if it is not for the call."""
         guards = self._module_guards
         guards.require_modes(plan.modes)
-        runner = plan.updating if self._updates or plan.adding is None else plan.adding
+        runner = plan.program
         require_autocast(runner)
         leaves = runner.input_guards.flatten(batch, kwargs, training=True)
         self._last = plan
@@ -138,18 +132,13 @@ class CompiledStep(MeasuredStep):
         with runner.arena.ownership as ownership:
             ownership.order_streams()  # the step before may still read, on another stream, what this writes
             guards.synchronize()
-        self._builder.agree(plan, runner)
+        self._builder.ranks.agree(runner.collectives, [runner.collectives])
         return runner, leaves, current
 
     @property
     def plan(self) -> Plan:
         """The plan that it runs."""
-        return self._updating.plan
-
-    @property
-    def _updating(self) -> Runner:
-        """The program of the example batch that updates the parameters."""
-        return self._main.updating
+        return self._main.program.plan
 
     # -- calls that differ -------------------------------------------------------------------------------
 
@@ -224,7 +213,7 @@ class CompiledStep(MeasuredStep):
         self._builder.give_back_arena()
         offload = None
         if self._on_mismatch != "eager":
-            device = self._updating.traced.device
+            device = self._main.program.traced.device
             offload = offload_within(self.plan, device, None if why else reason)
             self.passive = offload
         guards, optimizer = self._module_guards, self._module_guards.optimizer
@@ -235,32 +224,13 @@ class CompiledStep(MeasuredStep):
                 if hint and not self._warned:
                     self._warned = True
                     _log.warning(_EAGERLY, self.plan.model, why, reason.summary, hint)
-                loss.backward(torch.full_like(loss, 1 / self.accumulate))
-            if self.accumulate > 1:
-                self._add_to_sums(parameters)
-            if self._updates:
-                clip = self._builder.options.clip_grad_norm
-                if clip is not None:
-                    torch.nn.utils.clip_grad_norm_(parameters, clip)
-                optimizer.step()
-                for total in guards.accumulated().values():
-                    total.zero_()
-        self.pending = (self.pending + 1) % self.accumulate
+                loss.backward()
+            clip = self._builder.options.clip_grad_norm
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, clip)
+            optimizer.step()
         result: torch.Tensor = loss.detach()
         return result
-
-    def _add_to_sums(self, parameters: list[torch.Tensor]) -> None:
-        """Add gradients to the sums that planned calls keep, and set these as `.grad`."""
-        totals = self._module_guards.accumulated()
-        for p in parameters:
-            total = totals.get(p)
-            if p.grad is not None and total is None:
-                what = f"a parameter of shape {tuple(p.shape)} has a gradient, and had none when the step was compiled"
-                where = f"{len(totals)} gradients accumulate"
-                raise UnsupportedCall(what, where=where, hint="compile the step again", see="gradient-appeared")
-            if total is not None:
-                with torch.no_grad():
-                    p.grad = total if p.grad is None else total.add_(p.grad)
 
     # -- measured steps ----------------------------------------------------------------------------------
 
@@ -277,7 +247,7 @@ class CompiledStep(MeasuredStep):
             new.forget_example()
         if new is not runner:
             for plan in self._builder.plans:
-                plan.replace(runner, new)
+                plan.program = new if plan.program is runner else plan.program
             current = new.checked(leaves)
         return new, leaves, current
 
@@ -287,15 +257,13 @@ class CompiledStep(MeasuredStep):
         home = runner.traced.graph.storages[loss.storage].device
         key = tuple(loss.shape), loss.dtype, home
         if key not in self._tangents:
-            self._tangents[key] = torch.full(
-                loss.shape, 1 / self.accumulate, dtype=dtype_of(loss), device=torch.device(home)
-            )
+            self._tangents[key] = torch.ones(loss.shape, dtype=dtype_of(loss), device=torch.device(home))
         return self._tangents[key]
 
     @property
     def pool_bytes(self) -> int:
         """Bytes outside the arena that its CUDA graph keeps in a private pool."""
-        return self._updating.pool_bytes
+        return self._main.program.pool_bytes
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedCall(

@@ -60,12 +60,12 @@ class ModuleBuilder(ProgramBuilder[CompileOptions]):
         """Return a program for calls like this one, with the `given` plan or a new one, and its guide if its first
         steps are measured."""
         self._free_unused()
-        runners, guides = self.by_default(lambda: self.programs([self._trace(args, kwargs, train)], given))
+        found = self.by_default(lambda: self.program(*self._trace(args, kwargs, train), given))
         if self.options.measures:  # the first program alone is measured
             self.options = replace(self.options, costs=None)
         if given is not None and given.eviction is not None:  # other programs keep that budget too
             self.options = self.options.keeping(given)
-        return runners[0], guides[0] if guides else None
+        return found
 
     def symbolic(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, fixed: frozenset[str]

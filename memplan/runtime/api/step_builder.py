@@ -25,32 +25,19 @@ from memplan.runtime.profiling.profile_guided import ProfileGuide
 from memplan.runtime.programs import Programs
 from memplan.trace import capture_loss
 from memplan.trace.optimizer.optimizers import is_fused
-from memplan.trace.optimizer.updates import Accumulate
 from memplan.trace.traced import named_leaves
 
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
-    """The programs for calls of one kind: batches of one layout, in one state of the model.
+    """The program for calls of one kind: batches of one layout, in one state of the model.
 
-    `modes` and `update_key`: the training flags of all submodules, and what `StepGuards.update_key` was. `adding`: the
-    program of calls that only add to the sums of gradients, if there are any. `updating`: that of the others.
+    `modes` and `update_key`: the training flags of all submodules, and what `StepGuards.update_key` was.
     """
 
     modes: list[bool]
     update_key: Any
-    adding: Runner | None
-    updating: Runner
-
-    @property
-    def programs(self) -> list[Runner]:
-        """Its programs."""
-        return [self.updating] if self.adding is None else [self.adding, self.updating]
-
-    def replace(self, before: Runner, now: Runner) -> None:
-        """Run another program in the place of one, if it is one of these."""
-        self.adding = now if self.adding is before else self.adding
-        self.updating = now if self.updating is before else self.updating
+    program: Runner
 
 
 class StepBuilder(ProgramBuilder[StepOptions]):
@@ -81,63 +68,41 @@ class StepBuilder(ProgramBuilder[StepOptions]):
 
     def agreed_lines(self, batch: Any, made: StepPlan, given: Plan | None) -> list[str]:
         """Return what all ranks must have alike of the first plan, in the order in which differences are named."""
-        programs = made.programs
-        found = [f"{key} {version}" for key, version in sorted(programs[0].plan.versions.items())]
+        found = [f"{key} {version}" for key, version in sorted(made.program.plan.versions.items())]
         found += [*option_lines(self.options), f"plan {'new' if given is None else 'given'}"]
         found += batch_lines(batch) if self.options.has_budget else []
         found += [] if self.parallelism is None else self.parallelism.lines
-        return found + [f"program {i}: {line}" for i, one in enumerate(programs) for line in one.collectives]
+        return [*found, *made.program.collectives]
 
     def build(self, batch: tuple[Any, ...], kwargs: dict[str, Any], given: Plan | None = None) -> StepPlan:
-        """Return the plan of calls like this one; the program that updates has the `given` plan or a new one."""
+        """Return the plan of calls like this one, the `given` one or a new one."""
         _require_no_gradients((batch, kwargs))
         require_real(self._loss, batch, kwargs)
         first = self.plans.main is None
-        adding = self.options.accumulate > 1
 
-        def make() -> tuple[list[Runner], list[ProfileGuide]]:
-            """Return the programs, traced, planned and tried."""
+        def make() -> tuple[Runner, ProfileGuide | None]:
+            """Return the program, traced, planned and tried."""
             options = self.options
             how, where = options.kernels, options.device
             loss = capture_loss(self._loss, self._optimizer, batch, kwargs, device=where, kernels=how)
-            captured = [
-                loss.step(
-                    kind,
-                    clip_grad_norm=options.clip_grad_norm,
-                    rates_in_memory=options.cuda_graph,
-                    in_place=options.in_place,
-                )
-                for kind in ((Accumulate.ADD, Accumulate.UPDATE) if adding else (None,))
-            ]
-            steps = [(step.retrace(), step) for step in captured]
+            captured = loss.step(
+                clip_grad_norm=options.clip_grad_norm, rates_in_memory=options.cuda_graph, in_place=options.in_place
+            )
+            traced = captured.retrace()
             if first:
-                captured[0].warn()
+                captured.warn()
                 self.guards = StepGuards(self._loss, self._optimizer)
             self.guards.look_again()
             if not options.allow_unsynchronized:
-                require_collective([traced.graph for traced, _ in steps])
-            prepare_host(self._loss, steps[0][0], self._optimizer)
-            return self.programs(steps, given, others=[one.plan for of in self.plans for one in of.programs])
+                require_collective([traced.graph])
+            prepare_host(self._loss, traced, self._optimizer)
+            return self.program(traced, captured, given, others=[of.program.plan for of in self.plans])
 
-        runners, guides = self.by_default(make)
-        plan = StepPlan(
-            modes=self.guards.modes(),
-            update_key=self.guards.update_key,
-            adding=runners[0] if adding else None,
-            updating=runners[-1],
-        )
+        program, guide = self.by_default(make)
+        plan = StepPlan(modes=self.guards.modes(), update_key=self.guards.update_key, program=program)
         self.plans.main = self.plans.main or plan
-        self.guides += guides
+        self.guides += [] if guide is None else [guide]
         return plan
-
-    def begin(self, agreement: str, plan: StepPlan) -> None:
-        """Store that all ranks run the programs of a plan, by an agreement of that name."""
-        self.ranks.begin(agreement, [one.collectives for one in plan.programs])
-
-    def agree(self, plan: StepPlan, one: Runner) -> None:
-        """Let the ranks agree on a program of a plan, unless the last call was of the same collectives."""
-        known, found = [p.collectives for p in plan.programs], one.collectives
-        self.ranks.agree(found, known if found in known else [*known, found])
 
     def give_back_arena(self) -> None:
         """Give the arena back until a step runs in it, because one runs without a plan now."""

@@ -402,7 +402,7 @@ def first_program_of(
         """Return the program, traced, planned and tried."""
         captured = capture_call(module, tuple(rest), by_dynamo=True, train=train, **builder.options.tracing)
         captured.warn()
-        return builder.programs([(captured.retrace(), None)], keep_example=keep)[0][0]
+        return builder.program(captured.retrace(), None, keep_example=keep)[0]
 
     return builder.by_default(make)
 

@@ -14,7 +14,7 @@ from memplan.distributed.step_ranks import ParallelGuards
 from memplan.errors import InputMismatch, UnsupportedCall
 from memplan.runtime.guards.module_guards import COMPILE_AGAIN, ModuleGuards, hooks_ever_set, hooks_of_node
 from memplan.trace.optimizer.optimizers import DECIDING, has_own_step
-from memplan.trace.optimizer.updates import ACCUMULATED, LEARNING_RATE
+from memplan.trace.optimizer.updates import LEARNING_RATE
 from memplan.trace.traced import Binding, Source
 
 _OF_ALL_OPTIMIZERS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
@@ -28,7 +28,6 @@ class StepGuards(ModuleGuards):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self._accumulated: dict[str, dict[str, Any]] = {}
         self._rates: dict[str, dict[str, Any]] = {}
         self._last_rates = [group.get("lr") for group in optimizer.param_groups]
         self._parallel = ParallelGuards(model)
@@ -135,11 +134,6 @@ class StepGuards(ModuleGuards):
     def _state_slot(self, binding: Binding) -> tuple[dict[str, Any], str]:
         if binding.key == LEARNING_RATE:
             return self._rates.setdefault(binding.name, self._new_rate(binding.name)), binding.key
-        if binding.key == ACCUMULATED:
-            if binding.name not in self._accumulated:
-                zeros = torch.zeros_like(self.model.get_parameter(binding.name), requires_grad=False)
-                self._accumulated[binding.name] = {ACCUMULATED: zeros}
-            return self._accumulated[binding.name], binding.key
         return self._state_of(binding.name, binding.key), binding.key
 
     def _state_of(self, name: str, key: str) -> dict[str, Any]:
@@ -149,10 +143,6 @@ class StepGuards(ModuleGuards):
             what = f"the optimizer's state has no {key!r} any more"
             raise InputMismatch(what, where=name, hint=_LOAD_OR_COMPILE, see="optimizer-state")
         return state
-
-    def accumulated(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the sums of gradients since the last update, by parameter."""
-        return {self.model.get_parameter(name): kept[ACCUMULATED] for name, kept in self._accumulated.items()}
 
     def _new_rate(self, name: str) -> dict[str, Any]:
         group = self.optimizer.param_groups[int(name.rpartition(" ")[2])]

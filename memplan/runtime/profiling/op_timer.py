@@ -207,14 +207,16 @@ class OpTimer:
             )
             for k, (planned, copy) in enumerate(self._copies)
         )
-        ops = [(self.plan.graph, i, taken) for i, taken in zip(self.plan.schedule.order, seconds, strict=True)]
+        ops = zip(self.plan.schedule.order, seconds, strict=True)
         return Measurement(
             plan=self.plan,
             samples=len(samples),
             begun=tuple(map(median, begun)),
             op_seconds=tuple(seconds),
             copies=copies,
-            costs=_with_measured(base, f"measured in training on {self._device.type}", ops, copies, arena),
+            costs=_with_measured(
+                base, self.plan.graph, ops, copies, arena, name=f"measured in training on {self._device.type}"
+            ),
         )
 
     def _begin(self) -> None:
@@ -354,31 +356,37 @@ def profile(
     traced = trace(model, args, kwargs, train=train)
     plan = plan_traced(traced, PlanOptions(schedule="traced"))
     runner = Runner(ModuleGuards(model), traced, plan, arena_for(plan, traced.device), sanitize=None)
-    return measured_costs((runner,), rounds)
+    return measured_costs(runner, rounds)
 
 
-def measured_costs(made: Sequence[Runner], rounds: int = 1) -> CostModel:
-    """Return the costs that programs are measured to have, before any step runs: of each op, and of copies.
+def measured_costs(made: Runner, rounds: int = 1) -> CostModel:
+    """Return the costs that a program is measured to have, before any step runs: of each op, and of copies.
 
-    They keep their examples, and run on one device. The ops run once to warm up, and `rounds` times; copies are timed
+    It keeps its example, and runs on one device. The ops run once to warm up, and `rounds` times; copies are timed
     apart from the arena, which is not used.
     Measured execution is Capuchin's (Peng et al., ASPLOS 2020), which measures the first training steps.
     """
-    device = made[0].traced.device
-    found = [(one.plan.graph, i, taken) for one in made for i, taken in _op_seconds(one.program, rounds).items()]
+    device = made.traced.device
+    found = _op_seconds(made.program, rounds).items()
     base, name = DEVICES[device_costs(device)], name_of(device) or f"{device.type}, torch {torch.__version__}"
-    return _with_measured(base, f"measured on {name}", found, (), Arena(PROBES[-1], device))
+    return _with_measured(base, made.plan.graph, found, (), Arena(PROBES[-1], device), name=f"measured on {name}")
 
 
 def _with_measured(
-    base: CostModel, name: str, ops: Iterable[tuple[Graph, int, float]], copies: Sequence[CopyTime], arena: Arena
+    base: CostModel,
+    graph: Graph,
+    ops: Iterable[tuple[int, float]],
+    copies: Sequence[CopyTime],
+    arena: Arena,
+    *,
+    name: str,
 ) -> CostModel:
-    """Return costs with the measured ones of ops (graph, index, seconds), and of copies.
+    """Return costs with the measured ones of ops (index, seconds), and of copies.
 
     Where `copies` have fewer than two sizes in a direction, some are timed in the arena, which must be free.
     """
     times = defaultdict[str, list[float]](list)
-    for graph, index, taken in ops:
+    for index, taken in ops:
         if graph.ops[index].target not in TRANSFERS:
             times[signature_of(graph, graph.ops[index])].append(taken)
     links = {}

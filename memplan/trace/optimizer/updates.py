@@ -8,9 +8,8 @@ that schedulers and checkpoints work as usual.
 
 from __future__ import annotations
 
-import enum
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,18 +28,10 @@ from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
 from memplan.trace.traced import KernelCall, Live, Ref, TracedGraph
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
-ACCUMULATED = "accumulated gradient"  # key of a tensor beside the optimizer's own state
 LEARNING_RATE = "learning rate"  # key of a tensor that belongs to a group instead of a parameter
 GROUP = "group "  # and its number: the name of the holder of an option
 _UPDATES = (aten._fused_sgd_, aten._fused_adam_, aten._fused_adamw_)
 _SMALL = 16 << 10  # bytes of a parameter on the CPU
-
-
-class Accumulate(enum.Enum):
-    """The use that a step makes of its gradients when several steps make one update."""
-
-    ADD = "add them to those of earlier steps"
-    UPDATE = "add them, update the parameters, and start from zero again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +52,15 @@ def append_updates(
     optimizer: torch.optim.Optimizer,
     *,
     clip_grad_norm: float | None = None,
-    accumulate: Accumulate | None = None,
     rates_in_memory: bool = False,
     device: torch.device | None = None,
 ) -> None:
     """Replace the returned gradients of `optimizer`'s parameters by updates; other gradients are dropped.
 
     `clip_grad_norm` first scales all gradients to that global 2-norm: every update then waits for the last gradient.
-    `accumulate`: updates take sums of gradients, in memory that outlives the step. `rates_in_memory`: updates read
-    learning rates from tensors, one for each group, so that a CUDA graph follows a schedule of them. `device`: the
-    optimizer's state is traced there, wherever it is. Missing state is created for parameters that have a gradient.
+    `rates_in_memory`: updates read learning rates from tensors, one for each group, so that a CUDA graph follows a
+    schedule of them. `device`: the optimizer's state is traced there, wherever it is. Missing state is created for
+    parameters that have a gradient.
     """
     output, results, descs = returned_by(graph)
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -80,20 +70,15 @@ def append_updates(
     kept = [(n, d) for n, d in zip(results, descs, strict=True) if not isinstance(d, GradAOTOutput)]
     output.args = (tuple(n for n, _ in kept),)
     output.meta["desc"] = [d for _, d in kept]
-    factory = _Updates(graph, optimizer, output, rates_in_memory=rates_in_memory, device=device)
-    if accumulate is not None:
-        gradients = {name: factory.add(name, parameters[name], g) for name, g in gradients.items()}
-    if accumulate is not Accumulate.ADD:
-        if clip_grad_norm is not None:
-            gradients = factory.clip(gradients, clip_grad_norm, in_place=accumulate is not None)
-        updated = {id(model.get_parameter(name)): name for name in gradients}
-        for parameter, group in group_of.items():  # in the order in which the optimizer would create its state
-            if name := updated.get(parameter):
-                state = ensure_state(optimizer, name, model.get_parameter(name), group)
-                factory.update(name, parameters[name], gradients[name], state, group)
-        factory.count_steps()
-    if accumulate is Accumulate.UPDATE:
-        factory.start_from_zero(gradients.values())
+    factory = _Updates(graph, optimizer, rates_in_memory=rates_in_memory, device=device)
+    if clip_grad_norm is not None:
+        gradients = factory.clip(gradients, clip_grad_norm)
+    updated = {id(model.get_parameter(name)): name for name in gradients}
+    for parameter, group in group_of.items():  # in the order in which the optimizer would create its state
+        if name := updated.get(parameter):
+            state = ensure_state(optimizer, name, model.get_parameter(name), group)
+            factory.update(name, parameters[name], gradients[name], state, group)
+    factory.count_steps()
     _drop_dead(graph)
 
 
@@ -128,7 +113,6 @@ class _Updates:
         self,
         graph: fx.Graph,
         optimizer: torch.optim.Optimizer,
-        output: fx.Node,
         *,
         rates_in_memory: bool,
         device: torch.device | None,
@@ -136,7 +120,6 @@ class _Updates:
         self.graph = graph
         self.mode = fake_mode_of(graph)
         self.optimizer = optimizer
-        self.output = output
         self.steps: list[fx.Node] = []
         self.rates_in_memory = rates_in_memory
         self.device = device
@@ -148,42 +131,16 @@ class _Updates:
         writer.phase = "is_backward"
         return writer
 
-    def add(self, name: str, parameter: fx.Node, gradient: fx.Node) -> fx.Node:
-        """Add a gradient, as soon as it exists, to the accumulated one, and return the sum."""
-        accumulated = self._state(name, ACCUMULATED, value(parameter))
-        place = after_last(self.graph, touching(self.graph, gradient))
-        rw = self._writer(gradient, before=place)
-        rw.call(aten.add_.Tensor, accumulated, gradient)
-        return accumulated
-
-    def start_from_zero(self, accumulated: Iterable[fx.Node]) -> None:
-        """Set the accumulated gradients to zero.
-
-        One kernel does that for all at the end; gradients that are copied to a device and back are zeroed after their
-        last use.
-        """
-        found = list(accumulated)
-        if self.device is None and found:
-            rw = self._writer(found[-1], before=self.output)
-            rw.call(aten._foreach_zero_.default, found)
-            return
-        for gradient in found:
-            place = after_last(self.graph, touching(self.graph, gradient))
-            self._writer(gradient, before=place).call(aten.zero_.default, gradient)
-
-    def clip(self, gradients: Mapping[str, fx.Node], max_norm: float, *, in_place: bool) -> dict[str, fx.Node]:
+    def clip(self, gradients: Mapping[str, fx.Node], max_norm: float) -> dict[str, fx.Node]:
         """Return the gradients clipped as by `torch.nn.utils.clip_grad_norm_`: norm of norms, coefficient, one product
         each.
         """
-        rw = self._writer(list(gradients.values())[-1], before=self.output)
+        (output,) = self.graph.find_nodes(op="output")
+        rw = self._writer(list(gradients.values())[-1], before=output)
         norms = [rw.call(aten.linalg_vector_norm.default, g, 2.0) for g in gradients.values()]
         total = rw.call(aten.linalg_vector_norm.default, rw.call(aten.stack.default, norms), 2.0)
         inverse = rw.call(aten.reciprocal.default, rw.call(aten.add.Tensor, total, _CLIP_EPSILON))
         coefficient = rw.call(aten.clamp_max.default, rw.call(aten.mul.Tensor, inverse, max_norm), 1.0)
-        if in_place:
-            for g in gradients.values():
-                rw.call(aten.mul_.Tensor, g, coefficient)
-            return dict(gradients)
         return {name: rw.call(aten.mul.Tensor, g, coefficient) for name, g in gradients.items()}
 
     def update(self, name: str, parameter: fx.Node, gradient: fx.Node, state: Mapping[str, Any], group: int) -> None:
