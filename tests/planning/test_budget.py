@@ -120,10 +120,10 @@ def test_plans_with_evictions_are_saved_and_read_strictly(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "options", [{"arena_budget": 0.9}, {"arena_budget": 0.9, "policy": "flow"}, {"checkpoint": "follow"}]
+    "options", [{"arena_budget": 0.8}, {"arena_budget": 0.8, "policy": "flow"}, {"checkpoint": "follow"}]
 )
 def test_a_plan_with_evictions_has_a_bound_of_all_orders(options: dict[str, Any], tmp_path: Path) -> None:
-    model, inputs = ZOO["gpt2"]()
+    model, inputs = ZOO["gpt2" if "checkpoint" in options else "resnet"]()
     if "checkpoint" in options:
         model.model.activation_checkpointing_enable()
     plan = memplan.plan(model, inputs, **options)
