@@ -27,6 +27,7 @@ from memplan.trace import capture_loss
 from memplan.trace.optimizer.optimizers import is_fused
 from memplan.trace.optimizer.updates import Accumulate
 from memplan.trace.traced import named_leaves
+from memplan.trace.variants import first_variant
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,7 +110,7 @@ class StepBuilder(ProgramBuilder[StepOptions]):
                 )
                 for kind in ((Accumulate.ADD, Accumulate.UPDATE) if adding else (None,))
             ]
-            steps = [(step.retrace(), step) for step in captured]
+            steps = [(first_variant(step, options), step) for step in captured]
             if first:
                 captured[0].warn()
                 self.guards = StepGuards(self._loss, self._optimizer)
