@@ -196,7 +196,8 @@ def _by_torch(model: Any, inputs: Any) -> None:
     import torch._functorch.config as functorch
 
     with functorch.patch(force_non_lazy_backward_lowering=True), contextlib.suppress(_Ready):
-        torch.compile(model, fullgraph=True, dynamic=False)(*inputs)
+        compiled: Any = torch.compile(model, fullgraph=True, dynamic=False)
+        compiled(*inputs)
 
 
 def _by_memplan(model: Any, inputs: Any, *, contender: str, target: str) -> None:
