@@ -5,15 +5,18 @@
 Each measurement has a process of its own, in which the contender has compiled another model before: imports, and what
 memplan keeps on disk of its own kernels, are not counted. CPU seconds of all threads, the fastest of `--repeats`.
 
-    python -m benchmarks.first_call --fused --models gpt2,resnet
+    PYTHONPATH=. python -m benchmarks.first_call --target h200 --models gpt2,llama1b,bert,resnet
 
-With Inductor's kernels, by torch.compile and by memplan: two processes for each contender, one after the other, that
-share a cache which begins empty. Seconds of CPU are those of the process and of the compilers that it started.
+For a GPU that need not be there, at real sizes: from the model to the compiled kernels of its first step, by
+torch.compile and by memplan without a budget and with shares. Two processes for each, one after the other, share caches
+which begin empty. Seconds are of CPU, of the process that stands in for one on the GPU and of the compilers that it
+starts, one after the other. Not in them, as neither runs here: loading and timing kernels on the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import resource
@@ -21,15 +24,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.fused import CONTENDERS as FUSED
-from benchmarks.fused import MODELS
 from benchmarks.results import Cell, Row, Table, collect, names, parser_of
 from benchmarks.runtime import CONTENDERS
 from benchmarks.zoo import ZOO, Size
@@ -109,27 +111,110 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-COMPARED = ("inductor", "memplan-inductor")
-FUSED_COLUMNS = {
+_TORCH = "torch.compile"
+CONTENDERS_THERE = (_TORCH, "memplan", "0.7", "0.5")  # and memplan with shares as budgets
+_COLUMNS = {
     "model": "model",
     "contender": "contender",
     "process": "process",
-    "wall": "wall s",
-    "cpu": "CPU s",
-    "wall_ratio": "wall / inductor's",
-    "cpu_ratio": "CPU / inductor's",
+    "code_s": "code and plan, CPU s",
+    "kernels_s": "compiling kernels, CPU s",
+    "kernels": "kernels compiled",
+    "code": "graphs that Inductor lowered",
+    "code_ratio": "code and plan / torch.compile's",
+    "ratio": "both / torch.compile's",
 }
 
 
-def _run(model: str, size: Any, contender: str, results: Any) -> None:
-    """Send the seconds that the first step of a new process takes: by the clock, and of CPU."""
+class _Ready(Exception):
+    """The first step could begin."""
+
+
+class _Counted:
+    """Counts what Inductor does in this process: the kernels that it compiles, for a GPU that is not there."""
+
+    def __init__(self) -> None:
+        from torch._inductor import graph, output_code
+        from torch._inductor.async_compile import AsyncCompile
+        from torch._inductor.runtime import triton_helpers
+        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+        self.kernels_s, self.kernels, self.lowered = 0.0, set[str](), 0
+        classes: Any = AsyncCompile, CachingAutotuner, output_code.CompiledFxGraph, graph.GraphLowering
+        compiling, kernel, compiled, lowering = classes
+        compile_kernel, lower = compiling.triton, lowering.run
+
+        def timed(compiler: Any, name: str, source: str, *args: Any, **kwargs: Any) -> Any:
+            started = _cpu()
+            try:
+                return compile_kernel(compiler, name, source, *args, **kwargs)
+            finally:
+                self.kernels_s += _cpu() - started
+                self.kernels.add(source)
+
+        def counted(graph: Any, *args: Any) -> Any:
+            self.lowered += 1
+            return lower(graph, *args)
+
+        def ready(*_: Any) -> None:
+            raise _Ready
+
+        compiling.triton, lowering.run, compiled.__call__ = timed, counted, ready
+        kernel.precompile = lambda self, *_, **__: self._precompile_worker()  # nothing can be loaded
+        triton_helpers.set_driver_to_gpu = lambda: None
+
+
+def _run_there(model: str, contender: str, target: str, results: Any) -> None:
+    """Send the row of the first step of a new process: seconds of CPU, and what was compiled."""
+    from benchmarks import real_sizes
+    from memplan.core.gpus import find_gpu
+    from memplan.targets.child import asked_for
+    from memplan.targets.stand_in import DEVICE
+    from memplan.trace.capture.effects import with_fake_tensors
+
     torch.set_num_threads(1)
-    module, inputs = MODELS[model](size)
-    import_module("torch._inductor.compile_fx")  # what both need
-    before, started = _cpu(), time.perf_counter()
-    FUSED[contender].compile(module, inputs, None)(*inputs).backward()
-    results.send((time.perf_counter() - started, _cpu() - before))
+    module, inputs = real_sizes.MODELS[model]()
+    for name in ("torch._inductor.compile_fx", "memplan.trace.planning", "memplan.trace.fused.step"):
+        import_module(name)  # what both need
+
+    def question() -> Row:
+        """Compile where the target stands in for the GPU of the process."""
+        there, given = with_fake_tensors(module, inputs, device=str(DEVICE))
+        counted, started = _Counted(), _cpu()
+        compile_there = _by_torch if contender == _TORCH else partial(_by_memplan, contender=contender, target=target)
+        compile_there(there, given)
+        code_s = _cpu() - started - counted.kernels_s
+        found = {"code_s": code_s, "kernels_s": counted.kernels_s, "kernels": len(counted.kernels)}
+        return {**found, "code": counted.lowered}
+
+    results.send(asked_for(find_gpu(target), question))
     results.close()
+
+
+def _by_torch(model: Any, inputs: Any) -> None:
+    """Compile a training step by torch.compile, whose backward is otherwise compiled when it is first called."""
+    import torch._functorch.config as functorch
+
+    with functorch.patch(force_non_lazy_backward_lowering=True), contextlib.suppress(_Ready):
+        compiled: Any = torch.compile(model, fullgraph=True, dynamic=False)
+        compiled(*inputs)
+
+
+def _by_memplan(model: Any, inputs: Any, *, contender: str, target: str) -> None:
+    """Plan a step as `memplan.plan(target=)` does, and compile its kernels."""
+    from memplan.core.gpus import find_gpu
+    from memplan.planning.options import PlanOptions
+    from memplan.trace.planning import captured_step, plan_step
+    from memplan.trace.traced import GeneratedCall
+
+    gpu = find_gpu(target)
+    budget = None if contender == "memplan" else float(contender)
+    options = PlanOptions(budget=budget, reserve=gpu.workspace, costs=gpu.costs)
+    options, traced, captured = captured_step(model, inputs, None, None, options)
+    traced, _ = plan_step(traced, captured, options)
+    for call in traced.kernels:
+        if isinstance(call, GeneratedCall) and call.kernel.later is not None:
+            call.kernel.later.start()
 
 
 def _cpu() -> float:
@@ -137,63 +222,58 @@ def _cpu() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def _measured(model: str, size: str, contender: str) -> tuple[float, float]:
+def _measured_there(model: str, contender: str, target: str) -> Row:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(model, size, contender, theirs))
+    process = context.Process(target=_run_there, args=(model, contender, target, theirs))
     process.start()
     theirs.close()
-    found: tuple[float, float] = ours.recv()
+    found: Row = ours.recv()
     process.join()
     return found
 
 
-def rows_of(model: str, size: str) -> list[Row]:
+def rows_of(model: str, contenders: Sequence[str], target: str) -> list[Row]:
     """Return the rows of one model."""
     rows: list[Row] = []
-    first: dict[str, tuple[float, float]] = {}
-    for contender in COMPARED:
+    first: dict[str, Any] = {}
+    for contender in contenders:
         with tempfile.TemporaryDirectory() as folder:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+            for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "NUMBA_CACHE_DIR"):
+                os.environ[variable] = str(Path(folder) / variable)
             for process in ("first", "second"):
                 print(f"{model} {contender} {process} ...", file=sys.stderr, flush=True)
-                wall, cpu = _measured(model, size, contender)
-                first.setdefault(process, (wall, cpu))
-                ratios = {"wall_ratio": wall / first[process][0], "cpu_ratio": cpu / first[process][1]}
-                rows.append(
-                    {"model": model, "contender": contender, "process": process, "wall": wall, "cpu": cpu, **ratios}
-                )
+                row: Any = _measured_there(model, contender, target)
+                reference = first.setdefault(process, row)
+                both = (row["code_s"] + row["kernels_s"]) / (reference["code_s"] + reference["kernels_s"])
+                ratios = {"code_ratio": row["code_s"] / reference["code_s"], "ratio": both}
+                rows.append({"model": model, "contender": contender, "process": process, **row, **ratios})
+                print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
-def _fused_table(rows: Sequence[Row], options: argparse.Namespace) -> Table:
-    return Table(
-        name=options.output,
-        title=f"First step with Inductor's kernels, {options.size} models, cpu",
-        columns=FUSED_COLUMNS,
-        rows=rows,
-        settings={"size": options.size, "threads": 1},
-        notes=(
-            "Ratios are to the same process of inductor. The modules of torch are imported before the clock starts.",
-            f"Command: python -m benchmarks.first_call --fused --models {','.join(options.models)} --size"
-            f" {options.size}",
-        ),
-    )
-
-
-def _batches(options: argparse.Namespace) -> Iterator[list[Row]]:
-    for model in options.models:
-        yield rows_of(model, options.size)
-
-
-def fused_main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and write the table; returns the exit status."""
-    parser = parser_of("fused-first-call", "The first step with Inductor's kernels.", list(MODELS), ["gpt2", "resnet"])
-    parser.add_argument("--size", choices=["nano", "medium"], default="medium")
+def there_main(target: str, arguments: Sequence[str] | None = None) -> int:
+    """Measure for a GPU that need not be there, print and write the table; returns the exit status."""
+    models = ["gpt2", "llama1b", "bert", "resnet"]
+    parser = parser_of("first-call-there", "The first step on a GPU.", models)
+    parser.add_argument("--contenders", type=names(list(CONTENDERS_THERE)), default=list(CONTENDERS_THERE))
     options = parser.parse_args(arguments)
-    return collect(_batches(options), partial(_fused_table, options=options), options.directory)
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+    def table(rows: Sequence[Row]) -> Table:
+        command = f"python -m benchmarks.first_call --target {target} --models {','.join(options.models)}"
+        return Table(
+            name=options.output,
+            title=f"From a model to the first step with Inductor's kernels, {target}",
+            columns=_COLUMNS,
+            rows=rows,
+            settings={"threads": 1},
+            notes=(f"Ratios are to the same process of torch.compile. Command: {command}",),
+        )
+
+    return collect((rows_of(model, options.contenders, target) for model in options.models), table, options.directory)
 
 
 if __name__ == "__main__":
-    fused = sys.argv[1:2] == ["--fused"]
-    sys.exit(fused_main(sys.argv[2:]) if fused else main())
+    there = sys.argv[1:2] == ["--target"]
+    sys.exit(there_main(sys.argv[2], sys.argv[3:]) if there else main())

@@ -49,6 +49,9 @@ class Division:
             raise InvalidSize(f"{self.over!r} is not a number of bytes", where="divide.over", hint=_HINT)
 
 
+HEAD = Division(blocks=8, sums=True)  # of a loss head that is divided without being asked for
+
+
 def require_sums(division: Division | None, kernels: str | None) -> None:
     """Raise `UnsupportedCall` unless a division has sums with Inductor's kernels, and none with eager's."""
     if division is None or kernels is None or division.sums is (kernels == "inductor"):

@@ -14,7 +14,7 @@ from memplan.core.collectives import is_collective
 from memplan.core.evictions import EvictionPlan
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
-from memplan.core.totals import known_transient, most_within, outside_bytes
+from memplan.core.totals import MODEL_KINDS, known_transient, most_within, outside_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.measure import measure
 from memplan.evict.policies import policy_name
@@ -33,20 +33,26 @@ _HIGHEST = 2**63 - 1  # the largest number of compiled loops
 
 
 def budgets_in_bytes(
-    options: PlanOptions, graph: Graph, workload: Workload, free: Callable[[], Plan] | None = None
+    options: PlanOptions,
+    graph: Graph,
+    workload: Workload,
+    free: Callable[[], Plan] | None = None,
+    *,
+    whole: tuple[int, int] = (0, 0),
 ) -> PlanOptions:
     """Return the options with the budgets of the total and the arena as numbers of bytes; "min" and None stay.
 
     A share of `budget` is one of what eager needs for the traced `graph` (`eager_total`) and `options.reserve`; a share
     of `arena_budget` is one of the live bytes without a budget: of the plan that `free` makes, or of `workload`
-    (`live_without_budget`).
+    (`live_without_budget`). `whole`: the most bytes alive, in a plan and in eager, if the loss head of `graph` were not
+    in blocks.
     """
 
     def total() -> int:
-        return eager_total(graph) + options.reserved
+        return max(eager_total(graph), graph.bytes_of(*MODEL_KINDS) + whole[1]) + options.reserved
 
     def arena() -> int:
-        return live_without_budget(workload) if free is None else free().max_live
+        return max(live_without_budget(workload), whole[0]) if free is None else free().max_live
 
     def resolved(budget: object, name: str, whole: Any) -> Any:
         if budget is None:

@@ -35,13 +35,11 @@ def _meets(b, c, seg_ptr, seg_lo, seg_hi):
 
 
 @njit(cache=True, nogil=True)
-def fit(order, size, align, low, seg_ptr, seg_lo, seg_hi, offsets):
-    """Place the buffers of `order`, in that order, into `offsets`. Buffers with an offset of 0 or more are placed."""
+def fit(placed, order, size, align, low, seg_ptr, seg_lo, seg_hi, offsets):
+    """Place the buffers of `order`, in that order, into `offsets`. Those of `placed`, by their offsets, are placed."""
     n = size.shape[0]
     who, births, deaths = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32)
     bottoms, tops = np.empty(n, np.int64), np.empty(n, np.int64)
-    placed = np.flatnonzero(offsets >= 0)
-    placed = placed[np.argsort(offsets[placed], kind="mergesort")]
     count = placed.shape[0]
     for k in range(count):
         b = placed[k]

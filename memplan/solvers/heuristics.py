@@ -27,7 +27,10 @@ def first_fit(arrays: ProblemArrays, order: Ints, offsets: Ints) -> None:
     """Place the buffers of `order` one by one into `offsets`, each at the lowest offset."""
     from memplan.solvers import fit_kernel
 
-    fit_kernel.fit(order, arrays.size, arrays.align, arrays.low, arrays.seg_ptr, arrays.seg_lo, arrays.seg_hi, offsets)
+    placed = np.flatnonzero(offsets >= 0)
+    placed = placed[np.argsort(offsets[placed], kind="stable")]  # not in the kernel: that takes a second to compile
+    segments = arrays.seg_ptr, arrays.seg_lo, arrays.seg_hi
+    fit_kernel.fit(placed, order, arrays.size, arrays.align, arrays.low, *segments, offsets)
 
 
 def on_skyline(arrays: ProblemArrays, order: Ints, max_offset: Ints, offsets: Ints) -> bool:

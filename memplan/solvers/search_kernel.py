@@ -98,7 +98,9 @@ def _propagate(
 @njit(cache=True)
 def _grow(array):
     bigger = np.empty((2 * array.shape[0], array.shape[1]), array.dtype)
-    bigger[: array.shape[0]] = array
+    for i in range(array.shape[0]):
+        for k in range(array.shape[1]):  # a slice takes longer to compile
+            bigger[i, k] = array[i, k]
     return bigger
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -139,11 +140,11 @@ def loaded_code(compiled: Any) -> ModuleType | None:
     """Return the module with the code of a compiled graph; None if there is none.
 
     What the compiled graph calls may be a function of torch's around the module's own, which aligns its inputs.
+    Inductor's own list of modules is emptied where its caches are disabled.
     """
-    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime import compile_tasks
 
-    key = getattr(compiled, "cache_key", None)
-    return next((m for m in reversed(PyCodeCache.modules) if key is not None and getattr(m, "key", None) == key), None)
+    return sys.modules.get(f"{compile_tasks.__name__}.{getattr(compiled, 'cache_key', None)}")
 
 
 def require_cacheable(graph: fx.GraphModule, inputs: Sequence[Any], settings: Any) -> None:

@@ -33,6 +33,7 @@ from memplan.trace.planning import captured_step, plan_step
 from memplan.trace.step_example import StepExample, batch_of, floating_type
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import CapturedCall
+from memplan.trace.variants import first_variant
 from memplan.trace.whole_step import plan_whole_step, require_planned_update
 
 Make = Callable[[int], tuple[Any, ...]]
@@ -236,6 +237,8 @@ class _StepPlans:
         traced, options = step.traced, replace(step.options, **limits)
         if options.has_budget:
             options = replace(options, reserve=self._known_update.state)
+        if limits and step.captured is not None:
+            traced = first_variant(step.captured, options)
         within = " within a budget" if options.has_budget else ""
         with self._stage(f"planning {len(traced.graph.ops):,} ops{within}"):
             if not self.capacity.is_host:

@@ -31,7 +31,7 @@ from memplan.trace.default_kernels import made_by_default, with_kernels
 from memplan.trace.optimizer.updates import small_updates
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import CapturedCall, capture_call, retraced
-from memplan.trace.variants import in_bytes, variants_to_plan
+from memplan.trace.variants import first_variant, in_bytes, variants_to_plan
 from memplan.version import __version__
 
 _log = logging.getLogger("memplan")
@@ -66,7 +66,7 @@ def captured_step(
     def capture(options: PlanOptions) -> tuple[TracedGraph, CapturedCall]:
         """Return the step, traced and captured."""
         captured = capture_call(model, example_inputs, example_kwargs, train=train, **options.tracing)
-        return captured.retrace(), captured
+        return first_variant(captured, options), captured
 
     model = module_of(model)
     options = with_kernels(options, model, (example_inputs, example_kwargs))

@@ -1,33 +1,35 @@
 """The variants of a step that are planned: in more and more blocks of rows.
 
 A budget is kept with as few blocks as it needs. Code is generated anew for each variant, and nothing is compiled until
-one is taken.
+one is taken. A step that a budget wants with its loss head in blocks is generated so at once: what the undivided one
+needs is estimated from it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from memplan.core.division import NOTHING, Division
-from memplan.core.graph import Graph
+from torch import fx
+
+from memplan.core.division import HEAD, Division
+from memplan.core.graph import Graph, Phase
+from memplan.core.in_place import without_candidates
 from memplan.core.schedule import live_bytes
-from memplan.core.totals import MODEL_KINDS, known_transient, outside_bytes
+from memplan.core.totals import MODEL_KINDS
 from memplan.devices.kinds import is_accelerator
 from memplan.errors import UnsupportedGraph
 from memplan.evict.workload import Workload
-from memplan.planning.options import PlanOptions
+from memplan.planning.options import PlanOptions, read_budget
 from memplan.schedule import order
+from memplan.trace.chunking.rows import FIRST_ROWS
+from memplan.trace.passes.nodes import most_alive, tensors_of
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import CapturedCall, retraced
 
-if TYPE_CHECKING:
-    from memplan.evict.workload import Workload
-
 _BLOCKS = (4, 16, 64, 256)
-_HEAD_BLOCKS = 8  # of a loss head that is divided without being asked for
 _WORTH = 0.99  # times the floor: more blocks have to lower it below this
 _log = logging.getLogger("memplan")
 
@@ -37,14 +39,12 @@ def variants_to_plan(
 ) -> tuple[tuple[TracedGraph, ...], PlanOptions]:
     """Return the variants of a step to plan, one after the other until one keeps the budget, and the options for them.
 
-    The undivided step comes first, then the variant with the fewest blocks. A budget that is a share is one of the
-    undivided step, so it is turned into bytes where there are several variants. For a budget of "min", the only
-    variant is the one with the lowest floor. Variants whose floor exceeds the budget are left out; if all do, the
-    last one is kept, whose error names what it needs.
+    `traced` comes first, then the variant with the fewest blocks. A budget that is a share is one of the undivided
+    step, so it is turned into bytes where there are several variants. For a budget of "min", the only variant is the
+    one with the lowest floor. Variants whose floor exceeds the budget are left out; if all do, the last one is kept,
+    whose error names what it needs.
     """
     allowed = options.division
-    if options.divide is None and retracer is not None:
-        return _with_divided_head(traced, retracer, options, alignment)
     if allowed is not None and allowed.blocks is not None:
         return (retraced(traced, retracer, allowed, traced.compress),), options
     if allowed is None or (options.budget is None and options.arena_budget is None):
@@ -57,32 +57,40 @@ def variants_to_plan(
     return fitting or variants[-1:], asked
 
 
-def _with_divided_head(
-    traced: TracedGraph, retracer: CapturedCall, options: PlanOptions, alignment: int
-) -> tuple[tuple[TracedGraph, ...], PlanOptions]:
-    """Return the variants where nobody said whether to divide: on an accelerator, a loss head that runs in blocks of
-    rows, whose gradients the forward computes, comes before anything is evicted. It takes hardly more time, and its
-    gradients are equal up to rounding. Budgets of generated kernels are in bytes here, or "min".
+def first_variant(step: CapturedCall, options: PlanOptions) -> TracedGraph:
+    """Return the variant of a step to plan first, and the only one where nobody said whether to divide.
+
+    That is one whose loss head runs in blocks of rows, where a budget of generated kernels on an accelerator may be
+    less than the undivided step needs; else the undivided one. A head in blocks takes hardly more time, because the
+    forward computes its gradients, which are equal up to rounding.
     """
-    limited = options.budget is not None or options.arena_budget is not None
-    if not (limited and traced.training and options.kernels == "inductor" and is_accelerator(traced.device)):
-        return (traced,), options
-    minimal = "min" in (options.budget, options.arena_budget)
-    if not minimal:
-        workload = _workload(traced, tuple(range(len(traced.graph.ops))), alignment)
-        if _most_live(traced.graph) <= _arena_limit(traced.graph, workload, options):
-            return (traced,), options
-    wanted = Division(blocks=_HEAD_BLOCKS, sums=True)
-    try:
-        divided = retraced(traced, retracer, wanted, traced.compress)
-    except UnsupportedGraph as refused:
-        _log.info("the loss head is not divided: %s", refused.summary)
-        return (traced,), options
-    if divided.division is None or divided.division.over == NOTHING:
-        return (traced,), options
-    if minimal:
-        return (min((divided, traced), key=lambda variant: _floor(variant, alignment)),), options
-    return (divided, traced), options
+    if options.divide is None and options.kernels == "inductor" and step.captured.training:
+        nodes = list(step.captured.graph_module.graph.nodes)
+        if any(is_accelerator(tensor.device) for tensor in tensors_of(nodes)) and _may_exceed(nodes, options):
+            try:
+                return step.retrace(division=HEAD)
+            except UnsupportedGraph as refused:
+                _log.info("the loss head is not divided: %s", refused.summary)
+    return step.retrace()
+
+
+def _may_exceed(nodes: Sequence[fx.Node], options: PlanOptions) -> bool:
+    """Return whether a step may need more than a budget: a share, "min", or fewer bytes than eager has alive."""
+    budgets = [read_budget(b) for b in (options.budget, options.arena_budget) if isinstance(b, (int, float, str))]
+    return any(b == "min" or b < (1 if isinstance(b, float) else most_alive(nodes)) for b in budgets)
+
+
+def _of_whole_head(graph: Graph, blocks: int) -> tuple[int, int]:
+    """Return the most bytes that would be alive if a loss head in so many blocks were whole: by a plan, where its
+    gradient lies over what it computes, and in eager.
+    """
+    rows = [i for i, op in enumerate(graph.ops) if FIRST_ROWS in op.origin.node]
+    if not rows or any(graph.ops[i].phase is not Phase.FORWARD for i in rows):
+        return 0, 0
+    made = [graph.values[v] for i in rows for v in graph.ops[i].writes]
+    wide = max(math.prod(value.shape) * value.itemsize for value in made) * blocks
+    before = live_bytes(without_candidates(graph), tuple(range(len(graph.ops))))[max(rows[0] - 1, 0)]
+    return before + wide, before + 2 * wide
 
 
 def _divisions(
@@ -104,7 +112,9 @@ def in_bytes(options: PlanOptions, traced: TracedGraph, alignment: int) -> PlanO
     from memplan.planning.planner import budgets_in_bytes
 
     workload = _workload(traced, order(traced.graph, options.schedule).order, alignment)
-    return budgets_in_bytes(options, traced.graph, workload)
+    blocks = traced.division and traced.division.blocks
+    whole = _of_whole_head(traced.graph, blocks) if blocks else (0, 0)
+    return budgets_in_bytes(options, traced.graph, workload, whole=whole)
 
 
 def _may_fit(traced: TracedGraph, asked: PlanOptions, alignment: int) -> bool:
@@ -128,14 +138,3 @@ def _workload(traced: TracedGraph, order: tuple[int, ...], alignment: int) -> Wo
     from memplan.planning.fit import make_workload
 
     return make_workload(traced.graph, order, DEVICES["cpu"], alignment, device="".join(traced.runs_on[:1]))
-
-
-def _arena_limit(graph: Graph, workload: Workload, options: PlanOptions) -> int:
-    """Return the bytes that budgets in bytes leave for the arena, beside what is known to be outside."""
-    outside = outside_bytes(graph, workload.sources, known_transient(graph)) + options.reserved
-    pairs = ((options.budget, outside), (options.arena_budget, 0))
-    return max(min(limit - other for limit, other in pairs if isinstance(limit, int)), 0)
-
-
-def _most_live(graph: Graph) -> int:
-    return max(live_bytes(graph, tuple(range(len(graph.ops)))), default=0)

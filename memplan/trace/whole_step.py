@@ -32,6 +32,7 @@ from memplan.trace.optimizer.updates import append_updates, updated_parameters
 from memplan.trace.passes.rewrite import value
 from memplan.trace.traced import POSITIONAL, TracedGraph, parameters_of
 from memplan.trace.tracing import CapturedCall, capture_call
+from memplan.trace.variants import first_variant
 
 if TYPE_CHECKING:
     from memplan.core.plan import Plan
@@ -143,7 +144,7 @@ def plan_whole_step(
         """Return the step, traced and captured."""
         captured = capture_loss(loss, optimizer, *inputs, device=options.device, kernels=options.kernels)
         step = captured.step(clip_grad_norm=clip_grad_norm)
-        return step.retrace(), step
+        return first_variant(step, options), step
 
     options = with_kernels(options, loss, inputs)
     options, (traced, step) = made_by_default(options, type(loss).__name__, capture)

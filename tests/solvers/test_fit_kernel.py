@@ -11,7 +11,7 @@ import pytest
 
 from memplan.solvers import fit_kernel
 from memplan.solvers.arrays import Ints, ProblemArrays, instance_of
-from memplan.solvers.heuristics import on_skyline, online, unplaced
+from memplan.solvers.heuristics import first_fit, on_skyline, online, unplaced
 from tests.solvers.small import alive_together, sections_of_buffer, small_cores
 
 
@@ -45,8 +45,7 @@ def _placed(arrays: ProblemArrays, order: Ints, offsets: Ints) -> list[int]:
 
 def _fitted(arrays: ProblemArrays, order: Ints, start: Ints) -> list[int]:
     offsets = start.copy()
-    rest = (arrays.size, arrays.align, arrays.low, arrays.seg_ptr, arrays.seg_lo, arrays.seg_hi)
-    fit_kernel.fit(order, *rest, offsets)
+    first_fit(arrays, order, offsets)
     found: list[int] = offsets.tolist()
     return found
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._inductor.utils import fresh_cache
 
 import memplan
 from benchmarks import real_sizes
@@ -34,6 +35,7 @@ from memplan.errors import (
     UnsupportedGraph,
 )
 from memplan.evict.costs import cost_model, simulate
+from memplan.planning.base_graph import eager_total
 from tests.models import Made
 from tests.slow import slow
 
@@ -307,6 +309,33 @@ def test_what_torch_compile_needs_is_counted_by_its_own_code(
     assert (answer.compiled is None) == (expected is None) == ("torch.compile" not in str(answer))
     if answer.compiled is not None:
         assert answer.compiled - answer.need.fixed == pytest.approx(expected, abs=4096)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Inductor generates Triton's code")
+@pytest.mark.parametrize(("budget", "divided"), [("min", True), (0.9, True), (1.0, False), ("10GiB", False)])
+def test_a_step_is_captured_and_code_generated_once_under_a_budget(
+    budget: float | str, divided: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The head is in blocks where the budget may be less than the undivided step needs.
+
+    A share is one of what the undivided step needs, which is not generated.
+    """
+    caplog.set_level(logging.INFO, "memplan.time")
+
+    def loss(m: Any, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(m.head(m.project(x).tanh()), words)
+
+    model = Made(loss, project=nn.Linear(64, 64), head=nn.Linear(64, 8192))
+    data = (torch.randn(2048, 64), torch.zeros(2048, dtype=torch.long))
+    with fresh_cache():
+        plan = memplan.plan(model, data, target="h100", budget=budget)
+        begun = Counter(record.getMessage() for record in caplog.records)
+        assert begun["tracing Made ..."] == begun["generating kernels of Made ..."] == 1
+        assert (plan.division is not None) is divided
+        if budget == 0.9:
+            whole = memplan.plan(model, data, target="h100")
+            assert plan.eviction is not None
+            assert plan.eviction.budget == pytest.approx(0.9 * (eager_total(whole.graph) + whole.reserve), rel=0.001)
 
 
 def _of_real_size(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

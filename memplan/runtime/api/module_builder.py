@@ -24,6 +24,7 @@ from memplan.runtime.profiling.profile_guided import ProfileGuide
 from memplan.trace import CapturedCall, capture_call
 from memplan.trace.capture.refusals import require_traceable
 from memplan.trace.traced import TracedGraph
+from memplan.trace.variants import first_variant
 
 if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan
@@ -106,7 +107,7 @@ class ModuleBuilder(ProgramBuilder[CompileOptions]):
         require_real(self.model, args, kwargs)
         how = {**self.options.tracing, "copy_gradients": self._added, "after": self.options.after if train else 0}
         captured = capture_call(self.model, args, kwargs, train=train, **how)
-        traced = captured.retrace()
+        traced = first_variant(captured, self.options)
         if not self._warned:  # once, and not for every shape and mode
             self._warned = bool(captured.captured.warnings)
             captured.warn()

@@ -26,6 +26,7 @@ from memplan.runtime.programs import Programs
 from memplan.trace import capture_loss
 from memplan.trace.optimizer.optimizers import is_fused
 from memplan.trace.traced import named_leaves
+from memplan.trace.variants import first_variant
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class StepBuilder(ProgramBuilder[StepOptions]):
             captured = loss.step(
                 clip_grad_norm=options.clip_grad_norm, rates_in_memory=options.cuda_graph, in_place=options.in_place
             )
-            traced = captured.retrace()
+            traced = first_variant(captured, options)
             if first:
                 captured.warn()
                 self.guards = StepGuards(self._loss, self._optimizer)

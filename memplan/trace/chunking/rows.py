@@ -24,6 +24,8 @@ from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, st
 
 SLICE, FULL = aten.slice.Tensor, aten.full.default
 Box = tuple[int, int]  # rows from, to
+_ROWS = "_rows"
+FIRST_ROWS = f"{_ROWS}0"  # in the name of a node: it computes the first block of rows
 _FEWEST = 2  # rows of a chain
 _PART = 2  # a tensor is wide if it has at least one in so many of the elements of the first op of its chain
 
@@ -217,7 +219,7 @@ class BlockRewriter:
         writer = Rewriter(self.graph, self.mode, node, before=self.anchor)
         writer.phase = self.phase
         if box is not None:
-            writer.label = f"{node.name}_rows{self.boxes.index(box)}"
+            writer.label = f"{node.name}{_ROWS}{self.boxes.index(box)}"
         return writer
 
     def block(self, node: Any, box: Box) -> fx.Node:

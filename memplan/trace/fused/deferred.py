@@ -20,6 +20,7 @@ from memplan.errors import InputMismatch
 from memplan.trace.fused.environment import inductors_errors
 
 ALIGNMENT = 16  # bytes: what Inductor has its Triton kernels assume of the addresses of tensors
+_WIDEST, _IN_ONE_PIECE = "'r0_': 32768", "'add_persistent_rblock': True, "
 
 
 class DeferredKernel:
@@ -68,7 +69,8 @@ class DeferredTritonKernel(DeferredKernel):
     """A generated Triton kernel that is compiled when it is first asked for.
 
     What it returns then runs it on the present stream of its device, as Inductor's own code does. Inductor chooses
-    among a few launch configurations by timing them at the first call.
+    among a few launch configurations by timing them at the first call. One that has rows of 32,768 numbers in registers
+    is left out: it takes minutes to compile.
 
     Example:
         >>> kernel = DeferredTritonKernel("triton_poi_fused_relu_0", source, "cuda")
@@ -77,6 +79,7 @@ class DeferredTritonKernel(DeferredKernel):
     """
 
     def __init__(self, name: str, source: str, device: str) -> None:
+        source = source.replace(_IN_ONE_PIECE, "") if _WIDEST in source else source
         self._name, self._source, self._device = name, source, device
         self.is_tuned = False  # set by `TunedKernel`
 

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 
-from memplan.core.division import SUMS_HINT, WITHOUT_SUMS, Division
+from memplan.core.division import HEAD, SUMS_HINT, WITHOUT_SUMS, Division
 from memplan.core.in_place import without_candidates
 from memplan.core.timed import timed
-from memplan.errors import UnsupportedProblem
+from memplan.errors import UnsupportedGraph, UnsupportedProblem
 from memplan.torch_inside.graphs import GradAOTOutput
 from memplan.trace.capture.front_ends import quiet
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.fused.code_generation import Halves, generate
+from memplan.trace.fused.early_gradients import EARLY
 from memplan.trace.fused.environment import refused, require_inductor
 from memplan.trace.fused.fused_graph import StepReader
 from memplan.trace.fused.row_division import divide_rows
@@ -61,6 +62,8 @@ def generated(captured: Captured, model: str, division: Division | None) -> Gene
     _, _, descs = returned_by(joint.graph)
     compiled = _copy(joint)
     settled = None if division is None else divide_rows(compiled.graph, division)
+    if division is HEAD and not any(EARLY in node.meta for node in compiled.graph.nodes):
+        raise UnsupportedGraph(model, "has no loss head whose gradients the forward can compute", "pass divide=")
     _erase_numbers(compiled.graph)
     with quiet():
         halves = generate(

@@ -11,8 +11,10 @@ the ops that may draw; attention is one of them, and draws nothing without dropo
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -110,6 +112,21 @@ def tensors_of(node: Any) -> list[torch.Tensor]:
     val = node.meta.get("val") if isinstance(node, fx.Node) else None
     flat = val if isinstance(val, (tuple, list)) else (val,)
     return [t for t in flat if isinstance(t, torch.Tensor)]
+
+
+def most_alive(nodes: Sequence[fx.Node]) -> int:
+    """Return the most bytes that are alive at once, inputs and outputs included, where ops run in this order."""
+    first, last, nbytes = dict[int, int](), dict[int, int](), Counter[int]()
+    for i, node in enumerate(nodes):
+        for tensor in tensors_of([node, *node.all_input_nodes]):
+            key = storage_key(tensor)
+            first.setdefault(key, i)
+            last[key], nbytes[key] = i, max(nbytes[key], tensor.numel() * tensor.itemsize)
+    change = [0] * (len(nodes) + 1)
+    for key, size in nbytes.items():
+        change[first[key]] += size
+        change[last[key] + 1] -= size
+    return max(accumulate(change))
 
 
 def keys_of(node: Any) -> set[int]:

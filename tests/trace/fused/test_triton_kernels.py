@@ -120,25 +120,29 @@ class _Kernel:
         self.launches.append((args, stream))
 
 
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(("later", "widest"), [(False, 4096), (True, 4096), (True, 32768)])
 def test_a_triton_kernel_is_compiled_once_and_launched_on_the_present_stream(
-    monkeypatch: pytest.MonkeyPatch, later: bool
+    monkeypatch: pytest.MonkeyPatch, later: bool, widest: int
 ) -> None:
+    """Rows of 32,768 numbers are not held in registers, which takes minutes to compile."""
     made, asked = _Kernel(), []
+    meta = "{'add_persistent_rblock': True, 'max_autotune': False}"
+    source = f"size_hints={{'x': 512, 'r0_': {widest}}}, inductor_meta={meta}"
 
     def compile_it(self: Any, name: str, source: str, device_str: str = "cuda") -> Any:
         asked.append((name, source, device_str))
         return LambdaFuture(lambda: made) if later else made
 
     monkeypatch.setattr(AsyncCompile, "triton", compile_it)
-    kernel = DeferringCompile.triton(object.__new__(DeferringCompile), "triton_0", "source", "cpu")
+    kernel = DeferringCompile.triton(object.__new__(DeferringCompile), "triton_0", source, "cpu")
     assert isinstance(kernel, DeferredTritonKernel)
     assert not asked
     kernel.start()
     x = torch.zeros(8)
     kernel.compiled()(x, 8)
     kernel.run.compiled()(x, 8)
-    assert asked == [("triton_0", "source", "cpu")]
+    kept = source if widest == 4096 else source.replace("'add_persistent_rblock': True, ", "")
+    assert asked == [("triton_0", kept, "cpu")]
     assert [(args[1], stream) for args, stream in made.launches] == [(8, 0), (8, 0)]
 
 
