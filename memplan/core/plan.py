@@ -28,6 +28,7 @@ from memplan.core.totals import (
     known_transient,
     outside_bytes,
     outside_profile,
+    page_locked,
     page_locked_bytes,
     released_bytes,
     transient_on,
@@ -183,6 +184,18 @@ class Plan:
         if self.eviction is None or not self.on_accelerator:
             return 0
         return page_locked_bytes(self.graph, self.host_size, away=bool(self.eviction.device))
+
+    @property
+    def on_host(self) -> int:
+        """Bytes of the host's memory that the step takes beside its device: copies of what is evicted, and, where the
+        model stays on the host, all that it and the caller have there. What is page-locked is counted as rounded."""
+        if self.eviction is None:
+            return 0
+        held = [s for s in self.graph.storages if self.eviction.device and not s.planned]
+        size = page_locked if self.on_accelerator else int
+        given = (StorageKind.INPUT, StorageKind.TANGENT)  # the caller's, which are not moved
+        of_model = sum(s.nbytes if s.kind in given else size(s.nbytes) for s in held if s.kind is not StorageKind.HOST)
+        return of_model + size(self.host_size)
 
     @property
     def on_accelerator(self) -> bool:

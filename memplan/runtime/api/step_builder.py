@@ -12,7 +12,6 @@ from memplan.core.plan import Plan
 from memplan.distributed.parallelism import parallelism_of
 from memplan.distributed.step_ranks import StepRanks, batch_lines, option_lines, require_options
 from memplan.errors import UnsupportedCall
-from memplan.runtime.api.module_builder import prepare_host
 from memplan.runtime.builder import ProgramBuilder
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.optimizer_state import StepGuards
@@ -116,7 +115,6 @@ class StepBuilder(ProgramBuilder[StepOptions]):
             self.guards.look_again()
             if not options.allow_unsynchronized:
                 require_collective([traced.graph for traced, _ in steps])
-            prepare_host(self._loss, steps[0][0], self._optimizer)
             return self.programs(steps, given, others=[one.plan for of in self.plans for one in of.programs])
 
         runners, guides = self.by_default(make)
