@@ -246,8 +246,11 @@ class ProgramBuilder(Generic[_Options]):
         return self.options.settle(*step, given, room=room)
 
     def _in_one_arena(self, planned: Sequence[_Planned], known: Sequence[Measured | None], room: int) -> list[_Planned]:
-        """Return the plans, each with an arena that leaves every other program the room that its budget needs."""
-        limits = _limits_of_totals([plan for _, plan in planned])
+        """Return the plans, each with an arena that leaves every other program the room that its budget needs.
+
+        Where each needs the fewest bytes that it can, the largest decides.
+        """
+        limits = [] if self.options.budget == "min" else _limits_of_totals([plan for _, plan in planned])
         found = []
         for (traced, plan), one in zip(planned, known, strict=True):
             if len(planned) > 1 and plan.eviction is not None and limits and plan.arena_size > min(limits):
