@@ -240,7 +240,7 @@ def larger(device: LateDevice, name: str, kernels: str = "aten") -> dict[str, An
     expected, undivided = steps(**({} if kernels == "inductor" else {"device": HERE}))
     held = undivided.outside["parameters"] + undivided.outside["optimizer state"]
     found: dict[str, Any] = {"wrong": []}
-    for budget in ("min", 3 * held // 4):
+    for budget in ("min", 3 * held // 4) if kernels == "aten" else ("min",):  # Inductor takes long
         plan = steps(device=HERE, budget=budget)[1]
         reloads = sum(op.target == RELOAD for op in plan.graph.ops)
         assert plan.eviction is not None
