@@ -52,7 +52,7 @@ def opt(spec: str, text: str, **more: Any) -> Any:
 
 TARGET = "plan.json, FILE.py:FACTORY or package.module:FACTORY."
 
-Infer = Annotated[bool, opt("--infer,--no-train", "Plan the forward alone, without gradients (train=False).")]
+Infer = Annotated[bool, opt("--infer/--train,--no-train", "Plan the forward alone, without gradients (train=False).")]
 Ranks = Annotated[int | None, opt("--ranks N", "Plan one of N ranks that share the parameters.")]
 Gpu = Annotated[str | None, opt("--target GPU", "Plan for a GPU that need not be here: h100, a100, sm90:80GiB, ...")]
 Costs = Annotated[str | None, opt("--costs DEVICE|FILE", "The costs of predicted times: a GPU (as --target), or cpu.")]

@@ -14,8 +14,10 @@ from memplan.cli.console import Format, opt
 
 
 def fits(
-    target: Annotated[str, typer.Argument(metavar="MODEL", help="FILE.py:FACTORY or package.module:FACTORY.")],
+    target: Annotated[str, typer.Argument(metavar="MODEL", help="FILE.py:FACTORY or package.module:FACTORY.")] = "",
     *,
+    hf: Annotated[str, opt("--hf FILE", "In place of MODEL, the config.json of a transformers model.")] = "",
+    length: Annotated[int | None, opt("--length N", "With --hf: tokens of a sequence; default: up to 2048.")] = None,
     device: Annotated[str, opt("--target NAME|SIZE", "A GPU (h100, sm90:80GiB), cpu, or 24GiB.")],
     budget: c.Budget = None,
     kernels: c.Kernels = None,
@@ -37,16 +39,20 @@ def fits(
 
     Exits 1 when it does not fit.
     """
-    from memplan.cli.source import blame, load_factory
+    from memplan.cli.source import NamedFactory, blame, load_factory
     from memplan.core.arguments import require_torch
     from memplan.report.forms import fits_form
 
     require_torch("memplan fits")
     from memplan.trace.fits import fits as answer
-    from memplan.trace.step_example import batch_of
+    from memplan.trace.step_example import batch_of, language_model
 
     with contextlib.redirect_stdout(sys.stderr):
-        factory = load_factory(target)
+        if hf:
+            target = hf
+            factory = NamedFactory(name=hf, file=hf, make=language_model(hf, length), takes_batch=True)
+        else:
+            factory = load_factory(target)
         named = factory.call(batch if factory.takes_batch else None)
     given: tuple[Any, ...] = (named.model, named.args, dict(named.kwargs) or None)
     if factory.takes_batch:

@@ -23,12 +23,13 @@ from memplan.core.problem import Problem, Solution
 from memplan.core.schedule import Schedule
 from memplan.core.totals import (
     beside_results,
+    copied_bytes,
     functional_transient,
     gathered_profile,
     known_transient,
     outside_bytes,
     outside_profile,
-    page_locked_bytes,
+    page_locked,
     released_bytes,
     transient_on,
     transient_profile,
@@ -181,7 +182,17 @@ class Plan:
         """The most bytes of the host that are page-locked for the step; 0 where it runs on the CPU."""
         if self.eviction is None or not self.on_accelerator:
             return 0
-        return page_locked_bytes(self.graph, self.host_size, away=bool(self.eviction.device))
+        return copied_bytes(self.graph, self.host_size, away=bool(self.eviction.device))
+
+    @property
+    def on_host(self) -> int:
+        """Bytes of the host's memory that the step takes beside its device: copies of what is evicted, and, where the
+        model stays on the host, all that it and the caller have there. What is page-locked is counted as rounded."""
+        if self.eviction is None:
+            return 0
+        away, size = bool(self.eviction.device), page_locked if self.on_accelerator else int
+        given = (StorageKind.INPUT, StorageKind.TANGENT) if away else ()  # the caller's, which are not moved
+        return copied_bytes(self.graph, self.host_size, away=away, size=size) + self.graph.bytes_of(*given)
 
     @property
     def on_accelerator(self) -> bool:

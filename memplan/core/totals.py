@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -38,13 +38,15 @@ def most_within(budget: int) -> int:
     return 1 << (budget.bit_length() - 1) if budget else 0
 
 
-def page_locked_bytes(graph: Graph, host_size: int, *, away: bool) -> int:
+def copied_bytes(graph: Graph, host_size: int, *, away: bool, size: Callable[[int], int] = page_locked) -> int:
     """Return the bytes of the host that a step on an accelerator locks: its host arena of `host_size` bytes, and, if
     the model and the caller are on the host (`away`), what it copies from there and the results that it copies there.
+
+    `size`: what a request of so many bytes takes.
     """
     kinds = (*_COPIED, *_RESULTS) if away else ()
     copied = (s.nbytes for s in graph.storages if s.kind in kinds and not s.planned)
-    return page_locked(host_size) + sum(map(page_locked, copied))
+    return size(host_size) + sum(map(size, copied))
 
 
 def outside_profile(graph: Graph, order: tuple[int, ...], transient: Sequence[int]) -> tuple[int, ...]:

@@ -204,7 +204,7 @@ def capacity_of(
         raise InvalidSize(what, where="target", hint=hint)
     text, gpu = device.strip().lower() if isinstance(device, str) else "0", None
     if text == HOST:
-        total, costs, usual = _physical(), HOST, ALLOWANCE
+        total, costs, usual = physical_memory(), HOST, ALLOWANCE
     elif text in ALIASES or not text[:1].isdigit():
         try:
             gpu = find_gpu(str(device))
@@ -224,7 +224,7 @@ def capacity_of(
     return Capacity(device=str(device), total=total, allowance=taken, slack=free, costs=costs, gpu=gpu)
 
 
-def _physical() -> int:
+def physical_memory() -> int:
     """Return the bytes of memory of this machine. Raises `UnsupportedDevice` where the system does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -126,6 +126,11 @@ class PlanOptions:
         return all(isinstance(read_budget(one), int) for one in each)
 
     @property
+    def several_devices(self) -> bool:
+        """Whether the step runs on more than one device."""
+        return isinstance(self.device, (list, tuple)) and len(self.device) > 1
+
+    @property
     def tracing(self) -> dict[str, Any]:
         """The options that decide how a call is captured, for `capture_call`."""
         return {
@@ -180,19 +185,18 @@ class PlanOptions:
 
     def _require_budgets(self) -> None:
         """Raise `InvalidSize` for a budget in no known notation, or one for each device where there is one device."""
-        devices = 1 if self.device is None or not isinstance(self.device, (list, tuple)) else len(self.device)
         for name in ("budget", "arena_budget"):
             budget = getattr(self, name)
             if budget is None:
                 continue
             if isinstance(budget, (str, bytes)) or not isinstance(budget, Sequence):
                 read_budget(budget, name)
-            elif devices == 1:
+            elif not self.several_devices:
                 raise InvalidSize(f"{budget!r} is not a budget: there is one device", where=name, hint=_BUDGET_HINT)
         for name in ("host_budget", "pinned_budget", "reserve", "in_flight"):
             if getattr(self, name) is not None:
                 read_size(name, getattr(self, name))
-        if devices > 1 and (self.host_budget is not None or self.pinned_budget is not None):
+        if self.several_devices and (self.host_budget is not None or self.pinned_budget is not None):
             what = "several devices share a step by blocks, and nothing waits on the host"
             raise InvalidSize(what, where="host_budget", hint="leave it out, or name one device")
 
@@ -224,7 +228,9 @@ class PlanOptions:
 
     def _refuse_beside_kernels(self) -> None:
         """Raise `UnsupportedCall` for options that cannot be combined with generated kernels yet."""
-        others = {"device": None, "dynamic_shapes": None, "compress": None, "checkpoint": "follow"}
+        others: dict[str, Any] = {"dynamic_shapes": None, "compress": None, "checkpoint": "follow"}
+        if self.several_devices:  # a compiled kernel is of one device
+            others["device"] = None
         for name, default in others.items():  # Inductor's partition follows the model's checkpoints
             if getattr(self, name) not in (default, ""):
                 raise UnsupportedCall(

@@ -178,7 +178,10 @@ def budget_lines(report: Report) -> tuple[str, ...]:
     kept = f"{limit}, kept by {k.policy!r}: {how}"
     if not k.device:
         return (*how_it_runs, kept)
-    runs = f"runs on {k.device}; the model, its inputs and its results stay on the host, outside the arena"
+    runs = (
+        f"runs on {k.device}; the model, its inputs and its results stay on the host, outside the arena: "
+        f"{format_bytes(k.on_host)} of its memory, with copies of what is evicted"
+    )
     if not k.sections:
         return (*how_it_runs, runs, kept)
     each = (f"{s.device}: arena {format_exact(s.size)}, max live {format_exact(s.max_live)}" for s in k.sections)

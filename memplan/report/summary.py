@@ -98,6 +98,7 @@ class Kept:
     offloaded: int
     host_size: int
     pinned: int
+    on_host: int
     seconds: float
     base_seconds: float
     stall: float
@@ -256,6 +257,7 @@ def _kept(plan: Plan) -> Kept | None:
         offloaded=sum(offloaded),
         host_size=plan.host_size,
         pinned=plan.pinned,
+        on_host=plan.on_host,
         sections=plan.devices,
         sent=sum(plan.graph.values[op.reads[0]].shape[0] for op in plan.graph.ops if op.target == SEND),
     )

@@ -13,9 +13,11 @@ from memplan.core.plan import Plan
 from memplan.core.timed import timed
 from memplan.core.units import format_bytes
 from memplan.devices.kinds import is_accelerator
+from memplan.devices.streams import pin
 from memplan.errors import BudgetInfeasible
 from memplan.planning.fit import plan_again
 from memplan.planning.measured import no_more_than_eager
+from memplan.planning.memory_answer import physical_memory
 from memplan.planning.outside_arena import plan_partly_outside
 from memplan.planning.planfile import require_budget
 from memplan.runtime.debug.hooks import Hooks
@@ -148,6 +150,10 @@ class ProgramBuilder(Generic[_Options]):
         self, traced: TracedGraph, plan: Plan, room: int = 0, bound: tuple[BoundOp, ...] | None = None
     ) -> Runner:
         """Return the program of a plan. `room`: the least size of the arena in bytes; `bound`: as in `Runner`."""
+        if traced.runs_on:
+            require_host_memory(plan)
+            if is_accelerator(traced.device):  # the tensors stay the same objects
+                pin(self.guards.tensors())
         if self.options.cuda_graph and self._recorder is None:
             self._recorder = make_recorder(traced.device, self.options.sanitize)
         with torch.inference_mode(False), timed(f"making the program of {plan.model}, and running it once"):
@@ -253,6 +259,18 @@ def _depends_on_costs(options: RunOptions, made: Runner) -> bool:
     plan = made.plan
     one_device = is_accelerator(made.traced.device) and not (plan.devices or plan.collectives)
     return one_device and options.costs is None and bool(plan.evictions)
+
+
+def require_host_memory(plan: Plan) -> None:
+    """Raise `BudgetInfeasible` if the host has less memory than a step whose model stays there takes of it."""
+    has = physical_memory()
+    if plan.on_host > has:
+        what = (
+            f"needs {format_bytes(plan.on_host)} of the host's memory beside {format_bytes(plan.on_device)} on the "
+            f"device, and the host has {format_bytes(has)}"
+        )
+        hint = "give host_budget= to keep fewer copies there, a smaller batch, or a machine with more memory"
+        raise BudgetInfeasible(what, op="", smallest=plan.on_host, where="the host", hint=hint)
 
 
 def _nothing_beside(options: RunOptions, plan: Plan) -> None:

@@ -17,8 +17,9 @@ from memplan.core.in_place import COPY
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
-from memplan.devices.kinds import alignment_of
+from memplan.devices.kinds import alignment_of, is_accelerator
 from memplan.errors import BudgetInfeasible, InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
+from memplan.planning.memory_answer import physical_memory
 from memplan.planning.options import BUDGETS, PlanKeywords, PlanOptions
 from memplan.planning.planfile import load
 from memplan.runtime.debug.sanitizers import redzone_of
@@ -105,7 +106,7 @@ class RunOptions(PlanOptions):
 
     def _require_measurable(self) -> None:
         """Raise `UnsupportedCall` for CUDA graphs, in which no op can be timed, for shapes and several devices."""
-        if isinstance(self.device, Sequence) and not isinstance(self.device, str) and len(self.device) > 1:
+        if self.several_devices:
             hint = "pass costs of your own, or one device"
             raise UnsupportedCall("steps of one device are measured", where="costs='measure'", hint=hint, see="measure")
         if self.cuda_graph:
@@ -139,8 +140,10 @@ class RunOptions(PlanOptions):
             variant = retraced(traced, retracer, given.division, given.compress)
             variant = outside_as_in(variant, given, gradients=self.gradients == "arena")
             return variant, self.require_fit(variant, given)
-        redzone = self.redzone(traced.device)
-        variant, plan = plan_step(traced, retracer, self, redzone=redzone, room=room, transient=transient)
+        redzone, options = self.redzone(traced.device), self
+        if self.pinned_budget is None and len(traced.runs_on) == 1 and is_accelerator(traced.device):
+            options = replace(self, pinned_budget=physical_memory() // 4)
+        variant, plan = plan_step(traced, retracer, options, redzone=redzone, room=room, transient=transient)
         return outside_as_in(variant, plan, gradients=self.gradients == "arena"), plan
 
     def replan(self, known: Measured, room: int) -> tuple[TracedGraph, Plan]:

@@ -16,7 +16,7 @@ from torch import nn
 from memplan.core.plan import Plan
 from memplan.distributed.parallelism import parallelism_of
 from memplan.errors import UnsupportedCall, UnsupportedDevice, UnsupportedGraph
-from memplan.planning.options import PlanOptions
+from memplan.planning.options import Device, PlanOptions
 
 _log = logging.getLogger("memplan")
 _GENERATED = ("cuda", "xpu")  # devices for which Inductor writes Triton kernels
@@ -39,7 +39,7 @@ def with_kernels(options: _Options, model: nn.Module, inputs: Any, *, given: Pla
         return options
     if given is not None:
         return replace(options, kernels="inductor" if given.graph.is_generated else "aten")
-    if not _is_on_accelerator(model, inputs):
+    if not _is_on_accelerator(model, inputs, options.device):
         return replace(options, kernels="aten")
     why = "triton is not installed" if find_spec("triton") is None else ""
     if parallelism_of(model) is not None:
@@ -77,8 +77,11 @@ def _say(model: str, why: str) -> None:
     _log.warning("%s runs eager's kernels, which need more memory and time than Inductor's: %s", model, why)
 
 
-def _is_on_accelerator(model: nn.Module, inputs: Any) -> bool:
-    """Return whether any tensor of a model or its inputs is on an accelerator for which Inductor writes kernels."""
+def _is_on_accelerator(model: nn.Module, inputs: Any, device: Device | None) -> bool:
+    """Return whether an accelerator for which Inductor writes kernels is the `device`, or has a tensor of the step."""
+    if device is not None:
+        first = device[0] if isinstance(device, (list, tuple)) and device else device
+        return str(first).partition(":")[0] in _GENERATED
     held = (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ()
     tensors = chain(held, pytree.tree_leaves(inputs))
     return any(x.device.type in _GENERATED for x in tensors if isinstance(x, torch.Tensor))

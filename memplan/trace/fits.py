@@ -305,7 +305,7 @@ class _StepPlans:
             return None
         model, args, kwargs = self.example.made(batch)
         model, inputs = with_fake_tensors(model, (args, kwargs))
-        options = replace(self.options, budget=self.capacity.usable, kernels="aten", device=str(self.there))
+        options = replace(self.options, budget=self.capacity.usable, device=str(self.there))
         with suppress(MemplanError), self._stage("planning with the model on the host"):
             optimizer = made_optimizer(self.optimizer, [p for p in model.parameters() if p.requires_grad])
             require_planned_update(optimizer)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from memplan.core.arguments import arguments_of
@@ -20,8 +19,8 @@ from memplan.targets.child import asked_for
 from memplan.targets.stand_in import DEVICE
 from memplan.trace.capture.effects import with_fake_tensors
 from memplan.trace.capture.refusals import module_of
+from memplan.trace.graph.offload_target import require_on_cpu
 from memplan.trace.planning import plan
-from memplan.trace.traced import named_leaves
 
 if TYPE_CHECKING:
     from memplan.core.plan import Plan
@@ -73,11 +72,8 @@ def planned_there(
         hint = "pip install triton, in the version that belongs to this torch"
         raise LibraryNotInstalled(what, where="kernels='inductor'", hint=hint, see="target")
     options = replace(options, reserve=options.reserved + target.workspace, costs=options.costs or target.costs)
-    given = (*model.named_parameters(), *model.named_buffers(), *named_leaves(inputs[0], inputs[1], model.forward))
-    for place, tensor in given:
-        if isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", "meta"):
-            hint = "plan without target, or move the model and its inputs to the CPU or the meta device"
-            raise UnsupportedDevice(f"is on {tensor.device} already", where=place, hint=hint, see="target")
+    hint = "plan without target, or move the model and its inputs to the CPU or the meta device"
+    require_on_cpu(model, inputs, hint, "target")
 
     def made() -> Plan:
         """Return the plan, as if a trial had run."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,11 +12,51 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memplan.core.arguments import arguments_of
-from memplan.errors import InvalidModel, InvalidSize, MemplanError
+from memplan.errors import InvalidModel, InvalidSize, LibraryNotInstalled, MemplanError
 from memplan.trace.capture.effects import with_fake_tensors
 from memplan.trace.capture.refusals import module_of
 
+_LENGTH = 2048  # the most tokens of a sequence, where nobody says how many
 MAKE = "pass lambda batch: (model, example_inputs), which builds the inputs from the batch"
+
+
+class _LanguageModel(nn.Module):
+    """A causal language model of transformers that returns its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return found
+
+
+def language_model(path: str, length: int | None = None) -> Callable[..., tuple[nn.Module, torch.Tensor]]:
+    """Return a function from a batch size to the causal language model that a config.json of transformers describes,
+    with its loss and tokens, all on the meta device.
+
+    `length`: the tokens of a sequence; None: as many as the model takes, at most 2,048. Raises `LibraryNotInstalled`
+    without transformers, and `InvalidModel` for a file that describes no such model.
+    """
+    if find_spec("transformers") is None:
+        what, hint = "reads config.json by transformers, which is not installed", "pip install transformers"
+        raise LibraryNotInstalled(what, where="--hf", hint=hint)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def make(batch: int = 1) -> tuple[nn.Module, torch.Tensor]:
+        """Return the model and its tokens."""
+        try:
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+                longest = min(getattr(config, "max_position_embeddings", _LENGTH), _LENGTH)
+                return _LanguageModel(model).train(), torch.zeros(batch, length or longest, dtype=torch.long)
+        except (OSError, ValueError, KeyError) as error:
+            what = str(error).strip().partition("\n")[0]
+            raise InvalidModel(what, where=path, hint="give the config.json of a causal language model") from error
+
+    return make
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,22 +147,24 @@ def capture_call(
     require_choices(asked)
     args, kwargs = arguments_of(example_inputs, example_kwargs)
     train = bool(getattr(model, "training", True)) if asked.train is None else asked.train
-    name, target = type(model).__name__, None
+    name, table, parallelism = type(model).__name__, None, None
+    target = None if asked.device is None else target_of(asked.device)
+    if target is not None:
+        require_on_cpu(model, (args, kwargs))
     with timed(f"tracing {name}"):
         if asked.kernels == "inductor":
             with quiet():
                 from memplan.trace.fused.step import decompositions  # imports Inductor
 
             table = decompositions()
-            captured = capture(model, args, kwargs, train=train, by_dynamo=asked.by_dynamo, decompositions=table)
-        elif asked.device is not None:
-            target = target_of(asked.device)
-            require_on_cpu(model, (args, kwargs))
-            captured = capture(model, args, kwargs, train=train, device=target.device)
-        elif not asked.by_dynamo and (parallelism := parallelism_of(model)) is not None:
+        elif not asked.by_dynamo and target is None:
+            parallelism = parallelism_of(model)
+        if parallelism is not None:
             captured = capture_parallel(model, parallelism, args, kwargs, train=train)
         else:
-            captured = capture(model, args, kwargs, train=train, by_dynamo=asked.by_dynamo)
+            device = None if target is None else target.device
+            how: dict[str, Any] = {"by_dynamo": asked.by_dynamo, "device": device, "decompositions": table}
+            captured = capture(model, args, kwargs, train=train, **how)
     return CapturedCall(captured=captured, model=name, options=asked, target=target)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import memplan
 from benchmarks.zoo import ZOO
@@ -43,16 +44,23 @@ def _close(one: torch.Tensor, two: torch.Tensor, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", _ON_DEVICE)
-@pytest.mark.parametrize("name", ["mlp", "vit"])
-def test_T1_parameters_larger_than_the_budget_run_forward_and_backward(name: str, device: str) -> None:  # noqa: N802
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [("mlp", "aten"), ("vit", "aten"), ("mlp", "inductor"), *(slow(n, "inductor") for n in ("gpt2", "llama", "vit"))],
+)
+def test_T1_parameters_larger_than_the_budget_run_forward_and_backward(  # noqa: N802
+    name: str, kernels: Any, device: str
+) -> None:
     """The zoo's ViT is that of transformers: it is not changed, and does not move."""
     model, inputs = ZOO[name]("nano")
-    reference = memplan.compile(copy.deepcopy(model), inputs)
-    smallest = memplan.plan(model, inputs, device=device, policy="genoa", costs=FAST_LINK)
+    reference = memplan.compile(copy.deepcopy(model), inputs, kernels=kernels)
+    how: dict[str, Any] = {"device": device, "kernels": kernels, "costs": FAST_LINK}
+    smallest = memplan.plan(model, inputs, policy="genoa", **how)
     budget = max(smallest.arena_size, _parameters(model) // 2)
     assert budget < _parameters(model)
-    compiled = memplan.compile(model, inputs, device=device, arena_budget=budget, policy="flow", costs=FAST_LINK)
+    compiled = memplan.compile(model, inputs, arena_budget=budget, policy="flow", **how)
     assert compiled.plan.arena_size <= budget
+    assert compiled.plan.graph.is_generated == (kernels == "inductor")
     for seed in range(2):
         losses = []
         for module in (reference, compiled):
@@ -67,6 +75,9 @@ def test_T1_parameters_larger_than_the_budget_run_forward_and_backward(name: str
             if p.grad is not None and q.grad is not None:
                 assert p.grad.device.type == "cpu"
                 _close(p.grad, q.grad, device)
+    with torch.no_grad():
+        results: list[Any] = [(torch.manual_seed(0), module(*inputs)) for module in (reference, compiled)]
+    _close(results[1][1], results[0][1], device)
 
 
 @pytest.mark.parametrize("device", _ON_DEVICE)
@@ -80,8 +91,7 @@ def test_T1_three_steps_of_training_equal_eagers(budget: str | None, device: str
     step = memplan.compile_step(model, ours, lambda loss: loss, inputs, **options)
     if budget is not None:
         assert step.plan.arena_size < _parameters(model) * 3  # parameters and two tensors of state for each
-    checkpoint: dict[str, Any] = {}
-    for i in range(3):
+    for _ in range(3):
         loss = step(*inputs)
         theirs.zero_grad()
         expected = eager(*inputs)
@@ -95,12 +105,55 @@ def test_T1_three_steps_of_training_equal_eagers(budget: str | None, device: str
             for key, value in theirs.state[q].items():
                 assert ours.state[p][key].device.type == "cpu"
                 _close(ours.state[p][key], value, device)
-        if i == 0:
-            checkpoint = copy.deepcopy({"model": model.state_dict(), "optimizer": ours.state_dict()})
-        if i == 1:  # back to the first step's end, and once more
-            model.load_state_dict(checkpoint["model"])
-            ours.load_state_dict(checkpoint["optimizer"])
-            step(*inputs)
+
+
+def _trained(how: dict[str, Any], *, scaled: bool = False, **place: Any) -> list[torch.Tensor]:
+    """Return what a loop shows after each batch: with a schedule, evaluations, and states saved and loaded."""
+    model, inputs = ZOO["mlp"]("nano")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    if scaled:
+        loss_of = memplan.compile(model, inputs, **place)
+    else:
+        step = memplan.compile_step(model, optimizer, lambda loss: loss, inputs, **how, **place)
+    predict = memplan.compile(model, inputs, train=False, **place)
+    saved: Any = None
+    found: list[torch.Tensor] = []
+    for i in range(4):
+        torch.manual_seed(i)
+        loss = loss_of(*inputs) if scaled else step(*inputs)
+        if scaled:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        if (i + 1) % how.get("accumulate", 1) == 0:
+            schedule.step()
+        model.eval()
+        with torch.no_grad():
+            found += [loss.detach().clone(), predict(*inputs).clone()]
+        model.train()
+        states = model.state_dict(), optimizer.state_dict()
+        found += [t.clone() for t in tree_leaves(states) if isinstance(t, torch.Tensor)]
+        if i == 1:
+            saved = copy.deepcopy(states)
+        if i == 2:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+    return found
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"clip_grad_norm": 0.1}, {"accumulate": 2}, {"kernels": "inductor", "accumulate": 2, "clip_grad_norm": 0.1}, None],
+    ids=["clipped", "accumulated", "generated", "scaled"],
+)
+def test_T1_a_training_loop_is_what_it_is_where_the_model_is(how: dict[str, Any] | None) -> None:  # noqa: N802
+    asked: dict[str, Any] = {"how": how or {}, "scaled": how is None}
+    expected, found = _trained(**asked), _trained(**asked, device="cpu", budget="min")
+    assert len(found) > 4 * 10
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def _workload(name: str) -> Workload:

@@ -178,6 +178,37 @@ def test_a_model_fits_or_not(run: Run) -> None:
         assert named[1] in out.split("kernels are")[1]
 
 
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+    "max_position_embeddings": 32,
+    "dtype": "bfloat16",
+}
+
+
+def test_a_model_of_transformers_fits_by_its_configuration(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    asked = ("fits", "--hf", "config.json", "--target", "sm89:640KiB", "--slack", "0", "--allowance", "0", "--train")
+    code, out, _ = run(*asked)
+    assert code == 1
+    assert "config.json (bfloat16, batch 1) does not fit" in out
+    assert "fits with the model on the CPU" in out
+    assert "bound by" in out
+    longer = [json.loads(run(*asked, "--no-search", "--format", "json", *more)[1]) for more in ((), ("--length", "64"))]
+    assert longer[0]["need"]["parameters"] == longer[1]["need"]["parameters"]
+    assert longer[0]["need"]["arena"] < longer[1]["need"]["arena"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "lama"}))
+    assert "config.json of a causal language model" in run(*asked)[2]
+    monkeypatch.setattr("memplan.trace.step_example.find_spec", lambda name: None)
+    assert "pip install transformers" in run(*asked)[2]
+
+
 # -- Stages of long work: a line for each in a log, one changing line on a terminal ------------------------------------
 
 

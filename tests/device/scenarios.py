@@ -13,10 +13,12 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -32,8 +34,10 @@ from memplan.planning.options import PlanOptions
 from memplan.runtime.copies import Direction, StreamCopies, StreamCopy
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.memory import arena
-from memplan.trace import plan_traced, trace
-from memplan.trace.traced import TracedGraph
+from memplan.trace import plan_traced, trace, tracing
+from memplan.trace.fused import step as generation
+from memplan.trace.graph.offload_target import Target, with_host_residents
+from memplan.trace.traced import GeneratedCall, GeneratedKernel, TracedGraph
 from tests.device.late import NAME, LateDevice, Policy
 from tests.models import Made
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, plan_of_everything, runner_of
@@ -201,24 +205,73 @@ def whole_step(device: LateDevice) -> dict[str, Any]:
     return found
 
 
-def larger(device: LateDevice, name: str) -> dict[str, Any]:
-    """Whole steps of a model on the host that is larger than the budget, with AdamW: bits of that without one."""
+@contextlib.contextmanager
+def generated_kernels() -> Iterator[None]:
+    """Have steps with `device=` run the kernels that Inductor generates for the CPU, each queued as an op is."""
+    launched: dict[int, Callable[[list[torch.Tensor]], None]] = {}
+    numbers = itertools.count()
+    library: Any = torch.library
+    library = library.Library("late_kernels", "DEF")
+    library.define("run(int number, Tensor(a!)[] given) -> ()")
+    library.impl("run", lambda number, given: launched.pop(number)(given), "CPU")
+
+    def queued(kernel: GeneratedKernel) -> GeneratedKernel:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+            tensors = [leaves[i] for i in places]
+
+            def run(given: list[torch.Tensor]) -> None:
+                for i, tensor in zip(places, given, strict=True):
+                    leaves[i] = tensor
+                args, kwargs = pytree.tree_unflatten(leaves, spec)
+                kernel.ready()(*args, **kwargs)
+
+            number = next(numbers)
+            launched[number] = run
+            torch.ops.late_kernels.run(number, tensors)
+
+        return replace(kernel, function=launch, later=None)
+
+    def resident(traced: TracedGraph, target: Target) -> TracedGraph:
+        kernels = tuple(replace(k, kernel=queued(k.kernel)) if type(k) is GeneratedCall else k for k in traced.kernels)
+        return with_host_residents(replace(traced, kernels=kernels), replace(target, device=torch.device(HERE)))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tracing, "target_of", lambda _: Target(names=(HERE,), device=torch.device("cpu")))
+        patched.setattr(generation, "with_host_residents", resident)
+        yield
+
+
+def larger(device: LateDevice, name: str, kernels: str = "aten") -> dict[str, Any]:
+    """Whole steps of a model on the host that is larger than the budget, with AdamW: bits of that without one.
+
+    Inductor's kernels must have the bits that they have where no device is named, if nothing is divided into blocks.
+    """
 
     def made(**options: Any) -> tuple[Step, Plan]:
         torch.manual_seed(0)
         model, args = ZOO[name]("nano")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        return _steps(device, model, optimizer, lambda loss: loss, [args] * 3, device=HERE, **options)
+        how: Any = {"kernels": kernels, "divide": None if kernels == "aten" else False, **options}
+        return _steps(device, model, optimizer, lambda loss: loss, [args] * 3, **how)
 
-    steps, undivided = made()
+    steps, undivided = made(**({} if kernels == "inductor" else {"device": HERE}))
     expected = steps()
     held = undivided.outside["parameters"] + undivided.outside["optimizer state"]
     found: dict[str, Any] = {"wrong": []}
-    for budget in ("min", 3 * held // 4):
-        steps, plan = made(budget=budget)
-        found[f"{budget}"] = [plan.on_device, held, sum(op.target == RELOAD for op in plan.graph.ops)]
+    for budget in ("min", 3 * held // 4) if kernels == "aten" else ("min",):  # Inductor takes long
+        steps, plan = made(device=HERE, budget=budget)
+        assert plan.eviction is not None
+        reloads = sum(op.target == RELOAD for op in plan.graph.ops)
+        found[f"{budget}"] = [plan.on_device, held, reloads, plan.eviction.pinned_budget]
         found["wrong"] += [f"{budget} {order}" for order in wrong_orders(device, steps, expected)]
     return found
+
+
+def _generated_larger(device: LateDevice, name: str) -> dict[str, Any]:
+    with generated_kernels():
+        return larger(device, name, "inductor")
 
 
 def _layers() -> nn.Module:
@@ -541,6 +594,7 @@ SCENARIOS: dict[str, Callable[[LateDevice], dict[str, Any]]] = {
     "resident": resident,
     "whole step": whole_step,
     "larger mlp": partial(larger, name="mlp"),
+    **{f"larger {name}, generated": partial(_generated_larger, name=name) for name in ("mlp", "gpt2", "llama", "vit")},
     "larger gpt2": partial(larger, name="gpt2"),
     "larger llama": partial(larger, name="llama"),
     "streams": streams,

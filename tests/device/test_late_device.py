@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.preloaded import start
+from memplan.planning.memory_answer import physical_memory
 from tests.device.late import build, missing_compiler
 from tests.device.scenarios import SCENARIOS
 from tests.kernel_cache import CACHE
@@ -35,7 +36,7 @@ def _run(library: Path, name: str, folder: Path, seeds: int = 1) -> tuple[int | 
     return process.exitcode, log.read_text(errors="replace")
 
 
-_LONG = ("vit", "resnet", "llama", "larger gpt2")  # scenarios of large models
+_LONG = ("vit", "resnet", "llama", "larger gpt2", *(f"{n}, generated" for n in ("gpt2", "llama", "vit")))
 
 
 @pytest.mark.parametrize("seeds", [1, slow(4)])
@@ -58,9 +59,10 @@ def test_every_order_of_queued_work_gives_the_bits_of_eager(
         assert given == "a100", "costs that the user gives are taken"
         assert seconds > 1e-2 > predicted
     if name.startswith("larger"):
-        for budget, (on_device, held, reloads) in found.items():
+        for budget, (on_device, held, reloads, pinned) in found.items():
             assert on_device < held, f"{budget}: parameters and optimizer state alone are larger"
             assert reloads > 0
+            assert pinned == physical_memory() // 4
     if name == "left on the host":
         assert found["evictions"]
     if name == "streams":

@@ -9,7 +9,7 @@ import pytest
 
 from memplan.core.graph import Graph, Phase, Storage, StorageKind
 from memplan.core.plan import Plan
-from memplan.core.totals import most_within, page_locked, page_locked_bytes
+from memplan.core.totals import copied_bytes, most_within, page_locked
 from memplan.errors import BudgetInfeasible, InvalidPlan
 from memplan.evict.costs import DEVICES, CostModel
 from memplan.evict.policies.auto import auto
@@ -151,5 +151,5 @@ def test_what_torch_locks_of_parameters_and_results_is_counted_in_powers_of_two(
         Storage(name=n, nbytes=b, kind=k, device="cpu", planned=n == "inside", origin=origin) for (n, b), k in pairs
     ]
     graph = Graph(ops=(), values=(), storages=tuple(storages), outputs=(), gradients=())
-    assert page_locked_bytes(graph, 5000, away=False) == 8192
-    assert page_locked_bytes(graph, 5000, away=True) == 8192 + 4096 + 8192 + 4096 + 4
+    assert copied_bytes(graph, 5000, away=False) == 8192
+    assert copied_bytes(graph, 5000, away=True) == 8192 + 4096 + 8192 + 4096 + 4

@@ -83,6 +83,7 @@ def test_the_cpu_runs_eagers_kernels(way: Way) -> None:
 def test_an_accelerator_runs_inductors_kernels(way: Way, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "memplan"):
         assert _generated(way(*_model()))
+        assert _generated(way(*_model(), device="cpu"))
         assert not _generated(way(*_model(), kernels="aten"))
     assert "eager's kernels" not in caplog.text
 
@@ -128,10 +129,8 @@ def test_eagers_kernels_run_where_no_compiler_makes_inductors(
         (_plan, {"checkpoint": "plan"}),
         (_plan, {"compress": "int8"}),
         (_plan, {"divide": 2}),
-        (_plan, {"device": "cpu"}),
-        (_compile, {"device": "cpu"}),
+        (_plan, {"device": ["cpu:0", "cpu:1"]}),
         (_compile, {"dynamic_shapes": ({0: torch.export.Dim.DYNAMIC},)}),
-        (_step, {"device": "cpu"}),
     ],
 )
 def test_options_that_inductors_kernels_do_not_have_yet_take_eagers(

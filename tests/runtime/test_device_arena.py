@@ -15,12 +15,15 @@ import memplan
 from memplan.analysis.forecast import Residence
 from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT
 from memplan.core.graph import Graph, Phase, StorageKind
+from memplan.core.plan import Plan
+from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, InvalidEviction, MemplanError, PlanMismatch, UnsupportedDevice
 from memplan.evict.apply import apply
 from memplan.evict.workload import Event, Kind, Workload
 from memplan.planning.fit import make_workload
 from memplan.runtime.debug.hooks import Tracker
 from memplan.trace import trace
+from tests.models import Made
 from tests.runtime.budgets import FAST_LINK
 from tests.slow import slow
 
@@ -153,10 +156,52 @@ def test_what_does_not_go_together(net: SeveralResults, x: torch.Tensor) -> None
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
     with pytest.raises(MemplanError, match="recorded step"):
         memplan.compile_step(net, optimizer, lambda out: out[0].sum(), x, device="cpu", cuda_graph=True)
-    with pytest.raises(MemplanError, match="run on the device of their tensors"):
-        memplan.Backend(device="cpu")
     with pytest.raises(BudgetInfeasible):
         memplan.compile(net, x, device="cpu", arena_budget=64, **FLOW)
+
+
+@pytest.mark.parametrize(("kernels", "budget"), [("aten", "min"), ("aten", 0.5), slow("inductor", "min")])
+def test_graphs_of_torch_compile_run_on_a_device(kernels: Any, budget: Any) -> None:
+    """Two graphs, with a number between them; the budget holds for both together."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2))
+    model, x = (
+        Made(lambda m, x: m.layers[1](y if (y := m.layers[0](x)).sum().item() else x), layers=layers),
+        torch.randn(64, 32),
+    )
+
+    def steps(**options: Any) -> tuple[list[torch.Tensor], int, list[Plan]]:
+        torch._dynamo.reset()
+        backend, found = memplan.Backend(kernels=kernels, **options), []
+        compiled = torch.compile(model, backend=backend)
+        for _ in range(3):
+            model.zero_grad()
+            loss = compiled(x).square().mean()
+            loss.backward()
+            found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        return found, backend.arena_size, [plan for graph in backend.graphs for plan in graph.plans]
+
+    (expected, whole, _), (found, arena, plans) = steps(device="cpu"), steps(device="cpu", budget=budget)
+    assert all(map(torch.equal, steps()[0], expected))
+    assert len(found) == len(expected) == 27
+    assert all(map(torch.equal, found, expected))
+    assert [plan.eviction and plan.eviction.device for plan in plans] == ["cpu:0", "cpu:0"]
+    assert arena < whole
+
+
+def test_a_step_that_fits_neither_device_nor_host_is_refused_with_both_numbers(
+    net: SeveralResults, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = memplan.compile(net, x, device="cpu", budget="min").plan
+    beside = ("parameters", "constants", "inputs", "tangents", "outputs", "gradients")
+    assert plan.on_host == plan.host_size + sum(plan.outside[part] for part in beside)
+    assert f"{format_bytes(plan.on_host)} of its memory" in " ".join(str(plan.report()).split())
+    monkeypatch.setattr("memplan.runtime.builder.physical_memory", lambda: plan.on_host - 1)
+    with pytest.raises(BudgetInfeasible, match=r"of the host's memory beside .* on the device") as refused:
+        memplan.compile(net, x, device="cpu", budget="min")
+    assert refused.value.smallest == plan.on_host
+    monkeypatch.setattr("memplan.runtime.builder.physical_memory", lambda: plan.on_host)
+    assert memplan.compile(net, x, device="cpu", budget="min").plan.on_host == plan.on_host
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -234,7 +234,7 @@ def test_inference_and_calls_of_other_shapes_have_torch_compiles_bits() -> None:
 
 _REFUSED: tuple[dict[str, Any], ...] = (
     {"compress": "int8"},
-    {"device": "cpu"},
+    {"device": ["cpu:0", "cpu:1"]},
     {"dynamic_shapes": {"tokens": None}},
     {"checkpoint": "plan"},
 )

@@ -141,7 +141,7 @@ def test_gradients_that_no_update_takes_are_not_computed() -> None:
 _REFUSED: tuple[dict[str, Any], ...] = (
     {"divide": True},
     {"compress": "int8"},
-    {"device": "cpu"},
+    {"device": ["cpu:0", "cpu:1"]},
     {"checkpoint": "plan"},
 )
 

@@ -163,6 +163,7 @@ def test_a_step_whose_model_is_larger_than_the_card_is_as_fast_as_its_kernels(la
         *(model, optimizer, lambda loss: loss, tokens), device="cuda", target="rtx4090", budget=budget
     )
     assert plan.on_device <= parse_size(budget)
+    assert plan.graph.is_generated == HAS_TRITON, "a GPU's default kernels"
     assert not optimizer.state
     held = plan.outside["parameters"] + plan.outside["optimizer state"]
     assert held == pytest.approx(3 * sum(p.nbytes for p in model.parameters()), rel=1e-4)

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 from memplan.core.plan import Plan
-from memplan.devices.kinds import is_accelerator
-from memplan.devices.streams import pin
 from memplan.runtime.builder import ProgramBuilder
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.runner import Runner
@@ -111,23 +109,9 @@ class ModuleBuilder(ProgramBuilder[CompileOptions]):
         if not self._warned:  # once, and not for every shape and mode
             self._warned = bool(captured.captured.warnings)
             captured.warn()
-        prepare_host(self.model, traced)
         return traced, captured
 
     def _arena_for(self, plan: Plan, device: torch.device, room: int) -> Arena:
         arena = super()._arena_for(plan, device, room)
         self._arenas.add(arena)
         return arena
-
-
-def prepare_host(model: nn.Module, traced: TracedGraph, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Pin the parameters, buffers and optimizer state that a step on an accelerator copies from and to the host.
-
-    Their bytes move to page-locked memory, once; the tensors stay the same objects.
-    """
-    if traced.runs_on and is_accelerator(traced.device):
-        pin(model.parameters())
-        pin(model.buffers())
-        if optimizer is not None:
-            state = (t for state in optimizer.state.values() for t in state.values())
-            pin(t for t in state if isinstance(t, torch.Tensor))

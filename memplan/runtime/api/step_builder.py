@@ -12,7 +12,6 @@ from memplan.core.plan import Plan
 from memplan.distributed.parallelism import parallelism_of
 from memplan.distributed.step_ranks import StepRanks, batch_lines, option_lines, require_options
 from memplan.errors import UnsupportedCall
-from memplan.runtime.api.module_builder import prepare_host
 from memplan.runtime.builder import ProgramBuilder
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.optimizer_state import StepGuards
@@ -96,7 +95,6 @@ class StepBuilder(ProgramBuilder[StepOptions]):
             self.guards.look_again()
             if not options.allow_unsynchronized:
                 require_collective([traced.graph])
-            prepare_host(self._loss, traced, self._optimizer)
             return self.program(traced, captured, given, others=[of.program.plan for of in self.plans])
 
         program, guide = self.by_default(make)

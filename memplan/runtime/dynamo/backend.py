@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from memplan.core.plan import Plan
-from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
+from memplan.errors import UnsupportedCall, UnsupportedGraph
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.joint_plan import joint_plan, keep_budgets
 from memplan.runtime.dynamo.planned_graph import ArenaCoordinators, PlannedGraph, named_class
@@ -50,14 +50,14 @@ class Backend:
             break, and from the first step on that runs several graphs.
         options: The options of `memplan.compile` that decide how a step is planned and checked: `budget`,
             `arena_budget`, `host_budget`, `pinned_budget`, `reserve`, `policy`, `costs`, `checkpoint`, `kernels`,
-            `schedule`, `solver`, `layout`, `time_limit`, `in_place`, `sanitize`.
+            `device`, `schedule`, `solver`, `layout`, `time_limit`, `in_place`, `sanitize`.
 
     Attributes:
         hooks: The hooks that are called with the events of all graphs.
 
     Raises:
         UnsupportedCall: `divide` or `compress`, which several graphs cannot support.
-        MemplanError: `device` is set, or an option has an unknown value.
+        MemplanError: An option has an unknown value.
 
     Example:
         ```python
@@ -70,11 +70,6 @@ class Backend:
 
     def __init__(self, *, gradients: Gradients = "arena", **options: Unpack[RunKeywords]) -> None:
         self._arguments = {"gradients": gradients, **options}
-        if options.get("device") is not None:
-            hint = "use memplan.compile(model, inputs, device=...), which copies to a device"
-            raise MemplanError(
-                "graphs of torch.compile run on the device of their tensors", where="device", hint=hint, see="backend"
-            )
         for name in ("divide", "compress"):
             if options.get(name):
                 hint = f"use memplan.compile(model, inputs, {name}=...), for a model that is one graph"

@@ -205,8 +205,10 @@ def _need(instances: Sequence[GraphInstance], plans: Sequence[Plan], timeline: _
     """Return what the graphs need together with these plans."""
     parts = [part_of_step(one, {}, plan=plan) for one, plan in zip(instances, plans, strict=True)]
     joint = join("", parts, timeline)
-    arena = solve(joint.problem).arena_size
-    return _Need(plans=tuple(plans), arena=arena, total=joint.total - joint.arena_size + arena)
+    arena, beside = solve(joint.problem).arena_size, joint.total - joint.arena_size
+    if instances[0].traced.runs_on:  # the model, the caller's tensors and what graphs pass on are on the host
+        beside = max(plan.on_device - plan.arena_size for plan in plans)
+    return _Need(plans=tuple(plans), arena=arena, total=arena + beside)
 
 
 def _infeasible(found: _Need, total: int | None, arena: int | None) -> BudgetInfeasible:

@@ -47,6 +47,11 @@ class StepGuards(ModuleGuards):
         self._require_no_hooks()
         self.version += 1
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what the model and the optimizer hold."""
+        state = (t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
+        return [*super().tensors(), *state]
+
     def look_again(self) -> None:
         """Look up the state again."""
         self._store()

@@ -70,6 +70,10 @@ class ModuleGuards:
             "training" in state for state in self._states
         )  # not so in a compiled module, where it is a property
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what the model holds: parameters and buffers."""
+        return [*self.model.parameters(), *self.model.buffers()]
+
     def modes(self) -> list[bool]:
         """Return the training flag of every submodule, after checking that the submodules are the same.
 

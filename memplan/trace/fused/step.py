@@ -22,6 +22,7 @@ from memplan.trace.fused.environment import refused, require_inductor
 from memplan.trace.fused.fused_graph import StepReader
 from memplan.trace.fused.row_division import divide_rows
 from memplan.trace.fused.updates import with_updates
+from memplan.trace.graph.offload_target import with_host_residents
 from memplan.trace.passes.own_outputs import returned_by, tangents_needed, write_back_mutations
 from memplan.trace.passes.rewrite import copy_of
 
@@ -108,6 +109,7 @@ def trace_generated(step: CapturedCall, division: Division | None, compress: str
         whole=step.update is not None,
     )
     traced = traced if step.update is None else with_updates(traced, captured, step.update)
+    traced = traced if step.target is None else with_host_residents(traced, step.target)
     graph = traced.graph if step.options.in_place else without_candidates(traced.graph)
     return replace(traced, division=made.division, graph=graph)
 

@@ -7,7 +7,6 @@ arena beside the model's memory, so that the same plans, copies and waits run on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from memplan.devices.kinds import HOST, REFUSED, current_index, device_count
 from memplan.errors import UnsupportedDevice, UnsupportedGraph
 from memplan.trace.traced import Source, TracedGraph, named_leaves
 
+_ON_CPU = "leave out device=, or leave the model and its inputs on the CPU"
 _HINT = "name a device of this machine ('cuda', 'cuda:1'), or 'cpu', which stands in for one"
 
 
@@ -75,19 +75,12 @@ def _target(device: Any) -> Target:
     return Target(names=(name,), device=torch.device(HOST if found.type == "cpu" else name))
 
 
-def require_on_cpu(model: nn.Module, inputs: Any) -> None:
-    """Raise `UnsupportedDevice` unless the model and its inputs are on the CPU, or are meta tensors."""
-    named: Iterable[tuple[str, Any]] = (
-        *model.named_parameters(),
-        *model.named_buffers(),
-        *named_leaves(inputs[0], inputs[1], model.forward),
-    )
-    for name, tensor in named:
+def require_on_cpu(model: nn.Module, inputs: Any, hint: str = _ON_CPU, see: str = "device") -> None:
+    """Raise `UnsupportedDevice`, with a next step, unless the model and its inputs are on the CPU or meta tensors."""
+    held = (*model.named_parameters(), *model.named_buffers(), *named_leaves(inputs[0], inputs[1], model.forward))
+    for name, tensor in held:
         if isinstance(tensor, torch.Tensor) and tensor.device.type not in (HOST, "meta"):
-            what = f"is on {tensor.device} already; with device= the model and its inputs stay on the CPU"
-            raise UnsupportedDevice(
-                what, where=name, hint="leave out device=, or leave the model on the CPU", see="device"
-            )
+            raise UnsupportedDevice(f"is on {tensor.device} already", where=name, hint=hint, see=see)
 
 
 def with_host_residents(traced: TracedGraph, target: Target) -> TracedGraph:
