@@ -69,7 +69,7 @@ def divide_row_sums(graph: fx.Graph, blocks: int, *, least: int, number: int) ->
 
 def _sums(node: fx.Node) -> tuple[fx.Node | None, Any, Any] | None:
     """Return the mask, the rows and the summands of a node that adds up rows of zeros, None for any other."""
-    args = node.args
+    args: Any = node.args
     if node.target is _MASKED:
         start, mask, rows, summands = args
     elif node.target is _PUT and args[3:] == (True,):
@@ -77,9 +77,9 @@ def _sums(node: fx.Node) -> tuple[fx.Node | None, Any, Any] | None:
     else:
         return None
     zeros = isinstance(start, fx.Node) and start.target is FULL and start.args[1] == 0
-    if not zeros or len(rows) != 1 or not isinstance(rows[0], fx.Node) or value(rows[0]).dtype is not torch.int64:  # type: ignore[arg-type]
+    if not zeros or len(rows) != 1 or not isinstance(rows[0], fx.Node) or value(rows[0]).dtype is not torch.int64:
         return None
-    return mask, rows[0], summands  # type: ignore[return-value, index]
+    return mask, rows[0], summands
 
 
 def _only_user(node: fx.Node, target: object) -> fx.Node | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from memplan.trace.chunking.rows import FULL, SLICE, is_transpose
 from memplan.trace.fused.row_parts import NAMED, PERMUTE, PRODUCTS, SUM
@@ -34,14 +35,17 @@ def trim_products(graph: fx.Graph) -> None:
 
 def _trim(graph: fx.Graph, cut: fx.Node) -> None:
     """Replace a slice of a product's rows by a product of fewer rows."""
-    whole = cut.args[0]
-    product = whole.args[0] if whole.target in VIEWS else whole  # type: ignore[union-attr]
-    at = PRODUCTS.get(product.target)  # type: ignore[union-attr, arg-type]
-    if at is None or not _leaves_rows_out(cut, whole) or {*product.users} | {*whole.users} > {whole, cut}:  # type: ignore[union-attr, arg-type]
+    whole: Any = cut.args[0]
+    product: Any = whole.args[0] if whole.target in VIEWS else whole
+    at = PRODUCTS.get(product.target) if isinstance(product.target, OpOverload) else None
+    alone = {*product.users} | {*whole.users} <= {whole, cut} and not product.kwargs
+    if at is None or not alone or not _leaves_rows_out(cut, whole) or not _are_rows(whole, product):
+        return
+    if at and value(product.args[0]).dim() != 1:  # it adds a row to each
         return
     call = _caller(graph, cut)
-    rows = _trimmed(call, product.args[at], value(whole).shape[:-1], cut.args[1:])  # type: ignore[union-attr, arg-type]
-    made = call(product.target, *product.args[:at], rows, *product.args[at + 1 :])  # type: ignore[union-attr]
+    rows = _trimmed(call, product.args[at], value(whole).shape[:-1], cut.args[1:])
+    made = call(product.target, *product.args[:at], rows, *product.args[at + 1 :])
     _flatten(cut, made)
     cut.replace_all_uses_with(call(aten.view.default, made, list(value(cut).shape)))
 
@@ -57,19 +61,21 @@ def _flatten(tensor: fx.Node, rows: fx.Node) -> None:
 
 def _pad_later(graph: fx.Graph, padded: fx.Node) -> None:
     """Replace the products of a gradient that is padded with rows of zeros by products of its own rows."""
+    zeros: Any
+    own: Any
     zeros, own, *where = padded.args
     views = [user for user in padded.users if user.target in VIEWS] or [padded]
     readers = [user for view in views for user in view.users]
     matrix = views[0]
     simple = len(views) == 1 and {*padded.users} <= {matrix, *readers} and value(matrix).dim() == 2
-    empty = isinstance(zeros, fx.Node) and zeros.target is FULL and zeros.args[1] == 0
+    empty = isinstance(zeros, fx.Node) and zeros.target is FULL and zeros.args[1] == 0 and _are_rows(padded, matrix)
     if not (simple and empty and _leaves_rows_out(padded, padded) and all(_is_read(user, matrix) for user in readers)):
         return
     call = _caller(graph, padded)
     shape, width = value(padded).shape[:-1], value(matrix).shape[-1]
     rows = call(aten.view.default, own, [-1, width])
-    if own.target in VIEWS and value(own.args[0]).shape == value(rows).shape:  # type: ignore[union-attr, arg-type]
-        rows = own.args[0]  # type: ignore[union-attr, assignment]
+    if own.target in VIEWS and value(own.args[0]).shape == value(rows).shape:
+        rows = own.args[0]
     for user in readers:
         call = _caller(graph, user)
         if is_transpose(user):
@@ -81,7 +87,7 @@ def _pad_later(graph: fx.Graph, padded: fx.Node) -> None:
             user.replace_all_uses_with(call(SUM, rows, *user.args[1:]))
         else:
             made = call(user.target, rows, user.args[1])
-            made = call(aten.view.default, made, [*value(own).shape[:-1], -1])  # type: ignore[arg-type]
+            made = call(aten.view.default, made, [*value(own).shape[:-1], -1])
             kind = {"dtype": value(made).dtype, "device": value(made).device}
             full = call(FULL, [*shape, value(user).shape[-1]], 0, **kind)
             scattered = call(_SCATTER, full, made, *where)
@@ -97,6 +103,11 @@ def _is_read(user: fx.Node, matrix: fx.Node) -> bool:
     if user.target is SUM:
         return user.args[1] == [0] and not user.kwargs
     return user.target is aten.mm.default and user.args[0] is matrix and user.args[1] is not matrix
+
+
+def _are_rows(tensor: fx.Node, matrix: fx.Node) -> bool:
+    """Return whether the last dimension of a tensor is a row of a matrix."""
+    return bool(value(tensor).shape[-1] == value(matrix).shape[-1])
 
 
 def _leaves_rows_out(node: fx.Node, whole: Any) -> bool:

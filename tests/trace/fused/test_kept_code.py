@@ -113,6 +113,7 @@ def test_without_caches_code_is_written_each_time(written: list[Any]) -> None:
     """As `TORCHINDUCTOR_FORCE_DISABLE_CACHES=1` has it, with which no setting of Inductor's brings them back."""
     captured = capture_call(_small(), _x(), kernels="inductor")
     first, count = captured.retrace(), len(written)
-    with torch.compiler.config.patch(force_disable_caches=True):
+    config: Any = torch.compiler.config
+    with config.patch(force_disable_caches=True):
         assert captured.retrace().graph == first.graph
     assert len(written) == 2 * count

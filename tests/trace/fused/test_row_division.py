@@ -78,3 +78,38 @@ def test_sums_of_a_table_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPa
     torch.compiler.reset()
     _, whole = _step(twin, (2, 64), memplan.Division(blocks=8, sums=True))
     assert all(torch.equal(one, two) for one, two in zip(divided, whole, strict=True))
+
+
+def _whole_samples(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return logits.reshape(4, -1)[:-1].square().mean()
+
+
+def _plus_a_matrix(logits: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    return (
+        torch.addmm(matrix.repeat(1, WORDS // WIDTH), logits, torch.eye(WORDS))
+        .view(4, -1, WORDS)[:, 1:]
+        .logsumexp(2)
+        .sum()
+    )
+
+
+def _read_twice(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return logits[:-1].logsumexp(1).sum() + logits.mean()
+
+
+@pytest.mark.parametrize("loss", [_whole_samples, slow(_plus_a_matrix), slow(_read_twice)])
+def test_what_cannot_be_trimmed_is_right(loss: Any) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = loss(self.head(x), x)
+            return found
+
+    model, x = Head(), torch.randn(64, WIDTH)
+    memplan.compile(model, x, kernels="inductor", divide=BLOCKS)(x).backward()
+    found, model.head.weight.grad = model.head.weight.grad, None
+    model(x).backward()
+    torch.testing.assert_close(found, model.head.weight.grad, rtol=1e-4, atol=1e-5)
