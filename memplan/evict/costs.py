@@ -131,7 +131,7 @@ class CostModel:
             return known
         if is_collective(op.target):
             return self.launch + self.between_ranks.seconds(_sent_bytes(graph, op))
-        nbytes = sum(_value_bytes(graph, v) for v in dict.fromkeys((*op.reads, *op.writes)))
+        nbytes = sum(_value_bytes(graph, v) for v in dict.fromkeys((*_operands(graph, op), *op.writes)))
         widest = max((graph.values[v].dtype for v in op.reads), key=lambda d: d not in _NARROW, default="float32")
         rate = self.narrow_flops if widest in _NARROW else self.matrix_flops
         drawn = self.draw * _drawn(graph, op) if self.draw else 0.0
@@ -236,8 +236,13 @@ def signature_of(graph: Graph, op: Op) -> str:
         v = graph.values[index]
         return f"{v.dtype}{list(v.shape)}{list(v.strides)}"
 
-    reads = op.reads if graph.saved_state(op) is None else op.reads[:-1]  # numbers drawn again take the same time
-    return f"{op.target}({', '.join(map(describe, reads))}) -> {', '.join(map(describe, op.writes))}"
+    operands = ", ".join(map(describe, _operands(graph, op)))
+    return f"{op.target}({operands}) -> {', '.join(map(describe, op.writes))}"
+
+
+def _operands(graph: Graph, op: Op) -> tuple[int, ...]:
+    """Return what an op reads but for the state of a generator: numbers drawn again take the same time."""
+    return op.reads if graph.saved_state(op) is None else op.reads[:-1]
 
 
 def flops_of(graph: Graph, op: Op) -> float:
@@ -286,7 +291,8 @@ def _drawn(graph: Graph, op: Op) -> int:
     A kernel of Inductor's draws them from seeds, which it reads.
     """
     seeded = any(graph.storages[graph.values[v].storage].origin.op == _SEEDS for v in op.reads)
-    if not (op.random or seeded) or op.target == SAVE_RNG:
+    draws = op.random or seeded or graph.saved_state(op) is not None
+    if not draws or op.target == SAVE_RNG:
         return 0
     return max((prod(graph.values[v].shape) for v in op.writes), default=0)
 

@@ -39,10 +39,10 @@ def auto(graph: Graph) -> Schedule:
 def _orders(arrays: GraphArrays) -> Iterator[tuple[str, Ints]]:
     """Yield the orders to repair, the traced one first."""
     yield "traced", arrays.traced
-    yield "latest first", listed(arrays, latest=True)
     yield "frees first", listed(arrays)
     yield "least first", listed(arrays, least=True)
     yield "least last", listed(arrays, least=True, backwards=True)
+    yield "latest first", listed(arrays, latest=True)
 
 
 def listed(arrays: GraphArrays, *, least: bool = False, latest: bool = False, backwards: bool = False) -> Ints:

@@ -28,7 +28,7 @@ from memplan.trace.traced import TracedGraph
 from tests.steps import Outcome, outcome_of
 
 _LINK = Link(bytes_per_second=1e13, latency=1e-9)
-FAST_LINK = replace(DEVICES["cpu"], name="fast link", to_host=_LINK, to_device=_LINK)
+FAST_LINK = replace(DEVICES["cpu"], name="fast link", launch=0.0, to_host=_LINK, to_device=_LINK)  # copies are free
 QUICK = partial(auto, quick=True)
 QUICK_RECOMPUTE = partial(auto, quick=True, swaps=False)
 

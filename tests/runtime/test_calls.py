@@ -366,7 +366,6 @@ def test_by_compile_step(options: dict[str, Any]) -> None:
     [
         {"layout": "stack"},
         {"costs": "measure", "budget": 0.5},
-        {"device": "cpu"},
         {"divide": 4},
         {"compress": "int8"},
         {"gradients": "owned"},

@@ -339,7 +339,7 @@ def test_losses_and_updates_are_eagers(
     how: dict[str, Any] = {"accumulate": accumulate, "clip": clip, "sanitize": "poison"}
     training = Training(_made(name), _adam, _loss, _batch(), eager=_made(name), **how)
     assert isinstance(training.step, StepThenUpdate)
-    assert "is planned as several graphs, and AdamW's step() runs by itself" in caplog.text
+    assert "is planned as several graphs, " in caplog.text
     for call in range(4):
         training.both(_batch(call), seed=call)
         assert training.step.pending == (call + 1) % accumulate

@@ -44,7 +44,7 @@ def divide_row_sums(graph: fx.Graph, blocks: int, *, least: int, number: int) ->
         count, *width = value(node).shape
         for k, (low, high) in enumerate(pairwise(count * k // blocks for k in range(blocks + 1))):
             writer = Rewriter(graph, mode, node, before=last)
-            writer.label = f"{node.name}_rows{k}"
+            writer.label = f"{node.name}_words{k}"
             writer.also = {BLOCK: (number, k), **{key: node.meta[key] for key in NAMED if key in node.meta}}
             inside = writer.call(aten.ge.Scalar, rows, low)
             inside = writer.call(aten.bitwise_and.Tensor, inside, writer.call(aten.lt.Scalar, rows, high))

@@ -64,7 +64,11 @@ def generated(captured: Captured, model: str, division: Division | None) -> Gene
     compiled = _copy(joint)
     settled = None if division is None else divide_rows(compiled.graph, division)
     if division is HEAD and not any(EARLY in node.meta for node in compiled.graph.nodes):
-        raise UnsupportedGraph(model, "has no loss head whose gradients the forward can compute", "pass divide=")
+        what, hint = (
+            "has no loss head whose gradients the forward can compute",
+            "pass divide=memplan.Division(sums=True)",
+        )
+        raise UnsupportedGraph(model, what, hint, see="inductor-options")
     _erase_numbers(compiled.graph)
     with quiet():
         halves = generate(
