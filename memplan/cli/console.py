@@ -65,7 +65,7 @@ PinnedBudget = Annotated[str | None, opt("--pinned-budget SIZE", "The same where
 Reserve = Annotated[str | None, opt("--reserve SIZE", "Set more bytes aside, in place of the optimizer's state.")]
 Optimizer = Annotated[str, opt("--optimizer NAME", "Whose state a training step's total has: AdamW, SGD, ..., none.")]
 Solver = Annotated[str | None, opt("--solver NAME", "Which solver places the buffers: auto or its name.")]
-TimeLimit = Annotated[float | None, opt("--time-limit SECONDS", "How long a solver, or a layout's proof, may take.")]
+TimeLimit = Annotated[float | None, opt("--time-limit SECONDS", "How long a solver may take.")]
 Html = Annotated[Path | None, opt("--html FILE", "Draw it as one page, to zoom and hover.")]
 Shown = Annotated[Format, opt("--format", "What to print; github: a table, annotations and a job summary.")]
 

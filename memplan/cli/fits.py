@@ -41,6 +41,7 @@ def fits(
     """
     from memplan.cli.source import NamedFactory, blame, load_factory
     from memplan.core.arguments import require_torch
+    from memplan.errors import InvalidModel
     from memplan.report.forms import fits_form
 
     require_torch("memplan fits")
@@ -48,6 +49,9 @@ def fits(
     from memplan.trace.step_example import batch_of, language_model
 
     with contextlib.redirect_stdout(sys.stderr):
+        if bool(hf) == bool(target) or (length is not None and not hf):
+            what, hint = "takes a model, or --hf with its --length", "name FILE.py:FACTORY, or give --hf config.json"
+            raise InvalidModel(what, where="memplan fits", hint=hint)
         if hf:
             target = hf
             factory = NamedFactory(name=hf, file=hf, make=language_model(hf, length), takes_batch=True)

@@ -204,7 +204,10 @@ def capacity_of(
         raise InvalidSize(what, where="target", hint=hint)
     text, gpu = device.strip().lower() if isinstance(device, str) else "0", None
     if text == HOST:
-        total, costs, usual = physical_memory(), HOST, ALLOWANCE
+        total, costs, usual = physical_memory() or 0, HOST, ALLOWANCE
+        if not total:
+            what = "this system does not say how much memory it has"
+            raise UnsupportedDevice(what, where="target", hint="give its memory: 24GiB", see="unknown-memory")
     elif text in ALIASES or not text[:1].isdigit():
         try:
             gpu = find_gpu(str(device))
@@ -224,13 +227,12 @@ def capacity_of(
     return Capacity(device=str(device), total=total, allowance=taken, slack=free, costs=costs, gpu=gpu)
 
 
-def physical_memory() -> int:
-    """Return the bytes of memory of this machine. Raises `UnsupportedDevice` where the system does not say."""
+def physical_memory() -> int | None:
+    """Return the bytes of memory of this machine; None where the system does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError) as error:
-        what = "this system does not say how much memory it has"
-        raise UnsupportedDevice(what, where="target", hint="give its memory: 24GiB", see="unknown-memory") from error
+    except (ValueError, OSError, AttributeError):
+        return None
 
 
 def _slack(slack: int | float | str | None, total: int) -> int:

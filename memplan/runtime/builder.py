@@ -264,7 +264,7 @@ def _depends_on_costs(options: RunOptions, made: Runner) -> bool:
 def require_host_memory(plan: Plan) -> None:
     """Raise `BudgetInfeasible` if the host has less memory than a step whose model stays there takes of it."""
     has = physical_memory()
-    if plan.on_host > has:
+    if has is not None and plan.on_host > has:
         what = (
             f"needs {format_bytes(plan.on_host)} of the host's memory beside {format_bytes(plan.on_device)} on the "
             f"device, and the host has {format_bytes(has)}"

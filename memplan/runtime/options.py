@@ -141,8 +141,9 @@ class RunOptions(PlanOptions):
             variant = outside_as_in(variant, given, gradients=self.gradients == "arena")
             return variant, self.require_fit(variant, given)
         redzone, options = self.redzone(traced.device), self
-        if self.pinned_budget is None and len(traced.runs_on) == 1 and is_accelerator(traced.device):
-            options = replace(self, pinned_budget=physical_memory() // 4)
+        has = physical_memory()
+        if self.pinned_budget is None and len(traced.runs_on) == 1 and is_accelerator(traced.device) and has:
+            options = replace(self, pinned_budget=has // 4)
         variant, plan = plan_step(traced, retracer, options, redzone=redzone, room=room, transient=transient)
         return outside_as_in(variant, plan, gradients=self.gradients == "arena"), plan
 

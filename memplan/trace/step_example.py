@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -42,6 +43,10 @@ def language_model(path: str, length: int | None = None) -> Callable[..., tuple[
     if find_spec("transformers") is None:
         what, hint = "reads config.json by transformers, which is not installed", "pip install transformers"
         raise LibraryNotInstalled(what, where="--hf", hint=hint)
+    if not os.path.exists(path):  # transformers would look for it elsewhere
+        raise InvalidModel("does not exist", where=path, hint="give the config.json of a causal language model")
+    if length is not None and length < 1:
+        raise InvalidSize(f"{length} is no number of tokens", where="--length", hint="give 1 or more")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     def make(batch: int = 1) -> tuple[nn.Module, torch.Tensor]:
@@ -50,7 +55,7 @@ def language_model(path: str, length: int | None = None) -> Callable[..., tuple[
             config = AutoConfig.from_pretrained(path, local_files_only=True)
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
-                longest = min(getattr(config, "max_position_embeddings", _LENGTH), _LENGTH)
+                longest = min(getattr(config, "max_position_embeddings", None) or _LENGTH, _LENGTH)
                 return _LanguageModel(model).train(), torch.zeros(batch, length or longest, dtype=torch.long)
         except (OSError, ValueError, KeyError) as error:
             what = str(error).strip().partition("\n")[0]

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-
-from torch import fx
 
 from memplan.core.division import HEAD, Division
 from memplan.core.graph import Graph, Phase
@@ -66,7 +64,7 @@ def first_variant(step: CapturedCall, options: PlanOptions) -> TracedGraph:
     """
     if options.divide is None and options.kernels == "inductor" and step.captured.training:
         nodes = list(step.captured.graph_module.graph.nodes)
-        if any(is_accelerator(tensor.device) for tensor in tensors_of(nodes)) and _may_exceed(nodes, options):
+        if any(is_accelerator(tensor.device) for tensor in tensors_of(nodes)) and _may_exceed(step, options):
             try:
                 return step.retrace(division=HEAD)
             except UnsupportedGraph as refused:
@@ -74,10 +72,15 @@ def first_variant(step: CapturedCall, options: PlanOptions) -> TracedGraph:
     return step.retrace()
 
 
-def _may_exceed(nodes: Sequence[fx.Node], options: PlanOptions) -> bool:
-    """Return whether a step may need more than a budget: a share, "min", or fewer bytes than eager has alive."""
+def _may_exceed(step: CapturedCall, options: PlanOptions) -> bool:
+    """Return whether a step may need more than a budget: a share, "min", or fewer bytes than eager may have alive, with
+    inputs, what is set aside and two numbers of the optimizer's for each parameter beside that.
+    """
+    nodes = list(step.captured.graph_module.graph.nodes)
     budgets = [read_budget(b) for b in (options.budget, options.arena_budget) if isinstance(b, (int, float, str))]
-    return any(b == "min" or b < (1 if isinstance(b, float) else most_alive(nodes)) for b in budgets)
+    given = sum(t.numel() * t.itemsize for t in tensors_of([n for n in nodes if n.op == "placeholder"]))
+    most = most_alive(nodes) + given * (1 if step.update is None else 3) + options.reserved
+    return any(b == "min" or b < (1 if isinstance(b, float) else most) for b in budgets)
 
 
 def _of_whole_head(graph: Graph, blocks: int) -> tuple[int, int]:

@@ -290,7 +290,7 @@ def _computed(node: fx.Node, rewriter: Rewriter) -> fx.Node:
     if not isinstance(source, fx.Node):  # a number
         source = rewriter.call(aten.scalar_tensor.default, source, dtype=v.dtype, device=v.device)
     made = rewriter.call(_LAZY[node.target], source)
-    if value(made).stride() == v.stride():
+    if value(made).stride() == v.stride() or 0 in v.stride():  # an expanded one is written whole
         return made
     laid_out = rewriter.scratch(v)  # keeps the gaps of a view
     rewriter.call(aten.copy_.default, laid_out, made)

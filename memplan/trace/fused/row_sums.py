@@ -16,6 +16,7 @@ from torch._inductor import config
 
 from memplan.trace.chunking.rows import FULL, SLICE
 from memplan.trace.fused.row_parts import BLOCK, NAMED
+from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
 
 _PUT, _MASKED = aten.index_put.default, aten._unsafe_masked_index_put_accumulate.default
@@ -28,16 +29,17 @@ def divide_row_sums(graph: fx.Graph, blocks: int, *, least: int, number: int) ->
     `number` is that of the first of them among the chains of the graph.
     """
     mode = fake_mode_of(graph)
-    blocks = max(
-        blocks, config.max_pointwise_cat_inputs + 1
-    )  # of fewer, Inductor may join all by one kernel at the end
+    # Inductor may join fewer parts by one kernel at the end, until which all of them exist.
+    blocks = max(blocks, config.max_pointwise_cat_inputs + 1)
     for node in list(graph.nodes):
-        if (found := _sums(node)) is None or value(node).numel() * value(node).itemsize <= least:
+        if (sums := _sums(node)) is None or value(node).numel() * value(node).itemsize <= least:
             continue
-        mask, rows, summands = found
+        mask, rows, summands = sums
         converted = _only_user(node, _CONVERT)
         whole = _only_user(converted or node, aten.add.Tensor)
-        if whole is not None and any(value(x).shape != value(node).shape for x in whole.all_input_nodes):
+        if whole is not None and not all(
+            isinstance(x, fx.Node) and value(x).shape == value(node).shape for x in whole.args
+        ):
             whole = None
         last = whole or converted or node
         pieces = []
@@ -46,14 +48,16 @@ def divide_row_sums(graph: fx.Graph, blocks: int, *, least: int, number: int) ->
             writer = Rewriter(graph, mode, node, before=last)
             writer.label = f"{node.name}_words{k}"
             writer.also = {BLOCK: (number, k), **{key: node.meta[key] for key in NAMED if key in node.meta}}
-            inside = writer.call(aten.ge.Scalar, rows, low)
-            inside = writer.call(aten.bitwise_and.Tensor, inside, writer.call(aten.lt.Scalar, rows, high))
+            behind = writer.call(aten.add.Tensor, rows, count)  # the rows that negative numbers name
+            found = writer.call(aten.where.self, writer.call(aten.lt.Scalar, rows, 0), behind, rows)
+            inside = writer.call(aten.ge.Scalar, found, low)
+            inside = writer.call(aten.bitwise_and.Tensor, inside, writer.call(aten.lt.Scalar, found, high))
             for _ in range(value(summands).dim() - value(rows).dim()):
                 inside = writer.call(aten.unsqueeze.default, inside, -1)
             inside = inside if mask is None else writer.call(aten.bitwise_and.Tensor, inside, mask)
             kind = {"dtype": value(node).dtype, "device": value(node).device}
             zeros = writer.call(FULL, [high - low, *width], 0, **kind)
-            own = writer.call(aten.sub.Tensor, rows, low)
+            own = writer.call(aten.sub.Tensor, found, low)
             piece = writer.call(_MASKED, zeros, inside, [own], summands)
             if converted is not None:
                 piece = writer.call(_CONVERT, piece, converted.args[1])
@@ -70,6 +74,8 @@ def divide_row_sums(graph: fx.Graph, blocks: int, *, least: int, number: int) ->
 def _sums(node: fx.Node) -> tuple[fx.Node | None, Any, Any] | None:
     """Return the mask, the rows and the summands of a node that adds up rows of zeros, None for any other."""
     args: Any = node.args
+    if not is_backward(node):
+        return None
     if node.target is _MASKED:
         start, mask, rows, summands = args
     elif node.target is _PUT and args[3:] == (True,):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 
-from memplan.core.division import HEAD, SUMS_HINT, WITHOUT_SUMS, Division
+from memplan.core.division import HEAD, NOTHING, SUMS_HINT, WITHOUT_SUMS, Division
 from memplan.core.in_place import without_candidates
 from memplan.core.timed import timed
 from memplan.errors import UnsupportedGraph, UnsupportedProblem
@@ -63,6 +63,8 @@ def generated(captured: Captured, model: str, division: Division | None) -> Gene
     _, _, descs = returned_by(joint.graph)
     compiled = _copy(joint)
     settled = None if division is None else divide_rows(compiled.graph, division)
+    if settled is not None and settled.over == NOTHING:
+        compiled = _copy(joint)  # whose products are not trimmed for nothing
     if division is HEAD and not any(EARLY in node.meta for node in compiled.graph.nodes):
         what, hint = (
             "has no loss head whose gradients the forward can compute",

@@ -73,7 +73,8 @@ def _pad_later(graph: fx.Graph, padded: fx.Node) -> None:
         return
     call = _caller(graph, padded)
     shape, width = value(padded).shape[:-1], value(matrix).shape[-1]
-    rows = call(aten.view.default, own, [-1, width])
+    plain = own if value(own).is_contiguous() else call(aten.clone.default, own, memory_format=torch.contiguous_format)
+    rows = call(aten.view.default, plain, [-1, width])
     if own.target in VIEWS and value(own.args[0]).shape == value(rows).shape:
         rows = own.args[0]
     for user in readers:
@@ -113,7 +114,9 @@ def _are_rows(tensor: fx.Node, matrix: fx.Node) -> bool:
 def _leaves_rows_out(node: fx.Node, whole: Any) -> bool:
     """Return whether a slice, or what it is scattered into, is one of whole rows without steps."""
     dim, *rest = node.args[2:] if node.target is _SCATTER else node.args[1:]
-    return isinstance(dim, int) and 0 <= dim < value(whole).dim() - 1 and len(rest) <= 2 and not node.kwargs
+    left = value(node.args[1] if node.target is _SCATTER else node)  # type: ignore[arg-type]
+    plain = len(rest) <= 2 and not node.kwargs and left.numel() > 0
+    return plain and isinstance(dim, int) and 0 <= dim < value(whole).dim() - 1
 
 
 def _trimmed(call: Callable[..., fx.Node], matrix: Any, shape: torch.Size, where: Any) -> fx.Node:

@@ -20,15 +20,17 @@ WORDS, WIDTH = 2048, 32
 class NextToken(nn.Module):
     """Predicts each token from those before it; the logits of the last one are left out."""
 
-    def __init__(self, *, tied: bool = True, bias: bool = False) -> None:
+    def __init__(self, *, tied: bool = True, bias: bool = False, from_end: bool = False) -> None:
         super().__init__()
+        self.from_end = from_end
         self.table, self.body = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=bias)
         if tied:
             self.head.weight = self.table.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.body(self.table(ids)).relu())
+        words = self.table.weight[ids - WORDS] if self.from_end else self.table(ids)
+        logits = self.head(self.body(words).relu())
         wanted = ids[1:] if ids.dim() == 1 else ids[:, 1:]
         left = logits[:-1] if ids.dim() == 1 else logits[:, :-1]
         return nn.functional.cross_entropy(left.reshape(-1, WORDS).float(), wanted.reshape(-1))
@@ -97,8 +99,19 @@ def _read_twice(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return logits[:-1].logsumexp(1).sum() + logits.mean()
 
 
-@pytest.mark.parametrize("loss", [_whole_samples, slow(_plus_a_matrix), slow(_read_twice)])
-def test_what_cannot_be_trimmed_is_right(loss: Any) -> None:
+def _classes_first(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    left = logits.view(4, -1, WORDS)[:, :-1].transpose(1, 2)
+    return nn.functional.cross_entropy(left, torch.arange(60).view(4, 15))
+
+
+def _nothing_left(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return logits.view(64, 1, WORDS)[:, :-1].sum() + logits.logsumexp(1).sum()
+
+
+@pytest.mark.parametrize(
+    "loss", [_classes_first, *map(slow, (_whole_samples, _plus_a_matrix, _read_twice, _nothing_left))]
+)
+def test_other_heads_are_right(loss: Any) -> None:
     class Head(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -113,3 +126,12 @@ def test_what_cannot_be_trimmed_is_right(loss: Any) -> None:
     found, model.head.weight.grad = model.head.weight.grad, None
     model(x).backward()
     torch.testing.assert_close(found, model.head.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_may_be_counted_from_the_end() -> None:
+    """`table[-1]` is the last row, in its gradient too."""
+    model, ids = NextToken(from_end=True), torch.arange(128).view(2, 64) * 7 % WORDS
+    memplan.compile(model, ids, kernels="inductor", divide=BLOCKS)(ids).backward()
+    found, model.table.weight.grad = model.table.weight.grad, None
+    model(ids).backward()
+    torch.testing.assert_close(found, model.table.weight.grad, rtol=1e-4, atol=1e-6)
