@@ -187,7 +187,8 @@ class Plan:
     @property
     def on_host(self) -> int:
         """Bytes of the host's memory that the step takes beside its device: copies of what is evicted, and, where the
-        model stays on the host, all that it and the caller have there. What is page-locked is counted as rounded."""
+        model stays on the host, all that it and the caller have there. What is page-locked is counted as rounded. The
+        state of an optimizer whose own `step()` updates is not part of a plan."""
         if self.eviction is None:
             return 0
         away, size = bool(self.eviction.device), page_locked if self.on_accelerator else int

@@ -251,10 +251,10 @@ def flops_of(graph: Graph, op: Op) -> float:
     reads = [graph.values[v] for v in op.reads]
     writes = [graph.values[v] for v in op.writes]
     if name in _MATRIX:
-        # behind the factors may be what part of the result is written into, and before them what is added to
-        matrices = [v for v in reads if len(v.shape) >= 2][
-            name.startswith(("add", "badd")) and len(reads[0].shape) >= 2 :
-        ]
+        matrices = [v for v in reads if len(v.shape) >= 2]
+        if name.startswith(("add", "badd")) and len(reads[0].shape) >= 2:
+            matrices = matrices[1:]  # the first is what is added to
+        # A third may follow the factors: what the result is a part of.
         return 2.0 * prod(matrices[0].shape) * matrices[:2][-1].shape[-1] if matrices else 0.0
     if "convolution" in name:
         return _convolution_flops(name, reads, writes)

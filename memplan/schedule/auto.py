@@ -49,8 +49,8 @@ def listed(arrays: GraphArrays, *, least: bool = False, latest: bool = False, ba
     """Return the order in which the best of the ready ops runs next: one that frees at least what it allocates.
 
     Ties go by the traced order, or, with `least`, by the bytes that an op allocates first. With `latest`, one that
-    became ready last runs next, whatever it frees: what was begun is ended first. With `backwards`, time is reversed:
-    the last op is chosen first.
+    became ready, or able to free more, last runs next: what was begun is ended first. With `backwards`, time is
+    reversed: the last op is chosen first.
     """
     before, after, touch, user = (
         [flat[i:j].tolist() for i, j in pairwise(ptr.tolist())]

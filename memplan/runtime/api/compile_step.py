@@ -99,8 +99,8 @@ def compile_step(
         clip_grad_norm: The maximum of the global 2-norm of all gradients. All updates then wait for all gradients.
         accumulate: The number of micro-batches per update. With k, every k-th call updates the parameters by the
             optimizer's own `step()`, as eager does after k times `(loss_fn(...) / k).backward()`; each call returns its
-            loss undivided. The sums of gradients persist between calls; they are outside the arena and count as
-            optimizer state.
+            loss undivided. The sums of gradients persist between calls; they are outside the arena, and count in the
+            plan's `reserve` (with `device`, they are on the host).
         plan: A saved plan, or its path, of this very step, to run instead of making one.
         kernels: None takes Inductor's kernels on accelerators, and eager's on the CPU and where Inductor's cannot be
             had, which the log then says. "inductor": the fused kernels that Inductor generates for forward and
@@ -113,7 +113,8 @@ def compile_step(
         fullgraph: Raise `UnsupportedGraph` for a step that one graph cannot hold. By default, and without a budget, its
             forward and backward are then compiled as several graphs, as by `memplan.compile`, the optimizer's own
             `step()` runs after them, and the log says why.
-        cuda_graph: Record the whole step as one CUDA graph at the first call, and replay it. Learning rates are then
+        cuda_graph: Record the whole step as one CUDA graph at the first call, and replay it (with `accumulate`, forward
+            and backward). Learning rates are then
             read from memory (float32, as with a tensor as `lr`: eager has the same bits if float32 holds the rate) and
             may change at every step; if another hyperparameter changes, the step is recorded again.
         device: As in `memplan.compile`. The optimizer's state stays on the CPU too; each step updates parameters and
