@@ -12,7 +12,8 @@ With half-precision activations and float32 parameters, as under autocast, the k
 statistics. The fake kernels make half-precision ones, which no backward would accept (`correct_statistics`).
 
 Conjugates and negations that torch only records in a bit of the tensor (lazy views) cannot be values of a plan: the
-bytes do not hold the values. They are computed where the views are made (`compute_conjugates`).
+bytes do not hold the values. Kernels that read the bit would compute the same conjugate as they run, and other ops
+have it computed before them, as is done here (`compute_conjugates`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch._prims_common import (
 from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.origins import place_of
 from memplan.trace.passes.nodes import is_fixed, tensors_of
-from memplan.trace.passes.own_outputs import returned_by
+from memplan.trace.passes.own_outputs import is_backward, returned_by
 from memplan.trace.passes.rewrite import Rewriter, aten, correct_results, fake_mode_of, storage_key, value
 
 Layout = Callable[..., Any]  # the shape of a result, the op's arguments -> its strides (None: the fake's)
@@ -252,49 +253,118 @@ def _is_mixed(node: fx.Node) -> bool:
     return half and any(t.dtype is torch.float32 for t in others if isinstance(t, torch.Tensor))
 
 
-_LAZY: dict[Any, Any] = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
+_CONJUGATE, _NEGATE = aten.conj_physical.default, aten.neg.default
+_LAZY = {aten._conj.default, aten._neg_view.default}
 
 
 def compute_conjugates(graph: fx.Graph) -> None:
-    """Replace conjugated and negated views by ops that compute them where the views are made, in place.
+    """Replace conjugated and negated views by ops that compute them where an op needs them, in place.
 
     `graph` is functional. Raises `UnsupportedGraph` where the caller passes such a view as an input, or is returned one
     of an input.
     """
-    if not any(_is_lazy(node) or node.target in _LAZY for node in graph.nodes):
-        return
-    _refuse_lazy_results(graph)
-    mode = fake_mode_of(graph)
-    for node in list(graph.nodes):
-        if node.op == "placeholder" and _is_lazy(node):
-            if not node.meta["desc"].is_tangent():
-                hint = "pass x.resolve_conj().resolve_neg(), which is an ordinary tensor"
-                what = "an input whose conjugation or negation is lazy, a bit of the tensor"
-                raise UnsupportedGraph(node.name, what, hint, see="conjugate")
-            old = value(node)
-            with mode:
-                node.meta["val"] = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
-        elif node.target in _LAZY:
-            computed = _computed(node, Rewriter(graph, mode, node))
-            node.replace_all_uses_with(computed)
-            graph.erase_node(node)
-        elif _is_lazy(node):  # a view of one
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
-            with mode:
-                node.meta["val"] = node.target(*args, **kwargs)
+    if any(_is_lazy(node) or node.target in _LAZY for node in graph.nodes):
+        _refuse_lazy_results(graph)
+        _LazyViewResolver(graph).resolve()
 
 
-def _computed(node: fx.Node, rewriter: Rewriter) -> fx.Node:
-    """Return the values of a conjugated or negated view, in its layout."""
-    source, v = node.args[0], value(node)
-    if not isinstance(source, fx.Node):  # a number
-        source = rewriter.call(aten.scalar_tensor.default, source, dtype=v.dtype, device=v.device)
-    made = rewriter.call(_LAZY[node.target], source)
-    if value(made).stride() == v.stride() or 0 in v.stride():  # an expanded one is written whole
+class _LazyViewResolver:
+    """Walks a graph once; `plain` maps a lazy view to the same view without its conjugate and negative bits."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.mode = fake_mode_of(graph)
+        self.plain: dict[fx.Node, fx.Node] = {}
+        self.computed: dict[fx.Node, fx.Node] = {}  # incoming gradients, which are ordinary tensors
+
+    def resolve(self) -> None:
+        """Replace every lazy view of the graph."""
+        for node in list(self.graph.nodes):
+            lazy = [n for n in node.all_input_nodes if n in self.plain]
+            if node.op == "placeholder" and _is_lazy(node):
+                self._placeholder(node)
+            elif node.target in _LAZY:
+                source = node.args[0] if isinstance(node.args[0], fx.Node) else self._tensor_of(node)
+                self._view(node, self.plain.get(source, source))
+            elif _is_lazy(node):
+                view = Rewriter(self.graph, self.mode, node)
+                self._view(node, view.call(node.target, *fx.node.map_arg(node.args, self._without_bits), **node.kwargs))
+            else:
+                for n in lazy:
+                    node.replace_input_with(n, self._numbers(n, node))
+        for node in reversed(self.plain):
+            if node.op != "placeholder":
+                self.graph.erase_node(node)
+
+    def _without_bits(self, node: fx.Node) -> fx.Node:
+        """Return the same view without its bits; the node itself if it is not lazy."""
+        return self.plain.get(node, node)
+
+    def _view(self, node: fx.Node, plain: fx.Node) -> None:
+        """Record what a lazy view is without its bits; replace a view that is not lazy by that."""
+        if _is_lazy(node):
+            self.plain[node] = plain
+            return
+        node.replace_all_uses_with(plain)
+        self.graph.erase_node(node)
+
+    def _numbers(self, node: fx.Node, user: fx.Node) -> fx.Node:
+        """Return the values of a lazy view: computed for one op that reads it, or, for an output, where the view is
+        made.
+        """
+        if node in self.computed:
+            return self.computed[node]
+        if user.op != "output":
+            return self._computed(Rewriter(self.graph, self.mode, user), self.plain[node], value(node))
+        rewriter = Rewriter(self.graph, self.mode, node, before=node.next)
+        made = self._computed(rewriter, self.plain[node], value(node))
+        if value(made).stride() == value(node).stride():
+            return made
+        laid_out = rewriter.scratch(value(node))  # keeps the gaps of a view
+        rewriter.call(aten.copy_.default, laid_out, made)
+        return laid_out
+
+    @staticmethod
+    def _computed(rewriter: Rewriter, made: fx.Node, of: torch.Tensor) -> fx.Node:
+        """Return `made`, conjugated and negated as the bits of `of` say."""
+        for is_set, target in ((of.is_conj(), _CONJUGATE), (of.is_neg(), _NEGATE)):
+            made = rewriter.call(target, made) if is_set else made
         return made
-    laid_out = rewriter.scratch(v)  # keeps the gaps of a view
-    rewriter.call(aten.copy_.default, laid_out, made)
-    return laid_out
+
+    def _placeholder(self, node: fx.Node) -> None:
+        """Make an incoming gradient an ordinary tensor; the lazy tensor becomes a view that undoes the bits."""
+        if not node.meta["desc"].is_tangent():
+            hint = "pass x.resolve_conj().resolve_neg(), which is an ordinary tensor"
+            raise UnsupportedGraph(
+                node.name, "an input whose conjugation or negation is lazy, a bit of the tensor", hint, see="conjugate"
+            )
+        old = value(node)
+        with self.mode:
+            node.meta["val"] = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
+        first = next(n for n in self.graph.nodes if n.op == "call_function" and is_backward(n))
+        rewriter = Rewriter(self.graph, self.mode, node, before=first)
+        rewriter.phase = "is_backward"
+        undone = self._computed(rewriter, node, old)
+        users = [n for n in node.users if n is not undone]
+        stand_in = self._stand_in(node, old, first)
+        for user in users:
+            user.replace_input_with(node, stand_in)
+        self.plain[stand_in], self.computed[stand_in] = undone, node
+
+    def _stand_in(self, node: fx.Node, val: torch.Tensor, before: fx.Node) -> fx.Node:
+        """Return a node for the lazy view that an incoming gradient was; it is erased when the pass ends."""
+        with self.graph.inserting_before(before):
+            made = self.graph.create_node("call_function", aten.alias.default, (node,), name=f"{node.name}_lazy")
+        made.meta["val"] = val
+        return made
+
+    def _tensor_of(self, node: fx.Node) -> fx.Node:
+        """Return the number that a node conjugates as a tensor; its conjugate where the trace has no bit for it."""
+        number: Any = node.args[0]
+        if not _is_lazy(node):
+            number = number.conjugate() if node.target is aten._conj.default else -number
+        layout = {"dtype": value(node).dtype, "device": value(node).device}
+        return Rewriter(self.graph, self.mode, node).call(aten.scalar_tensor.default, number, **layout)
 
 
 def _refuse_lazy_results(graph: fx.Graph) -> None:
