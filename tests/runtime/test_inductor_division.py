@@ -172,7 +172,7 @@ def test_a_divided_graph_computes_the_same() -> None:
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize(("shifted", "blocks"), [(True, 4), (False, 8)])
+@pytest.mark.parametrize(("shifted", "blocks"), [(True, 4), slow(False, 8)])
 def test_the_backward_computes_no_block_of_the_head_again(shifted: bool, blocks: int) -> None:
     """torch's partitioner would leave the gradients of the head to the backward, since no result needs them."""
     plan = memplan.plan(

@@ -313,7 +313,7 @@ def test_what_torch_compile_needs_is_counted_by_its_own_code(
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Inductor generates Triton's code")
-@pytest.mark.parametrize(("budget", "divided"), [("min", True), (0.9, True), (1.0, False), ("10GiB", False)])
+@pytest.mark.parametrize(("budget", "divided"), [("min", True), slow(0.9, True), (1.0, False), slow("10GiB", False)])
 def test_a_step_is_captured_and_code_generated_once_under_a_budget(
     budget: float | str, divided: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

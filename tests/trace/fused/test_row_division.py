@@ -72,6 +72,7 @@ def test_tokens_are_rows_and_a_table_has_one_block_of_sums(
         torch.testing.assert_close(one, two, rtol=near, atol=near * float(two.abs().max()))
 
 
+@pytest.mark.slow
 def test_sums_of_a_table_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = NextToken()
     twin = copy.deepcopy(model)
