@@ -194,8 +194,8 @@ def test_a_model_of_transformers_fits_by_its_configuration(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    asked = ("fits", "--hf", "config.json", "--target", "sm89:640KiB", "--slack", "0", "--allowance", "0", "--train")
-    asked += ("--kernels", "aten")
+    sized = ("fits", "--hf", "config.json", "--target", "sm89:640KiB", "--slack", "0", "--allowance", "0", "--train")
+    asked = (*sized, "--kernels", "aten")
     code, out, _ = run(*asked)
     assert code == 1
     assert "config.json (bfloat16, batch 1) does not fit" in out
