@@ -39,10 +39,10 @@ def most_within(budget: int) -> int:
 
 
 def copied_bytes(graph: Graph, host_size: int, *, away: bool, size: Callable[[int], int] = page_locked) -> int:
-    """Return the bytes of the host that a step on an accelerator locks: its host arena of `host_size` bytes, and, if
-    the model and the caller are on the host (`away`), what it copies from there and the results that it copies there.
+    """Return the bytes of the host that a step copies from and to: its host arena of `host_size` bytes, and, if the
+    model and the caller are on the host (`away`), what it copies from there and the results that it copies there.
 
-    `size`: what a request of so many bytes takes.
+    `size`: what a request of so many bytes takes; by default page-locked, as for an accelerator.
     """
     kinds = (*_COPIED, *_RESULTS) if away else ()
     copied = (s.nbytes for s in graph.storages if s.kind in kinds and not s.planned)

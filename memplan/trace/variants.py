@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+
+from torch import fx
 
 from memplan.core.division import HEAD, Division
 from memplan.core.graph import Graph, Phase
@@ -62,9 +64,11 @@ def first_variant(step: CapturedCall, options: PlanOptions) -> TracedGraph:
     less than the undivided step needs; else the undivided one. A head in blocks takes hardly more time, because the
     forward computes its gradients, which are equal up to rounding.
     """
-    if options.divide is None and options.kernels == "inductor" and step.captured.training:
+    limited = options.budget is not None or options.arena_budget is not None
+    if limited and options.divide is None and options.kernels == "inductor" and step.captured.training:
         nodes = list(step.captured.graph_module.graph.nodes)
-        if any(is_accelerator(tensor.device) for tensor in tensors_of(nodes)) and _may_exceed(step, options):
+        several = 1 if step.update is None else 3
+        if any(is_accelerator(tensor.device) for tensor in tensors_of(nodes)) and _may_exceed(nodes, options, several):
             try:
                 return step.retrace(division=HEAD)
             except UnsupportedGraph as refused:
@@ -72,14 +76,13 @@ def first_variant(step: CapturedCall, options: PlanOptions) -> TracedGraph:
     return step.retrace()
 
 
-def _may_exceed(step: CapturedCall, options: PlanOptions) -> bool:
+def _may_exceed(nodes: Sequence[fx.Node], options: PlanOptions, several: int) -> bool:
     """Return whether a step may need more than a budget: a share, "min", or fewer bytes than eager may have alive, with
-    inputs, what is set aside and two numbers of the optimizer's for each parameter beside that.
+    what is set aside beside that, and inputs `several` times: an optimizer keeps up to two numbers for each.
     """
-    nodes = list(step.captured.graph_module.graph.nodes)
     budgets = [read_budget(b) for b in (options.budget, options.arena_budget) if isinstance(b, (int, float, str))]
     given = sum(t.numel() * t.itemsize for t in tensors_of([n for n in nodes if n.op == "placeholder"]))
-    most = most_alive(nodes) + given * (1 if step.update is None else 3) + options.reserved
+    most = most_alive(nodes) + given * several + options.reserved
     return any(b == "min" or b < (1 if isinstance(b, float) else most) for b in budgets)
 
 

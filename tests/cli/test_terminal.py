@@ -14,7 +14,7 @@ from tests.samples import sample_plan
 
 
 def _in_turn(*commands: list[str], **env: str) -> subprocess.CompletedProcess[str]:
-    """What one process of its own prints for several commands."""
+    """Returns what one process of its own prints for several commands."""
     code = "import json, sys; from memplan.cli import main\nfor args in json.loads(sys.argv[1]): main(args)"
     return python(code, json.dumps(commands), **env)
 

@@ -124,7 +124,7 @@ def test_a_launch_ends_when_a_rank_fails_or_hangs() -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Ranks:
-    """What two ranks have found: one launch for two tests, since each costs seconds."""
+    """Returns what two ranks have found: one launch for two tests, since each costs seconds."""
     return launch("compiled_alike", module="tests.distributed.compiled_calls")
 
 

@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memplan.trace.chunking.rows import FULL
-from memplan.trace.fused.row_parts import BLOCK, NAMED, PERMUTE, PRODUCTS, SUM
+from memplan.trace.fused.row_parts import BLOCK, PERMUTE, PRODUCTS, SUM, is_zero, names_of
 from memplan.trace.passes.partitions import TAG
 from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, value
 
@@ -34,7 +34,6 @@ _OF_FIRST = VIEWS | {
 }
 # Ops that put an operand into the first one, and its position.
 _SCATTERED: dict[object, int] = {aten.slice_scatter.default: 1, aten.scatter.src: 3}
-_ZEROS: dict[object, int] = {FULL: 1, aten.scalar_tensor.default: 0}  # and the position of the number
 _WIDE = (torch.float32, torch.float64, torch.bfloat16)  # no small gradient vanishes in them, and none is rounded to 0
 
 
@@ -88,7 +87,7 @@ def _for_one(graph: fx.Graph, tangent: fx.Node, others: Collection[fx.Node]) -> 
         writer = Rewriter(graph, mode, node, before=min(outside, key=place.__getitem__))
         writer.phase = "is_backward"
         scaled = writer.call(aten.mul.Tensor, node, tangent)
-        scaled.meta.update({key: node.meta[key] for key in NAMED if key in node.meta})
+        scaled.meta.update(names_of(node))
         for user in outside:
             user.replace_input_with(node, scaled)
         node.meta[TAG], node.meta[EARLY] = CheckpointPolicy.MUST_SAVE, True
@@ -154,10 +153,7 @@ def _is_linear(node: fx.Node, sources: Collection[fx.Node]) -> bool:
 
 def _vanishes(arg: object, sources: Collection[fx.Node]) -> bool:
     """Return whether an operand is a multiple too, or zero."""
-    if not isinstance(arg, fx.Node):
-        return arg == 0
-    at = _ZEROS.get(arg.target)
-    return arg in sources or (at is not None and bool(arg.args[at] == 0))
+    return is_zero(arg) or (isinstance(arg, fx.Node) and arg in sources)
 
 
 def _tangents(graph: fx.Graph) -> list[fx.Node]:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from memplan.core.division import Division
 from memplan.trace.chunking.rows import BlockRewriter, Box, Chain, Finder, blocks_of, chosen
 from memplan.trace.fused.early_gradients import compute_gradients_early
-from memplan.trace.fused.row_parts import BLOCK, NAMED, PRODUCTS, part_of
+from memplan.trace.fused.row_parts import BLOCK, PRODUCTS, names_of, part_of
 from memplan.trace.fused.row_sums import divide_row_sums
 from memplan.trace.fused.trimmed_products import trim_products
 from memplan.trace.passes.own_outputs import is_backward
@@ -71,7 +71,7 @@ class _FusedBlocks(BlockRewriter):
     def writer(self, node: fx.Node, box: Box | None) -> Rewriter:
         """Return a rewriter, whose nodes Inductor names as it would those that they replace."""
         writer = super().writer(node, box)
-        also: Mapping[str, Any] = {key: node.meta[key] for key in NAMED if key in node.meta}
+        also: Mapping[str, Any] = names_of(node)
         writer.also = also if box is None else {**also, BLOCK: (self.number, self.boxes.index(box))}
         return writer
 

@@ -5,6 +5,8 @@ Here, a tensor has `n` rows only if its first dimension is a multiple of `n`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 from torch._ops import OpOverload
@@ -14,6 +16,7 @@ from memplan.trace.passes.rewrite import VIEWS, aten, value
 
 BLOCK = "memplan_block"  # in the meta of a node: the number of its chain, and the block of rows that it computes
 NAMED = ("original_aten", "seq_nr")  # in the meta of a node: what Inductor names its kernels by, and partitions by
+_ZEROS: dict[object, int] = {FULL: 1, aten.scalar_tensor.default: 0}  # and the position of the number
 PERMUTE, SUM = aten.permute.default, aten.sum.dim_IntList
 PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}  # and which argument has the rows
 _COPIES = {aten.clone.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default}
@@ -28,6 +31,19 @@ _ALONG = {
     SLICE: 1,
     aten.slice_scatter.default: 2,
 }
+
+
+def names_of(node: fx.Node) -> dict[str, Any]:
+    """Return the metadata of a node that what replaces it inherits: Inductor names and partitions kernels by it."""
+    return {key: node.meta[key] for key in NAMED if key in node.meta}
+
+
+def is_zero(arg: object) -> bool:
+    """Return whether an operand is the number zero, or a tensor that is filled with it."""
+    if not isinstance(arg, fx.Node):
+        return arg == 0
+    at = _ZEROS.get(arg.target)
+    return at is not None and bool(arg.args[at] == 0)
 
 
 def part_of(node: fx.Node, n: int) -> Parts | None:

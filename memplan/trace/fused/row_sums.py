@@ -15,7 +15,7 @@ from torch import fx
 from torch._inductor import config
 
 from memplan.trace.chunking.rows import FULL, SLICE
-from memplan.trace.fused.row_parts import BLOCK, NAMED
+from memplan.trace.fused.row_parts import BLOCK, is_zero, names_of
 from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
 
@@ -47,7 +47,7 @@ def divide_row_sums(graph: fx.Graph, blocks: int, *, least: int, number: int) ->
         for k, (low, high) in enumerate(pairwise(count * k // blocks for k in range(blocks + 1))):
             writer = Rewriter(graph, mode, node, before=last)
             writer.label = f"{node.name}_words{k}"
-            writer.also = {BLOCK: (number, k), **{key: node.meta[key] for key in NAMED if key in node.meta}}
+            writer.also = {BLOCK: (number, k), **names_of(node)}
             behind = writer.call(aten.add.Tensor, rows, count)  # the rows that negative numbers name
             found = writer.call(aten.where.self, writer.call(aten.lt.Scalar, rows, 0), behind, rows)
             inside = writer.call(aten.ge.Scalar, found, low)
@@ -82,7 +82,7 @@ def _sums(node: fx.Node) -> tuple[fx.Node | None, Any, Any] | None:
         (start, rows, summands), mask = args[:3], None
     else:
         return None
-    zeros = isinstance(start, fx.Node) and start.target is FULL and start.args[1] == 0
+    zeros = isinstance(start, fx.Node) and is_zero(start)
     if not zeros or len(rows) != 1 or not isinstance(rows[0], fx.Node) or value(rows[0]).dtype is not torch.int64:
         return None
     return mask, rows[0], summands

@@ -16,7 +16,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from memplan.trace.chunking.rows import FULL, SLICE, is_transpose
-from memplan.trace.fused.row_parts import NAMED, PERMUTE, PRODUCTS, SUM
+from memplan.trace.fused.row_parts import PERMUTE, PRODUCTS, SUM, is_zero, names_of
 from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.rewrite import VIEWS, Rewriter, aten, fake_mode_of, value
 
@@ -68,23 +68,26 @@ def _pad_later(graph: fx.Graph, padded: fx.Node) -> None:
     readers = [user for view in views for user in view.users]
     matrix = views[0]
     simple = len(views) == 1 and {*padded.users} <= {matrix, *readers} and value(matrix).dim() == 2
-    empty = isinstance(zeros, fx.Node) and zeros.target is FULL and zeros.args[1] == 0 and _are_rows(padded, matrix)
+    empty = isinstance(zeros, fx.Node) and is_zero(zeros) and _are_rows(padded, matrix)
     if not (simple and empty and _leaves_rows_out(padded, padded) and all(_is_read(user, matrix) for user in readers)):
         return
     call = _caller(graph, padded)
     shape, width = value(padded).shape[:-1], value(matrix).shape[-1]
-    plain = own if value(own).is_contiguous() else call(aten.clone.default, own, memory_format=torch.contiguous_format)
-    rows = call(aten.view.default, plain, [-1, width])
-    if own.target in VIEWS and value(own.args[0]).shape == value(rows).shape:
+    if own.target in VIEWS and value(own.args[0]).shape == (value(own).shape[:-1].numel(), width):
         rows = own.args[0]
+    else:
+        if not value(own).is_contiguous():
+            own = call(aten.clone.default, own, memory_format=torch.contiguous_format)
+        rows = call(aten.view.default, own, [-1, width])
     for user in readers:
-        call = _caller(graph, user)
         if is_transpose(user):
             for product in list(user.users):
                 call = _caller(graph, product)
                 other = _trimmed(call, product.args[1], shape, where)
                 product.replace_all_uses_with(call(product.target, call(PERMUTE, rows, [1, 0]), other))
-        elif user.target is SUM:
+            continue
+        call = _caller(graph, user)
+        if user.target is SUM:
             user.replace_all_uses_with(call(SUM, rows, *user.args[1:]))
         else:
             made = call(user.target, rows, user.args[1])
@@ -129,5 +132,5 @@ def _trimmed(call: Callable[..., fx.Node], matrix: Any, shape: torch.Size, where
 def _caller(graph: fx.Graph, node: fx.Node) -> Callable[..., fx.Node]:
     """Return what adds calls before a node, with its origin."""
     writer = Rewriter(graph, fake_mode_of(graph), node)
-    writer.also = {key: node.meta[key] for key in NAMED if key in node.meta}
+    writer.also = names_of(node)
     return writer.call

@@ -110,7 +110,7 @@ def test_code_is_found_whatever_was_compiled_before(written: list[Any]) -> None:
 
 
 def test_without_caches_code_is_written_each_time(written: list[Any]) -> None:
-    """As `TORCHINDUCTOR_FORCE_DISABLE_CACHES=1` has it, with which no setting of Inductor's brings them back."""
+    """Disabled caches, as by `TORCHINDUCTOR_FORCE_DISABLE_CACHES=1`, which no setting of Inductor's overrides."""
     captured = capture_call(_small(), _x(), kernels="inductor")
     first, count = captured.retrace(), len(written)
     config: Any = torch.compiler.config
