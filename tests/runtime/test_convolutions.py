@@ -25,10 +25,11 @@ def cudnn(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
         calls.append(deterministic)
         return request.param(given, out)
 
-    library = torch.library.Library("aten", "IMPL")
+    make: Any = torch.library.Library
+    library = make("aten", "IMPL")
     library.impl("cudnn_convolution.out", run, "CPU")
     yield calls
-    library._destroy()  # type: ignore[no-untyped-call]
+    library._destroy()
 
 
 def right(given: list[Any], out: Any) -> Any:
