@@ -198,6 +198,8 @@ def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
 
 def _out_choices(kernel: KernelCall) -> tuple[_Choice, ...]:
     """Return callables that may write their results to out arguments, the fastest first."""
+    if kernel.target is torch.ops.aten.convolution.default:
+        return (_Choice(convolution_out, ("out",)),)
     variant = out_variant(kernel.target)
     if variant is None or None in kernel.outs:
         return ()
@@ -246,6 +248,36 @@ def layer_function(*, workspace: bool) -> Callable[..., Any]:
             return _LAYER(*args)
 
     return run
+
+
+_CUDNN = torch.ops.aten.cudnn_convolution.out._op
+
+
+def convolution_out(  # noqa: PLR0917  (the op's own signature)
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    _output_padding: Sequence[int],
+    groups: int,
+    *,
+    out: torch.Tensor,
+) -> None:
+    """Write a convolution into `out` by cuDNN's kernel, as `at::_convolution` calls it (native/Convolution.cpp).
+
+    `aten::convolution` has no `out=` kernel. Raises `NotImplementedError` where cuDNN's does not run.
+    """
+    if transposed:
+        raise NotImplementedError("cuDNN's transposed convolution has no out= kernel")
+    deterministic = torch._C._get_cudnn_deterministic() or torch._C._get_deterministic_algorithms()
+    tf32 = torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32"
+    flags = torch._C._get_cudnn_benchmark(), deterministic, tf32
+    _CUDNN(x, weight, padding, stride, dilation, groups, *flags, out=out)
+    if bias is not None:
+        out.add_(bias.view(-1, *[1] * (x.dim() - 2)))
 
 
 # The errors that a binding raises for arguments that it does not take.

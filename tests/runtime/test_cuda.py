@@ -359,6 +359,12 @@ def test_ops_are_measured() -> None:
     assert kept.base_seconds < 2 * sum(costs.seconds(memplan.plan(model, args).graph))
 
 
+def test_convolutions_write_into_the_arena() -> None:
+    model, args = example_on_cuda("resnet")
+    ops = compile(model, args).plan.graph.ops
+    assert all(op.direct for op in ops if op.target == "aten.convolution.default")
+
+
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
 def test_measured_peak_is_the_predicted_one(name: str) -> None:
     """Bytes that were asked for, without the caching allocator's rounding, and without libraries' workspaces."""

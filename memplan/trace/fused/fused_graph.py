@@ -28,7 +28,7 @@ from memplan.trace.fused.environment import refused
 from memplan.trace.fused.kernel_runs import Block, BlockView, KernelRun, RandomState, extent, piece_of
 from memplan.trace.graph.build import KIND_OF, binding_of
 from memplan.trace.graph.values import read_results
-from memplan.trace.passes.nodes import draws, out_variant
+from memplan.trace.passes.nodes import draws, writes_in_place
 from memplan.trace.passes.own_outputs import returned_by
 from memplan.trace.passes.rewrite import aten
 from memplan.trace.traced import (
@@ -179,7 +179,8 @@ class _Kernels:
             target, random, direct = kernel.kernel.name, kernel.kernel.draws, True
         else:
             target, random = str(kernel.target), draws(kernel.target, kernel.args, kernel.kwargs)
-            direct = not kernel.outs or out_variant(kernel.target) is not None
+            device = str(step.writes[0].block.device) if step.writes else HOST
+            direct = not kernel.outs or writes_in_place(kernel.target, kernel.args, device)
         self.names[name] += 1
         op = Op(
             name=name if self.names[name] == 1 else f"{name}:{self.names[name]}",

@@ -16,7 +16,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from memplan.core.graph import GIVEN, Graph, Op, Origin, Phase, StorageKind
-from memplan.devices.kinds import is_accelerator
+from memplan.devices.kinds import HOST, is_accelerator
 from memplan.distributed.ops import group_of
 from memplan.errors import UnsupportedGraph
 from memplan.torch_inside.graphs import (
@@ -39,7 +39,7 @@ from memplan.trace.graph.values import (
     used_positions,
 )
 from memplan.trace.optimizer.updates import StateInput
-from memplan.trace.passes.nodes import draws, is_check, out_variant, written_names
+from memplan.trace.passes.nodes import draws, is_check, out_variant, writes_in_place, written_names
 from memplan.trace.passes.own_outputs import is_backward, returned_by
 from memplan.trace.passes.rewrite import CHECKPOINT, MEMORY_ONLY, WITHIN, aten, storage_key
 from memplan.trace.traced import Binding, KernelCall, OpaqueResult, Ref, Source, TracedGraph
@@ -299,6 +299,7 @@ class _FxReader:
         reads = [r for r in reads if r not in begun]
         writes += [b for b in begun if b not in writes]
         self.bare -= {self._storage_of(w) for w in writes}
+        device = self.alias_classes.storages[self._storage_of(writes[0])].device if writes else HOST
         self.ops.append(
             Op(
                 name=node.name,
@@ -306,7 +307,7 @@ class _FxReader:
                 phase=Phase.BACKWARD if is_backward(node) else Phase.FORWARD,
                 reads=tuple(reads),
                 writes=tuple(writes),
-                direct=bool(written) or is_check(node.target) or out_variant(node.target) is not None,
+                direct=bool(written) or is_check(node.target) or writes_in_place(node.target, node.args, device),
                 random=draws(node.target, node.args, node.kwargs),
                 origin=origin_of(node),
                 unrelated=self._unrelated(node, outs),

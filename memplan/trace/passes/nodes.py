@@ -205,6 +205,18 @@ def out_variant(op: OpOverload) -> OpOverload | None:
     return None
 
 
+def writes_in_place(op: OpOverload, args: Sequence[Any], device: str) -> bool:
+    """Return whether a kernel writes the results of `op(*args)` into memory that it is given, as far as is known before
+    it is tried.
+
+    Of convolutions those of cuDNN do. Depthwise ones may have other kernels.
+    """
+    if op is aten.convolution.default:
+        *_, dilation, transposed, _, groups = args
+        return torch.device(device).type == "cuda" and len(dilation) > 1 and not transposed and groups == 1
+    return out_variant(op) is not None
+
+
 def out_names(op: OpOverload) -> tuple[str, ...]:
     """Return the names of the `out` arguments, in the order of the results."""
     return tuple(a.name for a in op._schema.arguments if a.is_out)
