@@ -12,7 +12,8 @@ from memplan.core.totals import beside_results
 from memplan.core.units import format_bytes
 from memplan.planning.base_graph import eager_total
 from memplan.planning.options import PlanOptions
-from memplan.planning.outside_arena import plan_partly_outside
+from memplan.planning.outside_arena import plan_partly_outside, plan_without_copies
+from memplan.planning.planner import is_pinned
 
 _PRECISION = 1000  # the prediction of eager's peak is exact to about one part in so many
 _log = logging.getLogger("memplan")
@@ -60,14 +61,30 @@ def no_more_than_eager(
     return found
 
 
+def left_outside(
+    plan: Plan, graph: Graph, transient: Sequence[int], options: PlanOptions, *, saved: bool
+) -> Plan | None:
+    """Return a plan of the same order with results outside the arena, or None if all stay in it.
+
+    They are those of `no_more_than_eager`, whose arguments these are; and, on an accelerator, those that kernels return
+    in fresh memory, where their copies in the arena save nothing.
+    """
+    found = no_more_than_eager(plan, graph, transient, options, saved=saved)
+    made = found or plan
+    on_host = not any(is_pinned(s.device) for s in graph.storages if s.planned)
+    if on_host or made.eviction is not None or made.collectives or made.redzone:
+        return found
+    return plan_without_copies(made, options, saved=saved) or found
+
+
 def as_after_a_trial(plan: Plan, options: PlanOptions) -> Plan:
     """Return the plan that a trial run on a device would leave, as far as what kernels allocate is known before it.
 
-    What kernels return leaves the arena where eager would need less, as in `no_more_than_eager`.
+    What kernels return leaves the arena as in `left_outside`.
     """
     if plan.eviction is not None or plan.collectives or options.has_budget:
         return plan
-    return no_more_than_eager(plan, plan.graph, plan.transient, options, saved=True) or plan
+    return left_outside(plan, plan.graph, plan.transient, options, saved=True) or plan
 
 
 def _is_away(plan: Plan) -> bool:

@@ -94,6 +94,25 @@ def plan_partly_outside(plan: Plan, limit: int, options: PlanOptions, *, saved: 
     return None if best is plan else best
 
 
+def plan_without_copies(plan: Plan, options: PlanOptions, *, saved: bool) -> Plan | None:
+    """Return a plan in the same order in which results that kernels return in fresh memory are used where they are, if
+    the total is the same without their copies in the arena; None if nothing leaves it. `saved`: as above.
+
+    On an accelerator a copy is a launch, which takes the host longer than most copies take the device.
+    """
+    profile, chosen = _Profile(plan), list[_Candidate]()
+    total = profile.total
+    for candidate in _candidates(plan, gradients=False, saved=saved):
+        if candidate.saved:
+            profile.move(candidate, out=True)
+            if profile.total <= total:
+                chosen.append(candidate)
+            else:
+                profile.move(candidate, out=False)
+    made = _without(plan, chosen, options) if chosen else plan
+    return made if chosen and made.on_device <= plan.on_device else None
+
+
 def _without(plan: Plan, chosen: Sequence[_Candidate], options: PlanOptions) -> Plan:
     """Return the plan of the same order with the chosen storages outside."""
     order, temporaries = plan.schedule.order, list(plan.transient)

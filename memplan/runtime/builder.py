@@ -16,7 +16,7 @@ from memplan.devices.kinds import is_accelerator
 from memplan.devices.streams import pin
 from memplan.errors import BudgetInfeasible
 from memplan.planning.fit import plan_again
-from memplan.planning.measured import no_more_than_eager
+from memplan.planning.measured import left_outside
 from memplan.planning.memory_answer import physical_memory
 from memplan.planning.outside_arena import plan_partly_outside
 from memplan.planning.planfile import require_budget
@@ -301,9 +301,9 @@ def excess(runner: Runner) -> int:
 
 def smaller_plan(options: RunOptions, runner: Runner) -> tuple[TracedGraph, Plan] | None:
     """Return the plan of a program of one device that takes the place of the first one, once its kernels are measured:
-    what needs no more than eager, or, for the smallest budget, less; None where the first one stays."""
+    what leaves results outside the arena, or, for the smallest budget, needs less; None where the first one stays."""
     if not options.has_budget:
-        return _as_small_as_eager(options, runner)
+        return _without_budget(options, runner)
     plan, traced = runner.plan, runner.as_traced
     if options.budget != "min" or traced.runs_on or plan.redzone or plan.eviction is None or plan.collectives:
         return None
@@ -314,12 +314,11 @@ def smaller_plan(options: RunOptions, runner: Runner) -> tuple[TracedGraph, Plan
     return outside_as_in(traced, found, gradients=True), found
 
 
-def _as_small_as_eager(options: RunOptions, runner: Runner) -> tuple[TracedGraph, Plan] | None:
-    """Return a plan that needs at most what eager is predicted to need on its device, for a program without a budget
-    that needs more; None if it needs no more, or if no such plan is found."""
+def _without_budget(options: RunOptions, runner: Runner) -> tuple[TracedGraph, Plan] | None:
+    """Return the plan of a program without a budget, with results left outside the arena; None if all stay."""
     traced, known = runner.as_traced, measured(runner, None)
     saved = not (options.cuda_graph or options.sanitize)  # no sanitizer sees what each call allocates
-    found = no_more_than_eager(runner.plan, traced.graph, known.transient, options, saved=saved)
+    found = left_outside(runner.plan, traced.graph, known.transient, options, saved=saved)
     return None if found is None else (outside_as_in(traced, found, gradients=True), found)
 
 

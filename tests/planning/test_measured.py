@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.plan import Plan
+from memplan.core.totals import functional_transient
 from memplan.planning.base_graph import eager_total
 from memplan.planning.make_plan import ScheduledGraph, make_plan
-from memplan.planning.measured import no_more_than_eager, with_temporaries
+from memplan.planning.measured import left_outside, no_more_than_eager, with_temporaries
 from memplan.planning.options import DEFAULTS
 from memplan.schedule import traced
-from tests.graph_strategies import GraphBuilder
+from tests.graph_strategies import GraphBuilder, graphs
 from tests.planning.test_budget import SIZE, chain
 
 
@@ -72,3 +75,40 @@ def test_nothing_is_evicted_without_a_budget(length: int, saved: bool) -> None:
     found = _instead(plan, graph, transient, saved=saved) or plan
     assert found.eviction is None
     assert [op.target for op in found.graph.ops] == [op.target for op in graph.ops]
+
+
+def _copied(graph: Graph) -> int:
+    """Return the bytes that kernels return in fresh memory, and that are copied into the arena."""
+    fresh = {s for op in graph.ops if not op.direct for s in graph.written(op)}
+    return sum(graph.storages[s].nbytes for s in fresh if graph.storages[s].planned)
+
+
+def _returning(graph: Graph, fresh: set[int], device: str) -> tuple[Plan, tuple[int, ...]]:
+    """Return the plan of a graph on a device, of which these ops return fresh memory, and what its ops allocate."""
+    ops = tuple(replace(op, direct=i not in fresh) for i, op in enumerate(graph.ops))
+    storages = tuple(replace(s, device=device) for s in graph.storages)
+    plan = make_plan(_scheduled(replace(graph, ops=ops, storages=storages)))
+    transient = functional_transient(plan.graph)
+    return with_temporaries(plan, transient), transient
+
+
+@given(graphs(), st.data())
+def test_on_an_accelerator_fresh_results_are_used_where_they_are_if_that_takes_no_byte_more(
+    graph: Graph, data: st.DataObject
+) -> None:
+    fresh = data.draw(st.sets(st.integers(0, 9)))
+    plan, transient = _returning(graph, fresh, "cuda:0")
+    found = left_outside(plan, plan.graph, transient, DEFAULTS, saved=True)
+    if found is not None:
+        assert found.on_device <= plan.on_device
+        assert found.schedule.order == plan.schedule.order
+        assert _copied(found.graph) <= _copied(plan.graph)
+
+
+def test_an_accelerator_copies_fresh_results_only_where_the_arena_is_fullest() -> None:
+    graph = chain(6)
+    for device, copied in (("cuda:0", 2), ("cpu", None)):
+        plan, transient = _returning(graph, set(range(len(graph.ops))), device)
+        found = left_outside(plan, plan.graph, transient, DEFAULTS, saved=True) or plan
+        least = _instead(plan, plan.graph, transient, saved=True) or plan
+        assert _copied(found.graph) == (_copied(least.graph) if copied is None else copied * SIZE)
