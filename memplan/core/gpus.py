@@ -32,6 +32,7 @@ class GpuTarget:
         tf32: Floating-point operations per second of dense matrix products in TF32, by its data sheet.
         bf16: The same in BF16, with sums in 32 bits.
         link: Bytes per second that copies to and from the host reach in practice.
+        updates: Bytes per second that an optimizer's update on the host is taken to read and write beside copies.
         costs: The name of its cost model in `memplan.evict.costs.DEVICES`; with a capability alone, that of the GPU
             whose figures it has.
 
@@ -50,6 +51,7 @@ class GpuTarget:
     tf32: float
     bf16: float
     link: float
+    updates: float
     costs: str
 
     @property
@@ -90,6 +92,9 @@ _SHEETS: tuple[tuple[str, str, tuple[int, int], float, int, float, int, float, f
     ("rtx3090", "NVIDIA GeForce RTX 3090", (8, 6), 23.5, 82, 0.936, 6, 35.6, 71, 25),
     ("b200", "NVIDIA B200", (10, 0), 178.3, 148, 8.0, 126, 1100, 2250, 50),
 )
+# GB/s of the host's memory that are taken for updates beside copies, by the link: of 90 GB/s in a desktop (two channels
+# of DDR5-5600), and of 307 in a server (eight of DDR5-4800). A core of an EPYC updates bf16 at 15 to 23 (torch 2.13).
+_UPDATES = {25.0: 40, 50.0: 150}
 GPUS: Mapping[str, GpuTarget] = MappingProxyType(
     {
         name: GpuTarget(
@@ -103,6 +108,7 @@ GPUS: Mapping[str, GpuTarget] = MappingProxyType(
             tf32=tf32 * 1e12,
             bf16=bf16 * 1e12,
             link=link * 1e9,
+            updates=_UPDATES[link] * 1e9,
             costs=name,
         )
         for name, full_name, capability, gib, multiprocessors, terabytes, mib, tf32, bf16, link in _SHEETS

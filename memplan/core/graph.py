@@ -127,6 +127,9 @@ class Op:
 
     `group` names the process group of a collective; "" for other ops. `starts`: it returns before its result is there,
     and another op waits for it (`memplan.core.collectives.WAIT`), which touches what it reads and writes.
+
+    `on_host`: all that it reads and writes is on the host, where it runs beside the device's lanes, after all that was
+    launched before it; the end of the step waits for it.
     """
 
     name: str
@@ -143,6 +146,7 @@ class Op:
     within: tuple[int, ...] = ()
     group: str = ""
     starts: bool = False
+    on_host: bool = False
 
     @property
     def only_raises(self) -> bool:
@@ -177,6 +181,13 @@ class Graph:
         """The storages of gradients that stay in the arena to the end of the step."""
         returned = {self.values[v].storage for v in self.gradients}
         return frozenset(s for s in returned if self.storages[s].planned)
+
+    @cached_property
+    def updated_on_host(self) -> int:
+        """The bytes of parameters and optimizer state that ops of the host change (`Op.on_host`)."""
+        changed = {s for op in self.ops if op.on_host for s in self.written(op)}
+        kinds = (StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE)
+        return sum(self.storages[s].nbytes for s in changed if self.storages[s].kind in kinds)
 
     @cached_property
     def released(self) -> frozenset[int]:

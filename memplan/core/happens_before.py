@@ -5,7 +5,9 @@ devices; a lane runs its work in order, and lanes run beside each other. A copy 
 before it on the devices between which it copies, and what is launched on any device after its wait runs after the copy.
 A collective that is started and waited for has a lane of its own: nothing is taken for granted of the order in which a
 process group completes them.
-An op that uses no arena is the host's: it runs between what was launched on compute lanes before it, and after it.
+An op of a lane on the host (`Op.on_host`) starts after all that was launched before it on every device, and the host
+waits for that lane where it waits for copies.
+Any other op that uses no arena is the host's: it runs between what was launched on compute lanes before it, and after.
 A forward and a backward may each be called on another stream than what ran before: each has compute lanes of its own,
 which begin after those before (the turn). Where copies go to and from tensors of the caller on the host, the host waits
 for all copies at the end of a forward and of a backward (it settles): everything later is after them. The caller then
@@ -32,7 +34,7 @@ from memplan.core.plan import Plan
 from memplan.errors import InvalidPlan
 
 _STARTS = (OFFLOAD, RELOAD, SEND)
-_ARENA, _HOST = "arena of ", "host"
+_ARENA, _HOST, _BESIDE = "arena of ", "host", "beside on the host"
 _OURS = (StorageKind.HOST, StorageKind.RNG_STATE)  # what only the plan touches, although it is not in an arena
 CALLER = "the caller"
 
@@ -111,7 +113,9 @@ def follow(
         lanes.turn(phase, ordered=phase not in unturned)
         for position in range(split, len(order)) if backward else range(split):
             op = order[position]
-            if _starts(op):
+            if op.on_host:
+                lanes.begin(op, ordered=position not in unordered)
+            elif _starts(op):
                 lanes.start(op, ordered=position not in unordered)
             elif op.target in TRANSFERS:
                 if position not in without:
@@ -182,7 +186,7 @@ class _Lanes:
         self.clocks: defaultdict[str, _Clock] = defaultdict(lambda: dict(self.settled))
         self.uses: defaultdict[str, defaultdict[str, list[_Use]]] = defaultdict(lambda: defaultdict(list))
         self.ended: dict[tuple[int, int], _Clock] = {}  # (source, destination) -> the clock of its lane
-        self.copies: set[str] = set()  # the lanes that copy
+        self.copies: set[str] = set()  # the lanes that copy, and that of the host's ops
         self.races: list[Race] = []
 
     def run(self, op: Op) -> None:
@@ -241,6 +245,13 @@ class _Lanes:
             self.copies.add(lane)
         self._use(lane, op, host=lane)
         self.ended[pair] = dict(self.clocks[lane])
+
+    def begin(self, op: Op, *, ordered: bool) -> None:
+        """Run an op on the lane of the host's ops, which is waited for as copies are."""
+        for lane in self.compute.values() if ordered else ():
+            _join(self.clocks[_BESIDE], self.clocks[lane])
+        self.copies.add(_BESIDE)
+        self._use(_BESIDE, op, host=_BESIDE)
 
     def wait(self, op: Op) -> None:
         """Order what is launched from now on after a copy."""

@@ -66,6 +66,7 @@ class _GraphBuilder:
     instances: list[tuple[int, int]] = field(default_factory=list)  # (base storage, its further life)
     lives: list[_StorageState] = field(default_factory=list)
     ran: list[int] = field(default_factory=list)
+    waiting: dict[int, list[int]] = field(default_factory=dict)  # storage -> ops of the host that wait for its offload
     copies: dict[int, int] = field(default_factory=dict)  # storage -> the number of its further lives
     due: set[int] = field(default_factory=set)  # storages that the forward changed and that are not back on the host
     forward_left: int = 0
@@ -103,6 +104,14 @@ class _GraphBuilder:
 
     def _run(self, index: int, where: str) -> None:
         op, recompute = self.workload.graph.ops[index], self.ran[index] > 0
+        if op.on_host:
+            awaited = self.workload.awaited[index]
+            if awaited >= 0 and (self.lives[awaited].host is None or not self.lives[awaited].clean):
+                self.waiting.setdefault(awaited, []).append(index)
+                return
+            self._emit(op, self.workload.sources[index], op.phase, where)
+            self.ran[index] += 1
+            return
         state = self.workload.graph.saved_state(op)
         if recompute and op.random and state is None:
             raise InvalidEviction("it draws random numbers, and would draw others", where=where)
@@ -167,6 +176,8 @@ class _GraphBuilder:
         life.clean = life.clean or event.kind is Kind.OFFLOADED
         life.away = event.kind is Kind.OFFLOADED or (life.away and event.kind is Kind.RELOAD)
         life.dropped = event.kind is Kind.OFFLOADED or (life.dropped and event.kind is not Kind.RELOADED)
+        for index in self.waiting.pop(s, ()) if event.kind is Kind.OFFLOADED else ():
+            self._run(index, where)
 
     # -- where things are --------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from memplan.core.collectives import ALL_REDUCE, is_collective
 from memplan.core.evictions import OFFLOAD, RELOAD, SAVE_RNG, SEND, TRANSFERS
 from memplan.core.files import write_atomic
 from memplan.core.gpus import GPUS, GpuTarget
-from memplan.core.graph import Graph, Op, Value
+from memplan.core.graph import Graph, Op, StorageKind, Value
 from memplan.core.jsonio import from_json, read_json, to_json
 from memplan.errors import InvalidCosts, UnreadableFile, located
 
@@ -71,6 +71,8 @@ class CostModel:
         measured: Measured seconds by op signature (`signature_of`); these replace the roofline's.
         between_ranks: The link between the ranks of a process group, for collectives; a network of 400 Gbit/s.
         draw: Seconds to draw one random number, where that takes longer than to write it.
+        updates: Bytes per second that an optimizer's update on the host reads and writes, beside the copies; 0: updates
+            run on the device.
 
     Raises:
         InvalidCosts: A rate is not positive, or a time is negative, or either is not finite.
@@ -91,6 +93,7 @@ class CostModel:
     measured: Mapping[str, float] = field(default_factory=dict)
     between_ranks: Link = Link(bytes_per_second=45e9, latency=15e-6)
     draw: float = 0.0
+    updates: float = 0.0
 
     def __repr__(self) -> str:
         return f"<CostModel of {self.name}: {self.bytes_per_second:.3g} B/s, {len(self.measured)} ops measured>"
@@ -101,9 +104,9 @@ class CostModel:
         for key, rate in rates.items():
             if not 0 < rate < float("inf"):
                 raise InvalidCosts(f"is {rate}", where=key, hint="give a positive rate per second")
-        for key, seconds in {"launch": self.launch, "draw": self.draw}.items():
-            if not 0 <= seconds < float("inf"):
-                raise InvalidCosts(f"is {seconds}", where=key, hint="give seconds, at least 0")
+        for key, figure in {"launch": self.launch, "draw": self.draw, "updates": self.updates}.items():
+            if not 0 <= figure < float("inf"):
+                raise InvalidCosts(f"is {figure}", where=key, hint="give a finite number, at least 0")
         for key, seconds in self.measured.items():
             if not 0 <= seconds < float("inf"):
                 raise InvalidCosts(f"is {seconds}", where=f"measured[{key!r}]", hint="give seconds, at least 0")
@@ -126,6 +129,8 @@ class CostModel:
         Example:
             >>> costs.op_seconds(plan.graph, plan.graph.ops[0])
         """
+        if op.on_host:
+            return 0.0
         known = self.measured.get(signature_of(graph, op)) if self.measured else None
         if known is not None:
             return known
@@ -136,6 +141,25 @@ class CostModel:
         rate = self.narrow_flops if widest in _NARROW else self.matrix_flops
         drawn = self.draw * _drawn(graph, op) if self.draw else 0.0
         return self.launch + drawn + max(flops_of(graph, op) / rate, nbytes / self.bytes_per_second)
+
+    def seconds_on_host(self, graph: Graph, op: Op) -> float:
+        """Return the seconds that an op of the host takes there, beside the device.
+
+        Args:
+            graph: The graph of the op.
+            op: One of its ops.
+
+        Returns:
+            Seconds; 0 for an op of the device.
+
+        Example:
+            >>> sum(costs.seconds_on_host(plan.graph, op) for op in plan.graph.ops)
+        """
+        if not op.on_host:
+            return 0.0
+        kept = (v for v in op.writes if graph.storages[graph.values[v].storage].kind is not StorageKind.GRADIENT)
+        nbytes = sum(_value_bytes(graph, v) for v in (*op.reads, *kept))
+        return nbytes / self.updates if self.updates else float("inf")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model as JSON, whole or not at all; `load_costs` reads it.
@@ -320,6 +344,7 @@ def _roofline(gpu: GpuTarget) -> CostModel:
         launch=2e-6,
         to_host=link,
         to_device=link,
+        updates=gpu.updates,
     )
 
 
@@ -347,7 +372,7 @@ LINKS: Mapping[str, Link] = MappingProxyType(
 )
 
 
-_LINK = "link between ranks"
+_LINK, _HOST = "link between ranks", "updates on the host"
 
 
 class Clock:
@@ -395,8 +420,14 @@ class Clock:
         elif op.target in TRANSFERS:
             self.now += costs.launch
             self._wait(self.ends.pop(pair))
+        elif op.on_host:
+            free[_HOST] = max(self.now, free[_HOST]) + costs.seconds_on_host(graph, op)
         else:
             self.now += costs.op_seconds(graph, op)
+
+    def finish(self) -> None:
+        """End the step, which waits for the host's ops."""
+        self._wait(self._free[_HOST])
 
     def _wait(self, end: float) -> None:
         self.stall += max(0.0, end - self.now)
@@ -411,17 +442,21 @@ def simulate(graph: Graph, costs: CostModel, *, one_link: bool = True) -> tuple[
     clock = Clock(graph, costs, one_link=one_link)
     for op in graph.ops:
         clock.run(op)
+    clock.finish()
     return clock.now, clock.stall
 
 
 def busy_seconds(graph: Graph, costs: CostModel) -> dict[str, float]:
-    """Return the predicted seconds of a step whose ops are in schedule order, and for how many each lane is busy."""
+    """Return the predicted seconds of a step whose ops are in schedule order, and for how many each lane is busy:
+    that of the host's ops too, if there are any."""
     found = {"step": simulate(graph, costs)[0], "kernels": 0.0, "copies to the device": 0.0, "copies to the host": 0.0}
     for op in graph.ops:
         if op.target in (OFFLOAD, RELOAD):
             lane, link = ("host", costs.to_host) if op.target == OFFLOAD else ("device", costs.to_device)
             nbytes = graph.storages[graph.values[op.reads[0]].storage].nbytes
             found[f"copies to the {lane}"] += link.seconds(nbytes)
+        elif op.on_host:
+            found[_HOST] = found.get(_HOST, 0.0) + costs.seconds_on_host(graph, op)
         elif op.target not in TRANSFERS:
             found["kernels"] += costs.op_seconds(graph, op)
     return found

@@ -60,6 +60,8 @@ class WorkloadArrays:
         self.copy_size[list(w.host_resident)] = 0
         self.host_budget = np.int64(_NO_LIMIT if w.host_budget is None else w.host_budget)
         self.redo_until = np.array(w.redo_until, np.int64)
+        self.seconds_on_host = np.array(w.seconds_on_host, np.float64)
+        self.awaited = np.array(w.awaited, np.int64)
 
     @cached_property
     def tables(self) -> tuple[Any, ...]:
@@ -68,6 +70,7 @@ class WorkloadArrays:
             *(self.read_ptr, self.read, self.write_ptr, self.write, self.writer_ptr, self.writer, self.size),
             *(self.pair_ptr, self.pair, self.host_resident, self.seconds, self.to_host, self.to_device),
             *(self.begun, self.copy_size, self.host_budget, self.workload.costs.launch),
+            *(self.seconds_on_host, self.awaited),
         )
 
     def measure(self, kinds: Ints, indices: Ints) -> MeasuredEvents | None:

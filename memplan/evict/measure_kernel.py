@@ -29,6 +29,7 @@ def measure(
     kinds, indices, budget,
     read_ptr, read, write_ptr, write, writer_ptr, writer, size,
     pair_ptr, pair, host_resident, seconds, to_host, to_device, begun, copy_size, host_budget, launch,
+    seconds_on_host, awaited,
 ):  # fmt: skip
     """Return (first impossible event or -1, peak bytes, seconds, stall seconds, area above `budget`, live bytes).
 
@@ -37,6 +38,8 @@ def measure(
     offloaded copy takes `copy_size` on the host from the start of its offload to the end of its last reload. The area
     also counts the bytes there above `host_budget`, which are in no other figure. `begun` are the bytes that each op
     begins at its first run and that stay to the end. To start a copy, and to wait for it, takes `launch` seconds.
+    Ops of the host run one after another beside all of that, each when the offload of what it has `awaited` is waited
+    for; the step ends when they have ended.
     """
     n, m, count = read_ptr.shape[0] - 1, size.shape[0], kinds.shape[0]
     state = filled(m, NEVER)
@@ -56,7 +59,8 @@ def measure(
     merge_step, merge_out, merge_in = filled(most, 0), filled(most, 0), filled(most, 0)
     merges = 0
     clock, stall, out_free, in_free = 0.0, 0.0, 0.0, 0.0
-    ends = np.zeros(m, np.float64)
+    ends, behind = np.zeros(m, np.float64), np.zeros(m, np.float64)  # `behind`: seconds on the host after an offload
+    host_free = 0.0
     added = filled(count + 1, 0)
     hosted, kept = filled(m, -1), filled(m, -1)  # the first and last step of each copy
     step, impossible = 0, -1
@@ -64,6 +68,11 @@ def measure(
         kind, i = kinds[e], indices[e]
         needed = LEAVING if kind == OFFLOADED else ARRIVING if kind == RELOADED else HERE
         if kind == RUN:
+            if seconds_on_host[i] > 0.0:
+                if awaited[i] >= 0 and not on_host[awaited[i]]:
+                    behind[awaited[i]] += seconds_on_host[i]
+                else:
+                    host_free = max(clock, host_free) + seconds_on_host[i]
             for k in range(read_ptr[i], read_ptr[i + 1]):
                 s = read[k]
                 if state[s] != HERE and state[s] != LEAVING:
@@ -137,6 +146,9 @@ def measure(
             last[current[i]] = step
             stall += max(0.0, ends[i] - clock)
             clock = max(clock, ends[i])
+            if behind[i] > 0.0:
+                host_free = max(clock, host_free) + behind[i]
+                behind[i] = 0.0
         elif kind == RELOAD:
             if not on_host[i] or state[i] == HERE or state[i] == LEAVING or state[i] == ARRIVING:
                 impossible = e
@@ -156,6 +168,8 @@ def measure(
         step += 1
     if impossible >= 0:
         return impossible, 0, 0.0, 0.0, 0.0, first
+    stall += max(0.0, host_free - clock)
+    clock = max(clock, host_free)
     live = added[: step + 1]
     for k in range(made):
         live[first[k]] += bytes_of[k]

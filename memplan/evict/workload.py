@@ -86,27 +86,31 @@ class Workload:
     def reads(self) -> tuple[tuple[int, ...], ...]:
         """The storages with arena bytes whose content each op reads."""
         g, held = self.graph, self.held
-        return tuple(tuple(dict.fromkeys(s for v in op.reads if (s := g.values[v].storage) in held)) for op in g.ops)
+        return tuple(
+            tuple(dict.fromkeys(s for v in op.reads if not op.on_host and (s := g.values[v].storage) in held))
+            for op in g.ops
+        )
 
     @cached_property
     def writes(self) -> tuple[tuple[int, ...], ...]:
         """The storages with arena bytes that each op writes."""
-        return tuple(tuple(s for s in self.graph.written(op) if s in self.held) for op in self.graph.ops)
+        written = (() if op.on_host else self.graph.written(op) for op in self.graph.ops)
+        return tuple(tuple(s for s in of if s in self.held) for of in written)
 
     @cached_property
     def writers(self) -> tuple[tuple[int, ...], ...]:
-        """The ops that write each storage, in order."""
+        """The ops on the device that write each storage, in order."""
         return self._by_storage(self.graph.written)
 
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
-        """The ops that read or write each storage, in order."""
+        """The ops on the device that read or write each storage, in order."""
         return self._by_storage(self.graph.touched)
 
-    def _by_storage(self, of: Callable[[Op], Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    def _by_storage(self, of: Callable[[Op], Iterable[int]], *, host: bool = False) -> tuple[tuple[int, ...], ...]:
         found: list[list[int]] = [[] for _ in self.graph.storages]
         for i, op in enumerate(self.graph.ops):
-            for s in of(op):
+            for s in of(op) if host or not op.on_host else ():
                 found[s].append(i)
         return tuple(map(tuple, found))
 
@@ -114,6 +118,19 @@ class Workload:
     def seconds(self) -> tuple[float, ...]:
         """The seconds of each op."""
         return self.costs.seconds(self.graph)
+
+    @cached_property
+    def seconds_on_host(self) -> tuple[float, ...]:
+        """The seconds that each op takes on the host, beside the device; 0 for ops of the device."""
+        return tuple(self.costs.seconds_on_host(self.graph, op) for op in self.graph.ops)
+
+    @cached_property
+    def awaited(self) -> tuple[int, ...]:
+        """The storage that each op of the host reads and that the device makes: it runs when that is on the host; -1:
+        none."""
+        g = self.graph
+        read = ((g.values[v].storage for v in op.reads) if op.on_host else () for op in g.ops)
+        return tuple(next((s for s in of if s in self.fresh), -1) for of in read)
 
     @cached_property
     def clock(self) -> tuple[float, ...]:
@@ -145,8 +162,8 @@ class Workload:
     @cached_property
     def redo_until(self) -> tuple[int, ...]:
         """The last position, for each storage, before which its writers can run again to recompute it; -1: never."""
-        g, n = self.graph, len(self.graph.ops)
-        found = []
+        g, n, found = self.graph, len(self.graph.ops), []
+        changed = self._by_storage(g.written, host=True)
         for s, writers in enumerate(self.writers):
             last = n if self.recomputable[s] else -1
             for i in writers if self.recomputable[s] else ():
@@ -155,7 +172,7 @@ class Workload:
                 for read in op.reads:
                     storage = g.values[read].storage
                     if storage != s and any((v, read) not in op.unrelated for v in results):
-                        last = min(last, next((j for j in self.writers[storage] if j > i), n))
+                        last = min(last, next((j for j in changed[storage] if j > i), n))
             found.append(last)
         return tuple(found)
 

@@ -99,8 +99,8 @@ class Fits:
         seconds: The predicted seconds of forward and backward; None without the costs of the device.
         within: Where the step does not fit: the cheapest plan that does (`memplan.compile` takes it, or its budget);
             where none does with the model on a named GPU, that of the whole step while the model stays on the CPU.
-        lanes: The predicted seconds of that whole "step", and for how many its "kernels", "copies to the device" and
-            "copies to the host" are busy; None for other plans.
+        lanes: The predicted seconds of that whole "step", and for how many its "kernels", "copies to the device",
+            "copies to the host" and "updates on the host" (if there are any) are busy; None for other plans.
         smallest: Where no plan fits either: the fewest bytes that one needs, as `total` counts them.
         unmeasured: Kernels of this machine whose own memory could not be measured, and is not counted.
         plan: The plan of the step without a budget.

@@ -182,6 +182,8 @@ def budget_lines(report: Report) -> tuple[str, ...]:
         f"runs on {k.device}; the model, its inputs and its results stay on the host, outside the arena: "
         f"{format_bytes(k.on_host)} of its memory, with copies of what is evicted"
     )
+    if k.updated:
+        runs += f"; updates on the host: {format_bytes(k.updated)} of parameters and state change there"
     if not k.sections:
         return (*how_it_runs, runs, kept)
     each = (f"{s.device}: arena {format_exact(s.size)}, max live {format_exact(s.max_live)}" for s in k.sections)

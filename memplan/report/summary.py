@@ -83,9 +83,10 @@ class Kept:
 
     `recomputed` and `offloaded` are the bytes that are recomputed, and copied to the host and back, in a step (counted
     each time), `host_size` the bytes of the arena on the host, `pinned` the most of the host's memory that torch locks,
-    in powers of two. `seconds`, `base_seconds` (without a budget) and `stall` are predicted by the
-    costs of `costs`. `device` is where the step runs if the model and the caller are on the host, "" if all are on the
-    same device. `sections` are the arenas of several devices, `sent` the bytes that are copied between them in a step.
+    in powers of two. `updated` are the bytes of parameters and state that updates on the host change. `seconds`,
+    `base_seconds` (without a budget) and `stall` are predicted by the costs of `costs`. `device` is where the step runs
+    if the model and the caller are on the host, "" if all are on the same device. `sections` are the arenas of several
+    devices, `sent` the bytes that are copied between them in a step.
     """
 
     budget: int | None
@@ -99,6 +100,7 @@ class Kept:
     host_size: int
     pinned: int
     on_host: int
+    updated: int
     seconds: float
     base_seconds: float
     stall: float
@@ -258,6 +260,7 @@ def _kept(plan: Plan) -> Kept | None:
         host_size=plan.host_size,
         pinned=plan.pinned,
         on_host=plan.on_host,
+        updated=plan.graph.updated_on_host,
         sections=plan.devices,
         sent=sum(plan.graph.values[op.reads[0]].shape[0] for op in plan.graph.ops if op.target == SEND),
     )

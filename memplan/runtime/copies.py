@@ -19,6 +19,7 @@ import torch
 
 from memplan.devices.kinds import is_accelerator
 from memplan.devices.streams import current_stream, new_event, new_stream
+from memplan.runtime.host_lane import HostLane
 
 
 class Direction(enum.Enum):
@@ -37,6 +38,7 @@ class StreamCopies:
 
     def __init__(self, *devices: torch.device) -> None:
         self.devices = devices
+        self.host = HostLane(devices)
         self.pending: set[StreamCopy] = set()
         self.timed = False
         self._streams: dict[tuple[Direction, torch.device], torch.Stream] = {}
@@ -59,16 +61,19 @@ class StreamCopies:
         return tuple(self._streams[direction, device] for device in devices)
 
     def drain(self) -> None:
-        """Block the host until all copies that no op has waited for are complete."""
+        """Block the host until all copies that no op has waited for are complete, and the host's ops of a step that has
+        failed."""
+        self.host.drain()
         if self.pending:
             for stream in self._streams.values():
                 stream.synchronize()
             self.pending.clear()
 
     def settle(self) -> None:
-        """Block the host until all copies are complete: the caller may read their results and change their sources."""
+        """Block until all copies and the host's ops are complete: the caller may read results and change sources."""
         for stream in self._streams.values():
             stream.synchronize()
+        self.host.settle()
 
     def forget(self, host: torch.Tensor) -> None:
         """Release the memory of copies that will not run again; none of them may be running."""
@@ -76,6 +81,7 @@ class StreamCopies:
 
     def close(self, memory: object = None) -> None:
         """Block the host until all copies are complete, and release the host memory."""
+        self.host.close()
         for stream in self._streams.values():
             stream.synchronize()
         self.pending.clear()
@@ -153,6 +159,7 @@ class ThreadCopies:
     """
 
     def __init__(self) -> None:
+        self.host = HostLane(())
         self.pending: set[ThreadCopy] = set()
         self.timed = False
         self.before: Callable[[int], object] | None = None
@@ -169,19 +176,22 @@ class ThreadCopies:
         return self._lanes[direction]
 
     def drain(self) -> None:
-        """Return when no copy is running."""
+        """Return when no copy is running, and no op of the host."""
+        self.host.drain()
         for copy in tuple(self.pending):
             copy.end()
         self.pending.clear()
 
     def settle(self) -> None:
-        """Does nothing: a copy is complete when its wait returns."""
+        """Block until the host's ops have run. A copy is complete when its wait returns."""
+        self.host.settle()
 
     def forget(self, host: torch.Tensor) -> None:
         """Does nothing: a copy alone refers to its memory."""
 
     def close(self, memory: object = None) -> None:
         """Drain, and end the threads; a later copy starts others. `memory` is kept until no copy uses it."""
+        self.host.close()
         inside = threading.current_thread().name.startswith(_LANE)  # the garbage collector ran there
         for lane in self._lanes.values():
             if inside:

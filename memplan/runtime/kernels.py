@@ -31,7 +31,7 @@ class CallForm(enum.Enum):
     OUT = "writes into out= arguments"
     IN_PLACE = "changes its arguments"
     FUNCTIONAL = "returns fresh tensors"
-    START = "starts a copy between device and host"
+    START = "starts a copy between device and host, or an op of the host"
     WAIT = "waits for a copy"
 
 

@@ -25,6 +25,7 @@ from memplan.planning.planfile import load
 from memplan.runtime.debug.sanitizers import redzone_of
 from memplan.trace import CapturedCall, plan_step
 from memplan.trace.graph.remap_to_plan import outside_as_in, require_planned
+from memplan.trace.optimizer.host_updates import with_updates_as_in
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import retraced
 from memplan.trace.whole_step import require_update
@@ -138,7 +139,7 @@ class RunOptions(PlanOptions):
         """
         if given is not None:
             variant = retraced(traced, retracer, given.division, given.compress)
-            variant = outside_as_in(variant, given, gradients=self.gradients == "arena")
+            variant = outside_as_in(with_updates_as_in(variant, given), given, gradients=self.gradients == "arena")
             return variant, self.require_fit(variant, given)
         redzone, options = self.redzone(traced.device), self
         has = physical_memory()

@@ -25,9 +25,10 @@ from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.measured import with_temporaries
 from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.schedule import order as order_of
-from memplan.schedule.group_updates import gather
+from memplan.schedule.group_updates import gather, with_host_early
 from memplan.trace.capture.refusals import module_of
 from memplan.trace.default_kernels import made_by_default, with_kernels
+from memplan.trace.optimizer.host_updates import with_cheapest_updates
 from memplan.trace.optimizer.updates import small_updates
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import CapturedCall, capture_call, retraced
@@ -123,6 +124,9 @@ def plan_step(
     for variant in variants:
         try:
             made = make(variant)
+            if retracer is not None and len(variant.runs_on) == 1:  # it is decided once, with the variant
+                costs = cost_model(options.costs or device_costs(variant.device))
+                variant, made = with_cheapest_updates(variant, made, costs, make)  # noqa: PLW2901
             return variant, replace(made, division=variant.division, compress=variant.compress)
         except BudgetInfeasible as error:
             failed = error
@@ -140,7 +144,7 @@ def _plan_variant(
     scheduled = ScheduledGraph(
         model=traced.model,
         graph=traced.graph,
-        schedule=order_of(traced.graph, options.schedule),
+        schedule=with_host_early(traced.graph, order_of(traced.graph, options.schedule)),
         alignment=alignment_of(traced.device),
         versions=versions(),
         redzone=redzone,

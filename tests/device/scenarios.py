@@ -33,6 +33,7 @@ from memplan.errors import BudgetInfeasible
 from memplan.planning.options import PlanOptions
 from memplan.runtime.copies import Direction, StreamCopies, StreamCopy
 from memplan.runtime.execute.runner import Runner
+from memplan.runtime.host_lane import HostLane
 from memplan.runtime.memory import arena
 from memplan.trace import plan_traced, trace, tracing
 from memplan.trace.fused import step as generation
@@ -40,7 +41,7 @@ from memplan.trace.graph.offload_target import Target, with_host_residents
 from memplan.trace.traced import GeneratedCall, GeneratedKernel, TracedGraph
 from tests.device.late import NAME, LateDevice, Policy
 from tests.models import Made
-from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, plan_of_everything, runner_of
+from tests.runtime.budgets import FAST_LINK, HOST_UPDATES, QUICK, QUICK_RECOMPUTE, plan_of_everything, runner_of
 from tests.runtime.late_copies import positions_of_copies
 
 HERE = f"{NAME}:0"  # no torch.device, which has no such name yet
@@ -266,6 +267,32 @@ def larger(device: LateDevice, name: str, kernels: str = "aten") -> dict[str, An
         reloads = sum(op.target == RELOAD for op in plan.graph.ops)
         found[f"{budget}"] = [plan.on_device, held, reloads, plan.eviction.pinned_budget]
         found["wrong"] += [f"{budget} {order}" for order in wrong_orders(device, steps, expected)]
+    return found
+
+
+def updates_on_host(device: LateDevice) -> dict[str, Any]:
+    """Whole steps whose updates run on the host, beside the device; then updates that do not wait for gradients."""
+    start = HostLane.start
+
+    def unordered(lane: HostLane, *args: Any, **kwargs: Any) -> None:
+        lane._devices = []
+        start(lane, *args, **kwargs)
+
+    def made(**options: Any) -> tuple[Step, Plan]:
+        torch.manual_seed(0)
+        model, args = ZOO["mlp"]("nano")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        return _steps(device, model, optimizer, lambda loss: loss, [args] * 3, **options)
+
+    expected, found = made(device=HERE)[0](), dict[str, Any](wrong=[])
+    for budget in (None, "min"):
+        steps, plan = made(device=HERE, budget=budget, costs=HOST_UPDATES)
+        found[f"{budget}"] = plan.graph.updated_on_host
+        found["wrong"] += [f"{budget} {order}" for order in wrong_orders(device, steps, expected)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(HostLane, "start", unordered)
+        steps, _ = made(device=HERE, budget="min", costs=HOST_UPDATES)
+        found["seen without the order"] = wrong_orders(device, steps, expected)
     return found
 
 
@@ -597,6 +624,7 @@ SCENARIOS: dict[str, Callable[[LateDevice], dict[str, Any]]] = {
     **{f"larger {name}, generated": partial(_generated_larger, name=name) for name in ("mlp", "gpt2", "llama", "vit")},
     "larger gpt2": partial(larger, name="gpt2"),
     "larger llama": partial(larger, name="llama"),
+    "updates on the host": updates_on_host,
     "streams": streams,
     "dropped": dropped,
     "left on the host": left_on_host,

@@ -29,6 +29,14 @@ from tests.steps import Outcome, outcome_of
 
 _LINK = Link(bytes_per_second=1e13, latency=1e-9)
 FAST_LINK = replace(DEVICES["cpu"], name="fast link", launch=0.0, to_host=_LINK, to_device=_LINK)  # copies are free
+_SLOWER = Link(bytes_per_second=8e9, latency=1e-7)
+HOST_UPDATES = replace(  # kernels take no time, copies do, and the host is as fast as it has to be
+    replace(FAST_LINK, matrix_flops=1e15, narrow_flops=1e15, bytes_per_second=1e13, draw=0.0),
+    name="updates on the host",
+    to_host=_SLOWER,
+    to_device=_SLOWER,
+    updates=1e12,
+)
 QUICK = partial(auto, quick=True)
 QUICK_RECOMPUTE = partial(auto, quick=True, swaps=False)
 

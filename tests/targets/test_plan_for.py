@@ -184,6 +184,18 @@ def test_a_step_whose_model_is_larger_than_the_card_is_as_fast_as_its_kernels(la
     assert simulate(plan.graph, costs)[0] <= 1.25 * kernels
 
 
+@pytest.mark.slow
+def test_a_step_in_less_than_its_state_takes_at_most_half_again_as_long() -> None:
+    model, (tokens,) = real_sizes.llama1b()
+    step = (model, torch.optim.AdamW(model.parameters()), lambda loss: loss, tokens)
+    free = memplan.plan_step(*step, target="rtx4090")
+    plan = memplan.plan_step(*step, device="cuda", target="rtx4090", budget="6GB")
+    assert plan.on_device <= 6e9 < plan.outside["optimizer state"] + plan.outside["parameters"]
+    costs = cost_model("rtx4090")
+    assert simulate(plan.graph, costs)[0] <= 1.5 * sum(costs.seconds(free.graph))
+    assert 0 < plan.graph.updated_on_host < plan.outside["optimizer state"] + plan.outside["parameters"]
+
+
 class _Deep(nn.Module):
     """A model that returns its loss, and whose layers are much smaller than the whole."""
 

@@ -333,7 +333,8 @@ def bind_transfers(
     arena: Arena,
     host: torch.Tensor,
 ) -> tuple[dict[int, BoundOp], tuple[Copy, ...]]:
-    """Return the bound op of each transfer and saved generator state (by op index), and the copies as they start.
+    """Return the bound op of each transfer, op of the host and saved generator state (by op index), and the copies as
+    they start.
 
     `host` is the memory of offloaded bytes. Of a collective that is started and waited for, both ops are bound. Raises
     `InvalidEviction` for a wait without a start.
@@ -353,6 +354,9 @@ def bind_transfers(
             bound[index] = BoundOp(
                 form=CallForm.START, function=collective.start, args=kernel.args, kwargs={"out": Ref(out)}, outs=()
             )
+        if isinstance(kernel, KernelCall) and graph.ops[index].on_host:
+            start = arena.copies.host.starter(kernel.target._op)
+            bound[index] = BoundOp(form=CallForm.START, function=start, args=kernel.args, kwargs=kernel.kwargs, outs=())
         if not isinstance(kernel, Transfer):
             continue
         source = kernel.reads[0]

@@ -30,7 +30,7 @@ from memplan.trace.traced import KernelCall, Live, Ref, TracedGraph
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 LEARNING_RATE = "learning rate"  # key of a tensor that belongs to a group instead of a parameter
 GROUP = "group "  # and its number: the name of the holder of an option
-_UPDATES = (aten._fused_sgd_, aten._fused_adam_, aten._fused_adamw_)
+UPDATES = (aten._fused_sgd_, aten._fused_adam_, aten._fused_adamw_)
 _SMALL = 16 << 10  # bytes of a parameter on the CPU
 
 
@@ -219,7 +219,7 @@ def kind_of(kernel: KernelCall, graph: Graph) -> Hashable:
 
     That is the kernel, all arguments that are no tensors, and the dtypes and devices of the tensors.
     """
-    if kernel.target.overloadpacket not in _UPDATES:
+    if kernel.target.overloadpacket not in UPDATES:
         return None
     lists = tuple(tuple(_like(graph, ref) for ref in of) for of in kernel.args)
     return str(kernel.target), tuple(kernel.kwargs.items()), lists
