@@ -123,7 +123,8 @@ def plan_step(
     for variant in variants:
         try:
             made = make(variant)
-            return variant, replace(made, division=variant.division, compress=variant.compress)
+            made = replace(made, division=variant.division, compress=variant.compress, kernels=variant.attention)
+            return variant, made
         except BudgetInfeasible as error:
             failed = error
     assert failed is not None
