@@ -83,7 +83,8 @@ class Plan:
             nothing.
         reserve: bytes on the device that the step does not show, such as the state of an optimizer; `total` has them.
         sections: the graphs of a joint plan, in the order in which they were traced; () for a plan of one graph.
-        kernels: what the kernels are those of, where the plan was made for a `target`; else "".
+        kernels: what the kernels are those of, where the plan was made for a `target`, and why attention runs in single
+            ops on a GPU; else "".
 
     Example:
         >>> plan = memplan.plan(model, example_inputs)

@@ -128,6 +128,7 @@ def _without(plan: Plan, chosen: Sequence[_Candidate], options: PlanOptions) -> 
         temporaries=None if plan.temporaries is None else tuple(temporaries),
         division=plan.division,
         compress=plan.compress,
+        kernels=plan.kernels,
     )
 
 

@@ -21,6 +21,7 @@ CUDNN_OF_WHEELS = {(2, 11): 91900, (2, 12): 92000, (2, 13): 92000, (2, 14): 9240
 _ALWAYS = (2, 11), (3, 0)
 _HALF = (torch.float16, torch.bfloat16)
 _DIMENSIONS = 4
+_BIAS_ALIGNMENT = 8  # elements that the strides of the efficient kernel's mask are multiples of
 
 
 def release_of(version: str) -> tuple[tuple[int, int], str]:
@@ -231,7 +232,7 @@ def _broken(attention: Attention, kernel: str) -> Iterator[str]:
 def choose_attention(capability: tuple[int, int], notes: set[str]) -> torch.library.Library:
     """Have attention of tensors on CUDA take the kernel of a capability, as long as the result lives.
 
-    Why none is fused is added to `notes`, and whose rules are taken for a release of torch that has none here.
+    Whose rules are taken for a release of torch that has none here is added to `notes`.
     """
     aten = torch.ops.aten
     release, assumed = release_of(torch.__version__)
@@ -256,10 +257,9 @@ def choose_attention(capability: tuple[int, int], notes: set[str]) -> torch.libr
             found = attention(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
             return found.squeeze(0)
         call = Attention(*tensors, mask, dropout_p, is_causal, enable_gqa, capability, release, cudnn)
-        name, why = attention_kernel(call)
+        name = attention_kernel(call)[0]
         notes.update({assumed} - {""})
         if name == "math":
-            notes.add(f"attention runs in single ops, which need more memory than a fused kernel: {why}")
             return aten._scaled_dot_product_attention_math(
                 *tensors, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )[0]
@@ -276,6 +276,9 @@ def choose_attention(capability: tuple[int, int], notes: set[str]) -> torch.libr
                 *tensors, mask, call.trains, dropout_p, is_causal, False, scale=scale
             )[0]
         if mask is not None:
+            if any(stride % _BIAS_ALIGNMENT for stride in mask.stride()[:-1]):  # preprocess_mask
+                keys = mask.shape[-1]
+                mask = torch.nn.functional.pad(mask, (0, _BIAS_ALIGNMENT - keys % _BIAS_ALIGNMENT))[..., :keys]
             mask = mask.expand(*query.shape[:3], key.shape[2])
         return aten._scaled_dot_product_efficient_attention(
             *tensors, mask, call.trains, dropout_p, is_causal, scale=scale

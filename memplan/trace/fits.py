@@ -221,6 +221,7 @@ class _StepPlans:
         with self._stage(f"tracing {type(model).__name__}" + (f" with a batch of {shown}" if shown else "")):
             options, traced, captured = captured_step(model, args, kwargs, self.train, options)
         if self._update is None:
+            captured.warn()
             trains = bool(model.training) if self.train is None else self.train
             name, host = self.optimizer if trains else NONE, self.capacity.is_host
             self._update = update_bytes(name, _updated_parameters(traced, model), foreach=not host, counters=host)

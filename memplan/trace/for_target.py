@@ -84,4 +84,5 @@ def planned_there(
         f"{format_bytes(target.workspace)} of the reserve are for workspaces of cuBLAS"
     )
     found = asked_for(target, made)
+    why = f"{why}; {found.kernels}" if found.kernels else why
     return replace(found, kernels=why, versions={**found.versions, "target": target.name})

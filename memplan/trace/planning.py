@@ -127,7 +127,8 @@ def plan_step(
             if retracer is not None and len(variant.runs_on) == 1:  # it is decided once, with the variant
                 costs = cost_model(options.costs or device_costs(variant.device))
                 variant, made = with_cheapest_updates(variant, made, costs, make)  # noqa: PLW2901
-            return variant, replace(made, division=variant.division, compress=variant.compress)
+            made = replace(made, division=variant.division, compress=variant.compress, kernels=variant.attention)
+            return variant, made
         except BudgetInfeasible as error:
             failed = error
     assert failed is not None

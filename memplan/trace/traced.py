@@ -226,7 +226,7 @@ class TracedGraph:
     if the step was traced under it. `readings`: the Python values that are constants of the step. `device`: where all
     planned storages are. `runs_on`: the names of the devices in plans where everything else is on the host and the plan
     copies it; empty otherwise. `division`: how chains of rows were divided, with `over` settled. `compress`: how saved
-    activations are compressed.
+    activations are compressed. `attention`: why attention runs in single ops on a GPU, or "".
     """
 
     model: str
@@ -244,6 +244,7 @@ class TracedGraph:
     runs_on: tuple[str, ...] = ()
     division: Division | None = None
     compress: str = ""
+    attention: str = ""
 
     def without_data(self) -> TracedGraph:
         """Return the graph with tensors on the meta device in place of the example's."""

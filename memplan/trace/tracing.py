@@ -75,8 +75,9 @@ class CapturedCall:
 
     A variant of a step computes the same by other ops. `captured`: the graph, which is never changed. `model`: the name
     of the model. `target`: the device where the step runs while its model stays on the host (None: where the model is).
-    `update`: replaces the gradients that a graph returns by ops of an optimizer; None: they are returned. `generated`:
-    the code that Inductor has generated for variants of an update, by division.
+    `update`: replaces the gradients that a graph returns by ops of an optimizer; None: they are returned. `state`: the
+    bytes that the optimizer keeps. `generated`: the code that Inductor has generated for variants of an update, by
+    division.
     """
 
     captured: Captured
@@ -84,6 +85,7 @@ class CapturedCall:
     options: CaptureOptions
     target: Target | None = None
     update: Callable[[fx.Graph], None] | None = None
+    state: int = 0
     generated: dict[Any, GeneratedStep] = field(default_factory=dict, repr=False)
 
     def warn(self) -> None:

@@ -67,8 +67,9 @@ def first_variant(step: CapturedCall, options: PlanOptions) -> TracedGraph:
     limited = options.budget is not None or options.arena_budget is not None
     if limited and options.divide is None and options.kernels == "inductor" and step.captured.training:
         nodes = list(step.captured.graph_module.graph.nodes)
-        several = 1 if step.update is None else 3
-        if any(is_accelerator(tensor.device) for tensor in tensors_of(nodes)) and _may_exceed(nodes, options, several):
+        if any(is_accelerator(tensor.device) for tensor in tensors_of(nodes)) and _may_exceed(
+            nodes, options, step.state
+        ):
             try:
                 return step.retrace(division=HEAD)
             except UnsupportedGraph as refused:
@@ -76,13 +77,13 @@ def first_variant(step: CapturedCall, options: PlanOptions) -> TracedGraph:
     return step.retrace()
 
 
-def _may_exceed(nodes: Sequence[fx.Node], options: PlanOptions, several: int) -> bool:
+def _may_exceed(nodes: Sequence[fx.Node], options: PlanOptions, state: int) -> bool:
     """Return whether a step may need more than a budget: a share, "min", or fewer bytes than eager may have alive, with
-    what is set aside beside that, and inputs `several` times: an optimizer keeps up to two numbers for each.
+    its inputs, the `state` of the optimizer and what is set aside beside that.
     """
     budgets = [read_budget(b) for b in (options.budget, options.arena_budget) if isinstance(b, (int, float, str))]
     given = sum(t.numel() * t.itemsize for t in tensors_of([n for n in nodes if n.op == "placeholder"]))
-    most = most_alive(nodes) + given * several + options.reserved
+    most = most_alive(nodes) + given + state + options.reserved
     return any(b == "min" or b < (1 if isinstance(b, float) else most) for b in budgets)
 
 

@@ -27,7 +27,7 @@ from memplan.trace.capture.effects import with_fake_tensors
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.capture.refusals import module_of
 from memplan.trace.default_kernels import made_by_default, with_kernels
-from memplan.trace.optimizer.optimizers import is_fused
+from memplan.trace.optimizer.optimizers import is_fused, state_bytes
 from memplan.trace.optimizer.updates import append_updates, updated_parameters
 from memplan.trace.passes.rewrite import value
 from memplan.trace.traced import POSITIONAL, TracedGraph, parameters_of
@@ -190,7 +190,8 @@ class CapturedLoss:
             rates_in_memory=rates_in_memory,
             device=None if self.call.target is None else self.call.target.device,
         )
-        return replace(self.call, update=update, options=replace(self.call.options, in_place=in_place))
+        options = replace(self.call.options, in_place=in_place)
+        return replace(self.call, update=update, state=state_bytes(self.optimizer), options=options)
 
 
 def capture_loss(

@@ -25,6 +25,7 @@ from benchmarks.zoo import ZOO, llama_of
 from memplan.core.evictions import OFFLOAD, RELOAD, TRANSFERS
 from memplan.core.gpus import find_gpu, gpu_called
 from memplan.core.graph import StorageKind
+from memplan.core.plan import Plan
 from memplan.core.units import parse_size
 from memplan.errors import (
     BudgetInfeasible,
@@ -36,6 +37,7 @@ from memplan.errors import (
 )
 from memplan.evict.costs import cost_model, simulate
 from memplan.planning.base_graph import eager_total
+from memplan.trace.optimizer.optimizers import state_bytes
 from tests.models import Made
 from tests.slow import slow
 
@@ -89,15 +91,103 @@ def test_the_backward_of_attention_adds_up_in_32_bits(
     assert report.outside.reserve == 0
 
 
-def test_attention_in_single_ops_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    def expanded(m: Any, x: torch.Tensor, mask: torch.Tensor) -> Any:
-        """Attend with a mask whose last stride is 0."""
-        return nn.functional.scaled_dot_product_attention(x, x, x, mask.expand(-1, -1, 16, 16))
+def _attended(keys: int = 16, **how: Any) -> Callable[..., Any]:
+    """Return an attention of a tensor to itself, up to some of its keys, with a mask if one is given."""
 
-    x = torch.empty(2, 2, 16, 8, dtype=torch.bfloat16, requires_grad=True)
-    memplan.plan(Made(expanded), (x, torch.ones(2, 1, 1, 1, dtype=torch.bool)), target="h100", kernels="aten")
-    assert "attention runs in single ops" in caplog.text
-    assert "last stride of its mask" in caplog.text
+    def attended(m: Any, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        mask = mask if mask is None else mask.expand(-1, -1, 16, 16)
+        return nn.functional.scaled_dot_product_attention(x, x[:, :, :keys], x[:, :, :keys], mask, **how)
+
+    return attended
+
+
+@pytest.mark.parametrize(
+    ("function", "mask", "how", "reason"),
+    [
+        pytest.param(_attended(), True, {"kernels": "aten"}, "last stride of its mask", id="mask"),
+        pytest.param(
+            _attended(), True, {}, "", id="laid out", marks=pytest.mark.skipif(not HAS_TRITON, reason="Triton")
+        ),
+        pytest.param(_attended(), False, {"kernels": "aten", "dtype": torch.float64}, "types are float64", id="type"),
+        pytest.param(_attended(0), False, {"kernels": "aten"}, "no queries or no keys", id="empty"),
+        pytest.param(
+            *(lambda m, x: _attended()(m, x[0]), False, {"kernels": "aten"}),
+            "not have four dimensions",
+            id="dimensions",
+        ),
+        pytest.param(_attended(), False, {"kernels": "aten"}, "", id="fused"),
+    ],
+)
+def test_attention_in_single_ops_is_said_in_the_log_and_the_report(
+    function: Callable[..., Any], mask: bool, how: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`mask`: there is one whose last stride is 0, which generated kernels get in rows; eager's keep eager's bits."""
+    how = {"target": "h100", "dtype": torch.bfloat16, **how}
+    x = torch.empty(2, 2, 16, 8, dtype=how.pop("dtype"), requires_grad=True)
+    inputs = (x, torch.ones(2, 1, 1, 1, dtype=torch.bool)) if mask else (x,)
+    report = str(memplan.plan(Made(function), inputs, **how).report())
+    assert ("attention runs in single ops" in caplog.text) == ("attention runs in single ops" in report) == bool(reason)
+    assert reason in caplog.text
+    assert reason in report
+
+
+class _Biased(nn.Module):
+    """Attention under autocast with a learned bias of positions, laid out as T5 and Swin compute it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(128, 3 * 128)
+        self.bias = nn.Parameter(torch.zeros(256, 256, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attend with two heads."""
+        with torch.autocast("cuda", torch.bfloat16):
+            query, key, value = self.project(x).unflatten(-1, (3, 2, 64)).permute(2, 0, 3, 1, 4)
+            bias = self.bias.permute(2, 0, 1)[None]
+            return nn.functional.scaled_dot_product_attention(query, key, value, bias).float().square().mean()
+
+
+def _padded(name: str) -> real_sizes.Example:
+    """Return a model of transformers with its loss, and tokens of which some are padding."""
+    from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if name == "bert":
+        model: Any = BertForMaskedLM(BertConfig(**sizes, vocab_size=64))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=64))
+    tokens = torch.zeros(4, 256, dtype=torch.long)
+    padding = torch.arange(256).ge(torch.tensor([[0], [16], [32], [64]])).long()  # on the left
+
+    def loss(m: Any, tokens: torch.Tensor, padding: torch.Tensor) -> Any:
+        with torch.autocast("cuda", torch.bfloat16):
+            return m.model(input_ids=tokens, attention_mask=padding).logits.float().square().mean()
+
+    return Made(loss, model=model), (tokens, padding)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Inductor generates Triton's code")
+@pytest.mark.parametrize(
+    ("make", "kernel"),
+    [
+        pytest.param(lambda: (_Biased(), (torch.empty(4, 256, 128),)), "efficient", id="bias"),
+        pytest.param(lambda: _padded("bert"), "efficient", id="bert"),
+        pytest.param(lambda: _padded("llama"), "cudnn", id="llama"),
+    ],
+)
+def test_attention_with_a_mask_that_cannot_be_dropped_runs_fused(
+    make: Callable[[], real_sizes.Example], kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = make()
+    plan = memplan.plan(model, inputs, target="h200")
+    names = Counter(op.target.split(".")[1] for op in plan.graph.ops)
+    assert names[f"_scaled_dot_product_{kernel}_attention"] == 1
+    assert names[f"_scaled_dot_product_{kernel}_attention_backward"] == 1
+    assert not any("softmax" in name for name in names)
+    if model.__class__ is _Biased:
+        monkeypatch.setattr("memplan.trace.capture.fused_attention.in_rows", lambda mask: mask)
+        products = 2 * 4 * 2 * 256 * 256  # bytes: of queries and keys
+        assert plan.total + products < memplan.plan(model, inputs, target="h200").total
 
 
 def test_a_plan_is_saved_and_loaded_with_its_target(tmp_path: Path) -> None:
@@ -349,6 +439,28 @@ def test_a_step_is_captured_and_code_generated_once_under_a_budget(
             whole = memplan.plan(model, data, target="h100")
             assert plan.eviction is not None
             assert plan.eviction.budget == pytest.approx(0.9 * (eager_total(whole.graph) + whole.reserve), rel=0.001)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Inductor generates Triton's code")
+@pytest.mark.parametrize(("make", "kept"), [(torch.optim.SGD, 0), (torch.optim.AdamW, 2)])
+def test_the_head_of_a_whole_step_is_whole_where_the_budget_has_room_for_what_the_optimizer_keeps(
+    make: Any, kept: int
+) -> None:
+    def loss(m: Any, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(m.head(x), words)
+
+    model = Made(loss, head=nn.Linear(1024, 8192))
+    data = (torch.randn(128, 1024), torch.zeros(128, dtype=torch.long))
+    optimizer = make(model.parameters())
+    parameters = sum(p.nbytes for p in model.parameters())
+    assert state_bytes(optimizer) == kept * parameters
+
+    def planned(budget: int | None) -> Plan:
+        return memplan.plan_step(model, optimizer, lambda loss: loss, data, target="h100", budget=budget)
+
+    undivided = planned(None)
+    need = eager_total(undivided.graph) + undivided.reserve
+    assert planned(need + parameters).division is None
 
 
 def _of_real_size(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

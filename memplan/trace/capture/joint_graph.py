@@ -28,6 +28,7 @@ from memplan.trace.capture.front_ends import (
     quiet,
     require_own_forward,
 )
+from memplan.trace.capture.fused_attention import FusedAttention
 from memplan.trace.capture.python_values import Reading, with_values
 from memplan.trace.capture.recurrent import (
     RecurrentAsEager,
@@ -47,7 +48,10 @@ from memplan.trace.passes.rewrite import separate_tangents
 
 Decompositions = Mapping[Any, Callable[..., Any]]  # ops, and functions that compute them from other ops
 _OF_INPUT = ("is_input", "alias_of_input")  # AOTAutograd's output types
+_ATTENTION = "memplan's attention"  # key of why attention is not fused, in the metadata
 _ONCE = "memplan's results"  # key of the structure of the result, and of what is which tensor in it, in the metadata
+
+_SINGLE_OPS = "attention runs in single ops, which need more memory than a fused kernel"
 
 
 class NoBackward(UnsupportedGraph):
@@ -64,7 +68,8 @@ class Captured:
     placeholder (by position) that it is a view of, or None, and `views` what it is among the outputs. `training`: the
     graph contains the backward. `autocast`: the type that autocast casts to, if the model was traced under it.
     `readings`: the Python values that are constants of the graph. `warnings`: what the step computes unlike eager, for
-    the log. `trained`: the names of the parameters and buffers that required a gradient.
+    the log. `trained`: the names of the parameters and buffers that required a gradient. `attention`: why attention
+    runs in single ops on a GPU; "" where it does not.
     """
 
     graph_module: fx.GraphModule
@@ -80,6 +85,7 @@ class Captured:
     readings: tuple[Reading, ...] = ()
     warnings: tuple[str, ...] = ()
     trained: frozenset[str] = frozenset()
+    attention: str = ""
 
 
 def capture(
@@ -160,6 +166,7 @@ def captured(
     require_same_types(graph_module.graph)
     order_checks(graph_module.graph)
     tag_backward(graph_module.graph)
+    attention = graph_module.meta[_ATTENTION]
     views = views_among(graph_module.graph)
     separate_tangents(graph_module.graph)
     if as_eager:
@@ -189,8 +196,9 @@ def captured(
         training=has_backward,
         autocast=autocast_dtype("cpu") or autocast_dtype("cuda"),
         readings=with_values(graph_module.meta.get(READINGS, ()), model),
-        warnings=updates_run_once(graph_module.graph) if has_backward else (),
+        warnings=(*(updates_run_once(graph_module.graph) if has_backward else ()), *filter(None, (attention,))),
         trained=trained,
+        attention=attention,
     )
 
 
@@ -302,11 +310,14 @@ def export_joint(
     table = layout_decompositions() if decompositions is None else decompositions
     note_checkpoints(module)
     recurrent = RecurrentAsEager() if decompositions is None else contextlib.nullcontext()
-    with recurrent, returning_once(module) as once:
+    fused = FusedAttention(lay_out=decompositions is not None)
+    with recurrent, fused, returning_once(module) as once:
         joint = joint_graph(stack, module, args, kwargs, table, dense_tangents=False)
         if overlapping_tangents(joint.graph_module.graph):
             joint = joint_graph(stack, module, args, kwargs, table, dense_tangents=True)
     return_new_values(joint.graph_module.graph)
+    why = ", ".join(fused.reasons)
+    joint.graph_module.meta[_ATTENTION] = why and f"{_SINGLE_OPS}: {why}"
     joint.graph_module.meta[_ONCE] = once[-1]
     return joint
 

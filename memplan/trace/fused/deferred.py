@@ -125,10 +125,11 @@ class TunedKernel:
                 if not any(_lies_over(args, i) for i in self._over):
                     run(*args)
                     return
-                before = {i: args[i].to("cpu", copy=True) for i in self._written}
+                spans = [_span(args[i]) for i in self._written]
+                before = [span.to("cpu", copy=True) for span in spans]
                 run(*args)
-                for i, kept in before.items():
-                    args[i].copy_(kept)
+                for span, kept in zip(spans, before, strict=True):
+                    span.copy_(kept)
             run(*args)
 
         return tuned
@@ -138,6 +139,14 @@ def _lies_over(args: Sequence[Any], position: int) -> bool:
     """Return whether an argument begins at the address of another one."""
     at = args[position].data_ptr()
     return any(y.data_ptr() == at for i, y in enumerate(args) if i != position and isinstance(y, torch.Tensor))
+
+
+def _span(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements in one row, with what is between them in padded rows: torch copies rows with gaps by
+    way of a second tensor on the device, as large as they are.
+    """
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((last + 1,), (1,)) if x.numel() else x
 
 
 class AligningKernel:

@@ -425,6 +425,7 @@ class StepReader(_Kernels):
             training=captured.training,
             autocast=captured.autocast,
             readings=captured.readings,
+            attention=captured.attention,
             device=self._device(),
         )
 

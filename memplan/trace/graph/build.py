@@ -381,6 +381,7 @@ class _FxReader:
             training=self.captured.training,
             autocast=self.captured.autocast,
             readings=self.captured.readings,
+            attention=self.captured.attention,
             device=self._device(),
         )
 

@@ -72,6 +72,12 @@ def keys_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple
     return (STEP, "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
 
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes that an optimizer whose updates are planned keeps for its parameters, but for its counters."""
+    groups = ((g["params"], sum(key != STEP for key in keys_of(optimizer, g))) for g in optimizer.param_groups)
+    return sum(p.nbytes * kept for params, kept in groups for p in params if p.requires_grad)
+
+
 def ensure_state(optimizer: torch.optim.Optimizer, name: str, parameter: torch.Tensor, group: int) -> dict[str, Any]:
     """Return the state of a parameter, created and laid out as the optimizer would at its first step.
 
