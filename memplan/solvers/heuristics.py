@@ -106,9 +106,7 @@ def online(arrays: ProblemArrays, *policies: bool) -> Iterator[Ints]:
     deaths = np.argsort(arrays.hi)  # the order of equal deaths does not matter: all are freed before the next birth
     for best in policies:
         offsets = np.full(arrays.n, -1, np.int64)
-        online_kernel.online(
-            births, deaths, arrays.lo, arrays.hi, arrays.size, arrays.align, arrays.low, best, offsets
-        )
+        online_kernel.online(births, deaths, arrays.lo, arrays.hi, arrays.size, arrays.align, arrays.low, best, offsets)
         yield offsets
 
 
