@@ -64,22 +64,28 @@ class Programs(Generic[Program]):
         return found
 
     def of(
-        self, kind: Hashable, make: Callable[[], Program], differs: InputMismatch | None = None, *, model: str = ""
+        self,
+        kind: Hashable,
+        make: Callable[[], Program],
+        differs: InputMismatch | None = None,
+        *,
+        model: str = "",
+        state: str = "",
     ) -> Program:
         """Return the program of a kind of call, which `make` makes where there is none.
 
         Raises again what `make` raised before. `differs`: how a call of `model` differs from the example. It gives up
-        no other program: the log says that it gets one, or `TooManyPrograms` is raised.
+        no other program, but raises `TooManyPrograms`. The log says that, and in which other `state` the call is.
         """
         found = self.find(kind)
         if found is not None:
             return found
         self.require(kind)
-        if differs is not None:
-            if len(self) >= self.most:
-                raise TooManyPrograms(f"{self.most} programs exist already")
+        if differs is not None and len(self) >= self.most:
+            raise TooManyPrograms(f"{self.most} programs exist already")
+        if said := "; ".join(filter(None, (state, differs.summary if differs else ""))):
             what = "%s: makes program %d of %d, for another call: %s"
-            _log.info(what, model, len(self) + 1, self.most, differs.summary)
+            _log.info(what, model, min(len(self) + 1, self.most), self.most, said)
         try:
             made = make()
         except self.passing:

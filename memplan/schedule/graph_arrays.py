@@ -7,7 +7,7 @@ exactly the legal orders of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -18,28 +18,6 @@ import numpy.typing as npt
 
 from memplan.core.graph import Graph
 from memplan.core.legal_orders import predecessors
-
-COMPILED = 400  # ops: for fewer, the interpreter finishes before numba is imported
-
-
-class CompiledKernel:
-    """A function of arrays and numbers, interpreted or compiled with equal results. Compiled code is cached on disk."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self._jitted: Callable[..., Any] | None = None
-        self.__doc__ = function.__doc__
-
-    def __call__(self, ops: int, *args: Any) -> Any:
-        """Run the function, compiled if the graph has at least `COMPILED` of its `ops`."""
-        if ops < COMPILED:
-            return self.function(*args)
-        if self._jitted is None:
-            from numba import njit
-
-            self._jitted = njit(cache=True)(self.function)
-        return self._jitted(*args)
-
 
 Ints = npt.NDArray[np.int64]
 

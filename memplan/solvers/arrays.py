@@ -194,15 +194,30 @@ class Instance:
     mem: npt.NDArray[np.int32]
 
 
-def instance_of(arrays: ProblemArrays, max_offset: Ints) -> Instance:
-    """Prepare `arrays` for the search. Time and memory are proportional to the pairs of buffers alive together."""
-    from memplan.solvers import fit_kernel
+def meets(arrays: ProblemArrays, b: int) -> Bools:
+    """Return which buffers are alive in a section in which `b` is alive, itself included."""
+    alive = np.zeros(arrays.seg_lo.shape[0], np.bool_)
+    for k in range(arrays.seg_ptr[b], arrays.seg_ptr[b + 1]):
+        alive |= (arrays.seg_lo < arrays.seg_hi[k]) & (arrays.seg_hi > arrays.seg_lo[k])
+    return np.asarray(np.logical_or.reduceat(alive, arrays.seg_ptr[:-1]))
 
-    by_start = np.argsort(arrays.lo, kind="stable")
-    segments = (arrays.seg_ptr, arrays.seg_lo, arrays.seg_hi)
-    adj_ptr, adj = fit_kernel.neighbours(arrays.n, *segments, arrays.lo, arrays.hi, by_start)
-    mem_ptr, mem = fit_kernel.members(arrays.sections, *segments)
-    return Instance(arrays=arrays, max_offset=max_offset, adj_ptr=adj_ptr, adj=adj, mem_ptr=mem_ptr, mem=mem)
+
+def instance_of(arrays: ProblemArrays, max_offset: Ints) -> Instance:
+    """Prepare `arrays` for the search. Time is quadratic in the buffers, memory in those alive together."""
+    adj = [np.flatnonzero(meets(arrays, b)).astype(np.int32) for b in range(arrays.n)]
+    adj = [near[near != b] for b, near in enumerate(adj)]
+    lengths = arrays.seg_hi - arrays.seg_lo
+    first = np.repeat(arrays.seg_lo - (np.cumsum(lengths) - lengths), lengths)
+    section = first + np.arange(len(first))  # of each buffer, in order, each section in which it is alive
+    owner = np.repeat(np.repeat(np.arange(arrays.n, dtype=np.int32), np.diff(arrays.seg_ptr)), lengths)
+    return Instance(
+        arrays=arrays,
+        max_offset=max_offset,
+        adj_ptr=np.cumsum([0, *map(len, adj)]),
+        adj=np.concatenate(adj),
+        mem_ptr=np.cumsum([0, *np.bincount(section, minlength=arrays.sections)]),
+        mem=owner[np.argsort(section, kind="stable")],
+    )
 
 
 def lower_bound(arrays: ProblemArrays) -> int:

@@ -48,15 +48,15 @@ class RuleSolver:
         return finish(problem, offsets, solver=self.name, seconds=time.perf_counter() - began)
 
 
-def in_order(problem: Problem, order: Sequence[Buffer], *, compiled: bool | None = None) -> Offsets:
+def in_order(problem: Problem, order: Sequence[Buffer], *, arrays: bool | None = None) -> Offsets:
     """Offsets (bytes) if each buffer of `order` takes the first free offset.
 
     An offset is free if the buffer overlaps no pinned buffer and no buffer before it in `order` during its whole live
-    interval. `order` must hold every buffer that is not pinned. `compiled` selects the
-    compiled or the plain Python code; None selects by the number of buffers. Both give the same offsets.
+    interval. `order` must hold every buffer that is not pinned. `arrays` selects numpy
+    or plain Python; None selects by the number of buffers. Both give the same offsets.
     """
-    if len(problem.buffers) > thresholds.COMPILED if compiled is None else compiled:
-        return _compiled(problem, order)
+    if len(problem.buffers) > thresholds.SMALL if arrays is None else arrays:
+        return _by_arrays(problem, order)
     placed: list[tuple[int, int, Buffer]] = []  # (offset, rank, buffer), by offset
     offsets: Offsets = {}
     pinned = [b for b in problem.buffers if b.pinned_offset is not None]
@@ -91,7 +91,7 @@ def _alive_together(one: Buffer, two: Buffer) -> bool:
     return any(not a.is_disjoint(b) for a in one.segments for b in two.segments)
 
 
-def _compiled(problem: Problem, order: Sequence[Buffer]) -> Offsets:
+def _by_arrays(problem: Problem, order: Sequence[Buffer]) -> Offsets:
     import numpy as np
 
     from memplan.solvers.arrays import make_problem_arrays

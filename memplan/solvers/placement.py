@@ -39,7 +39,7 @@ class Portfolio:
                 if limits.on_progress is not None:
                     limits.on_progress(Progress(incumbent=found.arena_size, bound=found.bound, seconds=found.seconds))
                 return found
-        # numpy and numba are imported only now: most small problems never need them.
+        # numpy is imported only now, and numba where a search must follow: most small problems need neither.
         from memplan.solvers.arrays import make_problem_arrays
         from memplan.solvers.capacity_search import CapacitySearch
 

@@ -7,10 +7,8 @@ thresholds as arguments.
 
 from __future__ import annotations
 
-SMALL = 400  # buffers: up to here greedy in plain Python is tried before numba is imported
-COMPILED = 400  # buffers: above, compiling (or loading) the numba kernel pays for itself
-
-MANY = 20_000  # buffers: above, first-fit over all takes longer than 0.3 s
+SMALL = 400  # buffers: up to here plain Python is fast enough, and greedy is tried before numpy is imported
+MANY = 20_000  # buffers: above, first-fit over all takes longer than some seconds
 
 QUICK = 2  # heuristics that are tried on a piece before it is searched
 LARGE = 8_000  # buffers: larger pieces are not searched

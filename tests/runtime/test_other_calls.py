@@ -79,10 +79,26 @@ def test_epochs_with_a_last_batch_and_an_evaluation(caplog: pytest.LogCaptureFix
     messages = [r.message for r in caplog.records if "makes program" in r.message]
     assert len(messages) == 3, "the last batch, the evaluation, the evaluation without labels"
     assert "program 2 of 8, for another call: input 'tokens': is torch.int64 (4, 7)" in messages[0]
+    assert "it is in evaluation mode, no gradients are wanted; input" in messages[1]
     assert "keywords tokens" in messages[2]
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     arenas = {id(r.arena.memory) for r in compiled._calls.programs}
     assert arenas == {id(compiled._calls.arena.memory)}
+
+
+def test_a_program_for_another_mode_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    _, compiled = _pair()
+    caplog.set_level(logging.INFO, logger="memplan")
+    changes = {
+        "no gradients are wanted": compiled.train,
+        "it is in evaluation mode, no gradients are wanted": compiled.eval,
+    }
+    for change in changes.values():
+        change()
+        with torch.no_grad():
+            compiled(**_batch())
+    said = [r.message.partition("for another call: ")[2] for r in caplog.records if "makes program" in r.message]
+    assert said == list(changes)
 
 
 def test_gradients_survive_a_larger_arena() -> None:

@@ -30,8 +30,8 @@ def test_plain_python_places_in_order_at_the_first_free_offset() -> None:
     for seed in range(150):
         problem = small_problem(seed, most=12, pins=True)
         order = sorted(problem.buffers, key=lambda b: (b.size * 7 + seed) % 10)
-        found = in_order(problem, order, compiled=False)
-        assert in_order(problem, order, compiled=True) == found
+        found = in_order(problem, order, arrays=False)
+        assert in_order(problem, order, arrays=True) == found
         placed = [(b.pinned_offset, b) for b in problem.buffers if b.pinned_offset is not None]
         for b in order:
             if b.pinned_offset is None:
@@ -39,14 +39,14 @@ def test_plain_python_places_in_order_at_the_first_free_offset() -> None:
         assert {b.id: at for at, b in placed} == found, seed
 
 
-def test_compiled_code_is_selected_by_the_number_of_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_is_selected_by_the_number_of_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     from memplan.solvers import baselines as sequence
 
-    monkeypatch.setattr(sequence, "_compiled", lambda *_: {"compiled": 0})
+    monkeypatch.setattr(sequence, "_by_arrays", lambda *_: {"arrays": 0})
     problem = problem_of((1, 0, 1), (1, 0, 1))
-    for threshold, compiled in ((1, True), (2, False)):
-        monkeypatch.setattr(thresholds, "COMPILED", threshold)
-        assert ("compiled" in in_order(problem, problem.buffers)) == compiled
+    for threshold, arrays in ((1, True), (2, False)):
+        monkeypatch.setattr(thresholds, "SMALL", threshold)
+        assert ("arrays" in in_order(problem, problem.buffers)) == arrays
 
 
 def test_weightless_buffers_lie_at_zero_or_at_their_pin() -> None:
@@ -57,8 +57,8 @@ def test_weightless_buffers_lie_at_zero_or_at_their_pin() -> None:
         Buffer(id="b", size=4, live=Interval(0, 2)),
     )
     problem = Problem(buffers=made)
-    for compiled in (False, True):
-        found = in_order(problem, problem.buffers, compiled=compiled)
+    for arrays in (False, True):
+        found = in_order(problem, problem.buffers, arrays=arrays)
         assert found == {"a": 0, "none": 0, "pin": 64, "b": 4}
 
 

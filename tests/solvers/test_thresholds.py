@@ -16,7 +16,7 @@ from tests.strategies import layered_problems
 
 # Values under which a dozen buffers are many.
 LOWERED = {
-    "SMALL": 0, "COMPILED": 0, "MANY": 0,
+    "SMALL": 0, "MANY": 0,
     "QUICK": 0, "LARGE": 2, "ROUND": 0,
     "EFFORT": 10, "LEAST_NODES": 1, "TABLE": 2, "ROOM": 0,
     "ROUNDS": 0,

@@ -98,7 +98,7 @@ class ModulePrograms(Programs[Runner]):
             leaves = main.input_guards.flatten(args, kwargs)
             like = pytree.tree_unflatten(leaves, main.input_guards.spec)
             state = CallState(grad, tuple(modes))
-            runner = self._found(self, state, lambda: self._built(*like, train=grad), train=grad)
+            runner = self._found(self, state, state, lambda: self._built(*like, train=grad))
             self._require_free(runner.arena)
             return runner, runner.input_guards.flatten(args, kwargs, training=grad)
         self._require_free(main.arena)
@@ -112,26 +112,30 @@ class ModulePrograms(Programs[Runner]):
         grad = self._records(args, kwargs)
         state = CallState(grad, tuple(self._module_guards.modes()))
         kind = (state, autocast_dtype(self.main.device_type), kind_of_call(args, kwargs))
-        runner = self._found(self, kind, lambda: self._built(args, kwargs, train=grad), train=grad, differs=reason)
+        runner = self._found(self, state, kind, lambda: self._built(args, kwargs, train=grad), reason)
         self._require_free(runner.arena)
         return runner, runner.input_guards.flatten(args, kwargs)
 
     def _found(
         self,
         programs: Programs[Runner],
+        state: CallState,
         kind: Any,
         make: Callable[[], Runner],
-        *,
-        train: bool,
         differs: InputMismatch | None = None,
     ) -> Runner:
         """Return the program of a kind of call. Raises `RunsEagerly` for one with a backward that cannot be planned."""
+        changed = []
+        if list(state.modes) != list(self.main_modes):
+            changed.append("some modules are in another mode" if any(state.modes) else "it is in evaluation mode")
+        if state.grad is not self.main.traced.training:
+            changed.append("gradients are wanted" if state.grad else "no gradients are wanted")
         try:
-            return programs.of(kind, make, differs, model=self.main.plan.model)
+            return programs.of(kind, make, differs, model=self.main.plan.model, state=", ".join(changed))
         except InputMismatch:
             raise
         except MemplanError as refused:
-            if self._backward_on_demand and train:
+            if self._backward_on_demand and state.grad:
                 raise RunsEagerly(f"it cannot be planned with its backward ({refused})") from None
             raise
 

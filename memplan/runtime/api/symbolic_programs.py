@@ -113,7 +113,7 @@ class SymbolicPrograms(ModulePrograms):
             self.main = made if state == self._main_state else self.main
             return made
 
-        runner = self._found(self.of_shapes, (state, _shapes(flat)), make, train=grad)
+        runner = self._found(self.of_shapes, state, (state, _shapes(flat)), make)
         self._require_free(runner.arena)
         return runner, runner.input_guards.flatten(args, kwargs, training=grad)
 

@@ -96,8 +96,16 @@ class _FusedBlocks(BlockRewriter):
         return total
 
     def sliced(self, node: fx.Node, box: Box) -> fx.Node:
-        """Return a view of the rows of a whole tensor, which the backward takes again."""
+        """Return the rows of a whole tensor, which the backward takes again: a view, or a copy of numbers by rows.
+
+        Copies begin where their memory does, so that the blocks' kernels are the same: compiled once, not for each.
+        """
+        narrow = value(node).numel() == self.chain.n
+        if narrow and (part := part_of(node, self.chain.n)) is not None and part.result and part.rows:
+            return self.computed(node, box)
         new = super().sliced(node, box)
+        if narrow and not value(node).is_floating_point():
+            new.target = aten.slice_copy.Tensor
         if not is_backward(node):
             new.meta[TAG] = CheckpointPolicy.MUST_RECOMPUTE
         return new

@@ -7,7 +7,6 @@ block at a time, and adds the same numbers.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
 
 _PUT, _MASKED = aten.index_put.default, aten._unsafe_masked_index_put_accumulate.default
-_CONVERT = torch.ops.prims.convert_element_type.default
+_CONVERT, _IOTA = torch.ops.prims.convert_element_type.default, torch.ops.prims.iota.default
 
 
 def divide_row_sums(graph: fx.Graph, blocks: int, *, least: int, number: int) -> None:
@@ -44,20 +43,27 @@ def divide_row_sums(graph: fx.Graph, blocks: int, *, least: int, number: int) ->
         last = whole or converted or node
         pieces = []
         count, *width = value(node).shape
-        for k, (low, high) in enumerate(pairwise(count * k // blocks for k in range(blocks + 1))):
+        size = -(-count // blocks)
+        kind = {"dtype": torch.int64, "device": value(node).device}
+        firsts = Rewriter(graph, mode, node, before=last).call(
+            _IOTA, -(-count // size), start=0, step=size, requires_grad=False, **kind
+        )
+        for k, low in enumerate(range(0, count, size)):
+            high = min(low + size, count)
             writer = Rewriter(graph, mode, node, before=last)
             writer.label = f"{node.name}_words{k}"
             writer.also = {BLOCK: (number, k), **names_of(node)}
             behind = writer.call(aten.add.Tensor, rows, count)  # the rows that negative numbers name
             found = writer.call(aten.where.self, writer.call(aten.lt.Scalar, rows, 0), behind, rows)
-            inside = writer.call(aten.ge.Scalar, found, low)
-            inside = writer.call(aten.bitwise_and.Tensor, inside, writer.call(aten.lt.Scalar, found, high))
+            # Not a number but memory that holds it: so the blocks' kernels are the same, and compiled once.
+            own = writer.call(aten.sub.Tensor, found, writer.call(aten.slice_copy.Tensor, firsts, 0, k, k + 1))
+            inside = writer.call(aten.lt.Scalar, own, high - low)
+            inside = writer.call(aten.bitwise_and.Tensor, inside, writer.call(aten.ge.Scalar, own, 0))
             for _ in range(value(summands).dim() - value(rows).dim()):
                 inside = writer.call(aten.unsqueeze.default, inside, -1)
             inside = inside if mask is None else writer.call(aten.bitwise_and.Tensor, inside, mask)
             kind = {"dtype": value(node).dtype, "device": value(node).device}
             zeros = writer.call(FULL, [high - low, *width], 0, **kind)
-            own = writer.call(aten.sub.Tensor, found, low)
             piece = writer.call(_MASKED, zeros, inside, [own], summands)
             if converted is not None:
                 piece = writer.call(_CONVERT, piece, converted.args[1])

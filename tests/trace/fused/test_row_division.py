@@ -11,6 +11,7 @@ from torch import nn
 
 import memplan
 from memplan.trace.fused import row_division
+from memplan.trace.fused.deferred import DeferringCompile
 from tests.slow import slow
 
 BLOCKS = memplan.Division(blocks=8, sums=True)
@@ -81,6 +82,27 @@ def test_sums_of_a_table_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPa
     torch.compiler.reset()
     _, whole = _step(twin, (2, 64), memplan.Division(blocks=8, sums=True))
     assert all(torch.equal(one, two) for one, two in zip(divided, whole, strict=True))
+
+
+def test_blocks_of_rows_and_of_words_share_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More blocks have nothing more to compile but what makes the rows of the product's operand."""
+    made: list[set[str]] = []
+    original = DeferringCompile.cpp_pybinding
+
+    def noted(self: DeferringCompile, types: list[str], source: str) -> Any:
+        made[-1].add(source)
+        return original(self, types, source)
+
+    monkeypatch.setattr(DeferringCompile, "cpp_pybinding", noted)
+    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
+    ids = torch.randint(WORDS, (2, 65))
+    for blocks in (16, 32):
+        made.append(set())
+        torch.compiler.reset()
+        division = memplan.Division(blocks=blocks, sums=True)
+        plan = memplan.plan(NextToken(tied=False), ids, kernels="inductor", divide=division)
+        assert sum("slice_copy" in op.target for op in plan.graph.ops) == 2 * blocks
+    assert len(made[1]) - len(made[0]) <= 16
 
 
 def _whole_samples(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:

@@ -1,84 +1,10 @@
-"""Places buffers in n log n, compiled by numba: on the skyline, and as an allocator would, in order of time."""
+"""Places buffers as an allocator would, in order of time, compiled by numba."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
-
-
-@njit(cache=True)
-def _top(lo, hi, base, highest, whole):
-    """The highest top over the sections [lo, hi). `whole[v]` holds for all of node v, `highest[v]` for a part of it."""
-    left, right = lo + base, hi + base
-    best = 0
-    for side in (left, right - 1):
-        node = side
-        while node >= 1:
-            best = max(best, whole[node])
-            node >>= 1
-    while left < right:
-        if left & 1:
-            best = max(best, highest[left])
-            left += 1
-        if right & 1:
-            right -= 1
-            best = max(best, highest[right])
-        left >>= 1
-        right >>= 1
-    return best
-
-
-@njit(cache=True)
-def _raise(lo, hi, top, base, highest, whole):
-    left, right = lo + base, hi + base
-    while left < right:
-        if left & 1:
-            whole[left] = max(whole[left], top)
-            highest[left] = max(highest[left], top)
-            left += 1
-        if right & 1:
-            right -= 1
-            whole[right] = max(whole[right], top)
-            highest[right] = max(highest[right], top)
-        left >>= 1
-        right >>= 1
-    for leaf in (lo + base, hi - 1 + base):
-        node = leaf >> 1
-        while node >= 1:
-            highest[node] = max(highest[node], highest[2 * node], highest[2 * node + 1])
-            node >>= 1
-
-
-@njit(cache=True, nogil=True)
-def on_skyline(order, size, align, low, max_offset, seg_ptr, seg_lo, seg_hi, sections, offsets):
-    """Place each buffer of `order` on top of all placed buffers in its live interval, if `max_offset` allows it.
-
-    Buffers whose offset in `offsets` is not negative are placed already. Returns the number of buffers not placed.
-    """
-    base = 1
-    while base < sections:
-        base *= 2
-    highest = np.zeros(2 * base, np.int64)
-    whole = np.zeros(2 * base, np.int64)
-    for b in range(size.shape[0]):
-        if offsets[b] >= 0:
-            for k in range(seg_ptr[b], seg_ptr[b + 1]):
-                _raise(seg_lo[k], seg_hi[k], offsets[b] + size[b], base, highest, whole)
-    refused = 0
-    for turn in range(order.shape[0]):
-        b = order[turn]
-        at = low[b]
-        for k in range(seg_ptr[b], seg_ptr[b + 1]):
-            at = max(at, _top(seg_lo[k], seg_hi[k], base, highest, whole))
-        at = -(-at // align[b]) * align[b]
-        if at > max_offset[b]:
-            refused += 1
-            continue
-        offsets[b] = at
-        for k in range(seg_ptr[b], seg_ptr[b + 1]):
-            _raise(seg_lo[k], seg_hi[k], at + size[b], base, highest, whole)
-    return refused
 
 
 @njit(cache=True, nogil=True)

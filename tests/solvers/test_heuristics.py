@@ -1,4 +1,4 @@
-"""First-fit, pairs alive together and skylines, against their definitions on small problems."""
+"""Placements by simple rules, and pairs alive together, against their definitions on small problems."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from memplan.solvers import fit_kernel
-from memplan.solvers.arrays import Ints, ProblemArrays, instance_of
-from memplan.solvers.heuristics import first_fit, on_skyline, online, unplaced
+from memplan.core.problem import Buffer, Interval, Problem
+from memplan.solvers.arrays import Ints, ProblemArrays, instance_of, make_problem_arrays, meets
+from memplan.solvers.heuristics import first_fit, lowest_first, on_skyline, online, unplaced
 from tests.solvers.small import alive_together, sections_of_buffer, small_cores
 
 
@@ -75,16 +75,15 @@ def test_hulls_that_overlap_without_a_common_section_are_not_alive_together() ->
     """All pairs of live intervals with at most one gap within five sections."""
     lives: list[tuple[tuple[int, int], ...]] = [((a, b),) for a, b in itertools.combinations(range(6), 2)]
     lives += [((a, b), (c, d)) for a, b, c, d in itertools.combinations(range(6), 4)]
-    ptr = np.concatenate((np.zeros(1, np.int64), np.cumsum([len(life) for life in lives])))
-    segments = np.array([segment for life in lives for segment in life], np.int64)
-    lo, hi = segments[ptr[:-1], 0], segments[ptr[1:] - 1, 1]
-    seg_lo, seg_hi = segments[:, 0].copy(), segments[:, 1].copy()
-    by_start = np.argsort(lo, kind="stable")
-    adj_ptr, adj = fit_kernel.neighbours(len(lives), ptr, seg_lo, seg_hi, lo, hi, by_start)
+    made = (
+        Buffer(id=str(life), size=1, live=Interval(life[0][0], life[-1][1]), gaps=gaps)
+        for life in lives
+        for gaps in [tuple(Interval(a[1], b[0]) for a, b in itertools.pairwise(life))]
+    )
+    arrays = make_problem_arrays(Problem(buffers=tuple(made)))
     inside = [{s for a, b in life for s in range(a, b)} for life in lives]
     for b, mine in enumerate(inside):
-        expected = {c for c, other in enumerate(inside) if c != b and mine & other}
-        assert set(adj[adj_ptr[b] : adj_ptr[b + 1]].tolist()) == expected
+        assert np.flatnonzero(meets(arrays, b)).tolist() == [c for c, other in enumerate(inside) if mine & other]
 
 
 def _on_top(arrays: ProblemArrays, order: Ints, max_offset: Ints, offsets: Ints) -> list[int]:
@@ -114,6 +113,25 @@ def test_each_buffer_goes_on_top_of_all_that_it_meets_or_is_refused() -> None:
         assert offsets.tolist() == expected, seed
         refusals += expected.count(-1)
     assert refusals > 100
+
+
+def _lowest_next(arrays: ProblemArrays, key: Ints) -> list[int]:
+    """The offsets by the definition: each time, the buffer that can lie lowest on top of all that it meets."""
+    found: list[int] = unplaced(arrays).tolist()
+    highest = np.full(arrays.n, 1 << 40)
+    while -1 in found:
+        left = [b for b in range(arrays.n) if found[b] < 0]
+        at = {b: _on_top(arrays, np.array([b]), highest, np.array(found))[b] for b in left}
+        best = min(left, key=lambda b: (at[b], -key[b], arrays.lo[b], b))
+        found[best] = at[best]
+    return found
+
+
+def test_the_lowest_buffer_is_placed_next() -> None:
+    for seed, arrays in small_cores(150, most=12, pins=True):
+        lifted = replace(arrays, low=np.where(arrays.pinned, arrays.low, arrays.low + seed % 4))
+        key = np.random.default_rng(seed).integers(0, 4, arrays.n)
+        assert lowest_first(lifted, key).tolist() == _lowest_next(lifted, key), seed
 
 
 def _allocated(arrays: ProblemArrays, *, best: bool) -> list[int]:
