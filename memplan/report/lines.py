@@ -171,7 +171,7 @@ def budget_lines(report: Report) -> tuple[str, ...]:
         what.append(f"{copied}; {lie or f'up to {format_bytes(k.host_size)} lie there'})")
     cost = f"predicted {percent(k.overhead)} of a step's time by the costs of {k.costs}"
     if k.pinned:
-        what.append(f"up to {format_bytes(k.pinned)} of the host's memory are page-locked, in powers of two")
+        what.append(f"up to {format_bytes(k.pinned)} of the host's memory are page-locked")
     how = f"{'; '.join(what)}; {cost}" if what else "nothing is evicted"
     limit = f"arena budget {format_exact(k.arena_budget)}"
     limit = limit if k.budget is None else f"budget {format_exact(k.budget)}, {limit}"

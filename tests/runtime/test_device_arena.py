@@ -196,11 +196,11 @@ def test_a_step_that_fits_neither_device_nor_host_is_refused_with_both_numbers(
     beside = ("parameters", "constants", "inputs", "tangents", "outputs", "gradients")
     assert plan.on_host == plan.host_size + sum(plan.outside[part] for part in beside)
     assert f"{format_bytes(plan.on_host)} of its memory" in " ".join(str(plan.report()).split())
-    monkeypatch.setattr("memplan.runtime.builder.physical_memory", lambda: plan.on_host - 1)
+    monkeypatch.setattr("memplan.runtime.builder.host_memory", lambda: plan.on_host - 1)
     with pytest.raises(BudgetInfeasible, match=r"of the host's memory beside .* on the device") as refused:
         memplan.compile(net, x, device="cpu", budget="min")
     assert refused.value.smallest == plan.on_host
-    monkeypatch.setattr("memplan.runtime.builder.physical_memory", lambda: plan.on_host)
+    monkeypatch.setattr("memplan.runtime.builder.host_memory", lambda: plan.on_host)
     assert memplan.compile(net, x, device="cpu", budget="min").plan.on_host == plan.on_host
 
 

@@ -152,7 +152,7 @@ def build_program(
     """
     require_written_first(plan.graph, plan.schedule.order)
     require_no_races(plan)
-    layout = _layout(traced)
+    layout = _layout(traced, arena)
     graph, order = traced.graph, plan.schedule.order
     kept = _on_host(graph, plan, host)
     transfers, copies = bind_transfers(graph, traced.kernels, order, arena, host.memory)
@@ -199,7 +199,7 @@ def _unwritten(*_: object) -> None:
     """Does nothing: it stands for a forward until that is written."""
 
 
-def _layout(traced: TracedGraph) -> Layout:
+def _layout(traced: TracedGraph, arena: Arena) -> Layout:
     """Return the layout: values in the arena, its host memory, parameters, buffers and constants are static.
 
     Every other storage has a base value.
@@ -219,7 +219,7 @@ def _layout(traced: TracedGraph) -> Layout:
         fresh_storages=frozenset(base_of) - bound_storages,
         released=graph.released,
         autocast=traced.autocast is not None,
-        pinned=bool(traced.runs_on) and is_accelerator(traced.device),
+        locked=arena.results.empty if traced.runs_on and is_accelerator(traced.device) else None,
     )
 
 
