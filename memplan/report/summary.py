@@ -82,8 +82,8 @@ class Kept:
     """The evictions that keep a budget, and their cost; `budget` limits the total, `arena_budget` the arena.
 
     `recomputed` and `offloaded` are the bytes that are recomputed, and copied to the host and back, in a step (counted
-    each time), `host_size` the bytes of the arena on the host, `pinned` the most of the host's memory that torch locks,
-    in powers of two. `seconds`, `base_seconds` (without a budget) and `stall` are predicted by the
+    each time), `host_size` the bytes of the arena on the host, `pinned` the most of the host's memory that is locked.
+    `seconds`, `base_seconds` (without a budget) and `stall` are predicted by the
     costs of `costs`. `device` is where the step runs if the model and the caller are on the host, "" if all are on the
     same device. `sections` are the arenas of several devices, `sent` the bytes that are copied between them in a step.
     """
