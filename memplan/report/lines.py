@@ -13,6 +13,7 @@ from memplan.report.sections import (
     columns,
     fragment,
     holders_section,
+    lanes_section,
     markdown,
     op_name,
     origin,
@@ -200,6 +201,8 @@ def report_form(report: Report) -> Form:
     ]
     if report.advice:
         sections.append(Section(heading="what would shrink it", lines=tuple(lever.text for lever in report.advice)))
+    if report.lanes:
+        sections.append(lanes_section(report.lanes))
     if report.graphs:
         parts = ((g.name, str(g.forward + g.backward), format_bytes(g.arena_size), g.ends) for g in report.graphs)
         names = columns("graph steps> alone> ends@100")

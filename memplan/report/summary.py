@@ -8,6 +8,7 @@ from typing import Any
 
 from memplan.analysis.buffers import Holder, OpAt, alive_at, largest, op_at
 from memplan.analysis.explain import Lever, levers
+from memplan.analysis.lanes import Lane, lanes_of
 from memplan.analysis.needs import OPTIMIZER, Needed, needed, set_aside
 from memplan.core.division import Division
 from memplan.core.evictions import SEND, Action, DeviceArena
@@ -145,7 +146,8 @@ class Report:
     `exchanged` are the collectives (None: there are no other ranks). `division` is how ops were divided by rows (None:
     they were not), `kernels` which kernels were chosen and why ("": there was no choice). `peak` is None when nothing
     is planned.
-    `advice` are ways to save memory, each with the most that it saves. `needed` is the total with an optimizer.
+    `advice` are ways to save memory, each with the most that it saves. `needed` is the total with an optimizer. `lanes`
+    are how busy kernels and copies are over the predicted time of a step; () without copies, or with other costs.
     """
 
     model: str
@@ -172,6 +174,7 @@ class Report:
     order_evidence: Evidence
     order_proof: str
     kept: Kept | None
+    lanes: tuple[Lane, ...]
     exchanged: Exchanged | None
     division: Division | None
     kernels: str
@@ -227,6 +230,7 @@ def make_report(plan: Plan, optimizer: str = OPTIMIZER) -> Report:
         policy=plan.schedule.policy,
         order_traced=max(live_bytes(graph, tuple(range(len(graph.ops)))), default=0),
         kept=_kept(plan),
+        lanes=lanes_of(plan),
         exchanged=_exchanged(plan),
         kernels=plan.kernels,
         outside=outside,
