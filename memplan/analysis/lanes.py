@@ -14,9 +14,9 @@ _COPIES = {RELOAD: "copies to the device", OFFLOAD: "copies to the host"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """What runs one after another, beside the other lanes: `busy` for so many seconds of a step.
+    """A lane of a step: kernels, or the copies of a direction, which run one after another beside the other lanes.
 
-    `shares` are those of each of `PARTS` equal parts of the step's time.
+    It is `busy` for so many seconds of a step; `shares` are those of each of `PARTS` equal parts of the step's time.
     """
 
     name: str
