@@ -173,6 +173,12 @@ class UnsupportedCall(MemplanError, RuntimeError):
     """A planned step does not support this use of autograd (double backward, a retained graph)."""
 
 
+class TornStep(MemplanError, RuntimeError):
+    """The last step ended in the middle of its update, so that some parameters and states are updated, others not."""
+
+    see = "torn-step"
+
+
 class ArenaCorruption(MemplanError, RuntimeError):
     """A sanitizer found changed bytes in a red zone: a kernel wrote outside its buffer."""
 

@@ -49,13 +49,12 @@ def doctor(as_json: Annotated[bool, opt("--json", "Print it as JSON, for bug rep
 
 
 def _system() -> Iterator[Line]:
+    from memplan.core.host_limit import host_memory
     from memplan.core.units import format_bytes
     from memplan.version import __version__
 
-    try:
-        memory = f", {format_bytes(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}"
-    except (ValueError, OSError, AttributeError):  # the system does not report its memory
-        memory = ""
+    has = host_memory()
+    memory = "" if has is None else f", {format_bytes(has)}"
     yield "memplan", __version__, True, ""
     yield "python", platform.python_version(), sys.version_info >= (3, 11), "3.11 or later"
     yield "system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores{memory}", True, ""

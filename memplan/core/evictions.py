@@ -109,8 +109,9 @@ class EvictionPlan:
     graph that op i is or recomputes, -1 for a copy and for an op that saves the state of the random generator.
     `instances` are pairs (storage, storage that holds the same contents later), in the order of first use. `host`
     places the host copies in an arena of their own. `device` is the device of a step whose parameters, inputs and
-    results are all on the host and copied; "" if the step runs where they are. `sections` are the arenas of several
-    devices, in their order; empty for one device.
+    results are all on the host and copied; "" if the step runs where they are. `updating` are the bytes there that an
+    optimizer's own `step()` then needs. `sections` are the arenas of several devices, in their order; empty for one
+    device.
     """
 
     policy: str
@@ -126,6 +127,7 @@ class EvictionPlan:
     instances: tuple[tuple[int, int], ...]
     host: Solution
     device: str = ""
+    updating: int = 0
     sections: tuple[DeviceArena, ...] = ()
 
     @property
@@ -143,9 +145,9 @@ def check_record(graph: Graph, plan: EvictionPlan) -> None:
             raise InvalidPlan(f"names no op that {op.name!r} could repeat", where=f"eviction.sources[{i}]")
     _check_instances(graph, plan)
     _check_saved_states(graph, plan)
-    budgets = (plan.budget, plan.arena_budget, plan.host_budget, plan.pinned_budget)
-    if min(filter(None, budgets), default=0) < 0 or min(plan.seconds, plan.base_seconds, plan.stall) < 0:
-        raise InvalidPlan("a budget or a time is negative", where="eviction")
+    sizes = (plan.budget, plan.arena_budget, plan.host_budget, plan.pinned_budget, plan.updating)
+    if min(filter(None, sizes), default=0) < 0 or min(plan.seconds, plan.base_seconds, plan.stall) < 0:
+        raise InvalidPlan("a budget, a size or a time is negative", where="eviction")
     if plan.stall > plan.seconds:
         raise InvalidPlan(f"a step of {plan.seconds} s cannot wait for {plan.stall} s", where="eviction.stall")
 

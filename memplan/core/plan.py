@@ -29,7 +29,6 @@ from memplan.core.totals import (
     known_transient,
     outside_bytes,
     outside_profile,
-    page_locked,
     released_bytes,
     transient_on,
     transient_profile,
@@ -188,13 +187,13 @@ class Plan:
     @property
     def on_host(self) -> int:
         """Bytes of the host's memory that the step takes beside its device: copies of what is evicted, and, where the
-        model stays on the host, all that it and the caller have there. What is page-locked is counted as rounded. The
-        state of an optimizer whose own `step()` updates is not part of a plan."""
+        model stays on the host, all that it and the caller have there, and what an optimizer's own `step()` needs."""
         if self.eviction is None:
             return 0
-        away, size = bool(self.eviction.device), page_locked if self.on_accelerator else int
+        away = bool(self.eviction.device)
         given = (StorageKind.INPUT, StorageKind.TANGENT) if away else ()  # the caller's, which are not moved
-        return copied_bytes(self.graph, self.host_size, away=away, size=size) + self.graph.bytes_of(*given)
+        copied = copied_bytes(self.graph, self.host_size, away=away)
+        return copied + self.graph.bytes_of(*given) + self.eviction.updating
 
     @property
     def on_accelerator(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
@@ -25,28 +25,12 @@ _ACCUMULATING = ("_cudnn_attention_backward", "_flash_attention_backward")
 _QUERY = 1  # where the backward of attention reads the query: after the gradient of its result
 
 
-def page_locked(nbytes: int) -> int:
-    """Return the bytes that torch locks for a request of pinned memory: the next power of two.
-
-    That is its default; `PYTORCH_ALLOC_CONF=pinned_max_cached_size_mb:N` keeps it from rounding larger ones.
-    """
-    return 1 << (nbytes - 1).bit_length() if nbytes else 0
-
-
-def most_within(budget: int) -> int:
-    """Return the largest request for which torch locks at most `budget` bytes."""
-    return 1 << (budget.bit_length() - 1) if budget else 0
-
-
-def copied_bytes(graph: Graph, host_size: int, *, away: bool, size: Callable[[int], int] = page_locked) -> int:
+def copied_bytes(graph: Graph, host_size: int, *, away: bool) -> int:
     """Return the bytes of the host that a step copies from and to: its host arena of `host_size` bytes, and, if the
     model and the caller are on the host (`away`), what it copies from there and the results that it copies there.
-
-    `size`: what a request of so many bytes takes; by default page-locked, as for an accelerator.
     """
     kinds = (*_COPIED, *_RESULTS) if away else ()
-    copied = (s.nbytes for s in graph.storages if s.kind in kinds and not s.planned)
-    return size(host_size) + sum(map(size, copied))
+    return host_size + sum(s.nbytes for s in graph.storages if s.kind in kinds and not s.planned)
 
 
 def outside_profile(graph: Graph, order: tuple[int, ...], transient: Sequence[int]) -> tuple[int, ...]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from memplan.devices.kinds import is_accelerator
-from memplan.torch_inside.versions import accelerators
 
 _CYCLES_PER_OP, _MOST_CYCLES = 150_000, 400_000_000  # of a GPU's clock, of about 2 GHz: 75 microseconds an op, 0.2 s
 
@@ -45,28 +43,3 @@ def is_capturing(device: torch.device) -> bool:
     """Return whether the work that is queued to the current stream is recorded instead of run."""
     is_recording = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return bool(is_recording is not None and is_recording())
-
-
-def host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return `nbytes` bytes on the host for copies to and from `device`, pinned if that is an accelerator."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_accelerator(device))
-
-
-def unlock_unused(device: torch.device) -> None:
-    """Give back pinned memory that nothing refers to: torch keeps it for later requests of the same size."""
-    give_back = accelerators("empty_host_cache")
-    if is_accelerator(device) and give_back is not None:
-        give_back()
-
-
-def pin(tensors: Iterable[torch.Tensor]) -> None:
-    """Move the bytes of tensors to pinned memory, in place; tensors that share memory still do."""
-    moved: dict[int, torch.UntypedStorage] = {}
-    for t in tensors:
-        storage = t.untyped_storage()
-        if not storage.nbytes() or storage.is_pinned():
-            continue
-        key = storage.data_ptr()
-        if key not in moved:
-            moved[key] = storage.pin_memory()
-        t.data = torch.empty(0, dtype=t.dtype).set_(moved[key], t.storage_offset(), t.shape, t.stride())

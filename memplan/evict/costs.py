@@ -372,7 +372,7 @@ LINKS: Mapping[str, Link] = MappingProxyType(
 )
 
 
-_LINK, _HOST = "link between ranks", "updates on the host"
+_LINK, ON_HOST = "link between ranks", "updates on the host"
 
 
 class Clock:
@@ -421,13 +421,18 @@ class Clock:
             self.now += costs.launch
             self._wait(self.ends.pop(pair))
         elif op.on_host:
-            free[_HOST] = max(self.now, free[_HOST]) + costs.seconds_on_host(graph, op)
+            free[ON_HOST] = max(self.now, free[ON_HOST]) + costs.seconds_on_host(graph, op)
         else:
             self.now += costs.op_seconds(graph, op)
 
+    @property
+    def host_end(self) -> float:
+        """The second at which the host's ops so far end."""
+        return self._free[ON_HOST]
+
     def finish(self) -> None:
         """End the step, which waits for the host's ops."""
-        self._wait(self._free[_HOST])
+        self._wait(self.host_end)
 
     def _wait(self, end: float) -> None:
         self.stall += max(0.0, end - self.now)
@@ -456,7 +461,7 @@ def busy_seconds(graph: Graph, costs: CostModel) -> dict[str, float]:
             nbytes = graph.storages[graph.values[op.reads[0]].storage].nbytes
             found[f"copies to the {lane}"] += link.seconds(nbytes)
         elif op.on_host:
-            found[_HOST] = found.get(_HOST, 0.0) + costs.seconds_on_host(graph, op)
+            found[ON_HOST] = found.get(ON_HOST, 0.0) + costs.seconds_on_host(graph, op)
         elif op.target not in TRANSFERS:
             found["kernels"] += costs.op_seconds(graph, op)
     return found

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache
 
 from memplan.core.plan import Plan
-from memplan.core.totals import page_locked
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import CostModel
@@ -55,17 +54,15 @@ def _host_infeasible(planner: Planner, high: int) -> BudgetInfeasible:
         plan = planner.within_host(tried).quick().descended()
         low, high = (tried, high) if plan is None else (low, plan.host_size)
     pinned = limits.pinned and limits.host != limits.host_budget
-    smallest = page_locked(high) if pinned else high
-    limit = format_bytes(limits.host or 0) + (", the power of two within that budget" if pinned else "")
     where = "pinned_budget" if pinned else "host_budget"
     most = max(planner.workload.graph.storages, key=lambda s: s.nbytes if s.planned else -1)
     return BudgetInfeasible(
         f"the step needs {format_bytes(high)} of copies on the host to keep its other budgets, its limit is"
-        f" {limit}; the largest storage is {most.name}, {format_bytes(most.nbytes)}",
+        f" {format_bytes(limits.host or 0)}; the largest storage is {most.name}, {format_bytes(most.nbytes)}",
         op="",
-        smallest=smallest,
+        smallest=high,
         where=where,
-        hint=f"give at least {smallest} bytes ({format_bytes(smallest)}), or a larger budget on the device",
+        hint=f"give at least {high} bytes ({format_bytes(high)}), or a larger budget on the device",
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from memplan.core.gpus import ALIASES, GpuTarget, find_gpu
 from memplan.core.graph import StorageKind
+from memplan.core.host_limit import host_memory
 from memplan.core.later import later
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes, parse_percent
@@ -204,7 +204,7 @@ def capacity_of(
         raise InvalidSize(what, where="target", hint=hint)
     text, gpu = device.strip().lower() if isinstance(device, str) else "0", None
     if text == HOST:
-        total, costs, usual = physical_memory() or 0, HOST, ALLOWANCE
+        total, costs, usual = host_memory() or 0, HOST, ALLOWANCE
         if not total:
             what = "this system does not say how much memory it has"
             raise UnsupportedDevice(what, where="target", hint="give its memory: 24GiB", see="unknown-memory")
@@ -225,14 +225,6 @@ def capacity_of(
             f"{what}: nothing is left", where="target", hint="give more memory, or less slack or allowance"
         )
     return Capacity(device=str(device), total=total, allowance=taken, slack=free, costs=costs, gpu=gpu)
-
-
-def physical_memory() -> int | None:
-    """Return the bytes of memory of this machine; None where the system does not say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 def _slack(slack: int | float | str | None, total: int) -> int:

@@ -24,7 +24,6 @@ from memplan.core.legal_orders import require_legal, require_written_first
 from memplan.core.plan import SCHEMA_VERSION, Plan, as_loaded
 from memplan.core.problem import Solution, Status
 from memplan.core.schedule import Schedule, live_bytes, working_set_bound
-from memplan.core.totals import page_locked
 from memplan.core.validate import validate
 from memplan.errors import InvalidPlan, located
 from memplan.schedule.policies import require_evidence
@@ -93,13 +92,12 @@ def require_budget(plan: Plan) -> None:
     if plan.eviction is None or plan.redzone:
         return
     kept = plan.eviction
-    locked = page_locked(plan.host_size) if plan.pinned else 0
     budget = None if plan.devices else kept.budget  # those of several devices are checked one by one
     for name, part, nbytes, limit in (
         ("arena_budget", "the arena", plan.arena_size, kept.arena_budget),
         ("budget", "the total", plan.on_device, budget),
         ("host_budget", "what is copied to the host", plan.host_size, kept.host_budget),
-        ("pinned_budget", "what is locked for that", locked, kept.pinned_budget),
+        ("pinned_budget", "what is locked for that", plan.host_size if plan.pinned else 0, kept.pinned_budget),
     ):
         if limit is not None and nbytes > limit:
             raise InvalidPlan(

@@ -14,7 +14,7 @@ from memplan.core.collectives import is_collective
 from memplan.core.evictions import EvictionPlan
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
-from memplan.core.totals import MODEL_KINDS, known_transient, most_within, outside_bytes
+from memplan.core.totals import MODEL_KINDS, known_transient, outside_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.measure import measure
 from memplan.evict.policies import policy_name
@@ -81,9 +81,8 @@ def live_without_budget(workload: Workload) -> int:
 class ByteLimits:
     """The limits of a plan on one device, in bytes; None is no limit.
 
-    `host_budget` and `pinned_budget` limit the copies on the host, which are page-locked where `pinned`: the smaller
-    power of two, since torch rounds what it locks up to one. `room` are the
-    bytes of an arena that exists already: all of it may be used, and all of it counts in the total. `relative`: the
+    `host_budget` and `pinned_budget` limit the copies on the host, which are page-locked where `pinned`. `room` are
+    the bytes of an arena that exists already: all of it may be used, and all of it counts in the total. `relative`: the
     total is a share of this step's own, which the existing arena may exceed.
     """
 
@@ -98,8 +97,7 @@ class ByteLimits:
     @property
     def host(self) -> int | None:
         """The most bytes of copies on the host; None for no limit."""
-        pinned = self.pinned_budget if self.pinned else None
-        return _least(self.host_budget, None if pinned is None else most_within(pinned))
+        return _least(self.host_budget, self.pinned_budget if self.pinned else None)
 
     def arena_beside(self, outside: int) -> int:
         """Return the most bytes that the arena may have beside `outside` bytes that are on the device too.

@@ -13,6 +13,7 @@ from memplan.report.sections import (
     columns,
     fragment,
     holders_section,
+    lanes_section,
     markdown,
     op_name,
     origin,
@@ -171,7 +172,7 @@ def budget_lines(report: Report) -> tuple[str, ...]:
         what.append(f"{copied}; {lie or f'up to {format_bytes(k.host_size)} lie there'})")
     cost = f"predicted {percent(k.overhead)} of a step's time by the costs of {k.costs}"
     if k.pinned:
-        what.append(f"up to {format_bytes(k.pinned)} of the host's memory are page-locked, in powers of two")
+        what.append(f"up to {format_bytes(k.pinned)} of the host's memory are page-locked")
     how = f"{'; '.join(what)}; {cost}" if what else "nothing is evicted"
     limit = f"arena budget {format_exact(k.arena_budget)}"
     limit = limit if k.budget is None else f"budget {format_exact(k.budget)}, {limit}"
@@ -202,6 +203,8 @@ def report_form(report: Report) -> Form:
     ]
     if report.advice:
         sections.append(Section(heading="what would shrink it", lines=tuple(lever.text for lever in report.advice)))
+    if report.lanes:
+        sections.append(lanes_section(report.lanes))
     if report.graphs:
         parts = ((g.name, str(g.forward + g.backward), format_bytes(g.arena_size), g.ends) for g in report.graphs)
         names = columns("graph steps> alone> ends@100")

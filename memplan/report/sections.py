@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from memplan.analysis.buffers import Holder
+from memplan.analysis.lanes import Lane
 from memplan.core.units import format_bytes, format_share
 
 
@@ -64,6 +65,19 @@ def holders_section(heading: str, holders: Iterable[Holder]) -> Section:
     names = columns("size> bytes>@100 kind@80 steps@80 module source@60 op")
     rows = ((format_bytes(h.size), f"{h.size:,}", h.kind, steps_of(h), *where(h)) for h in holders)
     return Section(heading=heading, columns=names, rows=tuple(rows))
+
+
+def lanes_section(lanes: Sequence[Lane]) -> Section:
+    """Return a picture of lanes in the time of a step, from left to right: the darker, the busier."""
+    shades = "·░▒▓█"
+    rows = ((lane.name, seconds_of(lane.busy), "".join(shades[round(4 * s)] for s in lane.shares)) for lane in lanes)
+    heading = "what is busy in the predicted time of a step"
+    return Section(heading=heading, columns=columns("lane busy> from_begin_to_end@80"), rows=tuple(rows))
+
+
+def seconds_of(seconds: float) -> str:
+    """Return a time: "12.3 ms"."""
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def markdown(form: Form) -> str:

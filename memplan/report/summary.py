@@ -8,6 +8,7 @@ from typing import Any
 
 from memplan.analysis.buffers import Holder, OpAt, alive_at, largest, op_at
 from memplan.analysis.explain import Lever, levers
+from memplan.analysis.lanes import Lane, lanes_of
 from memplan.analysis.needs import OPTIMIZER, Needed, needed, set_aside
 from memplan.core.division import Division
 from memplan.core.evictions import SEND, Action, DeviceArena
@@ -82,11 +83,11 @@ class Kept:
     """The evictions that keep a budget, and their cost; `budget` limits the total, `arena_budget` the arena.
 
     `recomputed` and `offloaded` are the bytes that are recomputed, and copied to the host and back, in a step (counted
-    each time), `host_size` the bytes of the arena on the host, `pinned` the most of the host's memory that torch locks,
-    in powers of two. `updated` are the bytes of parameters and state that updates on the host change. `seconds`,
-    `base_seconds` (without a budget) and `stall` are predicted by the costs of `costs`. `device` is where the step runs
-    if the model and the caller are on the host, "" if all are on the same device. `sections` are the arenas of several
-    devices, `sent` the bytes that are copied between them in a step.
+    each time), `host_size` the bytes of the arena on the host, `pinned` the most of the host's memory that is locked.
+    `updated` are the bytes of parameters and state that updates on the host change. `seconds`, `base_seconds` (without
+    a budget) and `stall` are predicted by the costs of `costs`. `device` is where the step runs if the model and the
+    caller are on the host, "" if all are on the same device. `sections` are the arenas of several devices, `sent` the
+    bytes that are copied between them in a step.
     """
 
     budget: int | None
@@ -147,7 +148,8 @@ class Report:
     `exchanged` are the collectives (None: there are no other ranks). `division` is how ops were divided by rows (None:
     they were not), `kernels` which kernels were chosen and why ("": there was no choice). `peak` is None when nothing
     is planned.
-    `advice` are ways to save memory, each with the most that it saves. `needed` is the total with an optimizer.
+    `advice` are ways to save memory, each with the most that it saves. `needed` is the total with an optimizer. `lanes`
+    are how busy kernels and copies are over the predicted time of a step; () without copies, or with other costs.
     """
 
     model: str
@@ -174,6 +176,7 @@ class Report:
     order_evidence: Evidence
     order_proof: str
     kept: Kept | None
+    lanes: tuple[Lane, ...]
     exchanged: Exchanged | None
     division: Division | None
     kernels: str
@@ -229,6 +232,7 @@ def make_report(plan: Plan, optimizer: str = OPTIMIZER) -> Report:
         policy=plan.schedule.policy,
         order_traced=max(live_bytes(graph, tuple(range(len(graph.ops)))), default=0),
         kept=_kept(plan),
+        lanes=lanes_of(plan),
         exchanged=_exchanged(plan),
         kernels=plan.kernels,
         outside=outside,

@@ -9,15 +9,15 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from memplan.core.host_limit import host_memory
 from memplan.core.plan import Plan
 from memplan.core.timed import timed
 from memplan.core.units import format_bytes
+from memplan.devices.host_memory import in_files, pin
 from memplan.devices.kinds import is_accelerator
-from memplan.devices.streams import pin
 from memplan.errors import BudgetInfeasible
 from memplan.planning.fit import plan_again
 from memplan.planning.measured import left_outside
-from memplan.planning.memory_answer import physical_memory
 from memplan.planning.outside_arena import plan_partly_outside
 from memplan.planning.planfile import require_budget
 from memplan.runtime.debug.hooks import Hooks
@@ -33,7 +33,7 @@ from memplan.runtime.profiling.profile_guided import ProfileGuide
 from memplan.trace import CapturedCall
 from memplan.trace.default_kernels import made_by_default
 from memplan.trace.graph.remap_to_plan import outside_as_in
-from memplan.trace.traced import TracedGraph
+from memplan.trace.traced import Source, TracedGraph
 
 _TRIES = 4
 _Planned = tuple[TracedGraph, Plan]
@@ -151,9 +151,7 @@ class ProgramBuilder(Generic[_Options]):
     ) -> Runner:
         """Return the program of a plan. `room`: the least size of the arena in bytes; `bound`: as in `Runner`."""
         if traced.runs_on:
-            require_host_memory(plan)
-            if is_accelerator(traced.device):  # the tensors stay the same objects
-                pin(self.guards.tensors())
+            self._prepare_host(traced, plan)
         if self.options.cuda_graph and self._recorder is None:
             self._recorder = make_recorder(traced.device, self.options.sanitize)
         with torch.inference_mode(False), timed(f"making the program of {plan.model}, and running it once"):
@@ -169,6 +167,23 @@ class ProgramBuilder(Generic[_Options]):
                 bound=bound,
                 hooks=self.hooks,
             )
+
+    def _prepare_host(self, traced: TracedGraph, plan: Plan) -> None:
+        """Require room for what a step needs on the host, and lock what it copies from there; its tensors stay the same
+        objects. What lies in a file stays there, and needs none, unless the step writes it."""
+        tensors, graph = self.guards.tensors(), traced.graph
+        mapped, written, only_read = in_files(tensors), set[int](), 0
+        for b in traced.bindings if mapped else ():
+            if b.source in (Source.PARAMETER, Source.BUFFER, Source.STATE):
+                holder, key = self.guards.slot(b)
+                address = holder[key].untyped_storage().data_ptr()
+                if b.written:
+                    written.add(address)
+                elif mapped.get(address) is False:
+                    only_read += graph.storages[graph.values[b.value].storage].nbytes
+        require_host_memory(plan, only_read)
+        if is_accelerator(traced.device):
+            pin(tensors, traced.device, {at for at, shared in mapped.items() if shared or at not in written})
 
     def free_arena(self) -> None:
         """Free the arena before all programs are made again. Raises `ArenaInUse` if a step is in flight."""
@@ -261,16 +276,19 @@ def _depends_on_costs(options: RunOptions, made: Runner) -> bool:
     return one_device and options.costs is None and bool(plan.evictions)
 
 
-def require_host_memory(plan: Plan) -> None:
-    """Raise `BudgetInfeasible` if the host has less memory than a step whose model stays there takes of it."""
-    has = physical_memory()
-    if has is not None and plan.on_host > has:
+def require_host_memory(plan: Plan, in_files: int = 0) -> None:
+    """Raise `BudgetInfeasible` if the host has less memory than a step whose model stays there takes of it.
+
+    `in_files`: the bytes of its tensors that are read from files.
+    """
+    has, needs = host_memory(), plan.on_host - in_files
+    if has is not None and needs > has:
         what = (
-            f"needs {format_bytes(plan.on_host)} of the host's memory beside {format_bytes(plan.on_device)} on the "
+            f"needs {format_bytes(needs)} of the host's memory beside {format_bytes(plan.on_device)} on the "
             f"device, and the host has {format_bytes(has)}"
         )
         hint = "give host_budget= to keep fewer copies there, a smaller batch, or a machine with more memory"
-        raise BudgetInfeasible(what, op="", smallest=plan.on_host, where="the host", hint=hint)
+        raise BudgetInfeasible(what, op="", smallest=needs, where="the host", hint=hint)
 
 
 def _nothing_beside(options: RunOptions, plan: Plan) -> None:

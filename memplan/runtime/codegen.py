@@ -181,9 +181,11 @@ class FunctionWriter:
     def _empty(self, value: Value) -> str:
         empty = self.namespace.add("k", torch.empty_strided)
         device = torch.device(self.layout.graph.storages[value.storage].device)
-        how = f"dtype={self._constant(dtype_of(value))}, device={self._constant(device)}"
-        if self.layout.pinned and device.type == HOST:
-            how += ", pin_memory=True"
+        how = f"dtype={self._constant(dtype_of(value))}"
+        if self.layout.locked is not None and device.type == HOST:
+            empty = self.namespace.add("k", self.layout.locked)
+        else:
+            how += f", device={self._constant(device)}"
         return f"{empty}({value.shape!r}, {value.strides!r}, {how})"
 
     def _view(self, base: int, index: int) -> str:
@@ -277,8 +279,8 @@ class Layout:
     """Says which values are static (globals), and the base (value index) of every dynamic storage (by index).
 
     `fresh_storages`: the storages that ops allocate; the caller will own them, but for those in `released`, activations
-    outside the arena, which are released after their last use. `pinned`: results on the host are allocated in
-    page-locked memory, because an accelerator copies them there.
+    outside the arena, which are released after their last use. `locked`: makes results on the host, of a shape, strides
+    and type, where an accelerator copies them there; else None.
     """
 
     graph: Graph
@@ -287,7 +289,7 @@ class Layout:
     fresh_storages: frozenset[int]
     released: frozenset[int]
     autocast: bool
-    pinned: bool
+    locked: Callable[..., torch.Tensor] | None
 
     def base(self, index: int) -> int:
         """Return the value that spans the storage of a dynamic value."""

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from memplan.core.choices import Gradients, OnMismatch, Sanitize
+from memplan.core.host_limit import host_memory
 from memplan.core.in_place import COPY
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
 from memplan.devices.kinds import alignment_of, is_accelerator
 from memplan.errors import BudgetInfeasible, InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
-from memplan.planning.memory_answer import physical_memory
 from memplan.planning.options import BUDGETS, PlanKeywords, PlanOptions
 from memplan.planning.planfile import load
 from memplan.runtime.debug.sanitizers import redzone_of
@@ -65,6 +65,7 @@ class RunOptions(PlanOptions):
     on_mismatch: OnMismatch = "replan"
     fullgraph: bool = False
     cuda_graph: bool = False
+    updating: int = 0  # the bytes of the host with which an optimizer updates there by itself
     measurable: ClassVar[bool] = False  # whether `costs` may be "measure"
 
     def __post_init__(self) -> None:
@@ -142,10 +143,12 @@ class RunOptions(PlanOptions):
             variant = outside_as_in(with_updates_as_in(variant, given), given, gradients=self.gradients == "arena")
             return variant, self.require_fit(variant, given)
         redzone, options = self.redzone(traced.device), self
-        has = physical_memory()
+        has = host_memory()
         if self.pinned_budget is None and len(traced.runs_on) == 1 and is_accelerator(traced.device) and has:
             options = replace(self, pinned_budget=has // 4)
         variant, plan = plan_step(traced, retracer, options, redzone=redzone, room=room, transient=transient)
+        if plan.eviction is not None and self.updating:
+            plan = replace(plan, eviction=replace(plan.eviction, updating=self.updating))
         return outside_as_in(variant, plan, gradients=self.gradients == "arena"), plan
 
     def replan(self, known: Measured, room: int) -> tuple[TracedGraph, Plan]:
@@ -241,13 +244,15 @@ class CompileOptions(RunOptions):
         graphs.
         """
         shared = {f.name: getattr(options, f.name) for f in fields(cls) if hasattr(options, f.name)}
-        plain = not (several or options.cuda_graph or options.device is not None)
+        away = options.device is not None
+        plain = not (several or options.cuda_graph or away)
         as_op = plain and options.kernels == "aten"
         return cls(
             **{
                 **shared,
                 "gradients": "outside" if plain and options.accumulate > 1 else "arena",
-                "reserve": options.reserved + state + (0 if as_op else temporaries),
+                "reserve": options.reserved + (0 if away else state + (0 if as_op else temporaries)),
+                "updating": state + temporaries if away else 0,
                 "after": temporaries if as_op else 0,
             }
         )

@@ -146,12 +146,28 @@ def resident(device: LateDevice) -> dict[str, Any]:
         step()
         found[f"copies that block the host, {where}"] = device.copies_waited - before
         found["wrong"] += [f"{where} {order}" for order in wrong_orders(device, step, expected)]
+    found["wrong"] += [f"ahead {order}" for order in wrong_orders(device, *_ahead(model, args))]
     settle = StreamCopies.settle
     StreamCopies.settle = lambda self: None  # type: ignore[method-assign]
     compiled = memplan.compile(model, args, device=HERE, policy=QUICK, costs=FAST_LINK)
     StreamCopies.settle = settle  # type: ignore[method-assign]
     found["seen without settling"] = wrong_orders(device, training(model, compiled, args), expected, ORDERS[:2])
     return found
+
+
+def _ahead(model: nn.Module, args: Sequence[Any]) -> tuple[Step, Bits]:
+    """Return a function that runs three forwards of a model on the host before their backwards, and eager's bits."""
+    compiled = memplan.compile(model, args, device=HERE, policy="genoa", gradients="outside")
+
+    def steps(call: Callable[..., Any] = compiled) -> Bits:
+        torch.manual_seed(0)
+        model.zero_grad()
+        losses = [call(*args) * scale for scale in (1, 2, 3)]
+        for i in (1, 2, 0):
+            losses[i].backward()
+        return [copied(p.grad) for p in model.parameters() if p.grad is not None]
+
+    return steps, steps(model)
 
 
 def _steps(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.preloaded import start
-from memplan.planning.memory_answer import physical_memory
+from memplan.core.host_limit import host_memory
 from tests.device.late import build, missing_compiler
 from tests.device.scenarios import SCENARIOS
 from tests.kernel_cache import CACHE
@@ -62,7 +62,7 @@ def test_every_order_of_queued_work_gives_the_bits_of_eager(
         for budget, (on_device, held, reloads, pinned) in found.items():
             assert on_device < held, f"{budget}: parameters and optimizer state alone are larger"
             assert reloads > 0
-            assert pinned == (physical_memory() or 0) // 4
+            assert pinned == (host_memory() or 0) // 4
     if name == "left on the host":
         assert found["evictions"]
     if name == "streams":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 import memplan
 from memplan.core.gpus import GPUS
+from memplan.core.host_limit import host_memory
 from memplan.errors import (
     InvalidCosts,
     InvalidProblem,
@@ -112,7 +112,7 @@ def test_devices_have_memory_costs_and_an_allowance() -> None:
     assert capacity_of("4090") == replace(capacity_of("rtx4090"), device="4090")
     own = capacity_of("cpu", allowance=0, slack=0)
     assert own.is_host
-    assert own.usable == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert own.usable == host_memory()
 
 
 @pytest.mark.parametrize(("slack", "free"), [("5%", 51), (0.05, 51), (10, 10), ("0%", 0), (0, 0), ("1KiB", None)])

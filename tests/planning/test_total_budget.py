@@ -9,7 +9,7 @@ import pytest
 
 from memplan.core.graph import Graph, Phase, Storage, StorageKind
 from memplan.core.plan import Plan
-from memplan.core.totals import copied_bytes, most_within, page_locked
+from memplan.core.totals import copied_bytes
 from memplan.errors import BudgetInfeasible, InvalidPlan
 from memplan.evict.costs import DEVICES, CostModel
 from memplan.evict.policies.auto import auto
@@ -121,10 +121,8 @@ def test_pinned_memory_is_that_of_cuda() -> None:
         _plan(on_cuda, **options)
     assert caught.value.where == "pinned_budget"
     smallest = caught.value.smallest
-    assert smallest == 1 << (smallest.bit_length() - 1), "torch locks powers of two"
-    for budget in (smallest, 2 * smallest - 1):
-        plan = _plan(on_cuda, **{**options, "pinned_budget": budget})
-        assert smallest // 2 < plan.host_size <= plan.pinned == smallest
+    plan = _plan(on_cuda, **{**options, "pinned_budget": smallest})
+    assert plan.host_size == plan.pinned == smallest, "to the byte"
     with pytest.raises(BudgetInfeasible) as caught:
         _plan(on_cuda, **{**options, "pinned_budget": smallest - 1})
     assert caught.value.smallest == smallest
@@ -134,9 +132,7 @@ def test_pinned_memory_is_that_of_cuda() -> None:
     assert _plan(graph, **options).pinned == 0
 
 
-def test_what_torch_locks_of_parameters_and_results_is_counted_in_powers_of_two() -> None:
-    assert [page_locked(n) for n in (0, 1, 4096, 4097)] == [0, 1, 4096, 8192]
-    assert [most_within(n) for n in (0, 1, 4096, 8191)] == [0, 1, 4096, 4096]
+def test_parameters_and_results_that_are_copied_are_counted() -> None:
     sizes = {"w": 3000, "unused": 0, "exp_avg": 4097, "gradient": 3000, "loss": 4, "inside": 999, "x": 700}
     kinds: tuple[StorageKind, ...] = (
         StorageKind.PARAMETER,
@@ -151,5 +147,5 @@ def test_what_torch_locks_of_parameters_and_results_is_counted_in_powers_of_two(
         Storage(name=n, nbytes=b, kind=k, device="cpu", planned=n == "inside", origin=origin) for (n, b), k in pairs
     ]
     graph = Graph(ops=(), values=(), storages=tuple(storages), outputs=(), gradients=())
-    assert copied_bytes(graph, 5000, away=False) == 8192
-    assert copied_bytes(graph, 5000, away=True) == 8192 + 4096 + 8192 + 4096 + 4
+    assert copied_bytes(graph, 5000, away=False) == 5000
+    assert copied_bytes(graph, 5000, away=True) == 5000 + 3000 + 4097 + 3000 + 4

@@ -10,6 +10,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import memplan
 from benchmarks.zoo import ZOO, Block
+from memplan.devices.host_memory import host_bytes
 from memplan.runtime import CompiledModule, compile, compile_step
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
 from tests.runtime.on_cuda import example_on_cuda, same_kernels_each_time
@@ -168,6 +170,22 @@ def test_a_budget_changes_no_bit(name: str, policy: Any) -> None:
     for seed in range(3):
         assert torch.equal(loss_of(plain, *args, seed=seed), loss_of(kept, *args, seed=seed))
     assert same_gradients(model, other)
+
+
+def test_pages_are_locked_as_they_are_and_a_refusal_leaves_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, nbytes = torch.device("cuda"), (5 << 20) + 1
+    made, there = host_bytes(nbytes, device), torch.randint(256, (nbytes,), dtype=torch.uint8, device=device)
+    assert made.is_pinned()
+    made.copy_(there, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(made, there.cpu())
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    refuses = SimpleNamespace(
+        cudaHostRegister=lambda at, size, flags: runtime.cudaHostRegister(made.data_ptr(), 4096, flags)
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refuses)  # what is locked already
+    assert host_bytes(nbytes, device).is_pinned()
+    assert torch.ones(1, device=device).item() == 1
 
 
 def _within_a_budget(model: nn.Module, args: tuple[Any, ...], policy: Any) -> CompiledModule:

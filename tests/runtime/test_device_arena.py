@@ -196,12 +196,54 @@ def test_a_step_that_fits_neither_device_nor_host_is_refused_with_both_numbers(
     beside = ("parameters", "constants", "inputs", "tangents", "outputs", "gradients")
     assert plan.on_host == plan.host_size + sum(plan.outside[part] for part in beside)
     assert f"{format_bytes(plan.on_host)} of its memory" in " ".join(str(plan.report()).split())
-    monkeypatch.setattr("memplan.runtime.builder.physical_memory", lambda: plan.on_host - 1)
+    monkeypatch.setattr("memplan.runtime.builder.host_memory", lambda: plan.on_host - 1)
     with pytest.raises(BudgetInfeasible, match=r"of the host's memory beside .* on the device") as refused:
         memplan.compile(net, x, device="cpu", budget="min")
     assert refused.value.smallest == plan.on_host
-    monkeypatch.setattr("memplan.runtime.builder.physical_memory", lambda: plan.on_host)
+    monkeypatch.setattr("memplan.runtime.builder.host_memory", lambda: plan.on_host)
     assert memplan.compile(net, x, device="cpu", budget="min").plan.on_host == plan.on_host
+
+
+@pytest.mark.parametrize("options", [{"policy": "genoa"}, {"budget": "1MiB"}, slow({})])
+def test_calls_ahead_generation_and_state_in_between_are_those_without_a_device(options: dict[str, Any]) -> None:
+    """Three forwards wait for backwards in other orders; growing inputs have none; states are read and loaded."""
+
+    def run(**how: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(32, 32), nn.Tanh(), nn.LayerNorm(32)] * 2
+        compiled = memplan.compile(nn.Sequential(*layers), torch.randn(8, 32), gradients="outside", **how)
+        generator, found = torch.Generator().manual_seed(1), list[torch.Tensor]()
+        for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+            batches = [torch.randn(8, 32, generator=generator) for _ in range(3)]
+            results = [compiled(batch) for batch in batches]
+            state = {name: t.clone() for name, t in compiled.state_dict().items()}
+            for i in order:
+                results[i].square().mean().backward()
+                found += [results[i].detach().clone(), *state.values()]
+            tokens = batches[0][:1]
+            with torch.no_grad():
+                for _ in range(3):
+                    tokens = torch.cat([tokens, compiled(tokens)[-1:]])
+                found.append(tokens)
+                for name, p in compiled.named_parameters():
+                    assert p.grad is not None
+                    found.append(p.grad.clone())
+                    state[name] -= p.grad
+                    p.grad = None
+            compiled.load_state_dict(state)
+        return found
+
+    expected, found = run(), run(device="cpu", costs=FAST_LINK, **options)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, expected, found))
+
+
+def test_calls_ahead_of_which_a_budget_holds_one_are_refused(net: SeveralResults, x: torch.Tensor) -> None:
+    compiled = memplan.compile(net, x, device="cpu", budget="min")
+    first = compiled(x)
+    with pytest.raises(BudgetInfeasible, match="a second call in flight"):
+        compiled(x)
+    first[0].sum().backward()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

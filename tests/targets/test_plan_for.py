@@ -26,7 +26,7 @@ from memplan.core.evictions import OFFLOAD, RELOAD, TRANSFERS
 from memplan.core.gpus import find_gpu, gpu_called
 from memplan.core.graph import StorageKind
 from memplan.core.plan import Plan
-from memplan.core.units import parse_size
+from memplan.core.units import format_bytes, parse_size
 from memplan.errors import (
     BudgetInfeasible,
     InvalidShapes,
@@ -309,6 +309,8 @@ def test_what_fits_a_card_while_the_model_stays_on_the_cpu(memory: str, loaded: 
     if loaded:
         assert answer.within is not None
         assert answer.within.on_device <= parse_size(memory)
+        assert f"{format_bytes(answer.within.on_host)} there" in str(answer)
+        assert "in the predicted time of a step" in str(answer)
         lanes = answer.lanes
         assert lanes is not None
         assert lanes["step"] >= max(lanes.values())

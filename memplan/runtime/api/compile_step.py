@@ -312,14 +312,13 @@ def _options(
     They do not, with a warning in the log, for an optimizer that cannot run on fake tensors.
     """
     state = temporaries = 0
-    if options.device is None:  # otherwise it updates on the host
-        found = bytes_of_updates(optimizer, loss.parameters())
-        if found is None:
-            what = "%s: what its step() keeps and allocates is not known ahead; the plan's total has it if reserve= has"
-            _log.warning(what, type(optimizer).__name__)
-        else:
-            state, temporaries = found.state, found.temporaries
-        if options.accumulate > 1:  # sums of gradients outlive a call
-            state += sum(largest_part(p).nbytes for p in loss.parameters() if p.requires_grad)
+    found = bytes_of_updates(optimizer, loss.parameters())
+    if found is None:
+        what = "%s: what its step() keeps and allocates is not known ahead; the plan's total has it if reserve= has"
+        _log.warning(what, type(optimizer).__name__)
+    else:
+        state, temporaries = found.state, found.temporaries
+    if options.accumulate > 1:  # sums of gradients outlive a call
+        state += sum(largest_part(p).nbytes for p in loss.parameters() if p.requires_grad)
     divided = parallelism_of(loss) is not None
     return CompileOptions.of_step(options, state=state, temporaries=temporaries, several=several or divided)

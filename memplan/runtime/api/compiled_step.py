@@ -44,7 +44,7 @@ class CompiledStep(MeasuredStep):
     Attributes:
         plan: The plan that it runs.
         hooks: The hooks that are called with the events of its steps. If a hook raises, what the step has done is not
-            undone: some parameters may be updated, others not.
+            undone: once updates have begun, the next call raises `TornStep` until a checkpoint is loaded.
         accumulate: The number of calls (micro-batches) per update.
         pending: The number of calls since the last update.
         passive: With `on_mismatch="passive"`, the state of the last call that ran without a plan; else None.
@@ -91,6 +91,7 @@ class CompiledStep(MeasuredStep):
                 compiled.
             UnsupportedCall: A hook was added that a compiled step would not call, or a transform is active.
             StaleActivationsError: Another thread is running a step in this arena.
+            TornStep: The last step was ended in the middle of its update, by an error or by Ctrl-C.
 
         Example:
             ```python
@@ -103,6 +104,7 @@ class CompiledStep(MeasuredStep):
     def _call(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         loss_module: Any = self._module_guards.model
         refused_calls.refuse((batch, kwargs), loss_module)
+        self._module_guards.require_whole()
         if len(batch) == 1 and isinstance(batch[0], (list, tuple)):
             batch = loss_module.parts_of(batch)
         try:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
-from memplan.devices.streams import host_bytes
+from memplan.devices.kinds import is_accelerator
 from memplan.errors import MemplanError, StaleActivationsError
 
 
@@ -46,7 +46,7 @@ class SavedBlock:
         copied = 0
         if self.host is None:
             source = _whole(next(s.tensor for s in self.saved if s.tensor is not None).untyped_storage(), self.nbytes)
-            self.host = host_bytes(self.nbytes, source.device)
+            self.host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=is_accelerator(source.device))
             with torch.no_grad():
                 self.host.copy_(source)
             copied = self.nbytes

@@ -176,5 +176,5 @@ class PendingCalls:
 
 
 def several_can_wait(options: CompileOptions) -> bool:
-    """Return whether several calls can be in flight: not of recorded steps, or on other devices."""
-    return not options.cuda_graph and options.device is None
+    """Return whether several calls can be in flight: not of recorded steps, or on several devices."""
+    return not (options.cuda_graph or options.several_devices)

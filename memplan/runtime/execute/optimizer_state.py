@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from operator import is_
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from memplan.distributed.local import Slot, of_this_rank
 from memplan.distributed.step_ranks import ParallelGuards
-from memplan.errors import InputMismatch, UnsupportedCall
+from memplan.errors import InputMismatch, TornStep, UnsupportedCall
 from memplan.runtime.guards.module_guards import COMPILE_AGAIN, ModuleGuards, hooks_ever_set, hooks_of_node
 from memplan.trace.optimizer.optimizers import DECIDING, has_own_step
 from memplan.trace.optimizer.updates import LEARNING_RATE
@@ -32,6 +33,8 @@ class StepGuards(ModuleGuards):
         self._last_rates = [group.get("lr") for group in optimizer.param_groups]
         self._parallel = ParallelGuards(model)
         self._parallel.check()
+        self._updating = False
+        self._torn: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
         super().__init__(model)
         self.called = getattr(model, "model", model)  # without its loss
         self.refresh()
@@ -51,6 +54,32 @@ class StepGuards(ModuleGuards):
         """Return what the model and the optimizer hold."""
         state = (t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
         return [*super().tensors(), *state]
+
+    def begin_update(self) -> None:
+        """Note that a step begins to change parameters and state."""
+        self._updating = True
+
+    def end_update(self, *, whole: bool) -> None:
+        """Note that a step has changed all of them, or has ended before, if it has begun to."""
+        if self._updating and not whole:
+            held = [(name, p, self.optimizer.state.get(p, {})) for name, p in self._updated]
+            changed = [
+                (name, t) for name, p, state in held for t in (p, *state.values()) if isinstance(t, torch.Tensor)
+            ]
+            self._torn = [(name, weakref.ref(t), t._version) for name, t in changed]
+        self._updating = False
+
+    def require_whole(self) -> None:
+        """Raise `TornStep` while something is as a step left it that ended in the middle of its update."""
+        if not self._torn:
+            return
+        now = {id(t) for t in self.tensors()}
+        left = ((name, t, version) for name, of, version in self._torn if (t := of()) is not None and id(t) in now)
+        self._torn = [(name, weakref.ref(t), version) for name, t, version in left if t._version == version]
+        if self._torn:
+            what = "the last step ended in the middle of its update: some parameters have their new values, others not"
+            hint = "load what state_dict of the model and of the optimizer returned after a whole step"
+            raise TornStep(what, where=self._torn[0][0], hint=hint)
 
     def look_again(self) -> None:
         """Look up the state again."""

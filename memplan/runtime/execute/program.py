@@ -39,8 +39,9 @@ class Program:
     the values outside the arena that are saved for the backward: inputs, and outputs (`saved_outputs` says which).
     `left` are activations outside the arena that the forward leaves to the backward, which frees them: no one else
     refers to them.
-    `used_in_backward` are the bindings whose bytes gradients depend on. `host` holds offloaded bytes. `last` is called
-    at the end of forward and backward.
+    `used_in_backward` are the bindings whose bytes gradients depend on. `host` holds offloaded bytes. `begin_update` is
+    called before the backward first changes a parameter or the optimizer's state, `last` at the end of forward and
+    backward.
     """
 
     traced: TracedGraph
@@ -59,6 +60,7 @@ class Program:
     left: tuple[int, ...]
     saved_outputs: tuple[bool, ...]
     used_in_backward: frozenset[int]
+    begin_update: Callback | None
     last: Callback | None
 
     def observed(self, emit: Hook | None, op_timer: Sanitizers = NO_SANITIZERS) -> Functions:
@@ -102,9 +104,16 @@ class Program:
             tangents = [b.value for b in traced.bound(Source.TANGENT)]
             taken = [*self.saved, *tangents, *given]
             writer = FunctionWriter(f"{prefix}backward", layout, namespace, taken, self.left)
-            _write(writer, steps[split:], sanitizers, self.last)
+            first = split + self._first_update(order[split:]), self.begin_update
+            _write(writer, steps[split:], sanitizers, self.last, first)
             backward = writer.finish([graph.gradients])
         return forward.finish([traced.results.fresh, self.saved], left=self.left), backward
+
+    def _first_update(self, late: Sequence[int]) -> int:
+        """Return which of the ops of the backward is the first to change a parameter or the optimizer's state."""
+        graph, updated = self.traced.graph, (Source.PARAMETER, Source.STATE)
+        kept = {graph.values[b.value].storage for b in self.traced.bindings if b.source in updated and b.written}
+        return next((i for i, op in enumerate(late) if not kept.isdisjoint(graph.written(graph.ops[op]))), len(late))
 
     @property
     def left_outside(self) -> list[torch.Tensor]:
@@ -142,6 +151,7 @@ def build_program(
     tensors: Mapping[int, torch.Tensor],
     *,
     sanitizers: Sanitizers,
+    begin_update: Callback | None = None,
     bound: tuple[BoundOp, ...] | None = None,
 ) -> Program:
     """Bind, measure and compile a step. `tensors` maps bindings (indices) to parameters, buffers, example inputs.
@@ -152,7 +162,7 @@ def build_program(
     """
     require_written_first(plan.graph, plan.schedule.order)
     require_no_races(plan)
-    layout = _layout(traced)
+    layout = _layout(traced, arena)
     graph, order = traced.graph, plan.schedule.order
     kept = _on_host(graph, plan, host)
     transfers, copies = bind_transfers(graph, traced.kernels, order, arena, host.memory)
@@ -189,6 +199,7 @@ def build_program(
         left=left,
         saved_outputs=tuple(graph.values[v].storage in layout.fresh_storages for v in saved),
         used_in_backward=_read_late(traced, order[split:]),
+        begin_update=begin_update,
         last=last,
     )
     forward, backward = made.written(bound, sanitizers)
@@ -199,7 +210,7 @@ def _unwritten(*_: object) -> None:
     """Does nothing: it stands for a forward until that is written."""
 
 
-def _layout(traced: TracedGraph) -> Layout:
+def _layout(traced: TracedGraph, arena: Arena) -> Layout:
     """Return the layout: values in the arena, its host memory, parameters, buffers and constants are static.
 
     Every other storage has a base value.
@@ -219,7 +230,7 @@ def _layout(traced: TracedGraph) -> Layout:
         fresh_storages=frozenset(base_of) - bound_storages,
         released=graph.released,
         autocast=traced.autocast is not None,
-        pinned=bool(traced.runs_on) and is_accelerator(traced.device),
+        locked=arena.results.empty if traced.runs_on and is_accelerator(traced.device) else None,
     )
 
 
@@ -273,10 +284,13 @@ def _write(
     steps: Iterable[tuple[int, BoundOp | None]],
     sanitizers: Sanitizers,
     last: Callback | None,
+    first_update: tuple[int, Callback | None] = (-1, None),
 ) -> None:
     for step, bound in steps:
         for callback in sanitizers.before(step):
             writer.callback(callback)
+        if step == first_update[0] and first_update[1] is not None:
+            writer.callback(first_update[1])
         if bound is not None:
             writer.op(bound)
         for callback in sanitizers.after(step):

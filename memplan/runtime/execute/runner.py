@@ -21,6 +21,7 @@ from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Sanitizers, make_poi
 from memplan.runtime.execute.autograd_step import reason_against, run_planned
 from memplan.runtime.execute.cuda_graphs import CudaGraphProgram, Recorder
 from memplan.runtime.execute.gradients import AddedGradients, ArenaGradients
+from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.program import Functions, build_program
 from memplan.runtime.execute.values_of_call import ResultsOfCall, Tangents
 from memplan.runtime.guards.input_guards import InputGuards, items_getter
@@ -84,14 +85,15 @@ class Runner:
             elif b.tensor is not None:
                 tensors[i] = b.tensor
         host = arena.host(plan.host_size)
-        sanitizers = _sanitizers(sanitize, traced, plan, arena, host)
+        begin = module_guards.begin_update if isinstance(module_guards, StepGuards) else None
+        built: dict[str, Any] = {"sanitizers": _sanitizers(sanitize, traced, plan, arena, host), "begin_update": begin}
         begin_step(arena, plan.on_device)
         if bound is None:
             with nullcontext() if unused else arena.ownership:
                 arena.ownership.require_free("the trial run of another program")
-                self.program = build_program(traced, plan, arena, host, tensors, sanitizers=sanitizers)
+                self.program = build_program(traced, plan, arena, host, tensors, **built)
         else:
-            self.program = build_program(traced, plan, arena, host, tensors, sanitizers=sanitizers, bound=bound)
+            self.program = build_program(traced, plan, arena, host, tensors, bound=bound, **built)
         self.plan = self.program.plan
         self.left_outside = self.program.left_outside
         self.cuda_graphs = None if recorder is None else CudaGraphProgram(self.program, recorder, whole=whole)
@@ -319,12 +321,27 @@ class Runner:
             if self.cuda_graphs is not None:
                 loss = self.cuda_graphs.step(inputs, tangent)
             else:
-                (loss,), saved = self.forward(*inputs)
-                with updating():
-                    self.backward(*saved, tangent)
+                loss = self._whole_step(inputs, tangent)
             end_step(self.arena)
         increment_version(tuple(t for phase in Phase for t in self.changed(phase, inputs, current)))
         return loss
+
+    def _whole_step(self, inputs: Sequence[torch.Tensor], tangent: torch.Tensor) -> torch.Tensor:
+        """Run forward and backward, and note it if they end in the middle of the update: nothing is copied then."""
+        guards = self._module_guards
+        assert isinstance(guards, StepGuards)
+        assert self.backward is not None
+        try:
+            (loss,), saved = self.forward(*inputs)
+            with updating():
+                self.backward(*saved, tangent)
+        except BaseException:
+            guards.end_update(whole=False)
+            self.arena.copies.settle()
+            raise
+        guards.end_update(whole=True)
+        found: torch.Tensor = loss
+        return found
 
     def current(self) -> list[torch.Tensor]:
         """Return the current parameters, buffers and state, after updating the program for those that moved.

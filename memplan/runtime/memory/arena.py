@@ -17,6 +17,7 @@ import torch
 
 from memplan.core.graph import Value
 from memplan.core.plan import Plan
+from memplan.devices.host_memory import HostResults, host_bytes
 from memplan.devices.kinds import is_accelerator, require_supported
 from memplan.devices.streams import current_stream, is_capturing
 from memplan.distributed.ops import StartedCollectives
@@ -26,17 +27,17 @@ from memplan.runtime.memory.arena_ownership import ArenaOwnership
 
 
 class Memory:
-    """A block of `nbytes` bytes on `device`; `pinned`: page-locked host memory for an accelerator.
+    """A block of `nbytes` bytes on `device`; with `beside`, host memory for copies to and from that device.
 
     It is allocated when it is first used. Tensors made from it do not keep it alive: their owner must also keep a
     reference to the memory. While it is given back it has no bytes; it may be somewhere else once it is taken again.
     `taken` is called whenever its bytes were allocated.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> None:
+    def __init__(self, nbytes: int, device: torch.device, *, beside: torch.device | None = None) -> None:
         self.nbytes = nbytes
         self.device = torch.empty(0, device=device).device  # with an index
-        self._pinned = pinned
+        self._beside = beside
         self.allocated: list[torch.Tensor] = []  # one tensor or none
         self.taken: Callable[[], object] = lambda: None
 
@@ -44,8 +45,10 @@ class Memory:
     def memory(self) -> torch.Tensor:
         """Its bytes, which are allocated again if they were given back."""
         if not self.allocated:
-            made = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device, pin_memory=self._pinned)
-            self.allocated.append(made)
+            if self._beside is not None:
+                self.allocated.append(host_bytes(self.nbytes, self._beside))
+            else:
+                self.allocated.append(torch.empty(self.nbytes, dtype=torch.uint8, device=self.device))
             self.taken()
         elif self.nbytes and not self.allocated[0].data_ptr():
             self.allocated[0].untyped_storage().resize_(self.nbytes)
@@ -86,6 +89,7 @@ class Arena:
 
     Programs that share it run one at a time (`ownership`) and share its copies to the host. `collectives`: those that a
     step has started on it and not waited for. `uses`: of its bytes by streams, and of what programs keep beside it.
+    `results`: makes the results that are copied to the host.
     `stays`: it is never given back while it is idle. `thread`: the one that began the last step in it.
     """
 
@@ -108,6 +112,7 @@ class Arena:
         self.ownership = ArenaOwnership(drain, make_stream_ordering(*devices, used_by=self.uses.by))
         self._whole: Arena | None = None
         self._host = Memory(0, torch.device("cpu"))
+        self.results = HostResults(self.device)
 
     def part(self, ownership: ArenaOwnership) -> Arena:
         """Return the same memory with an ownership of its own."""
@@ -153,7 +158,7 @@ class Arena:
     def host(self, nbytes: int) -> Memory:
         """Return at least `nbytes` of host memory for offloaded bytes; earlier memory is reused if large enough."""
         if nbytes > self._host.nbytes:
-            self._host = Memory(nbytes, torch.device("cpu"), pinned=is_accelerator(self.device))
+            self._host = Memory(nbytes, torch.device("cpu"), beside=self.device)
         return self._host
 
     def fits(self, plan: Plan, room: int = 0) -> bool:

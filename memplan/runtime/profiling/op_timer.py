@@ -23,8 +23,9 @@ from memplan.core.arguments import arguments_of
 from memplan.core.evictions import OFFLOAD, RELOAD, SEND, TRANSFERS
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
+from memplan.devices.host_memory import unlock_unused
 from memplan.devices.kinds import forked, is_accelerator, name_of
-from memplan.devices.streams import hold, new_event, record, unlock_unused
+from memplan.devices.streams import hold, new_event, record
 from memplan.errors import InvalidCosts, UnknownName
 from memplan.evict.costs import DEVICES, CostModel, signature_of
 from memplan.evict.feedback import link_of
@@ -243,7 +244,7 @@ def probe(arena: Arena, direction: Direction) -> list[tuple[int, float]]:
 
 def _seconds_of_copies(arena: Arena, direction: Direction, nbytes: int) -> list[float]:
     """Return the seconds of some copies of so many bytes. The memory on the host is free when it returns."""
-    host = Memory(nbytes, torch.device("cpu"), pinned=is_accelerator(arena.device))
+    host = Memory(nbytes, torch.device("cpu"), beside=arena.device)
     copy = arena.copies.copy(direction, host.memory)
     here = arena.memory[:nbytes]
     pair = (host.memory, here) if direction is Direction.TO_HOST else (here, host.memory)
