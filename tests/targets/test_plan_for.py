@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ from memplan.errors import (
     UnsupportedGraph,
 )
 from memplan.evict.costs import cost_model, simulate
-from memplan.planning.base_graph import eager_total
+from memplan.planning.base_graph import eager_total, without_evictions
+from memplan.planning.frontier import frontier
+from memplan.planning.options import PlanOptions
 from tests.models import Made
 from tests.slow import slow
 
@@ -339,6 +342,24 @@ def test_a_step_is_captured_and_code_generated_once_under_a_budget(
             assert plan.eviction.budget == pytest.approx(0.9 * (eager_total(whole.graph) + whole.reserve), rel=0.001)
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="Inductor generates Triton's code")
+def test_the_gradient_of_a_padded_head_is_one_kernel_per_block() -> None:
+    """Blocks share the zeros that their rows are padded with, which are of no block: nothing is written in 32 bits."""
+
+    def loss(m: Any, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return nn.functional.cross_entropy(m.head(m.project(x).tanh()).float(), words)
+
+    model = Made(loss, project=nn.Linear(128, 128), head=nn.Linear(128, 2001, bias=False))
+    plan = memplan.plan(model, (torch.randn(4096, 128), torch.zeros(4096, dtype=torch.long)), target="h100", budget=0.9)
+    assert plan.division is not None
+    blocks = plan.division.blocks
+    assert blocks is not None
+    wide = (4096 // blocks, 2008)
+    made = [plan.graph.values[v] for op in plan.graph.ops for v in op.writes]
+    assert [v.dtype for v in made if v.shape == wide] == ["bfloat16"] * 2 * blocks  # logits, and their gradient
+
+
 def _of_real_size(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Return a model that an H200 has trained, and its inputs."""
     make: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]] = getattr(real_sizes, name)
@@ -404,6 +425,28 @@ def test_a_budgets_peak_is_that_of_an_h200(budget: str, peak: float) -> None:
     plan = memplan.plan(model, inputs, target="h200", budget=parse_size(budget) + find_gpu("h200").workspace)
     state = 8 * sum(p.numel() for p in model.parameters())
     assert (plan.total + state) / 1e9 == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON, reason="Inductor generates Triton's code")
+@pytest.mark.parametrize("name", ["gpt2", "llama1b"])
+def test_no_budget_takes_more_time_than_a_smaller_one(name: str) -> None:
+    """24 budgets, every 2.5 %: each is kept by the plan that was made for it, which is the one of `memplan.plan`."""
+    model, inputs = _of_real_size(name)
+    whole = memplan.plan(model, inputs, target="h200", budget=0.999)
+    assert not whole.evictions
+    shares = [1 - 0.025 * k for k in range(24)]
+    asked = PlanOptions(reserve=whole.reserve)
+    eager = whole.on_device - whole.reserve
+    points = frontier(without_evictions(whole), asked, costs="h200", shares=shares, eager=eager).points
+    kept = [p for p in points if p.plan is not None and p.plan.eviction is not None]
+    assert len(kept) > 14
+    assert all(one.seconds <= two.seconds for one, two in pairwise(kept))
+    assert [p.plan and p.plan.eviction and p.plan.eviction.budget for p in kept[:-1]] == [p.budget for p in kept[:-1]]
+    again = memplan.plan(model, inputs, target="h200", budget=kept[8].budget)
+    assert again.eviction is not None
+    assert kept[8].plan is not None
+    assert (again.eviction.seconds, again.evictions) == (kept[8].seconds, kept[8].plan.evictions)
 
 
 @pytest.mark.cuda
