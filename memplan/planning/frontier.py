@@ -95,7 +95,7 @@ def frontier(
             found = plan_within(scheduled, replace(options, budget=budget), prices)
         except BudgetInfeasible:
             found = least
-        kept = min((found, kept), key=_seconds)
+        kept = min((kept, found), key=_seconds)
         points.append(FrontierPoint(budget=budget, plan=kept))
     return Frontier(
         policy=policy_name(options.policy),
