@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import memplan
+from benchmarks import frontier_picture
 from benchmarks.gpu import main, to_markdown
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "gpu.json"
@@ -43,3 +44,19 @@ def test_a_rehearsal_measures_each_contender_and_names_the_one_that_fails(tmp_pa
     losses = [row["losses"] for row in rows.values()]
     torch.testing.assert_close(torch.tensor(losses[0][:2]), torch.tensor(losses[1][:2]), rtol=1e-3, atol=1e-3)
     assert "| eager |" in output.with_suffix(".md").read_text(encoding="utf-8")
+
+
+def test_what_was_predicted_is_within_five_points_of_what_was_measured() -> None:
+    """But for the whole step, which the host bounds; the docs have the table, and a picture of all points."""
+    rows = json.loads(RESULTS.with_name("predicted.json").read_text(encoding="utf-8"))
+    page = (RESULTS.parents[2] / "docs" / "guides" / "gpu.md").read_text(encoding="utf-8")
+    budgeted = [row for row in rows if row.get("measured")]
+    assert len(budgeted) == 5
+    for row in budgeted:
+        assert f"{100 * row['measured']:.1f} % | {100 * row['predicted']:.1f} %" in page
+        assert abs(row["points"]) <= (8 if row["contender"].startswith("step") else 5)
+    assert frontier_picture.PICTURE.read_text(encoding="utf-8") == frontier_picture.picture()
+    measured = json.loads(RESULTS.read_text(encoding="utf-8"))
+    points = frontier_picture.points_of("gpt2", measured, rows)
+    assert {(p.whose, p.planned) for p in points} == {("memplan", False), ("torch", False)}
+    assert sum(p.planned for p in frontier_picture.points_of("llama1b", measured, rows)) == 3

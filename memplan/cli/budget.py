@@ -12,8 +12,11 @@ from memplan.cli.console import Format, opt
 
 if TYPE_CHECKING:
     from memplan.core.graph import Graph
+    from memplan.core.plan import Plan
     from memplan.planning.frontier import Frontier
     from memplan.report.sections import Form
+
+_ALMOST_ALL = 0.999  # of what eager needs: the step as it is under a budget, for which nothing has to be evicted
 
 
 def budget(
@@ -46,11 +49,12 @@ def budget(
     from memplan.errors import InvalidModel, InvalidPlan
     from memplan.planning.base_graph import without_evictions
     from memplan.planning.frontier import frontier
-    from memplan.planning.options import PlanOptions
+    from memplan.planning.options import DEFAULTS, PlanOptions
     from memplan.report.forms import frontier_form
 
     require_outputs({"--html": html}, target, costs)
-    plan = obtain(target, infer=infer, ranks=ranks, gpu=gpu)
+    under = DEFAULTS if gpu is None else PlanOptions(budget=_ALMOST_ALL)
+    plan = obtain(target, infer=infer, ranks=ranks, gpu=gpu, options=under)
     try:
         step = without_evictions(plan)
     except InvalidPlan as error:
@@ -63,7 +67,8 @@ def budget(
     asked = size_option("--reserve", reserve)
     nbytes = plan.reserve + state if asked is None else asked + (there.workspace if there else 0)
     options = PlanOptions(policy=policy, reserve=nbytes, host_budget=host_budget, pinned_budget=pinned_budget)
-    found = frontier(replace(step, reserve=nbytes), options, costs=costs)
+    blocks = (plan.division.blocks if plan.division else None) or 0
+    found = frontier(replace(step, reserve=nbytes), options, costs=costs, eager=_whole_eager(plan), blocks=blocks)
     shown = frontier_form(plan.model, found, name if state and asked is None else "")
     page = None if html is None else _page(shown, found)
     c.stop_if_interrupted()
@@ -71,6 +76,13 @@ def budget(
         write_atomic(html, page)
     c.wrote(html)
     c.show(shown, form)
+
+
+def _whole_eager(plan: Plan) -> int | None:
+    """Return what eager needs with its loss head in one piece; None where the graph of the plan has it so."""
+    if plan.division is None or plan.eviction is None or plan.eviction.budget is None:
+        return None
+    return round(plan.eviction.budget / _ALMOST_ALL) - plan.reserve
 
 
 def _own_costs(graph: Graph) -> str:

@@ -118,6 +118,11 @@ ALIASES = {"h100-80gb": "h100", "a100-80gb": "a100", "4090": "rtx4090", "3090": 
 _OF_CAPABILITY = {(8, 0): "a100", (8, 6): "rtx3090", (8, 9): "rtx4090", (9, 0): "h100", (10, 0): "b200"}
 
 
+def described(costs: str) -> str:
+    """Return the name of costs as people read it: that of a known device says that they are of its data sheet."""
+    return f"{costs} (data sheet)" if costs.partition("/")[0] in GPUS else costs
+
+
 def find_gpu(name: str, where: str = "target", *, quiet: bool = False) -> GpuTarget:
     """Return the GPU of a name ("h100", "a100-40gb"), or of a capability and its memory ("sm90:80GiB").
 

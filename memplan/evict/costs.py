@@ -20,12 +20,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from memplan.core.collectives import ALL_REDUCE, is_collective
 from memplan.core.evictions import OFFLOAD, RELOAD, SAVE_RNG, SEND, TRANSFERS
 from memplan.core.files import write_atomic
-from memplan.core.gpus import GPUS, GpuTarget
+from memplan.core.gpus import GPUS, GpuTarget, described
 from memplan.core.graph import Graph, Op, StorageKind, Value
 from memplan.core.jsonio import from_json, read_json, to_json
 from memplan.errors import InvalidCosts, UnreadableFile, located
@@ -96,7 +96,13 @@ class CostModel:
     updates: float = 0.0
 
     def __repr__(self) -> str:
-        return f"<CostModel of {self.name}: {self.bytes_per_second:.3g} B/s, {len(self.measured)} ops measured>"
+        ops = f"{len(self.measured)} ops measured"
+        return f"<CostModel of {described(self.name)}: {self.bytes_per_second:.3g} B/s, {ops}>"
+
+    @property
+    def basis(self) -> Literal["measured", "data sheet"]:
+        """Where its seconds are from: ops that were measured, or the rates of a data sheet."""
+        return "measured" if self.measured else "data sheet"
 
     def __post_init__(self) -> None:
         rates = {"matrix_flops": self.matrix_flops, "narrow_flops": self.narrow_flops}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from memplan.errors import InvalidEviction
-from memplan.evict.measure import Ints, WorkloadArrays, to_arrays, to_events
+from memplan.evict.measure import Ints, WorkloadArrays, flat, to_arrays, to_events
 from memplan.evict.measure_kernel import prefetch
 from memplan.evict.search_kernel import (
     PIN,
@@ -65,7 +65,8 @@ class DecisionSearch:
         self.workload = w = workload
         self.arrays = WorkloadArrays(w)
         last = [uses[-1] if uses else -1 for uses in w.uses]
-        self.extra = (self.arrays.use_ptr, self.arrays.use, self.arrays.redo_until, np.array(last, np.int64))
+        touched = flat([(*reads, *writes) for reads, writes in zip(w.reads, w.writes, strict=True)])
+        self.extra = (self.arrays.use_ptr, self.arrays.use, self.arrays.redo_until, np.array(last, np.int64), *touched)
         room = 12 * len(w.graph.ops) + 1000
         self.kinds, self.indices = np.empty(room, np.int64), np.empty(room, np.int64)
         self.moves = self._moves(swaps=swaps, least=least)
@@ -140,6 +141,8 @@ class DecisionSearch:
 
 Option = tuple[Move, ...]  # moves of different storages that are made together
 
+_Tried = tuple[int, float, float]  # an option: its index, the area that it wins, the seconds that it takes
+
 _CHEAPEST = 1e-9  # seconds: options that cost no time are compared by bytes
 
 
@@ -173,50 +176,57 @@ def descend(
     `choices` are those of single storages, or of classes: of the class that reaches the budget, as few members as
     possible are taken.
     """
-    options = [o for choice in choices or singles(search) for o in choice if o[0].decision != PIN]
-    for after, index in _descending(search, state, options, exponent):
-        if after.area == 0:
-            return _fewest(search, state, after, options[index])
-        state = after
-    return state if state.area == 0 else None
+    return descents(search, state, [exponent], choices)[0][0]
 
 
-def descend_classes(
-    search: DecisionSearch, state: Decisions, exponent: float, classes: Sequence[Sequence[Option]]
-) -> Decisions:
-    """Return the last state above the budget on a descent over `classes` (see `storage_classes`).
+def descents(
+    search: DecisionSearch,
+    state: Decisions,
+    exponents: Sequence[float],
+    choices: Sequence[Sequence[Option]] | None = None,
+) -> list[tuple[Decisions | None, Decisions]]:
+    """Return what `descend` returns for each exponent, and the last state above the budget on its way.
 
-    The option that would reach the budget is not taken, since not all of its moves may be needed.
+    The option that reaches the budget is not taken in the latter, since not all of its moves may be needed. The first
+    options are measured once.
     """
-    for after, _ in _descending(search, state, [option for choices in classes for option in choices], exponent):
+    options = [o for choice in choices or singles(search) for o in choice if o[0].decision != PIN]
+    tried = _tried(search, state, options)
+    return [_descent(search, state, options, exponent, tried) for exponent in exponents]
+
+
+def _descent(
+    search: DecisionSearch, state: Decisions, options: Sequence[Option], exponent: float, tried: Sequence[_Tried]
+) -> tuple[Decisions | None, Decisions]:
+    for after, index in _descending(search, state, options, exponent, tried):
         if after.area == 0:
-            break
+            return _fewest(search, state, after, options[index]), state
         state = after
-    return state
+    return state if state.area == 0 else None, state
 
 
 def _descending(
-    search: DecisionSearch, state: Decisions, options: Sequence[Option], exponent: float
+    search: DecisionSearch, state: Decisions, options: Sequence[Option], exponent: float, tried: Sequence[_Tried]
 ) -> Iterator[tuple[Decisions, int]]:
     """Yield the states of a descent, each with the index of the option that led to it.
 
-    It ends when the budget is kept or no option helps.
+    It ends when the budget is kept or no option helps. `tried` are the options from `state` on.
 
     The evaluation is lazy: an option's gain is measured again only when it is first in the queue; gains rarely rise.
     """
-    queue: list[tuple[float, int]] = []
-    fresh = False
+    queue = _priced(tried, exponent)
+    fresh = True
     while state.area > 0:
         if not queue:
-            queue = [] if fresh else _priced(search, state, options, exponent)
+            queue = [] if fresh else _priced(_tried(search, state, options), exponent)
             fresh = True
             if not queue:
                 return
         _, index = heapq.heappop(queue)
         after = search.after(state, *options[index])
-        gain = _gain(state, after, exponent)
-        if gain <= 0:
+        if not after.area < state.area:
             continue
+        gain = _gain(state.area - after.area, after.seconds - state.seconds, exponent)
         if queue and gain < -queue[0][0]:
             heapq.heappush(queue, (-gain, index))
             continue
@@ -224,26 +234,27 @@ def _descending(
         yield state, index
 
 
-def _priced(
-    search: DecisionSearch, state: Decisions, options: Iterable[Option], exponent: float
-) -> list[tuple[float, int]]:
-    """Return a heap of the options with a gain now, best first; ties by definition order."""
-    queue = []
+def _tried(search: DecisionSearch, state: Decisions, options: Sequence[Option]) -> list[_Tried]:
+    """Return the options that reduce the area above the budget now, with that reduction and the seconds they take."""
+    found = []
     for index, option in enumerate(options):
         if all(state.decision[move.storage] == move.decision for move in option):
             continue
-        gain = _gain(state, search.after(state, *option), exponent)
-        if gain > 0:
-            queue.append((-gain, index))
+        after = search.after(state, *option)
+        if after.area < state.area:
+            found.append((index, state.area - after.area, after.seconds - state.seconds))
+    return found
+
+
+def _priced(tried: Sequence[_Tried], exponent: float) -> list[tuple[float, int]]:
+    """Return a heap of options, best first; ties by definition order."""
+    queue = [(-_gain(won, seconds, exponent), index) for index, won, seconds in tried]
     heapq.heapify(queue)
     return queue
 
 
-def _gain(before: Decisions, after: Decisions, exponent: float) -> float:
-    won = before.area - after.area
-    if not won > 0:
-        return 0.0
-    return float(won / max(after.seconds - before.seconds, _CHEAPEST) ** exponent)
+def _gain(won: float, seconds: float, exponent: float) -> float:
+    return float(won / max(seconds, _CHEAPEST) ** exponent)
 
 
 _TRIMS = 3  # of taking back what the budget does not need

@@ -12,9 +12,12 @@ SOON = 6  # ops: a storage whose next use is at most so far away is not evicted 
 
 
 @njit(cache=True)
-def _stale(s, i, decision, near, remade, last_use, redo_until):
-    """Return whether `s` had its last use some time ago, so that it is recomputed now instead of kept until now."""
-    if last_use[s] >= i or decision[s] == PIN or redo_until[s] < i or i - near[s] <= SOON:
+def _stale(s, i, decision, near, remade, redo_until):
+    """Return whether `s`, whose last use is over, is recomputed now instead of kept until now: that was some time ago.
+
+    Whether it is over is asked before: a call with arrays takes longer than all else that is done for an operand.
+    """
+    if decision[s] == PIN or redo_until[s] < i or i - near[s] <= SOON:
         return False
     return decision[s] == RECOMPUTE_EACH_TIME or not remade[s]
 
@@ -22,12 +25,13 @@ def _stale(s, i, decision, near, remade, last_use, redo_until):
 @njit(cache=True)
 def expand(
     decision, gap, kinds, indices,
-    read_ptr, read, write_ptr, write, writer_ptr, writer, use_ptr, use, redo_until, last_use,
+    read_ptr, read, write_ptr, write, writer_ptr, writer, use_ptr, use, redo_until, last_use, touch_ptr, touch,
 ):  # fmt: skip
     """Fill `kinds` and `indices`, and return the number of events, or -1 when an op's operands are not available.
 
     `redo_until[s]` is the last position before which the writers of `s` can run again (-1: never), `last_use[s]` the
-    position of its last use, `gap[s]` that of the use after which `decision[s]` takes effect.
+    position of its last use, `gap[s]` that of the use after which `decision[s]` takes effect; `touch` is what each op
+    reads and writes.
 
     UNDECIDED: kept until the last use (and recomputed if a recompute reads it long after). RECOMPUTE_ONCE: dropped
     after `gap[s]`, recomputed for the next use. RECOMPUTE_EACH_TIME: dropped after every use that no other follows
@@ -47,14 +51,15 @@ def expand(
             again = False
             for k in range(read_ptr[i], read_ptr[i + 1]):
                 s = read[k]
-                if state[s] == HERE and not _stale(s, i, decision, near, remade, last_use, redo_until):
+                if state[s] == HERE and (last_use[s] >= i or not _stale(s, i, decision, near, remade, redo_until)):
                     continue
                 depth = 0
                 stack[0] = s
                 again = True
                 while depth >= 0:
                     top = stack[depth]
-                    if state[top] == HERE and not _stale(top, i, decision, near, remade, last_use, redo_until):
+                    here = state[top] == HERE
+                    if here and (last_use[top] >= i or not _stale(top, i, decision, near, remade, redo_until)):
                         depth -= 1
                         continue
                     if count + 2 * (writer_ptr[top + 1] - writer_ptr[top]) + 8 > limit:
@@ -75,7 +80,8 @@ def expand(
                         for r in range(read_ptr[w], read_ptr[w + 1]):
                             needed = read[r]
                             if needed != top and (
-                                state[needed] != HERE or _stale(needed, i, decision, near, remade, last_use, redo_until)
+                                state[needed] != HERE
+                                or (last_use[needed] < i and _stale(needed, i, decision, near, remade, redo_until))
                             ):
                                 missing = needed
                                 break
@@ -123,26 +129,24 @@ def expand(
         for k in range(write_ptr[i], write_ptr[i + 1]):
             if state[write[k]] == NEVER:
                 state[write[k]] = HERE
-        for part in range(2):
-            ptr, table = (read_ptr, read) if part == 0 else (write_ptr, write)
-            for k in range(ptr[i], ptr[i + 1]):
-                s = table[k]
-                near[s] = i
-                while pointer[s] < use_ptr[s + 1] and use[pointer[s]] <= i:
-                    pointer[s] += 1
-                if state[s] != HERE or pointer[s] >= use_ptr[s + 1]:
-                    continue
-                following = use[pointer[s]]
-                gives_up = decision[s] == RECOMPUTE_ONCE and gap[s] == i
-                gives_up = gives_up or (decision[s] == RECOMPUTE_EACH_TIME and following > i + SOON)
-                if count + 4 > limit:
-                    return -1
-                if gives_up and i >= writer[writer_ptr[s + 1] - 1]:
-                    kinds[count], indices[count] = DROP, s
-                    count += 1
-                    state[s] = GONE
-                elif decision[s] == TO_HOST and gap[s] == i:
-                    kinds[count], indices[count] = OFFLOAD, s
-                    count += 1
-                    state[s] = AWAY
+        for k in range(touch_ptr[i], touch_ptr[i + 1]):
+            s = touch[k]
+            near[s] = i
+            while pointer[s] < use_ptr[s + 1] and use[pointer[s]] <= i:
+                pointer[s] += 1
+            if state[s] != HERE or pointer[s] >= use_ptr[s + 1]:
+                continue
+            following = use[pointer[s]]
+            gives_up = decision[s] == RECOMPUTE_ONCE and gap[s] == i
+            gives_up = gives_up or (decision[s] == RECOMPUTE_EACH_TIME and following > i + SOON)
+            if count + 4 > limit:
+                return -1
+            if gives_up and i >= writer[writer_ptr[s + 1] - 1]:
+                kinds[count], indices[count] = DROP, s
+                count += 1
+                state[s] = GONE
+            elif decision[s] == TO_HOST and gap[s] == i:
+                kinds[count], indices[count] = OFFLOAD, s
+                count += 1
+                state[s] = AWAY
     return count

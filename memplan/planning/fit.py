@@ -24,8 +24,9 @@ from memplan.evict.workload import Events, Policy, Workload, floor, host_residen
 
 _KEEP_RANDOM: tuple[Policy, ...] = (flow, genoa, dtr, delta)  # they copy, or free after the last use
 _CLOSE = 0.005  # share of the smallest budget found: the precision of the bisection
-_RUNGS = 16  # smaller budgets, as shares of the bytes without a budget, whose events are candidates for a larger one
-_PATIENCE = 2  # smaller budgets in a row that cost more, after which no smaller one is tried
+_RUNGS = 32  # smaller budgets, as shares of the bytes without a budget, whose events are candidates for a larger one
+_PATIENCE = 2  # smaller budgets in a row that bring nothing, after which no smaller one is tried
+_OPS = 1024  # of all searches of rungs in a row that bring nothing, where that is more: small steps try all rungs
 
 
 Asked = TypeVar("Asked")
@@ -120,10 +121,12 @@ def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
 
 
 def _decided(workload: Workload, policy: Policy, base: MeasuredEvents) -> tuple[Workload, Events]:
-    """Return the events of `policy`, or those that it finds for a smaller budget if these take less time.
+    """Return the fastest of the events that `policy` finds for the budget, and for smaller ones, which it keeps too.
 
-    A search may get stuck where it does not for a smaller budget, whose events keep the larger one too. The smaller
-    budgets are the same ones whatever was asked. Raises what `policy` raises where it finds none for these either.
+    A search may get stuck where it does not for a smaller budget. The smaller budgets are the same ones whatever was
+    asked: the rungs of `_rungs`. If all of them were searched, no rung would take more time than a smaller one, because
+    it has the smaller one's events among its own. That is so for small steps; of larger ones, rungs are searched until
+    `_PATIENCE` of them in a row have brought nothing. Raises what `policy` raises where it finds nothing for any.
     """
     states = _states_for(workload, policy)
     best: tuple[Workload, Events] | None = None
@@ -133,19 +136,19 @@ def _decided(workload: Workload, policy: Policy, base: MeasuredEvents) -> tuple[
     except BudgetInfeasible as error:
         failed = error
     least = base.seconds if best is None else measure(*best).seconds
-    patience = _PATIENCE
+    patience = most = max(_PATIENCE, _OPS // max(len(workload.graph.ops), 1))
     for budget in _rungs(workload, base.peak) if _searches(policy) else ():
         if not patience or (best is not None and least <= base.seconds):  # no step takes less time
             break
         try:
-            within, events = decide(states.within(budget), quick_of(policy))
+            within, events = decide(states.within(budget), policy)
         except BudgetInfeasible:
             break
         found = measure(within, events)
         if best is not None and (found.area > 0 or found.seconds >= least):
             patience -= 1
             continue
-        patience = _PATIENCE
+        patience = most
         best, least = (within.within(workload.budget), events), found.seconds
     if best is None:
         assert failed is not None

@@ -53,13 +53,15 @@ class FrontierPoint:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
     """Points by falling budget, including the smallest budget that can be kept. `most` (total bytes) and `base_seconds`
-    are those of the step without a budget, `eager` are the bytes of the predicted eager total."""
+    are those of the step with nothing evicted, `eager` are the bytes of the predicted eager total. A loss head runs in
+    `blocks` of rows; 0: it is whole."""
 
     policy: str
     costs: str
     most: int
     eager: int
     base_seconds: float
+    blocks: int = 0
     points: tuple[FrontierPoint, ...]
 
 
@@ -69,16 +71,19 @@ def frontier(
     *,
     costs: CostModel | str,
     shares: Sequence[float] = SHARES,
+    eager: int | None = None,
+    blocks: int = 0,
 ) -> Frontier:
     """Return the plans of a step for budgets: shares of the predicted eager total, the need without a budget, and the
     smallest.
 
     The plans are those of `memplan.plan(..., budget=...)` with the other options of `options`; what only running
     shows, the temporaries of kernels, is left out. A budget costs no more time than a smaller one: what keeps the
-    smaller one keeps it too. Raises the errors of the policy other than `BudgetInfeasible`.
+    smaller one keeps it too. `eager` is the eager total; None: that of the graph, which is too little where a loss head
+    is in `blocks`. Raises the errors of the policy other than `BudgetInfeasible`.
     """
     prices = cost_model(costs)
-    eager = eager_total(scheduled.graph) + options.reserved
+    eager = (eager_total(scheduled.graph) if eager is None else eager) + options.reserved
     base = plan_within(scheduled, replace(options, budget=max(eager, 1) << 20), prices)
     kept = least = plan_within(scheduled, replace(options, budget="min"), prices)
     points = []
@@ -98,6 +103,7 @@ def frontier(
         most=base.on_device,
         eager=eager,
         base_seconds=_seconds(base),
+        blocks=blocks,
         points=tuple(reversed(points)),
     )
 

@@ -12,6 +12,7 @@ from memplan.analysis.diff import Diff
 from memplan.analysis.explain import Explanation, HeldBuffer
 from memplan.analysis.lanes import lanes_of
 from memplan.core.evictions import Action
+from memplan.core.gpus import described
 from memplan.core.jsonio import to_json
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes, format_exact, format_share
@@ -224,7 +225,7 @@ def _lines(answer: Fits) -> Iterator[str]:
     elif answer.within is not None and answer.within.eviction is not None:
         options = ", ".join(f"{name}={option!r}" for name, option in _budget(answer).items())
         kept = answer.within.eviction
-        slower = f"predicted +{format_share(kept.overhead)} of a step's time by the costs of {kept.costs}"
+        slower = f"predicted +{format_share(kept.overhead)} of a step's time by the costs of {described(kept.costs)}"
         yield f"fits with memplan.compile(model, inputs, {options}): {slower}"
     if answer.smallest is not None:
         yield f"no plan was found that fits: the smallest needs {format_bytes(answer.smallest)}"
@@ -259,7 +260,8 @@ def frontier_form(name: str, frontier: Frontier, optimizer: str = "") -> Form:
     eager = frontier.eager
     least = next((p for p in reversed(frontier.points) if p.plan is not None), None)
     using = f" with {optimizer}" if optimizer else ""
-    lines = [f"This step needs {format_bytes(frontier.most)}{using} without a budget (eager: {format_bytes(eager)})."]
+    free = f"with its loss head in {frontier.blocks} blocks of rows" if frontier.blocks else "without a budget"
+    lines = [f"This step needs {format_bytes(frontier.most)}{using} {free} (eager: {format_bytes(eager)})."]
     if least is not None:
         share, time = share_of(least.budget, eager), percent(least.overhead)
         lines.append(
@@ -273,7 +275,7 @@ def frontier_form(name: str, frontier: Frontier, optimizer: str = "") -> Form:
         **{name: getattr(frontier, name) for name in head},
         "points": [{"budget": p.budget, **_figures(p)} for p in frontier.points],
     }
-    title = f"{name}: memory against time, policy {frontier.policy!r}, costs of {frontier.costs}"
+    title = f"{name}: memory against time, policy {frontier.policy!r}, costs of {described(frontier.costs)}"
     return Form(title=title, sections=(Section(lines=tuple(lines), columns=names, rows=rows),), data=data)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import accumulate
 
+from memplan.core.gpus import described
 from memplan.core.plan import Plan
 from memplan.core.units import bytes_apart, format_bytes, format_exact, format_share
 from memplan.report.sections import (
@@ -170,7 +171,7 @@ def budget_lines(report: Report) -> tuple[str, ...]:
         copied = f"{format_bytes(k.offloaded)} copied {back} the host ({_times(k.offloads, 'reload')}"
         lie = f"up to {format_bytes(k.host_size)} of what the step makes lie there" if k.device else ""
         what.append(f"{copied}; {lie or f'up to {format_bytes(k.host_size)} lie there'})")
-    cost = f"predicted {percent(k.overhead)} of a step's time by the costs of {k.costs}"
+    cost = f"predicted {percent(k.overhead)} of a step's time by the costs of {described(k.costs)}"
     if k.pinned:
         what.append(f"up to {format_bytes(k.pinned)} of the host's memory are page-locked")
     how = f"{'; '.join(what)}; {cost}" if what else "nothing is evicted"

@@ -62,4 +62,6 @@ def test_an_impossible_time_to_draw_is_refused(draw: float) -> None:
 
 
 def test_a_cost_model_is_shown_in_one_short_line() -> None:
-    assert repr(DEVICES["h100"]) == "<CostModel of h100: 3.02e+12 B/s, 0 ops measured>"
+    assert repr(DEVICES["h100"]) == "<CostModel of h100 (data sheet): 3.02e+12 B/s, 0 ops measured>"
+    assert DEVICES["h100"].basis == "data sheet"
+    assert replace(DEVICES["h100"], name="mine", measured={"aten.mm()": 1e-3}).basis == "measured"

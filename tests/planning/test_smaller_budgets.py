@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import DEVICES
+from memplan.evict.measure import measure
+from memplan.evict.policies.auto import auto, recompute
+from memplan.evict.workload import Events, Workload
 from memplan.planning.budget import plan_within
 from memplan.planning.checkpoints import plan_checkpointed
+from memplan.planning.fit import _RUNGS, fit, make_workload
 from memplan.planning.frontier import frontier
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
@@ -76,6 +83,42 @@ def test_times_rise_along_the_frontier_of_generated_steps(seed: int, policy: Any
             named.add((error.smallest, error.smallest > point.budget))
     assert len(named) <= 1
     assert all(above for _, above in named)
+
+
+@given(st.integers(0, 10_000), st.sampled_from([auto, recompute, QUICK, QUICK_RECOMPUTE]))
+@settings(max_examples=15)
+def test_a_rung_takes_no_more_time_than_a_smaller_one(seed: int, policy: Any) -> None:
+    """By construction, on budgets that are rungs themselves: none gives up before the last one in so small a step."""
+    graph = generated(seed)
+    workload = make_workload(graph, tuple(range(len(graph.ops))), DEVICES["a100"], 64)
+    peak, times = measure(workload, workload.plain).peak, list[float]()
+    for k in range(1, _RUNGS + 1):
+        with suppress(BudgetInfeasible):
+            times.append(fit(graph, workload.within(peak * k // _RUNGS), policy).measured.seconds)
+    assert times[-1] == workload.clock[-1]
+    assert times == sorted(times, reverse=True)
+
+
+def test_searches_of_smaller_budgets_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After so many rungs in a row that bring nothing; that many more are searched where it is higher."""
+    graph, searched = generated(18), list[int]()
+    workload = make_workload(graph, tuple(range(len(graph.ops))), DEVICES["a100"], 64)
+    workload = workload.within(int(measure(workload, workload.plain).peak * 0.9))
+
+    def counted(asked: Workload) -> Events:
+        searched.append(asked.budget)
+        return auto(asked)
+
+    monkeypatch.setattr("memplan.planning.fit._searches", lambda policy: True)
+    found = dict[int, int]()
+    for patience in (1, 3, _RUNGS):
+        monkeypatch.setattr("memplan.planning.fit._PATIENCE", patience)
+        monkeypatch.setattr("memplan.planning.fit._OPS", 0)
+        searched.clear()
+        fit(graph, workload, counted)
+        assert searched == sorted(searched, reverse=True)
+        found[patience] = len(searched)
+    assert 1 < found[1] < found[3] < found[_RUNGS]
 
 
 POLICIES = [QUICK, QUICK_RECOMPUTE, "flow", "genoa", "dtr", "delta", "capuchin"]

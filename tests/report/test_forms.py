@@ -95,7 +95,7 @@ def test_how_a_budget_is_kept_stands_in_every_form(policy: str, how: str) -> Non
     plan = deep_plan(policy)
     for text in (_drawn(plan, 400), report_markdown(plan.report()).replace("\\_", "_")):
         assert f"budget 5.00 MiB (5,242,880 B), {how}" in text
-        assert "by the costs of a100" in text
+        assert "by the costs of a100 (data sheet)" in text
     kept = report_json(plan.report())["kept"]
     assert (kept["arena_budget"], kept["policy"], kept["costs"]) == (5 * MIB, policy, "a100")
     assert kept["recomputes"] + kept["offloads"] == len(plan.evictions)

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch._inductor.utils import fresh_cache
 import memplan
 from benchmarks import real_sizes
 from benchmarks.zoo import ZOO, llama_of
-from memplan.core.evictions import OFFLOAD, RELOAD, TRANSFERS
+from memplan.core.evictions import OFFLOAD, RELOAD, TRANSFERS, EvictionPlan
 from memplan.core.gpus import find_gpu, gpu_called
 from memplan.core.graph import StorageKind
 from memplan.core.plan import Plan
@@ -36,7 +38,9 @@ from memplan.errors import (
     UnsupportedGraph,
 )
 from memplan.evict.costs import cost_model, simulate
-from memplan.planning.base_graph import eager_total
+from memplan.planning.base_graph import eager_total, without_evictions
+from memplan.planning.budget import plan_within
+from memplan.planning.options import PlanOptions
 from memplan.trace.optimizer.optimizers import state_bytes
 from tests.models import Made
 from tests.slow import slow
@@ -465,6 +469,24 @@ def test_the_head_of_a_whole_step_is_whole_where_the_budget_has_room_for_what_th
     assert planned(need + parameters).division is None
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="Inductor generates Triton's code")
+def test_the_gradient_of_a_padded_head_is_one_kernel_per_block() -> None:
+    """Blocks share the zeros that their rows are padded with, which are of no block: nothing is written in 32 bits."""
+
+    def loss(m: Any, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return nn.functional.cross_entropy(m.head(m.project(x).tanh()).float(), words)
+
+    model = Made(loss, project=nn.Linear(128, 128), head=nn.Linear(128, 2001, bias=False))
+    plan = memplan.plan(model, (torch.randn(4096, 128), torch.zeros(4096, dtype=torch.long)), target="h100", budget=0.9)
+    assert plan.division is not None
+    blocks = plan.division.blocks
+    assert blocks is not None
+    wide = (4096 // blocks, 2008)
+    made = [plan.graph.values[v] for op in plan.graph.ops for v in op.writes]
+    assert [v.dtype for v in made if v.shape == wide] == ["bfloat16"] * 2 * blocks  # logits, and their gradient
+
+
 def _of_real_size(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Return a model that an H200 has trained, and its inputs."""
     make: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]] = getattr(real_sizes, name)
@@ -534,6 +556,27 @@ def test_a_budgets_peak_is_that_of_an_h200(budget: str, peak: float) -> None:
     plan = memplan.plan(model, inputs, target="h200", budget=parse_size(budget) + find_gpu("h200").workspace)
     state = 8 * sum(p.numel() for p in model.parameters())
     assert (plan.total + state) / 1e9 == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON, reason="Inductor generates Triton's code")
+@pytest.mark.parametrize("name", ["gpt2", "llama1b"])
+def test_no_budget_takes_more_time_than_a_smaller_one(name: str) -> None:
+    """24 budgets, every 2.5 %, of the step that `memplan budget` takes; one of them by `memplan.plan` too."""
+    model, inputs = _of_real_size(name)
+    whole = memplan.plan(model, inputs, target="h200", budget=0.999)
+    assert not whole.evictions
+    kept = list[EvictionPlan]()
+    with suppress(BudgetInfeasible):
+        for k in range(24):
+            asked = PlanOptions(reserve=whole.reserve, budget=whole.on_device * (40 - k) // 40)
+            made = plan_within(without_evictions(whole), asked, cost_model("h200")).eviction
+            assert made is not None
+            kept.append(made)
+    assert len(kept) > 14
+    assert all(one.seconds <= two.seconds for one, two in pairwise(kept))
+    again = memplan.plan(model, inputs, target="h200", budget=kept[8].budget)
+    assert again.eviction == kept[8]
 
 
 @pytest.mark.cuda

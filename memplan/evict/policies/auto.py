@@ -30,7 +30,7 @@ from memplan.evict.search import (
     DecisionSearch,
     decisions_of,
     descend,
-    descend_classes,
+    descents,
     parts_of,
     storage_classes,
     trimmed,
@@ -57,12 +57,13 @@ def auto(workload: Workload, *, swaps: bool = True, quick: bool = False) -> Even
     classes = storage_classes(search)
     followed = list(_followed(search))
     starts = [decisions_of(search, events) for events in followed]
-    ways = [(start, a, classes) for a in EXPONENTS]
+    descended = descents(search, start, EXPONENTS, classes)
     if not quick:
-        starts += [descend_classes(search, start, a, classes) for a in EXPONENTS]
-        ways += [(start, a, parts_of(classes, PARTS)) for a in EXPONENTS]
-    ways += [(one, EXPONENTS[0], classes) for one in starts if np.isfinite(one.area)]
-    found = [fitted for origin, a, choices in ways if (fitted := descend(search, origin, a, choices))]
+        starts += [last for _, last in descended]
+        descended += descents(search, start, EXPONENTS, parts_of(classes, PARTS))
+    possible = [fitted for fitted, _ in descended]
+    possible += [descend(search, one, EXPONENTS[0], classes) for one in starts if np.isfinite(one.area)]
+    found = list(filter(None, possible))
     kept = [events for events in followed if measure(workload, events).peak <= workload.budget]
     if found:
         best = min(found, key=_seconds) if quick else improve(search, found)

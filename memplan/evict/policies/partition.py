@@ -7,7 +7,7 @@ The search is that of the default policy (`auto.py`), with these decisions alone
 from __future__ import annotations
 
 from memplan.evict.policies.auto import EXPONENTS, improve
-from memplan.evict.search import DecisionSearch, Move, descend, descend_classes, storage_classes
+from memplan.evict.search import DecisionSearch, Move, descend, descents, storage_classes
 from memplan.evict.search_kernel import PIN, RECOMPUTE_ONCE
 from memplan.evict.workload import Events, Kind, Workload, infeasible
 
@@ -23,7 +23,7 @@ def partition(workload: Workload) -> Events:
     if start.area == 0:
         return search.events(start)
     classes = storage_classes(search)
-    starts = [start, *(descend_classes(search, start, a, classes) for a in EXPONENTS)]
+    starts = [start, *(last for _, last in descents(search, start, EXPONENTS, classes))]
     starts.append(search.after(start, *(m for moves in search.moves for m in moves if m.decision == RECOMPUTE_ONCE)))
     possible = [one for one in starts if one.area < float("inf")]
     found = [fitted for one in possible for a in EXPONENTS if (fitted := descend(search, one, a))]

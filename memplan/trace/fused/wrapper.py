@@ -187,9 +187,12 @@ class _FollowedGroups(_FollowedKernels):
 
 
 def _blocks_of(node: Any) -> set[int]:
-    """Return the blocks of rows that a loop computes; none for a loop over whole tensors."""
+    """Return the blocks of rows that a loop computes; none for a loop over whole tensors.
+
+    A constant is of no block: Inductor makes one of equal ones.
+    """
     origins = (origin for one in node.get_nodes() for origin in getattr(one.node, "origins", ()))
-    return {origin.meta[BLOCK] for origin in origins if BLOCK in origin.meta}
+    return {origin.meta[BLOCK] for origin in origins if BLOCK in origin.meta and origin.all_input_nodes}
 
 
 _current = threading.local()  # .code: what the compilation of this thread writes
