@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config
 
 import memplan
 from memplan.trace.fused import row_division
@@ -94,13 +95,13 @@ def test_blocks_of_rows_and_of_words_share_their_kernels(monkeypatch: pytest.Mon
         return original(self, types, source)
 
     monkeypatch.setattr(DeferringCompile, "cpp_pybinding", noted)
-    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
     ids = torch.randint(WORDS, (2, 65))
     for blocks in (16, 32):
         made.append(set())
         torch.compiler.reset()
         division = memplan.Division(blocks=blocks, sums=True)
-        plan = memplan.plan(NextToken(tied=False), ids, kernels="inductor", divide=division)
+        with config.patch(force_disable_caches=True):
+            plan = memplan.plan(NextToken(tied=False), ids, kernels="inductor", divide=division)
         assert sum("slice_copy" in op.target for op in plan.graph.ops) == 2 * blocks
     assert len(made[1]) - len(made[0]) <= 16
 
