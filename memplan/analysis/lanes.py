@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isclose
 
 from memplan.core.evictions import OFFLOAD, RELOAD, TRANSFERS
 from memplan.core.plan import Plan
-from memplan.errors import InvalidCosts
 
 PARTS = 48  # of a step, as wide as a picture in a terminal
 _COPIES = {RELOAD: "copies to the device", OFFLOAD: "copies to the host"}
@@ -31,11 +31,10 @@ def lanes_of(plan: Plan) -> tuple[Lane, ...]:
     """
     if plan.eviction is None or plan.devices or not any(op.target in _COPIES for op in plan.graph.ops):
         return ()
-    from memplan.evict.costs import ON_HOST, Clock, cost_model  # few plans need it
+    from memplan.evict.costs import DEVICES, ON_HOST, Clock, simulate  # few plans need it
 
-    try:
-        costs = cost_model(plan.eviction.costs)
-    except InvalidCosts:  # measured, or of the user's own
+    costs = DEVICES.get(plan.eviction.costs)
+    if costs is None or not isclose(simulate(plan.graph, costs)[0], plan.eviction.seconds):  # others than the plan's
         return ()
     clock, busy = Clock(plan.graph, costs), dict[str, list[tuple[float, float]]]()
     for op in (plan.graph.ops[i] for i in plan.schedule.order):

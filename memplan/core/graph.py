@@ -200,7 +200,7 @@ class Graph:
     def with_outside(self, storages: Collection[int]) -> Graph:
         """Return the graph with these planned storages (by index) outside the arena.
 
-        A result in the arena cannot take the bytes of an input outside in place, nor the other way round.
+        A result takes the bytes of an input in place only if both are in the arena.
         """
         moved = tuple(replace(s, planned=False) if i in storages else s for i, s in enumerate(self.storages))
 
@@ -208,7 +208,7 @@ class Graph:
             return moved[self.values[value].storage].planned
 
         def kept(op: Op) -> tuple[tuple[int, int], ...]:
-            return tuple(pair for pair in op.inplace_candidates if is_planned(pair[0]) == is_planned(pair[1]))
+            return tuple(pair for pair in op.inplace_candidates if is_planned(pair[0]) and is_planned(pair[1]))
 
         return replace(self, storages=moved, ops=tuple(replace(op, inplace_candidates=kept(op)) for op in self.ops))
 

@@ -22,6 +22,7 @@ from memplan.devices.kinds import is_accelerator
 from memplan.torch_inside.versions import accelerators
 
 LARGE = 1 << 16  # bytes; smaller requests are torch's, which locks many of them at once
+_STILL_LOCKED: list[mmap.mmap] = []
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every device
 
 
@@ -44,7 +45,9 @@ def _locked_pages(nbytes: int, device: torch.device, cudart: Any) -> torch.Tenso
     pages = mmap.mmap(-1, nbytes)
     held = np.frombuffer(pages, np.uint8)
     made = torch.from_numpy(held)  # keeps `held`
-    if int(cudart.cudaHostRegister(made.data_ptr(), nbytes, _PORTABLE)):
+    with torch.get_device_module(device).device(device):  # another one would be given a context
+        failed = int(cudart.cudaHostRegister(made.data_ptr(), nbytes, _PORTABLE))
+    if failed:
         with suppress(RuntimeError):  # the next launch raises CUDA's last error, which is reset by that
             torch.zeros(1, device=device)
         return None
@@ -53,10 +56,17 @@ def _locked_pages(nbytes: int, device: torch.device, cudart: Any) -> torch.Tenso
 
 
 def _unlock(address: int, pages: mmap.mmap, device: torch.device, cudart: Any) -> None:
-    """Unlock pages that nothing refers to but, maybe, copies of a step that an error has ended."""
-    torch.accelerator.synchronize(device)
-    cudart.cudaHostUnregister(address)
-    del pages  # they are unmapped from now on
+    """Unlock pages that nothing refers to but, maybe, copies of a step that an error has ended.
+
+    Pages that stay locked stay mapped: CUDA would take others at their addresses for them.
+    """
+    try:
+        torch.accelerator.synchronize(device)
+        failed = int(cudart.cudaHostUnregister(address))
+    except RuntimeError:
+        failed = 1
+    if failed:
+        _STILL_LOCKED.append(pages)
 
 
 def unlock_unused(device: torch.device) -> None:

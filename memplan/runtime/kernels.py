@@ -271,7 +271,11 @@ def convolution_out(  # noqa: PLR0917  (the op's own signature)
     `aten::convolution` has no `out=` kernel. Raises `NotImplementedError` where cuDNN's does not run.
     """
     key = torch._C._dispatch_key_for_device(x.device.type)
-    if transposed or not torch._C._dispatch_has_kernel_for_dispatch_key("aten::cudnn_convolution.out", key):
+    if (
+        transposed
+        or not torch._C._get_cudnn_enabled()
+        or not torch._C._dispatch_has_kernel_for_dispatch_key("aten::cudnn_convolution.out", key)
+    ):
         raise NotImplementedError("cuDNN has no such kernel for this device")
     deterministic = torch._C._get_cudnn_deterministic() or torch._C._get_deterministic_algorithms()
     tf32 = torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32"

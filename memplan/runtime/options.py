@@ -223,7 +223,7 @@ class CompileOptions(RunOptions):
         kept = plan.eviction
         if kept is None:
             return
-        total = (self.budget, kept.budget, plan.total + held)
+        total = (self.budget, kept.budget, plan.on_device + held)
         arena = (self.arena_budget, kept.arena_budget, plan.arena_size + held)
         for given, limit, need in (total, arena):
             if given is not None and limit is not None and need > limit:

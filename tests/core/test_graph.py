@@ -209,3 +209,10 @@ def test_a_forward_that_copies_what_only_the_backward_has_is_refused(kind: Stora
     replace(right, graph=faulty, schedule=schedule, problem=problem, solution=solution).save(tmp_path / "plan.json")
     with pytest.raises(InvalidPlan, match=f"op1 reads .* {UNWRITTEN}"):
         planfile.load(tmp_path / "plan.json")
+
+
+@given(graphs(), st.data())
+def test_what_leaves_the_arena_in_parts_leaves_it_as_at_once(graph: Graph, data: st.DataObject) -> None:
+    planned = [i for i, s in enumerate(graph.storages) if s.planned]
+    one, two = (data.draw(st.frozensets(st.sampled_from(planned))) if planned else frozenset() for _ in range(2))
+    assert graph.with_outside(one).with_outside(two) == graph.with_outside(one | two)

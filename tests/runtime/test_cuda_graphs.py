@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -136,6 +137,19 @@ def test_a_recorded_step_follows_its_schedule(make: Any, accumulate: int, record
             one(*_batch(seed))
     assert same_parameters(net, other)
     assert (recorder.recorded > accumulate) is (accumulate == 1), "the update of several batches is not recorded"
+
+
+def test_a_recording_that_fails_leaves_parameters_as_they_were(
+    recorder: Rerun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = compile_step(model, optimizer, lambda y: y.square().mean(), x, cuda_graph=True)
+    before = [p.detach().clone() for p in model.parameters()]
+    monkeypatch.setattr(recorder, "record", MagicMock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        step(x)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
 def test_what_cannot_be_recorded_says_so() -> None:

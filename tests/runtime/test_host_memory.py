@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import mmap
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +32,12 @@ def locked(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
         assert flags == 1
         return 2 if nbytes > 8 << 20 else int(found.setdefault(address, nbytes) != nbytes)
 
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=found.pop)
+    def unregister(address: int) -> int:
+        return int(found.pop(address) == 3 * PAGE + host.LARGE)  # such pages it does not unlock
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     return found
 
@@ -48,6 +54,14 @@ def test_large_requests_lock_their_own_bytes_and_no_more(nbytes: int, locked: di
     assert len(locked) == 1, "a view keeps the bytes"
     del view
     assert not locked
+
+
+def test_pages_that_stay_locked_stay_mapped(locked: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[mmap.mmap] = []
+    monkeypatch.setattr(host, "_STILL_LOCKED", kept)
+    for extra in (2, 3):
+        host_bytes(extra * PAGE + host.LARGE, CUDA)
+    assert [len(pages) for pages in kept] == [3 * PAGE + host.LARGE]
 
 
 def test_what_cuda_does_not_lock_and_small_requests_are_torchs(

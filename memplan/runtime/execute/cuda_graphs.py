@@ -143,9 +143,11 @@ class CudaGraphProgram:
         names, traced = self.program.namespace.names, self.program.traced
         written = [names[f"v{b.value}"] for b in traced.bindings if b.written and b.source is not Source.INPUT]
         before = [torch.empty_like(t, device="cpu").copy_(t) for t in written]
-        with forked(traced.device):
-            yield
-        _copy_all(written, before)
+        try:
+            with forked(traced.device):
+                yield
+        finally:
+            _copy_all(written, before)
 
     def _memory(self, value: int) -> torch.Tensor:
         v = self.program.traced.graph.values[value]

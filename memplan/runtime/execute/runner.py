@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -337,7 +337,8 @@ class Runner:
                 self.backward(*saved, tangent)
         except BaseException:
             guards.end_update(whole=False)
-            self.arena.copies.settle()
+            with suppress(Exception):  # an update's error would take the place of the first
+                self.arena.copies.settle()
             raise
         guards.end_update(whole=True)
         found: torch.Tensor = loss

@@ -47,8 +47,9 @@ class FusedAttention(TorchFunctionMode):
             kernel, why = _kernel(given, mask)
             if kernel == "math" and mask is not None and self._lay_out:
                 laid = in_rows(mask)
-                if _kernel(given, laid)[0] != "math":
-                    kernel, given["attn_mask"] = "", laid
+                kernel, why = _kernel(given, laid)
+                if kernel != "math":
+                    given["attn_mask"] = laid
             if kernel == "math":
                 self.reasons[why] = None
         return func(**given)
