@@ -92,6 +92,8 @@ class HostResults:
         nbytes = (last + 1) * dtype.itemsize if all(shape) else 0
         if nbytes < LARGE:
             return torch.empty_strided(shape, strides, dtype=dtype, pin_memory=is_accelerator(self._device))
+        if not self._free[nbytes]:
+            self._free.clear()  # of other sizes: shapes vary
         free = self._free[nbytes]
         block = free.pop() if free else host_bytes(nbytes, self._device)
         lent = block.numpy()

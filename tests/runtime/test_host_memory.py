@@ -106,6 +106,13 @@ def test_bytes_of_results_that_are_gone_serve_the_next_ones(locked: dict[int, in
     assert not locked
 
 
+def test_bytes_of_results_of_other_sizes_are_given_back(locked: dict[int, int]) -> None:
+    results = HostResults(CUDA)
+    for rows in range(300, 310):
+        results.empty((rows, 200), (200, 1), torch.float32)
+    assert list(locked.values()) == [309 * 200 * 4]
+
+
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 
