@@ -46,7 +46,7 @@ def budget(
     from memplan.cli.source import obtain, size_option
     from memplan.core.files import write_atomic
     from memplan.core.gpus import find_gpu
-    from memplan.errors import InvalidModel, InvalidPlan
+    from memplan.errors import BudgetInfeasible, InvalidModel, InvalidPlan
     from memplan.planning.base_graph import without_evictions
     from memplan.planning.frontier import frontier
     from memplan.planning.options import DEFAULTS, PlanOptions
@@ -54,7 +54,10 @@ def budget(
 
     require_outputs({"--html": html}, target, costs)
     under = DEFAULTS if gpu is None else PlanOptions(budget=_ALMOST_ALL)
-    plan = obtain(target, infer=infer, ranks=ranks, gpu=gpu, options=under)
+    try:
+        plan = obtain(target, infer=infer, ranks=ranks, gpu=gpu, options=under)
+    except BudgetInfeasible:  # nearly all of a small step is the workspace
+        plan = obtain(target, infer=infer, ranks=ranks, gpu=gpu)
     try:
         step = without_evictions(plan)
     except InvalidPlan as error:

@@ -101,7 +101,7 @@ class CostModel:
 
     @property
     def basis(self) -> Literal["measured", "data sheet"]:
-        """Where its seconds are from: ops that were measured, or the rates of a data sheet."""
+        """The source of its seconds: ops that were measured, or the rates of a data sheet."""
         return "measured" if self.measured else "data sheet"
 
     def __post_init__(self) -> None:
