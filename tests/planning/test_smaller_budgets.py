@@ -88,7 +88,7 @@ def test_times_rise_along_the_frontier_of_generated_steps(seed: int, policy: Any
 @given(st.integers(0, 10_000), st.sampled_from([auto, recompute, QUICK, QUICK_RECOMPUTE]))
 @settings(max_examples=15)
 def test_a_rung_takes_no_more_time_than_a_smaller_one(seed: int, policy: Any) -> None:
-    """By construction, on budgets that are rungs themselves: none gives up before the last one in so small a step."""
+    """Budgets that are rungs themselves, by construction: in so small a step, none gives up before the last one."""
     graph = generated(seed)
     workload = make_workload(graph, tuple(range(len(graph.ops))), DEVICES["a100"], 64)
     peak, times = measure(workload, workload.plain).peak, list[float]()
