@@ -1,4 +1,4 @@
-"""Prints what the cost model predicts beside what was measured: the rows of `results/gpu.json`, planned again without the GPU.
+"""Prints predictions of the cost model beside measurements: rows of `results/gpu.json`, planned again without the GPU.
 
     PYTHONPATH=. python -m benchmarks.predicted --models gpt2,llama1b
 

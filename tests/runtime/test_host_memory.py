@@ -218,7 +218,7 @@ def test_parameters_in_a_file_are_not_read_to_be_planned_nor_copied_to_run(kind:
 
 @needs_smaps
 def test_parameters_in_a_file_are_moved_once_they_are_to_be_written(tmp_path: Path, locked: dict[int, int]) -> None:
-    """Tensors that an accelerator's step writes are locked, frozen parameters stay in the file, and so does shared memory."""
+    """Tensors that an accelerator's step writes are locked; frozen parameters in files and shared memory stay."""
     own, shared = _stored(tmp_path / "own", "safetensors"), nn.Linear(WIDE, 8).share_memory()
     tensors = [*own.parameters(), *shared.parameters()]
     found = in_files(tensors)
